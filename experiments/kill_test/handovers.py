@@ -13,7 +13,7 @@ from laminar_py.records.events import Assigned, Interrupted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """Trajectory of a dead replica, e.g. `Handover("g7-3", 1, 41, 1700000000.2, 0, 0.05)`."""
+    """Trajectory of a crashed replica, e.g. `Handover("g7-3", 1, 41, 1700000000.2, 0, 0.05)`."""
 
     trajectory_id: str
     source: int  # the replica that died
@@ -34,7 +34,7 @@ def handovers(run: Path) -> list[Handover]:
         )
         for wall, body in rows:
             event = decode_event(body)
-            if isinstance(event, Interrupted) and event.reason == "replica_died":
+            if isinstance(event, Interrupted) and event.reason == "replica_crashed":
                 waiting[event.trajectory_id] = len(found)
                 source = replica_of[event.trajectory_id]
                 found.append(

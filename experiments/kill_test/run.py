@@ -47,7 +47,7 @@ START_S, END_S = 180.0, 600.0
 
 
 class Run:
-    """One `laminar train`, resumed whenever its controller dies."""
+    """One `laminar train`, resumed whenever its controller crashes."""
 
     def __init__(self, config: Path, settings: list[str], *, runs: Path = Path("runs")) -> None:
         self._config = config
@@ -173,7 +173,7 @@ def campaign(
 
 
 def handover_rows(found: list[Handover]) -> list[Row]:
-    """Make the rows of the trajectories of dead replicas.
+    """Make the rows of the trajectories of crashed replicas.
 
     How long each waited since the detection of the death.
     """
@@ -182,7 +182,9 @@ def handover_rows(found: list[Handover]) -> list[Row]:
         return []
     elsewhere = sum(one.target not in (None, one.source) for one in found)
     partial = sum(one.length > 0 for one in found)
-    conditions = f"{len(found)} trajectories of dead replicas, {partial} of them begun; {elsewhere} went elsewhere"
+    conditions = (
+        f"{len(found)} trajectories of crashed replicas, {partial} of them begun; {elsewhere} went elsewhere"
+    )
     return [
         Row("handover_p50_s", median(waits), "s", conditions),
         Row("handover_max_s", waits[-1], "s", conditions),

@@ -52,7 +52,7 @@ class Worker:
         self._pipe.send(word)
 
     def receive(self, kind: type[Answer]) -> Answer:
-        """Return the next answer. Raises `TimeoutError`, or `EOFError` if the process died.
+        """Return the next answer. Raises `TimeoutError`, or `EOFError` if the process crashed.
 
         Its error is on stderr.
         """

@@ -50,7 +50,7 @@ class SharedCores:
             self._engines.append(engine)
 
     def remove_engine(self, engine: EmulatedEngine) -> None:
-        """Divide the share of a dead engine among the others."""
+        """Divide the share of a crashed engine among the others."""
         if engine in self._engines:
             self._engines.remove(engine)
             self.share_out()

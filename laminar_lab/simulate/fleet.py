@@ -3,10 +3,10 @@
 Each replica is a `rollout.Replica` on an emulated engine, in this process and on its virtual clock. Reports,
 orders, surveys and their answers take the time of the link (`OneWay`). States of a replica:
 
-    LIVES -> DEAD   the replica crashes: the scheduler learns of the loss as in a run, with the journal's tokens
-    DEAD  -> LIVES  `rollout.engine.simulation.restart_s` later a new replica has the same index
+    LIVES -> CRASHED   the replica crashes: the scheduler learns of the loss as in a run, with the journal's tokens
+    CRASHED -> LIVES `rollout.engine.simulation.restart_s` later a new replica has the same index
 
-A dead replica sends and receives no message.
+A crashed replica sends and receives no message.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.figures import FleetSample
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config import RunConfig
-from laminar_py.control import DISPATCH_S, REPLICA_DIED, Tick, TrajectoryScheduler
+from laminar_py.control import DISPATCH_S, REPLICA_CRASHED, Tick, TrajectoryScheduler
 from laminar_py.ledger.segments import Known, Payload, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
 from laminar_py.records import GenerateRequest
-from laminar_py.records.events import PartDied, PartStarted
+from laminar_py.records.events import PartCrashed, PartStarted
 from laminar_py.records.host import Clock
 from laminar_py.records.pieces import COUNTED, Piece, TokensRef
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
@@ -157,7 +157,7 @@ class SimulatedFleet:
         self._cores = cores
         self._tick = Tick(self._send_orders, every_s=DISPATCH_S)
         self._lives: list[ReplicaLife] = []
-        self._ended_tokens, self._ended_s = 0, 0.0  # of dead replicas' engines
+        self._ended_tokens, self._ended_s = 0, 0.0  # of crashed replicas' engines
         self.samples: list[FleetSample] = []
         self.num_reports = 0  # that the scheduler has received
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and the replica
@@ -219,7 +219,7 @@ class SimulatedFleet:
 
     @property
     def is_short(self) -> bool:
-        """Whether a dead replica will come back."""
+        """Whether a crashed replica will come back."""
         return any(not life.lives for life in self._lives)
 
     @property
@@ -323,7 +323,7 @@ class SimulatedFleet:
         await asyncio.sleep(lives_s - noted_s)
 
     async def _recover_trajectories(self, index: int, life: ReplicaLife) -> None:
-        """Return the trajectories of a dead replica to the scheduler, as far as its journal has them."""
+        """Return the trajectories of a crashed replica to the scheduler, as far as its journal has them."""
         reports = self._scheduler.reports
         await life.engine.close()
         self._cores.remove_engine(life.engine)
@@ -331,9 +331,9 @@ class SimulatedFleet:
         self.failures.append((self._stats.rl_s, index))
         self._scheduler.views.retire(index)
         found = life.store.salvage(reports.running_on(index))
-        await reports.on_replica_lost(index, found, reason=REPLICA_DIED)
-        self._scheduler.book.record(PartDied(f"replica-{index}", FAILED))
-        self._stats.next_report.set()  # `stop` may wait for the trajectories of the dead replica
+        await reports.on_replica_lost(index, found, reason=REPLICA_CRASHED)
+        self._scheduler.book.record(PartCrashed(f"replica-{index}", FAILED))
+        self._stats.next_report.set()  # `stop` may wait for the trajectories of the crashed replica
         self._tick.at_once()
 
     # ---- reports and orders
@@ -368,7 +368,7 @@ class SimulatedFleet:
             self._tick.wake()
 
     def _send_order(self, life: ReplicaLife, obey: Callable[[], object]) -> None:
-        """Call `obey` when the order has reached the replica, unless the replica is dead by then."""
+        """Call `obey` when the order has reached the replica, unless the replica has crashed by then."""
 
         async def arrive() -> None:
             if life.lives:
@@ -380,7 +380,7 @@ class SimulatedFleet:
         self._tasks.create_task(obey(), name="order")
 
     async def _call_replica(self, replica: int, answer: Callable[[ReplicaLife], Awaitable[T]]) -> T | None:
-        """Return a replica's answer, after all earlier messages in both directions; None from a dead replica."""
+        """Return a replica's answer, after all earlier messages both ways; None from a crashed replica."""
         life, answered = self._lives[replica], asyncio.get_running_loop().create_future()
 
         async def arrive() -> None:
@@ -403,7 +403,7 @@ class SimulatedFleet:
             self.sample()
 
     def sample(self) -> None:
-        """Record the state of the fleet; dead replicas hold nothing."""
+        """Record the state of the fleet; crashed replicas hold nothing."""
         living = [life for life in self._lives if life.lives]
         states = [life.engine.status() for life in living]
         away = [(life.engine, life.replica.away) for life in living if self._environments is not None]

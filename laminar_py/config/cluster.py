@@ -69,7 +69,7 @@ class RelayConfig(Section):
 
 
 class SupervisorConfig(Section):
-    """Detection and restart of dead parts."""
+    """Detection and restart of crashed parts."""
 
     heartbeat_timeout_s: Seconds = 30.0
     """A part that has not answered for this long is killed and restarted, seconds."""

@@ -186,7 +186,7 @@ class RolloutConfig(Section):
     """Close a group this many seconds after its first member finished. Stragglers are dropped with an event, and
     so is a group with fewer than two members left."""
     partial_interval_s: Seconds = 1.0
-    """Seconds between two writes of partial responses to a replica's journal. The death of a replica loses the
+    """Seconds between two writes of partial responses to a replica's journal. A crash of a replica loses the
     tokens since the last write."""
 
     @property

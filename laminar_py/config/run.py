@@ -119,7 +119,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     """Trackers of metrics."""
     supervisor: SupervisorConfig = SupervisorConfig()
-    """Restarts of dead parts."""
+    """Restarts of crashed parts."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

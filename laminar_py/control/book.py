@@ -63,7 +63,7 @@ class Phase(Enum):
     ADMITTING = "admitting"  # new groups, live training, evaluations
     CONTINUING = "continuing"  # live training, evaluations
     PAUSED = "paused"  # evaluations
-    RESTORING = "restoring"  # nothing, until the trajectories of a dead controller are restored
+    RESTORING = "restoring"  # nothing, until the trajectories of a crashed controller are restored
     ENDING = "ending"  # nothing
 
     @property

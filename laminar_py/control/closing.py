@@ -163,7 +163,7 @@ class Closing:
             await self._put(group)
 
     async def restore(self, group: Group) -> None:
-        """Continue a group of a dead controller, and close it if no member is pending."""
+        """Continue a group of a crashed controller, and close it if no member is pending."""
         if group.is_ready:
             await self._put(group)
             return

@@ -58,7 +58,7 @@ class Failing:
             )
 
 
-REPLICA_DIED, HOST_LOST = "replica_died", "host_lost"  # reasons of an interruption
+REPLICA_CRASHED, HOST_LOST = "replica_crashed", "host_lost"  # reasons of an interruption
 
 
 class Reports:
@@ -113,9 +113,9 @@ class Reports:
         }
 
     async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = (), *, reason: str) -> None:
-        """Interrupt all trajectories of a dead replica, after appending `salvaged` tokens; each is queued again.
+        """Interrupt and queue all trajectories of a crashed replica, after appending `salvaged` tokens.
 
-        `reason` is `replica_died`, or `host_lost` if its disk is lost too.
+        `reason` is `replica_crashed`, or `host_lost` if its disk is lost too.
         """
         self._book.moves.forget(replica)
         more = {one.trajectory_id: one for one in salvaged}
@@ -126,7 +126,7 @@ class Reports:
                 self._requeue(trajectory, reason, self._waiting.append_displaced)
 
     def take_over(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
-        """Append tokens that a dead replica had stored but not reported, if there are any."""
+        """Append tokens that a crashed replica had stored but not reported, if there are any."""
         if salvaged is not None and salvaged.tokens.start == trajectory.length:
             self._grow(
                 trajectory,

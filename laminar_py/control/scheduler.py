@@ -78,7 +78,7 @@ async def restore(
             group.members[trajectory.id] = trajectory
         if trajectory.status is Status.RUNNING:
             reports.take_over(trajectory, more.get(trajectory.id))
-            book.record(trajectory.interrupted("controller_died"))
+            book.record(trajectory.interrupted("controller_crashed"))
         if trajectory.status in (Status.QUEUED, Status.INTERRUPTED):
             waiting.append(trajectory)
         else:
@@ -162,7 +162,7 @@ class TrajectoryScheduler:
         self.book.phase = Phase.RESTORING
 
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
-        """Continue the trajectories of a dead controller, with tokens `salvaged` from replicas.
+        """Continue the trajectories of a crashed controller, with tokens `salvaged` from replicas.
 
         Allow evaluations.
         """

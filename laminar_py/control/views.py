@@ -151,7 +151,7 @@ class ReplicaViews:
         self._changed.add(view.index)
 
     def forget(self, replica: int) -> set[str]:
-        """Reset the view of a dead replica; return the ids of its trajectories."""
+        """Reset the view of a crashed replica; return the ids of its trajectories."""
         before = self.by_index[replica]
         view = ReplicaView(index=replica, has_place=before.has_place, leaving=before.leaving)
         self.by_index[replica] = view

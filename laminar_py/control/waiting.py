@@ -62,7 +62,7 @@ class Router:
         return view if len(view.in_flight) + size <= groups * self._book.settings.group_size else None
 
     def for_displaced(self) -> ReplicaView | None:
-        """Return a replica for one trajectory of a dead replica: one that admits more, else the least loaded."""
+        """Return a replica for one trajectory of a crashed replica: one with room, else the least loaded."""
         return self.for_new(1) or self._views.least_loaded(oldest=max(0, self._oldest or 0))
 
     def for_pinned(self, version: int, *, limit: int | None = None) -> ReplicaView | None:
@@ -118,7 +118,7 @@ class Lane:
 
 
 class WaitingQueue:
-    """Trajectories that wait, first come first served; those of a dead replica go before all others."""
+    """Trajectories that wait, first come first served; those of a crashed replica go before all others."""
 
     def __init__(self, book: Book, *, router: Router, evaluations: Evaluations) -> None:
         self._book = book
@@ -134,7 +134,7 @@ class WaitingQueue:
         self._insert(next(self._arrivals), trajectory)
 
     def append_displaced(self, trajectory: LiveTrajectory) -> None:
-        """Queue a trajectory whose replica died; a full replica may take it."""
+        """Queue a trajectory whose replica crashed; a full replica may take it."""
         self._displaced.append(trajectory)
 
     def extend(self, trajectories: Iterable[LiveTrajectory]) -> None:

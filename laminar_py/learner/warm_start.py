@@ -76,7 +76,7 @@ def warm_start(
     policy = load_policy(model, seed=seed, temperature=1.0, device=torch.device("cpu"))
     train_supervised(policy, examples, settings=settings, seed=seed, on_step=on_step)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a dead process that had our id
+    shutil.rmtree(partial, ignore_errors=True)  # left by a crashed process that had our id
     export_hf(policy, partial, source=model.path, dtype=torch.float32)
     if folder.is_dir():  # another process was faster; its result is the same
         shutil.rmtree(partial)

@@ -72,7 +72,7 @@ def recover(
     with reading(ledger or run) as connection:
         checkpoint = newest_existing(checkpoints_on_record(connection), exists)
         step = checkpoint.step if checkpoint else 0
-        events = tuple(rollback_events(connection, step, "controller_died"))
+        events = tuple(rollback_events(connection, step, "controller_crashed"))
         live = tuple(_live(connection, step))
         (incarnation, next_prompt, next_evaluation) = connection.execute(
             "SELECT (SELECT coalesce(max(incarnation), 0) + 1 FROM incarnation),"

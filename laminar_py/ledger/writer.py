@@ -19,7 +19,7 @@ from laminar_py.records.events import (
     Checkpointed,
     Consumed,
     Evaluated,
-    PartDied,
+    PartCrashed,
     PartStarted,
     Pulled,
     Reattached,
@@ -188,7 +188,7 @@ def _subject(event: AnyEvent) -> str:
             return f"replica-{event.replica}"
         case Relayed() | Pulled() | RelayGaveUp() | Reattached():
             return event.node
-        case PartStarted() | PartDied():
+        case PartStarted() | PartCrashed():
             return event.part
         case VersionPublished() | Evaluated():
             return f"version-{event.version}"

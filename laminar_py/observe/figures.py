@@ -20,7 +20,7 @@ from laminar_py.observe.tails import COUNTED, NAMES, Distribution, Measure, dist
 from laminar_py.observe.trajectories import REASONS, STATUSES
 from laminar_py.records.events import (
     AnyEvent,
-    PartDied,
+    PartCrashed,
     Pulled,
     Relayed,
     Repacked,
@@ -310,7 +310,7 @@ FIGURES = (
         _sum_by_label(Pulled, "subscriber", "waited_s"),
         "subscriber",
     ),
-    counter("deaths", "parts that died and were restarted", _sum_by_label(PartDied, "part"), "part"),
+    counter("crashes", "parts that crashed and were restarted", _sum_by_label(PartCrashed, "part"), "part"),
     gauge(
         "live",
         "1 until the run says that it ended",

@@ -17,7 +17,7 @@ from laminar_py.observe.record import Snapshot
 from laminar_py.observe.report import RunReport
 from laminar_py.observe.trajectories import STATUSES, Floats, Ints, StayEnd, Stays, Times
 from laminar_py.records.codec import BoolArray
-from laminar_py.records.events import Checkpointed, PartDied, Relayed, VersionLoaded, VersionPublished
+from laminar_py.records.events import Checkpointed, PartCrashed, Relayed, VersionLoaded, VersionPublished
 
 
 def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
@@ -244,8 +244,8 @@ def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
         yield _moment(f"version {published.version} published", at_s, "g")
     for at_s, saved in history.of_kind(Checkpointed):
         yield _moment(f"checkpoint of step {saved.step}", at_s, "t")
-    for at_s, died in history.of_kind(PartDied):
-        yield _moment(f"{died.part} died", at_s, "g", {"reason": died.reason})
+    for at_s, crash in history.of_kind(PartCrashed):
+        yield _moment(f"{crash.part} crashed", at_s, "g", {"reason": crash.reason})
 
 
 def _relay_lanes(relayed: list[tuple[float, Relayed]]) -> list[str]:

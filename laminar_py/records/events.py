@@ -69,8 +69,8 @@ class PartStarted(Event, frozen=True):
     pid: int
 
 
-class PartDied(Event, frozen=True):
-    """The supervisor found that a part crashed or hangs, e.g. `PartDied("replica-1", "exit code -9")`."""
+class PartCrashed(Event, frozen=True):
+    """The supervisor found that a part crashed or hangs, e.g. `PartCrashed("replica-1", "exit code -9")`."""
 
     part: str
     reason: str
@@ -125,7 +125,7 @@ class Interrupted(Event, frozen=True, kw_only=True):
     trajectory_id: str
     epoch: int
     length: int  # response tokens so far
-    reason: str  # `new_weights`, `replica_died`, `controller_died` or `stopped`
+    reason: str  # `new_weights`, `replica_crashed`, `controller_crashed` or `stopped`
     used_s: float = 0.0  # seconds of generation so far, on all replicas, as last reported
 
 
@@ -388,7 +388,7 @@ class Checkpointed(Event, frozen=True, kw_only=True):
 
 
 class RolledBack(Event, frozen=True):
-    """The learner went back to a checkpoint and undid later steps, e.g. `RolledBack(40, "learner-0 died")`."""
+    """The learner went back to a checkpoint and undid later steps, e.g. `RolledBack(40, "learner-0 crashed")`."""
 
     step: int  # of the checkpoint
     reason: str
@@ -441,6 +441,6 @@ AnyEvent = (
     | Archived
     | SealBroken
     | PartStarted
-    | PartDied
+    | PartCrashed
     | Evaluated
 )

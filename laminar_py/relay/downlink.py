@@ -202,11 +202,11 @@ class Downlink:
         return False
 
     def probe(self, message: Downward) -> None:
-        """Send a harmless record to all children that want a version, so that dead connections are noticed."""
+        """Send a harmless record to all children that want a version, so that broken connections are noticed."""
         self._send_all(message, set().union(*self._wanted_by.values()))
 
     def _send_all(self, message: Downward, children: set[bytes]) -> None:
-        for child in list(children):  # `send` removes a dead connection from the set
+        for child in list(children):  # `send` removes a broken connection from the set
             self.send(child, message)
 
 

@@ -239,7 +239,7 @@ class RelayNode:
             os.close(watch)
 
     async def _check_regularly(self) -> None:
-        """Every few seconds, find versions and dead children of which no event told."""
+        """Every few seconds, find versions and crashed children of which no event told."""
         while True:
             await asyncio.sleep(self._remind_s)
             self._versions.check()
@@ -355,7 +355,7 @@ class NodeVersions:
                 self._uplink.send(m.Want(version))
 
     def check(self) -> None:
-        """Find published versions and dead children that no event told of."""
+        """Find published versions and crashed children that no event told of."""
         if not self._uplink.parents:
             self.discover()
         if self._store.complete:

@@ -5,8 +5,8 @@ older version no longer needs, and the learner waits for that copy alone (law 8)
 collects the digests, renames the folder, which the root notices, and maps pages for the next version. `publish`
 waits for the finisher first, so the two never touch pages, files and copier at once. A version's folder appears by
 rename, complete and with its digests, or not at all
-(`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A dead root makes no difference
-to the learner.
+(`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A crash of the root makes no
+difference to the learner.
 """
 
 import errno

@@ -9,8 +9,8 @@ A round, for each version that several replicas serve:
     GIVE UP      sources abort the planned trajectories and report their tokens
     HANDED OVER  the scheduler assigns each trajectory to its destination when the report arrives
 
-`control.moves` knows where each trajectory is, so a replica may die at any point. The next round starts after one
-interval even if a slow source still holds trajectories. A round is recorded when its moves have ended.
+`control.moves` knows where each trajectory is, so a replica may crash at any point. The next round starts after
+one interval even if a slow source still holds trajectories. A round is recorded when its moves have ended.
 """
 
 import asyncio

@@ -86,7 +86,7 @@ def step(ledger, number, sizes, *, weights=None):
 
 def undo(ledger, number, *ids):
     """Go back behind step `number`."""
-    ledger.append(RolledBack(number - 1, "learner_died"))
+    ledger.append(RolledBack(number - 1, "learner_crashed"))
     for id in ids:
         ledger.append(Undone(id, number))
 

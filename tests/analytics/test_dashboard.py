@@ -22,7 +22,7 @@ from laminar_py.observe.page import distribution_panels
 from laminar_py.observe.record import read_snapshot
 from laminar_py.observe.report import RunReport
 from laminar_py.observe.tails import NAMES, OF_TURNS, Measure
-from laminar_py.records.events import PartDied
+from laminar_py.records.events import PartCrashed
 from laminar_py.records.trajectory import Status
 from tests.analytics.browser import PATIENCE_S, browsing, slow_in_browser
 from tests.analytics.scripted import CONFIG
@@ -158,10 +158,10 @@ async def test_the_record_is_read_again_only_when_it_has_grown(run):
     reader.refresh()
     assert reader.drawn is before
     async with open_ledger(run) as ledger:
-        ledger.append(PartDied("replica-0", "a test"))
+        ledger.append(PartCrashed("replica-0", "a test"))
     reader.refresh()
     assert reader.drawn is not before
-    assert samples(reader.drawn.metrics.decode())["laminar_deaths_total", "replica-0"] == 1
+    assert samples(reader.drawn.metrics.decode())["laminar_crashes_total", "replica-0"] == 1
 
 
 async def test_metrics_agree_with_the_ledger(run):
@@ -214,7 +214,7 @@ async def test_counters_do_not_fall_when_steps_are_undone(tmp_path):
         ledger.append_all(consume(1, 1, "g0.0", "g0.1"))
         await ledger.commit()
         before = samples(metrics_text(RunReport(read_snapshot(tmp_path))).decode())
-        ledger.append_all(await undo_since(ledger, 0, reason="learner_died"))
+        ledger.append_all(await undo_since(ledger, 0, reason="learner_crashed"))
         await ledger.commit()
         after = samples(metrics_text(RunReport(read_snapshot(tmp_path))).decode())
     counters = {name: value for name, value in before.items() if name[0].endswith("_total")}
@@ -297,7 +297,7 @@ async def test_an_open_page_follows_a_run_that_grows_and_keeps_its_zoom(tmp_path
         before = await tab.look("laminar.page.seq")
         async with open_ledger(run) as ledger:
             make_ready(ledger, "g9000.0", index=9000)
-            ledger.append(PartDied("replica-1", "a test"))
+            ledger.append(PartCrashed("replica-1", "a test"))
         await tab.until(f"laminar.page.seq >= {before} + 6")
         assert await tab.look(f"{CHART}.layout.xaxis.range") == [2, 5]
         assert "is running" in await tab.look("endOf({ live: true, heard_s: Date.now() / 1000 })")
@@ -305,4 +305,4 @@ async def test_an_open_page_follows_a_run_that_grows_and_keeps_its_zoom(tmp_path
         assert tab.errors == []
         assert all(url.startswith((address, "data:", "blob:")) for url in tab.requests)
         async with aiohttp.ClientSession() as session, session.get(f"{address}metrics") as answer:
-            assert samples(await answer.text())["laminar_deaths_total", "replica-1"] == 1
+            assert samples(await answer.text())["laminar_crashes_total", "replica-1"] == 1

@@ -148,7 +148,7 @@ async def test_undone_steps_and_steps_in_which_the_run_was_resumed_do_not_count(
                 resumed_step=2,
             ),
         )
-        script.at(9.0, RolledBack(2, "controller_died"), Undone("g3.0", 3))
+        script.at(9.0, RolledBack(2, "controller_crashed"), Undone("g3.0", 3))
         script.step(10.0, 3, "g3.0")
         script.issue(10.0, "g4.0", index=4)
         script.finish(10.5, "g4.0")

@@ -67,7 +67,7 @@ async def closed_run(run):
         ledger.append(Checkpointed(step=1, version=1, path="checkpoints/step-1", stall_s=0.1, elapsed_s=0.4))
         await archive(ledger, 1)
         ledger.append_all(consume(2, 1, "g3.0"))
-        ledger.append_all(await undo_since(ledger, 1, reason="learner_died"))
+        ledger.append_all(await undo_since(ledger, 1, reason="learner_crashed"))
         ledger.append(Dropped("g4.0", DropReason.STALE, "staleness 4"))
         issue(ledger, "g9.0", index=9)
         run_to(ledger, "g9.0", [(1, 0, 4)], recorded=True)

@@ -202,7 +202,7 @@ class Fleet:
 
     async def lose_replica(self, index, *, salvaged=()):
         """A replica dies."""
-        await self.scheduler.reports.on_replica_lost(index, salvaged, reason="replica_died")
+        await self.scheduler.reports.on_replica_lost(index, salvaged, reason="replica_crashed")
 
     async def grow(self, index, trajectory_id, *, tokens):
         """A replica tells `tokens` more of a trajectory that goes on, as where somebody looks ahead."""

@@ -50,7 +50,7 @@ async def test_what_a_broken_stream_left_out_comes_with_the_next(tmp_path):
     await streams.play([5, 5, 5], end="cut")
     assert events_of(streams, StreamCut, Interrupted)[-2:] == [
         StreamCut(ID, 0, 5),
-        Interrupted(trajectory_id=ID, epoch=1, length=5, reason="replica_died"),
+        Interrupted(trajectory_id=ID, epoch=1, length=5, reason="replica_crashed"),
     ]
     assert max(one.routed for one in streams.trajectory.tokens) == PROMPT + 2 - 1
     await streams.play([5])

@@ -13,7 +13,7 @@ async def test_a_handover_keeps_what_was_generated_and_counts_from_the_detection
         begin(ledger)
         issue(ledger, "g0.0")
         run_to(ledger, "g0.0", [(0, 0, 5)], replica=1)
-        ledger.append(Interrupted(trajectory_id="g0.0", epoch=1, length=5, reason="replica_died"))
+        ledger.append(Interrupted(trajectory_id="g0.0", epoch=1, length=5, reason="replica_crashed"))
         ledger.append(Assigned("g0.0", 0, 2, 5))
     (found,) = handovers(tmp_path)
     assert (found.trajectory_id, found.source, found.target, found.length) == ("g0.0", 1, 0, 5)
@@ -25,13 +25,13 @@ async def test_what_no_replica_takes_up_has_no_target(tmp_path):
         begin(ledger)
         issue(ledger, "g0.0")
         run_to(ledger, "g0.0", [(0, 0, 5)])
-        ledger.append(Interrupted(trajectory_id="g0.0", epoch=1, length=5, reason="replica_died"))
+        ledger.append(Interrupted(trajectory_id="g0.0", epoch=1, length=5, reason="replica_crashed"))
         ledger.append(Dropped("g0.0", DropReason.VERSION_LOST, "version 0"))
     (found,) = handovers(tmp_path)
     assert (found.target, found.waited_s) == (None, None)
 
 
-@pytest.mark.parametrize("reason", ["new_weights", "controller_died", "returned"])
+@pytest.mark.parametrize("reason", ["new_weights", "controller_crashed", "returned"])
 async def test_only_deaths_of_replicas_count(tmp_path, reason):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)

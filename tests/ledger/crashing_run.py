@@ -51,7 +51,7 @@ async def lead(folder: Path, disk: Path | None = None) -> None:
                         trajectory_id=trajectory.id,
                         epoch=trajectory.epoch,
                         length=length,
-                        reason="controller_died",
+                        reason="controller_crashed",
                     )
                 )
         await train(ledger, step, version, recovered.next_prompt if recovered else 0, ready)

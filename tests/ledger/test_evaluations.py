@@ -51,7 +51,7 @@ async def test_evaluations_of_weights_that_are_undone_are_none(tmp_path):
         ledger.append_all([*consume(1, 0), *consume(2, 1)])
         ledger.append(make_evaluated(0.25, step=1, version=1))
         ledger.append(make_evaluated(0.75, step=2, version=2, index=1))
-        ledger.append(RolledBack(1, "learner_died"))
+        ledger.append(RolledBack(1, "learner_crashed"))
         ledger.append(make_evaluated(0.5, step=1, version=1, index=2, set_name="other"))
     assert [(one.step, one.figures.mean.value) for one in read_evaluations(tmp_path)] == [(1, 0.25), (1, 0.5)]
 
@@ -72,7 +72,7 @@ async def test_open_passes_are_those_begun_and_neither_done_nor_given_up_nor_of_
         ledger.append(Consumed(trajectory_id="e1-aime.1", step=NO_STEP, version=2, staleness=0, weight=0.0))
         ledger.append(Dropped("e3-lost.0", DropReason.RUN_ENDED))
         ledger.append_all([event for step in (1, 2, 3) for event in consume(step, step - 1)])
-        ledger.append(RolledBack(2, "controller_died"))
+        ledger.append(RolledBack(2, "controller_crashed"))
     found = open_passes(tmp_path)
     assert [(one.id, one.version, one.step) for one in found] == [("e1-aime", 2, 2), ("e4-new", None, None)]
     assert [dict(one.answers) for one in found] == [

@@ -107,7 +107,7 @@ class Histories(RuleBasedStateMachine):
         spans = (Span(0, 0, length),) if length else ()
         return {
             "assigned": Assigned(id, 0, epoch + 1, length),
-            "interrupted": Interrupted(trajectory_id=id, epoch=epoch, length=length, reason="replica_died"),
+            "interrupted": Interrupted(trajectory_id=id, epoch=epoch, length=length, reason="replica_crashed"),
             "finished": Finished(
                 trajectory_id=id,
                 epoch=epoch,

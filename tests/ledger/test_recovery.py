@@ -64,7 +64,7 @@ async def test_a_partial_response_goes_on_exactly_where_it_was(tmp_path):
     assert (live.prompt.text, live.prompt.ids.tolist()) == ("prompt 3", [2, 3, 4])
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, incarnation=2, versions=())
-        ledger.append(Interrupted(trajectory_id="g3.1", epoch=2, length=9, reason="controller_died"))
+        ledger.append(Interrupted(trajectory_id="g3.1", epoch=2, length=9, reason="controller_crashed"))
         run_to(ledger, "g3.1", [(1, 9, 12)], epoch=3, start=9)
         finish(ledger, "g3.1", [(0, 0, 3), (1, 3, 12)], epoch=3)
     assert verify(tmp_path) == []
@@ -197,7 +197,7 @@ async def test_what_was_consumed_after_the_checkpoint_is_ready_again(tmp_path):
         ledger.append(consume(-1, 2, "e0.0")[1])
     recovered = recover(tmp_path)
     assert recovered.checkpoint == checkpoint(1, 1)
-    assert recovered.events[0] == RolledBack(1, "controller_died")
+    assert recovered.events[0] == RolledBack(1, "controller_crashed")
     assert recovered.events[1:] == tuple(Undone(f"g{s}.{i}", s) for s in (2, 3) for i in range(2))
     assert {t.id: t.status for t in recovered.live} == {
         e.trajectory_id: Status.READY for e in recovered.events[1:]
@@ -223,10 +223,10 @@ async def test_undone_trajectories_are_consumed_again_and_the_laws_hold(tmp_path
 async def test_a_learner_that_died_alone_is_undone_in_the_running_ledger(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         await run_past_its_checkpoint(ledger)
-        events = await undo_since(ledger, 1, reason="learner_died")
+        events = await undo_since(ledger, 1, reason="learner_crashed")
         ledger.append_all(events)
         assert len(events) == 5
-        assert await undo_since(ledger, 1, reason="learner_died") == []
+        assert await undo_since(ledger, 1, reason="learner_crashed") == []
         ledger.append_all(consume(2, 2, "g2.0", "g2.1"))
         ledger.append(checkpoint(2, 2))
     assert recover(tmp_path).checkpoint == checkpoint(2, 2)

@@ -123,7 +123,7 @@ async def test_it_counts_once_it_is_on_disk_whatever_steps_went_on_meanwhile(tmp
         assert (checkpoints.last.step, settled) == (1, [1])
     recovered = recover(tmp_path)
     assert recovered.checkpoint == checkpoints.last
-    assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
+    assert recovered.events == (RolledBack(1, "controller_crashed"), Undone("g2.0", 2))
     assert verify(tmp_path) == []
 
 
@@ -267,7 +267,7 @@ async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_
     assert console.export_text() == told
     recovered = recover(tmp_path, exists=run.has)
     assert recovered.checkpoint == checkpoint(1, 1)
-    assert recovered.events == (RolledBack(1, "controller_died"), Undone("g2.0", 2))
+    assert recovered.events == (RolledBack(1, "controller_crashed"), Undone("g2.0", 2))
     (tmp_path / "checkpoints/step-1").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="checkpoints/step-2: this folder and all older checkpoints are gone"):
         find_checkpoint(run)

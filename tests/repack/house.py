@@ -28,7 +28,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import (
     Interrupted,
-    PartDied,
+    PartCrashed,
     PartStarted,
     Repacked,
     RunStarted,
@@ -204,14 +204,14 @@ class House:
     def kill(self, index):
         """Its process is gone, with all that is not in its journal."""
         self.kills += 1
-        self.append(PartDied(f"replica-{index}", "killed"))
+        self.append(PartCrashed(f"replica-{index}", "killed"))
         self.replicas.pop(index, None)
         self._owner[index].cancel()
         self._owner[index] = asyncio.create_task(self._keep(index, after_death=True))
 
     async def _keep(self, index, *, after_death=False):
         if after_death:
-            await self.scheduler.reports.on_replica_lost(index, self._salvage(index), reason="replica_died")
+            await self.scheduler.reports.on_replica_lost(index, self._salvage(index), reason="replica_crashed")
             self._hand_out()
             await asyncio.sleep(self.random.uniform(0.5, 5.0))
         engine = await self._open_engine()

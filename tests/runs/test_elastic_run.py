@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tm
     forget_versions(train.run)
     assert code == 130, output
     holds_its_laws(train.run)
-    assert not events_of(train.run, "partdied")
+    assert not events_of(train.run, "partcrashed")
     starts = [event.part for _, event in events_of(train.run, "partstarted") if "replica" in event.part]
     assert sorted(starts) == [f"replica-{index}" for index in range(6)], "nobody stopped for it"
     assert [count for _, count in rates] == [2, 6, 3]

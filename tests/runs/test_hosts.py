@@ -149,7 +149,7 @@ def test_a_replica_on_a_full_disk_ends_others_go_on_and_it_comes_back_when_there
         fill(filler)
         (part,) = {"-".join(path.name.split("-")[:2]) for path in hosts.segments_of(1)}
         starts = len(train.wait_until(lambda: hosts.starts(part)))
-        train.wait_until(lambda: any("StoreFullError" in body for body in events(hosts.live, "partdied")))
+        train.wait_until(lambda: any("StoreFullError" in body for body in events(hosts.live, "partcrashed")))
         filler.unlink()
         train.wait_until(lambda: len(hosts.starts(part)) > starts)
         code, output = train.finish()

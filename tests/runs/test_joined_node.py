@@ -32,6 +32,6 @@ def test_a_replica_that_waits_for_a_node_starts_on_one_that_ray_adds(tmp_path, i
     assert code == 130, output
     assert verify(train.run) == []
     assert accounting(train.run).balanced
-    assert not events_of(train.run, "partdied")
+    assert not events_of(train.run, "partcrashed")
     starts = starts_of(train.run)
     assert {part: len(pids) for part, pids in starts.items() if "re" in part and len(pids) > 1} == {}

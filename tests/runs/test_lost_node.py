@@ -124,7 +124,7 @@ def lost_by(run, reason):
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_node_and_drops_what_only_that_could_end(tmp_path, installed):
     run = lose_node(tmp_path, with_its_disk=False)
-    kept = interrupted(run, "replica_died")
+    kept = interrupted(run, "replica_crashed")
     assert any(kept.values()), "the other host sees its journals, in the folder that they share"
     assert lost_by(run, DropReason.VERSION_LOST) == {1}
     assert not lost_by(run, DropReason.HOST_LOST)

@@ -46,7 +46,7 @@ def test_what_a_killed_replica_had_begun_goes_on_where_its_journal_ends(tmp_path
         os.kill(pid_of(train, "replica-1"), signal.SIGKILL)
         code, output = train.finish()
     assert code == 0, output
-    kept = interrupted(train.run, "replica_died")
+    kept = interrupted(train.run, "replica_crashed")
     assert any(length > 0 for length in kept.values()), "nobody was told of these tokens"
     assert_whole(train.run)
     assert not list(train.run.glob("segments/*.journal"))
@@ -58,7 +58,7 @@ def test_a_replica_whose_disk_is_full_is_replaced_and_costs_nobody_else(tmp_path
         resource.prlimit(pid_of(train, "replica-1"), resource.RLIMIT_FSIZE, (FEW_BYTES, FEW_BYTES))
         code, output = train.finish()
     assert code == 0, output
-    assert any("StoreFullError" in body for body in events(train.run, "partdied"))
+    assert any("StoreFullError" in body for body in events(train.run, "partcrashed"))
     assert '"restarts": {}' in (train.run / "summary.json").read_text(), "a full disk is no death that counts"
     assert not list(listing(train.run, Filters(reason=DropReason.HOST_LOST)))
     assert_whole(train.run)

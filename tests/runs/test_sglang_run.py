@@ -151,7 +151,7 @@ def test_servers_of_the_reward_are_launched_and_one_that_is_killed_comes_back(tm
         code, output = run.finish()
     assert code == 0, output
     assert not wait_until_gone(family), "nothing is left running"
-    starts, deaths = (events_of(run, kind) for kind in ("partstarted", "partdied"))
+    starts, deaths = (events_of(run, kind) for kind in ("partstarted", "partcrashed"))
     assert [event.part for event in starts].count("server-prm-0") == 2
     assert [event.part for event in deaths] == ["server-prm-0"]
     assert not verify(run.run)
@@ -183,7 +183,7 @@ async def test_attached_servers_join_and_leave_a_run_that_goes_on(tmp_path, monk
         assert code == 130, output
         assert all(psutil.pid_exists(server.pid) for server in (first, second, third))
     assert [event.replica for event in events_of(run, "replicaleft")] == [0]
-    assert not events_of(run, "partdied")
+    assert not events_of(run, "partcrashed")
     assert not verify(run.run)
     assert accounting(run.run).balanced
 

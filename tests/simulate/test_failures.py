@@ -31,7 +31,7 @@ def test_what_a_dead_replica_had_goes_on_where_its_journal_ends_and_none_is_lost
         interrupted = dict(
             connection.execute(
                 "SELECT subject, json_extract(body, '$.length') FROM event WHERE kind = 'interrupted'"
-                " AND json_extract(body, '$.reason') = 'replica_died'"
+                " AND json_extract(body, '$.reason') = 'replica_crashed'"
             )
         )
         rows = connection.execute("SELECT id, status, epoch, length, drop_reason FROM trajectory").fetchall()

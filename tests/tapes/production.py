@@ -47,7 +47,7 @@ from laminar_py.records.events import (
     Checkpointed,
     Evaluated,
     Finished,
-    PartDied,
+    PartCrashed,
     PartStarted,
     RolledBack,
     RunEnded,
@@ -683,8 +683,8 @@ class Control:
 
     async def lost(self, replica: int) -> None:
         """Take in that a replica died."""
-        self.listener.append(PartDied(f"replica-{replica}", "killed"))
-        await self.scheduler.reports.on_replica_lost(replica, reason="replica_died")
+        self.listener.append(PartCrashed(f"replica-{replica}", "killed"))
+        await self.scheduler.reports.on_replica_lost(replica, reason="replica_crashed")
 
     def retire(self, replica: int) -> None:
         """Send nothing more to a replica."""
@@ -846,9 +846,9 @@ class Control:
 
     async def roll_back(self, *, step: int) -> int:
         """Go back to the checkpoint of a step; how many trajectories are ready again."""
-        for event in await undo_since(self.ledger, step, reason="learner_died"):
+        for event in await undo_since(self.ledger, step, reason="learner_crashed"):
             self._tape.write("to-undo", *event_line(event))
-        self.listener.append(RolledBack(step, "learner_died"))
+        self.listener.append(RolledBack(step, "learner_crashed"))
         return await self.scheduler.consumption.roll_back(step)
 
     # ---- repacking

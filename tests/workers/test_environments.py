@@ -3,7 +3,7 @@
 import pytest
 
 from laminar_py.environment.calls import ProcessSpentError
-from laminar_py.records.events import PartDied
+from laminar_py.records.events import PartCrashed
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.workers.environments import count_unless_spent
 from tests.workers.test_keeper import Life, kept
@@ -25,4 +25,4 @@ async def test_a_process_that_ends_itself_at_its_limits_is_replaced_and_no_death
     async with kept(life):
         for _ in range(3):
             await life.served.get()
-        assert any(isinstance(event, PartDied) for event in life.events) == counts
+        assert any(isinstance(event, PartCrashed) for event in life.events) == counts

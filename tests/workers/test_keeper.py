@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_py.records.events import PartDied, PartStarted
+from laminar_py.records.events import PartCrashed, PartStarted
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Supervisor
@@ -93,7 +93,7 @@ async def test_a_part_that_dies_is_ended_counted_and_replaced(monkeypatch):
         first.die()
         (second,) = await life.served.get()
         assert second is not first
-    assert life.events[:2] == [PartStarted("part-0", 7), PartDied("part-0", "killed")]
+    assert life.events[:2] == [PartStarted("part-0", 7), PartCrashed("part-0", "killed")]
     assert life.rests == [0], "a death of what had served is no failed start"
 
 
@@ -104,7 +104,7 @@ async def test_processes_of_one_part_live_and_die_together(monkeypatch):
         first[1].die()
         second = await life.served.get()
         assert [part.is_dead for part in (*first, *second)] == [True, True, False, False]
-    assert [event for event in life.events if isinstance(event, PartDied)] == [PartDied("part-1", "killed")]
+    assert [event for event in life.events if isinstance(event, PartCrashed)] == [PartCrashed("part-1", "killed")]
 
 
 async def test_what_a_part_died_over_is_asked_of_the_next(monkeypatch):
@@ -149,7 +149,7 @@ async def test_a_death_on_purpose_is_not_counted(monkeypatch):
         (first,) = await life.served.get()
         first.die()
         await life.served.get()
-    assert not [event for event in life.events if isinstance(event, PartDied)]
+    assert not [event for event in life.events if isinstance(event, PartCrashed)]
 
 
 async def test_a_part_without_a_place_waits_until_there_is_one(monkeypatch):
@@ -209,7 +209,7 @@ async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_t
     told = r"part-0 ran out of memory twice, last: out of memory in step: .* 2.00 GiB; lower packer\.max_tokens"
     with pytest.raises(RunFailedError, match=told):
         await life.keeper.bring_up()
-    assert sum(isinstance(event, PartDied) for event in life.events) == 2
+    assert sum(isinstance(event, PartCrashed) for event in life.events) == 2
 
 
 STARVES = PartCrashedError("part-0", "out of memory in step")

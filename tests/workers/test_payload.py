@@ -101,7 +101,7 @@ async def test_what_ran_goes_on_at_the_length_and_under_the_version_that_its_jou
         (4, 0),
         (0, None),
     ]
-    assert {event.reason for event in events if isinstance(event, Interrupted)} == {"controller_died"}
+    assert {event.reason for event in events if isinstance(event, Interrupted)} == {"controller_crashed"}
     assert not [event for event in events if isinstance(event, Dropped)]
     assert [trajectory.id for trajectory in fleet.unscored] == ["g0.2"]
     assert verify(tmp_path) == []

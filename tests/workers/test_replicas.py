@@ -17,7 +17,7 @@ from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus
-from laminar_py.records.events import Dropped, PartDied, ReplicaLeft, VersionLoaded
+from laminar_py.records.events import Dropped, PartCrashed, ReplicaLeft, VersionLoaded
 from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import ReplicaReport
@@ -542,7 +542,7 @@ async def test_one_that_dies_as_it_leaves_is_not_started_again(monkeypatch, tmp_
         assert ids(await first.actor.given(len(had))) == had
         await world.left.wait()
         assert world.processes.none_left
-    assert world.recorded == [PartDied("replica-1", "killed"), ReplicaLeft(1)]
+    assert world.recorded == [PartCrashed("replica-1", "killed"), ReplicaLeft(1)]
     assert not world.supervisor.total_restarts
 
 

@@ -3,11 +3,11 @@
 The controller leads a run in a process of its own, with ledger, relay, learner's process and segments as in any
 run. Load generators (`generator`) host the replicas, which write and report as real replicas do. The learner takes
 no time and scorers do not judge, so the figures are of control alone. All parts stand on one host, where a fleet
-has many: references cost no look for a store; no part dies, joins or leaves; nothing goes to journals. Generators
-share the controller's cores at a lower priority, so a response may end later than in a fleet. Other processes
-write large archives, as in any run, and count in no figure. Emulated time is compressed: a response lives for
-seconds instead of a minute, and live responses wait for the learner. Figures are of the steps after the first ten,
-in which the fleet fills. Run this in the project's folder.
+has many: references cost no look for a store; no part crashes, joins or leaves; nothing goes to journals.
+Generators share the controller's cores at a lower priority, so a response may end later than in a fleet. Other
+processes write large archives, as in any run, and count in no figure. Emulated time is compressed: a response
+lives for seconds instead of a minute, and live responses wait for the learner. Figures are of the steps after the
+first ten, in which the fleet fills. Run this in the project's folder.
 """
 
 import contextlib

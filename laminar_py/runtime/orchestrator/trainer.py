@@ -335,7 +335,7 @@ class Trainer:
         assert checkpoint is not None, "a learner trains only once there is a checkpoint"
         await self._versions.recorded()
         await self._adopt()
-        self._ledger.append(RolledBack(checkpoint.step, "learner_died"))
+        self._ledger.append(RolledBack(checkpoint.step, "learner_crashed"))
         undone = await self._scheduler.consumption.roll_back(checkpoint.step)
         totals = read_totals(self._run.metrics, checkpoint.step)
         self._stats.totals.trained_tokens = totals.trained_tokens

@@ -11,7 +11,7 @@ from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import Recovered, closed_groups
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
-from laminar_py.records.events import AnyEvent, Checkpointed, PartDied, PartStarted
+from laminar_py.records.events import AnyEvent, Checkpointed, PartCrashed, PartStarted
 from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import MakePart
@@ -46,7 +46,7 @@ class Supervisor:
 
         Raises RunFailedError if it crashed more than `max_restarts` times.
         """
-        self._record(PartDied(error.part, error.reason))
+        self._record(PartCrashed(error.part, error.reason))
         self.restarts[error.part] += 1
         log.warning("%s crashed (%s), restart %d", error.part, error.reason, self.restarts[error.part])
         if self.restarts[error.part] > self._max_restarts:

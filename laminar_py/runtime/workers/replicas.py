@@ -17,10 +17,10 @@ import msgspec
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.dispatcher import Tick
-from laminar_py.control.reports import HOST_LOST, REPLICA_DIED
+from laminar_py.control.reports import HOST_LOST, REPLICA_CRASHED
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.engine import StoreFullError
-from laminar_py.records.events import PartDied, ReplicaLeft, VersionLoaded
+from laminar_py.records.events import PartCrashed, ReplicaLeft, VersionLoaded
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.relay.sockets import PeerServer
 from laminar_py.repack.signals import EngineSpeed
@@ -342,7 +342,7 @@ class Replicas:
         tolerated = leaves or StoreFullError.__name__ in error.reason
         if tolerated and not on_purpose:
             log.error("%s", error)
-            self._incarnation.ledger.append(PartDied(error.part, error.reason))
+            self._incarnation.ledger.append(PartCrashed(error.part, error.reason))
         if leaves:
             raise _LeftError
         return None if on_purpose or tolerated else error
@@ -352,13 +352,13 @@ class Replicas:
         label, reports = self._labels.pop(index, None), self._scheduler.reports
         self._scheduler.views.retire(index)  # it gets no work while its journals are read
         if label is None:  # it crashed before it started
-            await reports.on_replica_lost(index, reason=REPLICA_DIED)
+            await reports.on_replica_lost(index, reason=REPLICA_CRASHED)
         elif await self._payload.is_lost(label):
             await reports.on_replica_lost(index, reason=HOST_LOST)
             await self._payload.lose_host_of(label, self._scheduler)
         else:
             answer = await self._payload.salvage(label, reports.running_on(index))
-            await reports.on_replica_lost(index, answer.found, reason=REPLICA_DIED)
+            await reports.on_replica_lost(index, answer.found, reason=REPLICA_CRASHED)
             await self._payload.salvaged(label, answer)
 
     async def _rest(self, failures: int) -> None:
