@@ -40,7 +40,7 @@ MOST_CACHED = 4_000_000  # tokens; no engine keeps an index of more
 # Rates measured with this project's own runs
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
 REPACK_SHARE = 0.5  # of the draining loss, which repacking recovers: the simulator's figure for a 7B, rounded
-CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, as `laminar relay plan` assumes
+CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
 # Assumptions
 HOST_BYTES_PER_S = 30e9  # from the host's memory to a GPU over PCIe 5
 LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end

@@ -46,9 +46,7 @@ def calibrate(
     console.print(_errors(found))
     for warning in found.warnings:
         print_line(warning, style="yellow")
-    print_line(
-        f"{out} has the profile; a config with the section emulation uses it with rollout.engine.profile={out}"
-    )
+    print_line(f"{out} has the profile; a config with kind: emulated uses it with rollout.engine.profile={out}")
 
 
 def _errors(found: "Calibration") -> Table:

@@ -21,7 +21,7 @@ app = typer.Typer()
 
 @app.command(epilog="Example: laminar simulate configs/emulation/paper_7b.yaml repack.planner=none")
 def simulate(
-    config: Annotated[Path, typer.Argument(help="YAML file of a run with the section emulation")],
+    config: Annotated[Path, typer.Argument(help="YAML file of a run with rollout.engine.kind=emulated")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=64")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
     record: Annotated[

@@ -92,7 +92,7 @@ def test_what_is_not_measured_is_one_line(model, changes, line):
 def test_a_config_of_an_emulation_has_nothing_to_measure():
     emulated = load_config(Path("configs/emulation/repack.yaml"), [])
     with pytest.raises(
-        ConfigError, match=r"emulation\.profile=.*: emulated engines have their times from the profile"
+        ConfigError, match=r"rollout\.engine\.profile=.*: emulated engines have their times from the profile"
     ):
         calibrate(emulated, repeats=1, log=lambda line: None)
 

@@ -143,7 +143,7 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["rollout.engine.kind=local"], "rollout.engine.kind=local: .* set it to emulated, and"),
+        (["rollout.engine={kind: local}"], "rollout.engine.kind=local: .* set it to emulated, and"),
         (["steps=1"], "steps=1: figures need 2 steps; raise it"),
         (["rollout.engine.profile=none.yaml"], "rollout.engine.profile=none.yaml: no such file"),
         (["rollout.max_seconds=4"], "rollout.max_seconds=4: a cap on time is not simulated; leave it out"),
