@@ -365,7 +365,7 @@ def read_grid(tokens: Tokens, read: Callable[[Tokens], AnswerValue]) -> Grid:
 
 
 def read_rows(tokens: Tokens) -> list[Tokens]:
-    """Return the rows of a system of equations; no rows if the tokens are anything else."""
+    """Return the rows of an equation system; no rows for other tokens."""
     kind = tokens[0].text.removeprefix("begin ").rstrip("*")
     if kind not in SYSTEMS or tokens[-1].text.removeprefix("end ").rstrip("*") != kind:
         return []

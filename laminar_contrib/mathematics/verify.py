@@ -344,7 +344,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its time-
 
 
 def may_judge(*sides: tuple[Token, ...]) -> bool:
-    """Return True for answers that the library reads whole. It would read only the end of a chain of equations."""
+    """Return True for answers that the library reads whole. It reads only the end of chained equations."""
     try:
         return not any(has_outside(side, "row") or any(map(_is_refused, side)) for side in sides)
     except UnreadableError:  # brackets that do not match

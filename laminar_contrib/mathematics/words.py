@@ -199,7 +199,7 @@ SHORT = word_set("sq cm mm km kg ft hr min sec lb oz ml hz day usd gal rad deg m
 
 @dataclass(frozen=True, slots=True)
 class MeasureUnit:
-    """A product of powers of units, with its size in base units.
+    """A unit as a product, with its size in base units.
 
     km/s is `MeasureUnit(Fraction(1000), (("length", 1), ("time", -1)))`.
     """

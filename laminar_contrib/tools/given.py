@@ -160,7 +160,7 @@ class PassageSearch:
         self._index.index([_words(passage.whole) for passage in passages], show_progress=False)
 
     def search(self, query: str) -> str:
-        """Passages of a collection of texts that have most to do with some words, the best first."""
+        """Return the passages of a text collection that match the words best, the best first."""
         found, scores = self._index.retrieve([_words(query)], k=self._most, show_progress=False)
         best = [self._passages[place] for place, score in zip(found[0], scores[0], strict=True) if score > 0]
         texts = [f"[{number}] {passage.whole[: self._chars]}" for number, passage in enumerate(best, 1)]

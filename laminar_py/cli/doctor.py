@@ -139,7 +139,7 @@ def clean(
 ) -> None:
     """List weights that stopped runs keep in this host's shared memory; --free deletes them.
 
-    A stopped run without them resumes from its checkpoint, and generates unfinished responses anew. A folder that
+    A stopped run without them resumes from its checkpoint, and generates unfinished responses again. A folder that
     does not exist was deleted, or lies on a disk that is not mounted; --gone says that it was deleted.
     """
     found = list(_weight_folders(shm))

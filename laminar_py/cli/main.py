@@ -53,10 +53,10 @@ def print_line(line: str, *, style: str | None = None) -> None:
 
 
 class Commands(TyperGroup):
-    """Built-in commands and those of installed packages. A command's module is imported when it is called."""
+    """Built-in commands and commands of installed packages. A command's module is imported when it is called."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """Names of commands, the built-in ones first, without those of uninstalled packages."""
+        """Names of commands, built-in ones first, without commands of uninstalled packages."""
         found = [point.name for point in entry_points(group=GROUP) if _is_installed(point)]
         return list(dict.fromkeys((*COMMANDS, *sorted(found))))
 

@@ -1,4 +1,4 @@
-"""Algorithms: their settings, the built-in ones as one line each, and the registry for those of other packages.
+"""Algorithms: their settings, built-in algorithms in a line each, and the registry for algorithms of packages.
 
 The name of an algorithm fills in settings that the file leaves out, so that each setting can be changed by itself.
 Equations are in `learner.losses`. This module imports no torch, since the controller uses it.
@@ -79,7 +79,7 @@ class Divergence(StrEnum):
 
 
 class Truncated(StrEnum):
-    """What the loss does with responses that a cap ended; see `AlgorithmConfig.truncated`."""
+    """Use of responses that a token limit ended; see `AlgorithmConfig.truncated`."""
 
     TRAIN = "train"
     MASK = "mask"
@@ -97,7 +97,7 @@ def _weighted(clip_high: float) -> dict[str, Any]:
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
-# name -> settings that differ from the defaults of the fields, which are those of GRPO
+# name -> settings that differ from the defaults of the fields, which make GRPO
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": Advantage.GROUP_MEAN, "aggregation": Aggregation.CONSTANT},
@@ -119,11 +119,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class AlgorithmConfig(Section):
-    """The loss. `name` fills in settings that are left out; the defaults below are those of `grpo`."""
+    """The loss. `name` fills in settings that are left out; the defaults below make `grpo`."""
 
     name: str = "grpo"
     """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
-    `distill`, or the name of an algorithm of an installed package."""
+    `distill`, or a name that an installed package registers."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
     mean of the others. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then keeps
@@ -135,7 +135,7 @@ class AlgorithmConfig(Section):
     `rollout.sampling.max_new_tokens` loses reward, from 0 at the first of them linearly to 1 at the cap. The
     shaping changes advantages; whether a group has signal depends on its rewards alone. None: no shaping."""
     truncated: Truncated = Truncated.TRAIN
-    """What to do with responses that `rollout.sampling.max_new_tokens` or `rollout.max_seconds` ended: `train` on
+    """Use of responses that `rollout.sampling.max_new_tokens` or `rollout.max_seconds` ended: `train` on
     them, or `mask` them from the loss (DAPO's overlong filtering). Masked responses count for the advantages of
     their group and are consumed with weight 0."""
     objective: Objective = Objective.CLIP
@@ -192,7 +192,7 @@ class AlgorithmConfig(Section):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Inputs of the loss per token, beside those of every loss; a subclass adds its own."""
+        """Inputs per token that this loss needs in addition; a subclass adds its own."""
         teacher = Column(name=TEACHER_LOGPROBS)
         reference = Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE)
         compares = self.kl_coef > 0 or self.objective is Objective.BALANCE

@@ -52,7 +52,7 @@ class RelayConfig(Section):
     """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`. A version enters a zone through
     one relay, which passes it on inside. Hosts without an entry form one zone."""
     link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Bandwidth between two relays, for the choice of the tree and of the size of chunks."""
+    """Bandwidth between two relays, for the choice of the tree and of the chunk size."""
     nodes: Count = 3
     """Relay processes, the root included. Replicas attach to them in turn, leaves first."""
     max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None

@@ -39,7 +39,7 @@ class SourceConfig(Section):
     """Our field -> your column, e.g. `{prompt: question, answer: solution.value}`. A dot goes into a column of
     objects."""
     task: str | None = None
-    """Task of all problems of this source, in place of their own field `task`."""
+    """Task of all problems from this source, in place of their own field `task`."""
 
     @property
     def is_hub_name(self) -> bool:
@@ -128,7 +128,7 @@ class ModelConfig(Section):
 
 
 class DemonstrationConfig(SourceConfig):
-    """Demonstrations: a source like those of `data.train`, or just its path, but without a `task`. A row has a
+    """Demonstrations: a source as in `data.train`, or just its path, but without a `task`. A row has a
     `prompt` (text, or a list of messages) and a `response`, or `messages` that end with the assistant's. The cache
     identifies a data set on the hub by its name alone."""
 

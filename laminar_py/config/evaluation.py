@@ -64,7 +64,7 @@ class EvalConfig(Section):
         return self
 
     def requests(self, run: SamplingParams) -> dict[str, str]:
-        """Set -> JSON of the number of answers to a problem and their sampling parameters."""
+        """Set -> JSON with the number of answers to a problem and their sampling parameters."""
         return {
             name: msgspec.json.encode((settings.samples, settings.sampling(run))).decode()
             for name, settings in self.sets.items()

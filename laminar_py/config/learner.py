@@ -93,9 +93,9 @@ class LearnerConfig(Section):
     world_size: Count = 1
     """Data-parallel ranks (FSDP2), each in a process of its own."""
     recompute: Recompute = Recompute.NONE
-    """Activations that the backward pass computes again, to save memory in long microbatches. `all`: those of each
-    layer, which costs a third more work and keeps the memory of one layer. `selective`: all except attention and
-    every second matrix product, about a sixth more work."""
+    """Activations that the backward pass computes again, to save memory in long microbatches. `all`: the values of
+    each layer, which costs a third more work and keeps the memory of one layer. `selective`: all except attention
+    and every second matrix product, about a sixth more work."""
     compile: bool = False
     """Compile each layer (`torch.compile`): faster on GPUs, with some minutes more at the start."""
     offload: bool = False
@@ -123,7 +123,7 @@ class PackerConfig(Section):
     max_tokens: Count = 8192
     """Most tokens of one microbatch."""
     look_ahead: Annotated[int, Field(ge=0)] = 0
-    """Ready groups beyond those of a step that may replace older ones, so that a step fills whole microbatches on
+    """Ready groups beyond the step's own that may replace older ones, so that a step fills whole microbatches on
     all ranks. No group is passed over more than twice. 0: oldest groups first. It helps if a step has few
     microbatches."""
 

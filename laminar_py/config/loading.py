@@ -179,7 +179,7 @@ def _suggestion(field: str, known: list[str]) -> str:
 
 
 def setting_names(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted names of all settings, e.g. `rollout.sampling.top_k`, with those of every built-in backend."""
+    """Dotted names of all settings, e.g. `rollout.sampling.top_k`, with the settings of every built-in backend."""
     kinds = [BACKENDS.get(kind).settings for kind in BACKENDS.built_in] if section is EngineConfig else [section]
     names = []
     for name, field in ((name, field) for kind in kinds for name, field in kind.model_fields.items()):

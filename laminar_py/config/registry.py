@@ -45,7 +45,7 @@ class Registry(Generic[Kind]):
         return sorted(entry_points(group=self._group), key=lambda point: (point.name, point.value))
 
     def names(self) -> tuple[str, ...]:
-        """Built-in names, then those of installed packages."""
+        """Built-in names, then names of installed packages."""
         return tuple(dict.fromkeys((*self.built_in, *(point.name for point in self._announced))))
 
     def get(self, name: str) -> Kind:

@@ -92,7 +92,7 @@ def check_schedule(schedule: Schedule, staleness: StalenessConfig, *, publish_ev
 
 
 class OnNewWeights(StrEnum):
-    """What a replica does when there are newer weights; see `RolloutConfig.on_new_weights`."""
+    """Reaction of a replica to newer weights; see `RolloutConfig.on_new_weights`."""
 
     DRAIN = "drain"
     RESUME = "resume"
@@ -101,7 +101,7 @@ class OnNewWeights(StrEnum):
 
 
 class WithoutSignal(StrEnum):
-    """What happens to a group whose rewards are all equal; see `RolloutConfig.without_signal`."""
+    """Use of a group whose rewards are all equal; see `RolloutConfig.without_signal`."""
 
     TRAIN = "train"
     SKIP = "skip"
@@ -172,7 +172,7 @@ class RolloutConfig(Section):
     max_seconds: Seconds | None = None
     """Cap on the generation time of a trajectory, seconds; a trajectory that reaches it is cut, with an event."""
     without_signal: WithoutSignal = WithoutSignal.SKIP
-    """What to do with groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
+    """Use of groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
     them: the same gradient for less work, except for the divergence from a reference and for
     `algorithm.overlong_tokens`. `refill`: generate more groups until the step has enough with signal (dynamic
     sampling). With process rewards the rewards of tokens count. `algorithm.advantage=batch_std` always trains on
@@ -285,7 +285,7 @@ def can_repack(schedule: Schedule, rollout: RolloutConfig) -> bool:
 
 
 def check_planner(repack: RepackConfig, schedule: Schedule, rollout: RolloutConfig) -> None:
-    """Raise `ConfigError` for an unknown planner, or one that could never move a trajectory."""
+    """Raise `ConfigError` for an unknown planner, or a planner that could never move a trajectory."""
     if repack.planner in (None, NO_PLANNER):
         return
     PLANNERS.get(repack.planner)

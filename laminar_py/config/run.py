@@ -99,7 +99,7 @@ class RunConfig(Section):
     reward: RewardConfig
     """Scoring."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Isolation of programs of the model."""
+    """Isolation of programs that the model writes."""
     environment: AnyEnvironmentConfig | None = None
     """Environment that answers the turns of the model; none: a response is one turn."""
     repack: RepackConfig = RepackConfig()
@@ -165,7 +165,7 @@ class RunConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of all parts together, without those of servers that the run attaches to."""
+        """GPUs of all parts together, without GPUs of attached servers."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
         trained = self.learner.world_size + self.algorithm.refers_in_stage
         return (

@@ -1,4 +1,4 @@
-"""The base of all sections of a config, common bounds, and the error for a user's mistake."""
+"""The base of all config sections, common bounds, and the error for a user's mistake."""
 
 from typing import Annotated
 

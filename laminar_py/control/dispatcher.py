@@ -40,7 +40,7 @@ class Dispatcher:
         self._prompt_at = prompt_at
 
     def dispatch(self) -> dict[int, list[Assignment]]:
-        """Assign everything that has a place now, and return the assignments by replica."""
+        """Assign all trajectories that have a place now, and return the assignments by replica."""
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for trajectory, replica, pin in self._waiting.pop_placed():

@@ -1,4 +1,4 @@
-"""Groups of samples of one prompt: membership, completion, deadline, advantages. Pure; shared in `control`.
+"""Groups, the samples of one prompt: membership, completion, deadline, advantages. Pure; shared in `control`.
 
 A group is complete when its last member is scored or dropped. Its deadline, if set, counts from its first finished
 member. Advantages compare the rewards of its members, and role by role in episodes of several roles

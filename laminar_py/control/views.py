@@ -102,7 +102,7 @@ class ReplicaViews:
     # ---- who is there
 
     def join(self, replica: int) -> None:
-        """Add a new replica, which has no place yet, or keep one that was about to leave."""
+        """Add a new replica, which has no place yet, or keep a replica that was about to leave."""
         view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
         self._num_placed += view.leaving and view.has_place
         view.leaving = False

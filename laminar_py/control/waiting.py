@@ -66,7 +66,7 @@ class Router:
         return self.for_new(1) or self._views.least_loaded(oldest=max(0, self._oldest or 0))
 
     def for_pinned(self, version: int, *, limit: int | None = None) -> ReplicaView | None:
-        """Return a replica that can continue work of `version`: one that serves it, else an older idle one.
+        """Return a replica that can continue work of `version`: a replica with it, else an older idle replica.
 
         A replica that expects moves keeps its version, and one with `limit` trajectories gets no more. A leaving
         replica gets the work only if no other replica can take it.
@@ -118,7 +118,7 @@ class Lane:
 
 
 class WaitingQueue:
-    """Trajectories that wait, first come first served; those of a crashed replica go before all others."""
+    """Trajectories that wait, first come first served; trajectories of a crashed replica go first."""
 
     def __init__(self, book: Book, *, router: Router, evaluations: Evaluations) -> None:
         self._book = book

@@ -129,7 +129,7 @@ class PromptEncoder:
         return text, self.tokenizer.encode_prompt(text) if self._is_plain(prompt) else self.tokenizer.encode(text)
 
     def count(self, prompts: Sequence[str | Sequence[Turn]], texts: Sequence[str]) -> list[int]:
-        """Number of ids of each prompt, given with its text from `write`. One call with many prompts is
+        """Number of ids in each prompt, given with its text from `write`. One call with many prompts is
         cheaper."""
         counts = [0] * len(texts)
         for plain in (True, False):
@@ -162,7 +162,7 @@ class PromptEncoder:
     ) -> str:
         """Text of a conversation; if the assistant `answers` next, it ends where the assistant's turn begins.
 
-        The template gets `tools`, by default those of the environment. Raises `TemplateError`.
+        The template gets `tools`, by default the tools of the environment. Raises `TemplateError`.
         """
         given: dict[str, Any] = {
             **self._settings.arguments,

@@ -153,7 +153,7 @@ class ProblemSet:
         return None if value is None else msgspec.json.decode(value)
 
     def lengths(self) -> IntArray:
-        """[n] numbers of tokens of prompts; each call tokenizes all of them."""
+        """[n] numbers of tokens in prompts; each call tokenizes all prompts."""
         counted = []
         for begin in range(0, len(self), BATCH):
             rows = [self._at(place) for place in range(begin, min(begin + BATCH, len(self)))]

@@ -161,7 +161,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_rows(tables: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-    """Number and JSON of each row of consecutive Arrow tables."""
+    """Yield number and JSON of each row in consecutive Arrow tables."""
     encoder, row = msgspec.json.Encoder(enc_hook=str), 0
     for table in tables:
         for fields in table.to_pylist():

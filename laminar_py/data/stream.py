@@ -287,7 +287,7 @@ class PromptStream:
         self.learns = settings.order is not PromptOrder.SHUFFLED  # from recorded groups
 
     def prompt(self, place: int) -> Prompt:
-        """Problem at a place >= 0. Its id is that of its row, so it repeats in each epoch."""
+        """Problem at a place >= 0. Its id names its row, so it repeats in each epoch."""
         source, own_place = self._sources.at(place)
         row = self._order.row(source, own_place, place=place)
         prompt: Prompt = msgspec.structs.replace(self._problems[source][row], index=place)

@@ -1,4 +1,4 @@
-"""Figures of the problems of a source for `laminar data`: lengths, fields, tasks, duplicates, unknown words.
+"""Figures of a source's problems for `laminar data`: lengths, fields, tasks, duplicates, unknown words.
 Pure."""
 
 import math
@@ -26,7 +26,7 @@ class SourceFigures:
     num_problems: int
     tokens: tuple[int, int, int]  # p50, p95 and maximum of prompts, or of whole demonstrations
     num_too_long: int  # prompts that leave no room for a whole response, or demonstrations longer than a step
-    first_too_long: str  # place of the first of these; "" without any
+    first_too_long: str  # place of the first such row; "" without any
     num_duplicates: int  # problems whose prompt stands before
     tasks: dict[str, int] = field(default_factory=dict)  # task -> problems; "" for problems without a task
     fields: dict[str, int] = field(default_factory=dict)  # field for the reward -> problems that have it

@@ -1,7 +1,7 @@
 """A tiny model that learns on two CPU cores, and writing of data files that are the same each time.
 
-Scripts that `data.prepare` names call it, for tasks without a pretrained model: those of the experiments, and a
-user's own (docs/own_task.md). It imports little, so that such a script starts quickly.
+Scripts that `data.prepare` names call it, for tasks without a pretrained model: scripts of the experiments, and
+a user's own (docs/own_task.md). It imports little, so that such a script starts quickly.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def tiny_model(
     context: int = 1024,
     template: str | None = None,
 ) -> dict[str, str]:
-    """Contents of the files of a folder `model/`: a Qwen3 without weights, and a tokenizer with a token per word.
+    """Contents of the files in a folder `model/`: a Qwen3 without weights, and a tokenizer with a token per word.
 
     `pattern` is the regular expression that matches the words of a text; words outside `words` become `<unk>`.
     `template` is the chat template, which must end each message with `<eos>`. With 100 words and the defaults the

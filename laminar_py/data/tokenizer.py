@@ -83,12 +83,12 @@ class Tokenizer:
         return encoding
 
     def count(self, texts: Sequence[str], *, begun: bool) -> list[int]:
-        """Number of ids of each text, by `encode_prompt` if they are `begun`, else by `encode`."""
+        """Number of ids for each text, by `encode_prompt` if they are `begun`, else by `encode`."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=begun)
         return [len(_with_beginning(encoding)) if begun else len(encoding) for encoding in encodings]
 
     def max_ids(self, text: str) -> int | None:
-        """Upper bound on the number of ids of a text, from its bytes; None for a tokenizer that is not byte-level.
+        """Upper bound on the number of ids for a text, from its bytes; None if the tokenizer is not byte-level.
 
         A byte-level tokenizer makes at least one id of a text that is not empty.
         """

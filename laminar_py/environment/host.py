@@ -47,7 +47,7 @@ from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray, decode, encode
 from laminar_py.records.credit import credits_of
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
-from laminar_py.records.spans import ANEW, Span, context_of, turn_ends
+from laminar_py.records.spans import NEW_CONVERSATION, Span, context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
 SUFFIX, ATTEMPTS = ".environment", ".attempts"  # of a trajectory's files
@@ -403,11 +403,11 @@ def _encode_end(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTur
 def _place_it_follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
     """Return the position in the response that an answer goes back to.
 
-    `ANEW` means that a new conversation begins, None that the answer continues at the end. Raises
+    `NEW_CONVERSATION` means that a new conversation begins, None that the answer continues at the end. Raises
     `CallFailedError` if the answer names a turn that does not exist.
     """
     if isinstance(returned, Rewrite) or (isinstance(returned, TokenWords) and not returned.after):
-        return ANEW
+        return NEW_CONVERSATION
     if isinstance(returned, End) or returned.after is None:
         return None
     ends = turn_ends(spans)

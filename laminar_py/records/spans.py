@@ -19,7 +19,7 @@ import numpy as np
 
 from laminar_py.records.codec import BoolArray, IntArray
 
-ANEW = -1  # value of `Span.follows`: the span begins a context of its own, without the prompt
+NEW_CONVERSATION = -1  # value of `Span.follows`: the span begins a context of its own, without the prompt
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -165,7 +165,7 @@ class TokenRun:
 
     start: int
     end: int
-    follows: int  # leading response tokens before the run; `ANEW`: no tokens, not even the prompt
+    follows: int  # leading response tokens before the run; `NEW_CONVERSATION`: no tokens, not even the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ def sequences_of(spans: Sequence[Span]) -> list[TokenPath]:
 
 
 def packed_tokens(prompt: int, spans: Sequence[Span]) -> int:
-    """Number of tokens of all sequences of a response, each with its context and a prompt of `prompt` tokens."""
+    """Number of tokens in all sequences of a response, each with its context and a prompt of `prompt` tokens."""
     if not is_tree(spans):
         return prompt + (spans[-1].end if spans else 0)
     return sum(sequence.num_tokens(prompt) for sequence in sequences_of(spans))
@@ -260,4 +260,4 @@ def _path_to(runs: Sequence[TokenRun], end: int) -> tuple[bool, list[tuple[int, 
         run = next(run for run in runs if run.start < end <= run.end)
         parts.append((run.start, end))
         end = run.follows
-    return end != ANEW, parts[::-1]
+    return end != NEW_CONVERSATION, parts[::-1]

@@ -125,7 +125,7 @@ class PredictivePlanner:
         return sources
 
     def _spread(self, source: Survey, rooms: "_Rooms") -> list[Move] | None:
-        """Return moves of all trajectories of a source, longest first; None if one of them fits nowhere."""
+        """Return moves for all trajectories on a source, longest first; None if a trajectory fits nowhere."""
         moves: list[Move] = []
         for held in sorted(source.running, key=lambda held: -held.context):
             destination = rooms.place(held.context + self._growth)

@@ -385,7 +385,7 @@ class Replica:
         self._out.urgent.set()
 
     def _start_pinned(self) -> None:
-        """Start trajectories pinned to the current version; hand back those of older versions (law 2)."""
+        """Start trajectories pinned to the current version; hand back trajectories of older versions (law 2)."""
         waiting, self._pinned = self._pinned, deque()
         for assignment in waiting:
             if assignment.version == self._loader.version:

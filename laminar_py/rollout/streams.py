@@ -92,7 +92,7 @@ class Listeners:
         self._heard: dict[str, RunningTrajectory] = {}  # with tokens not sent yet
 
     def sampled(self, running: RunningTrajectory) -> None:
-        """Schedule the sending of a trajectory's new tokens, together with those of others."""
+        """Schedule the sending of a trajectory's new tokens, together with tokens of other trajectories."""
         if self._environments is None:
             return
         if not self._heard:
@@ -330,7 +330,7 @@ class Streams:
             self._spawn(running)
 
     def _break_off(self, running: RunningTrajectory, error: EngineLostError | RefusedError) -> None:
-        """Report a trajectory whose engine is lost, or drop one that the engine refuses."""
+        """Report a trajectory whose engine is lost, or drop a trajectory that the engine refuses."""
         if isinstance(error, EngineLostError):
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # the store may be lost too

@@ -9,7 +9,7 @@ import pytest
 
 from laminar_py.environment.host import SavedTurns
 from laminar_py.environment.protocol import End, Observation, Rewrite
-from laminar_py.records.spans import ANEW
+from laminar_py.records.spans import NEW_CONVERSATION
 from laminar_py.records.trajectory import DropReason
 from tests.environment.turns import (
     END,
@@ -100,7 +100,7 @@ async def test_a_conversation_that_goes_back_or_begins_anew_is_repeated_too(tmp_
         story.host = make_host(Wanderer, tmp_path / f"b{place}")
         assert (await story.say(1)).failure is None
     follows = [span.follows for span in story.turn.spans]
-    assert ANEW in follows, "it began anew"
+    assert NEW_CONVERSATION in follows, "it began anew"
     assert any(place is not None and place > 0 for place in follows), "it went back"
 
 

@@ -13,7 +13,7 @@ from laminar_py.learner.packing.packer import Packed, StepTerms, assign_bins, pa
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.credit import RoleCredit, returns_of, role_advantages
 from laminar_py.records.pieces import RoutedExperts, TokensRef
-from laminar_py.records.spans import ANEW, Span, sampled_mask
+from laminar_py.records.spans import NEW_CONVERSATION, Span, sampled_mask
 from tests.builders import make_ref, make_trajectory
 from tests.depth import examples
 from tests.stored import at_ranks, by_reference
@@ -58,7 +58,7 @@ def episode(item, seed):
     """A trajectory of three turns, which two roles took; each turn begins anew."""
     rng, spans, place = np.random.default_rng(seed), [], 0
     for _ in range(3):
-        spans += [Span(None, place, place + 1, follows=ANEW), Span(0, place + 1, place + 4)]
+        spans += [Span(None, place, place + 1, follows=NEW_CONVERSATION), Span(0, place + 1, place + 4)]
         place += 4
     ids = rng.integers(2, 50, place).astype(np.int32)
     roles = tuple(

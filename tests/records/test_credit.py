@@ -5,13 +5,13 @@ import pytest
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.credit import RoleCredit, credits_of, role_advantages, role_returns
-from laminar_py.records.spans import ANEW, Span
+from laminar_py.records.spans import NEW_CONVERSATION, Span
 
 # four turns of two roles: each begins anew, the third goes on behind the first, and two versions had a part in it
 SPANS = (
-    Span(None, 0, 2, follows=ANEW),
+    Span(None, 0, 2, follows=NEW_CONVERSATION),
     Span(3, 2, 4),
-    Span(None, 4, 5, follows=ANEW),
+    Span(None, 4, 5, follows=NEW_CONVERSATION),
     Span(3, 5, 8),
     Span(None, 8, 9, follows=4),
     Span(3, 9, 10),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.spans import (
-    ANEW,
+    NEW_CONVERSATION,
     Span,
     TokenPath,
     clip_spans,
@@ -157,7 +157,7 @@ def test_a_response_that_only_goes_on_is_one_sequence():
 
 
 def test_a_conversation_that_begins_anew_has_neither_prompt_nor_what_was_said():
-    spans = (Span(3, 0, 4), Span(None, 4, 9, follows=ANEW), Span(3, 9, 12))
+    spans = (Span(3, 0, 4), Span(None, 4, 9, follows=NEW_CONVERSATION), Span(3, 9, 12))
     first, second = sequences_of(spans)
     assert first == TokenPath(has_prompt=True, parts=((0, 4, True),))
     assert second == TokenPath(has_prompt=False, parts=((4, 12, True),))

@@ -13,7 +13,7 @@ from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import EnvironmentTurn, Problem
 from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.spans import ANEW, num_turns, sequences_of
+from laminar_py.records.spans import NEW_CONVERSATION, num_turns, sequences_of
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import StreamState
@@ -180,13 +180,13 @@ async def test_a_replica_says_for_how_long_environments_alone_have_worked(folder
 
 async def test_what_an_environment_goes_back_behind_is_not_in_the_next_request(folders):
     def script(turns):
-        back = EnvironmentTurn(ids=SAYS, follows=ANEW if turns == 2 else None)
+        back = EnvironmentTurn(ids=SAYS, follows=NEW_CONVERSATION if turns == 2 else None)
         return ends_after(3)(turns) if turns != 2 else back
 
     async with begun(folders, Scripted(script), with_problem("a")) as (story, _):
         await story.until(lambda s: "a" in s.ended)
         branch = next(span for span in story.spans["a"] if span.follows is not None)
-        assert branch.follows == ANEW
+        assert branch.follows == NEW_CONVERSATION
         assert story.ids["a"][branch.start : branch.end] == SAYS.tolist()
         assert num_turns(story.spans["a"]) == 3
         first, second = sequences_of(story.spans["a"])

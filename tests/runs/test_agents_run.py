@@ -10,7 +10,7 @@ import pytest
 
 from laminar_py.data.tiny_models import jsonl, tiny_model, write_data
 from laminar_py.ledger.audit.verify import verify
-from laminar_py.records.spans import ANEW, decode_spans, num_turns, sequences_of
+from laminar_py.records.spans import NEW_CONVERSATION, decode_spans, num_turns, sequences_of
 from tests.runs.runs import ALONE, TrainProcess
 
 WORDS = ["<system>", "<user>", "<assistant>", *map(str, range(10)), "more", "less", "say"]
@@ -134,7 +134,11 @@ def test_agents_train_through_the_endpoint_and_each_token_counts_once(tmp_path):
     whole = {name: spans for name, text, _ in rows if num_turns(spans := decode_spans(text)) == 3}
     assert len(whole) > len(rows) / 2
     for name, spans in whole.items():
-        assert [span.follows for span in spans if span.version is None] == [ANEW, None, ANEW]
+        assert [span.follows for span in spans if span.version is None] == [
+            NEW_CONVERSATION,
+            None,
+            NEW_CONVERSATION,
+        ]
         assert [path.has_prompt for path in sequences_of(spans)] == [False, False]
         log = train.run / "environments" / "agents" / name / "agent.log"
         assert len(log.read_text().split("\n")) >= 3

@@ -20,7 +20,7 @@ from laminar_py.environment.writer import open_writer
 from laminar_py.ledger.audit.export import export
 from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.environment import Problem
-from laminar_py.records.spans import ANEW, sequences_of
+from laminar_py.records.spans import NEW_CONVERSATION, sequences_of
 from tests.environment.adapters.packages import ROOT, python_of
 from tests.environment.agents.test_agents import Story
 from tests.runs.runs import TrainProcess
@@ -88,7 +88,7 @@ async def test_a_rollout_of_verifiers_is_one_sequence_of_the_tokens_that_were_sa
     story = PlayedStory(tmp_path, renderer=BRIDGED)
     heard = await story.lead(["12", "4"])
     assert (heard[-1].ends, heard[-1].reward) == (True, 1.0), heard
-    assert [answer.follows for answer in heard] == [ANEW, None, None], "joined, not begun again"
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None], "joined, not begun again"
     (branch,) = story.recorded()
     assert branch["said"] == ["2+2=", "12", "more", "4"]
     assert branch["ids"] == story.turn.response_ids.tolist()
@@ -101,11 +101,13 @@ async def test_prompts_that_are_rendered_anew_begin_a_sequence_where_their_token
     story = PlayedStory(tmp_path, renderer={"name": "default"})
     heard = await story.lead(["12", "4"])
     assert heard[-1].reward == 1.0, heard
-    assert [answer.follows for answer in heard] == [ANEW, ANEW, None], "12 is one token for the tokenizer"
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, NEW_CONVERSATION, None], (
+        "12 is one token for the tokenizer"
+    )
     assert len(story.recorded()) == len(sequences_of(story.turn.spans)) == 2
     again = PlayedStory(tmp_path / "again", renderer={"name": "default"})
     heard = await again.lead(["5", "4"])
-    assert [answer.follows for answer in heard] == [ANEW, None, None], "these do not"
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None], "these do not"
 
 
 @pytest.mark.parametrize("renderer", [BRIDGED, None], ids=["tokens", "messages"])
@@ -116,7 +118,7 @@ async def test_a_task_of_ours_is_an_environment_of_verifiers(tmp_path, monkeypat
     story = PlayedStory(tmp_path, renderer=renderer, taskset=taskset)
     heard = await story.lead(["3", "9", "7"])
     assert heard[-1].reward == 1.0, heard
-    assert [answer.follows for answer in heard] == [ANEW, None, None, None]
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None, None]
     (branch,) = story.recorded()
     assert branch["said"] == ["Let us play. Guess a number below 10.", "3", "Larger.", "9", "Smaller.", "7"]
 
@@ -131,7 +133,7 @@ async def test_the_agent_of_the_page_plays_a_task_of_its_line(tmp_path, monkeypa
     )
     heard = await story.lead(["12", "4"])
     assert heard[-1].reward == 1.0, heard
-    assert [answer.follows for answer in heard] == [ANEW, None, None]
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None]
 
 
 async def test_models_of_others_are_evaluated_on_a_task_of_ours(tmp_path):

@@ -33,7 +33,7 @@ from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import Observation, SampledTurn
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem, TurnPart
-from laminar_py.records.spans import ANEW, sequences_of
+from laminar_py.records.spans import NEW_CONVERSATION, sequences_of
 from laminar_py.records.trajectory import DropReason
 from tests.data.templates import TEMPLATES, make_chat_encoder
 from tests.environment.turns import appended, first_turn, hear
@@ -174,7 +174,7 @@ async def test_an_agent_is_answered_and_its_next_request_is_joined_by_what_was_s
         tmp_path, "print(ask()); said.append({'role': 'user', 'content': 'and 3?'}); print(ask()); reward(1)"
     )
     heard = await story.lead(["4", "7"])
-    assert [answer.follows for answer in heard] == [ANEW, None, None], heard
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None], heard
     assert heard[-1].reward == 1.0
     assert story.log().split() == ["4", "7"]
     assert [span.version for span in story.turn.spans] == [None, 3, None, 3]
@@ -200,7 +200,7 @@ ask()
     story = Story(tmp_path, agent.replace("said[3:]", "said[2:]"))
     heard = await story.lead(["4", "7", "9", "10"])
     spans = story.turn.spans
-    assert [answer.follows for answer in heard] == [ANEW, None, spans[1].end, ANEW, None]
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, spans[1].end, NEW_CONVERSATION, None]
     assert heard[-1].ends
     assert heard[-1].reward is None, "it said none"
     assert [path.has_prompt for path in sequences_of(spans)] == [False, False, False]
@@ -272,7 +272,7 @@ async def test_a_turn_that_a_request_limits_is_cut_and_the_next_request_is_joine
     before = await story.lead(["thirty-seven", "7"][:1], to_the_end=False) if crashes else []
     heard = [*before, *(await story.lead(["thirty-seven", "7", "8, I say"][len(before) :]))]
     assert [answer.max_tokens for answer in heard] == [3, 900, 2, None], heard
-    assert [answer.follows for answer in heard] == [ANEW, None, None, None]
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None, None]
     whole, end = story.codec.encode("thirty-seven"), story.codec.encode(story.end).tolist()
     said = [story.codec.decode(whole[:3]), "7", story.codec.decode(story.codec.encode("8, I say")[:2])]
     told = [json.loads(line) for line in story.log().splitlines()[-3:]]
@@ -330,7 +330,7 @@ print(ask(tools=tools, stream=False))
     story = Story(tmp_path, agent.replace("RESULT", repr(result)))
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
     heard = await story.lead([call, "it is 4"])
-    assert [answer.follows for answer in heard] == [ANEW, None, None]
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None]
     assert story.log().split("\n")[:2] == ["add 2", "it is 4"]
 
 
@@ -384,7 +384,7 @@ print([choice.message.content for choice in both.choices])
     assert json.loads(logprobs) == [-1.0, -2.0]
     assert usage.split() == [str(len(prompt)), "2"]
     assert both == "['5', '6']"
-    assert [answer.follows for answer in heard] == [ANEW, ANEW, ANEW, None], (
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, NEW_CONVERSATION, NEW_CONVERSATION, None], (
         "each choice is sampled from the start"
     )
 
@@ -418,7 +418,7 @@ client.post("/trajectories/g0.0/reward", cast_to=object, body={"reward": 0.5})
         {"token": f"token_id:{four[0]}", "logprob": -1.0}
     ]
     ends = [span.end for span in story.turn.spans if span.version is not None]
-    assert [answer.follows for answer in heard[:5]] == [ANEW, None, ends[0], ends[1], ANEW]
+    assert [answer.follows for answer in heard[:5]] == [NEW_CONVERSATION, None, ends[0], ends[1], NEW_CONVERSATION]
     assert [answer.ids.tolist() for answer in heard[:5]] == [[5, 6, 7], [8, 9], [10], [11], [5, 6, 8]]
 
 
@@ -436,7 +436,13 @@ print("".join(event.choices[0].text for event in client.completions.create(
     story = Story(tmp_path, agent)
     heard = await story.lead(["4", "6", "8", "9"])
     assert story.log().split("\n")[:4] == ["4 [-1.0, -2.0]", "6", "8", "9"]
-    assert [answer.follows for answer in heard] == [ANEW, None, ANEW, ANEW, None]
+    assert [answer.follows for answer in heard] == [
+        NEW_CONVERSATION,
+        None,
+        NEW_CONVERSATION,
+        NEW_CONVERSATION,
+        None,
+    ]
     assert story.codec.decode(heard[1].ids) == " and 3+3="
 
 

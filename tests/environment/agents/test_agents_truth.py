@@ -24,7 +24,7 @@ from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.tool_calls import HermesCalls
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem
-from laminar_py.records.spans import ANEW, context_of, sequences_of
+from laminar_py.records.spans import NEW_CONVERSATION, context_of, sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
 from tests.environment.turns import appended, first_turn, hear
 
@@ -237,7 +237,7 @@ def check(model, agent, turn, log):
                 known = [np.concatenate(one) for one in model.of(log_by_text, before, earlier)]
                 assert any(begins(context, ids) for context, _ in found for ids in known), "it was tokenized again"
     assert any(len(ids) and not model.writer.has_ended(ids) for ids in sampled), "some were cut by their limit"
-    anew = [span for span in turn.spans if span.follows == ANEW]
+    anew = [span for span in turn.spans if span.follows == NEW_CONVERSATION]
     assert 0 < len(anew) < len(log), "some are joined, and some are not"
     return len(plain), repeats
 
