@@ -56,7 +56,7 @@ sys.meta_path.insert(0, Planter())
 @pytest.mark.parametrize(
     ("place", "config", "settings"),
     [
-        ("laminar_py.observe.stats:Stats.row", CONFIG, SETTINGS),
+        ("laminar_py.observe.stats:Stats.step_row", CONFIG, SETTINGS),
         ("laminar_py.engines.local.scheduler:Scheduler._dispatch", QUICKSTART, FROM_SCRATCH),
         ("laminar_py.data.tokenizer:Tokenizer.decode", CONFIG, SETTINGS),
     ],
