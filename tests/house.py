@@ -53,13 +53,11 @@ class Checkout:
         paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
         self.texts = {path.relative_to(root): path.read_text() for path in paths}
         self.trees = {path: ast.parse(text) for path, text in self.texts.items()}
+        self._walked = [(path, node) for path, tree in self.trees.items() for node in ast.walk(tree)]
 
     def nodes(self, *kinds) -> Iterator[tuple[Path, ast.AST]]:
         """Syntax nodes of these kinds in all modules."""
-        for path, tree in self.trees.items():
-            for node in ast.walk(tree):
-                if isinstance(node, kinds):
-                    yield path, node
+        return (found for found in self._walked if isinstance(found[1], kinds))
 
 
 def count(root: Path) -> dict[str, int]:

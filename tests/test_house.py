@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.house import Checkout, banned, count, places
 
 ROOT = Path(__file__).parent.parent
@@ -21,13 +23,18 @@ LIMITS = {
 MOST_BANNED = 1  # words of docstrings and comments that docs/style.md replaces; may only fall
 
 
-def test_no_more_of_these_than_the_house_allows():
-    found = places(Checkout(ROOT))
+@pytest.fixture(scope="module")
+def code():
+    return Checkout(ROOT)
+
+
+def test_no_more_of_these_than_the_house_allows(code):
+    found = places(code)
     assert {row: found[row] for row, limit in LIMITS.items() if len(found[row]) > limit} == {}
 
 
-def test_no_more_banned_words_than_there_were():
-    assert len(found := banned(Checkout(ROOT))) <= MOST_BANNED, "\n".join(found)
+def test_no_more_banned_words_than_there_were(code):
+    assert len(found := banned(code)) <= MOST_BANNED, "\n".join(found)
 
 
 def test_each_row_finds_what_it_counts(tmp_path):
