@@ -167,7 +167,7 @@ class RunConfig(Section):
     def gpus(self) -> int:
         """GPUs of all parts together, without GPUs of attached servers."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
-        trained = self.learner.world_size + self.algorithm.refers_in_stage
+        trained = self.learner.world_size + self.algorithm.reference_in_own_process
         return (
             (trained if self.learner_device is Device.CUDA else 0)
             + (0 if rollout.engine.hosts else rollout.replicas * rollout.engine.gpus)

@@ -16,7 +16,7 @@ from laminar_py.records.events import Cut, Restamped
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns, replace_spans
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind, Status
 
 FEWEST = 32  # failures in a row that end a run, at least
 OUTAGE_S = 600.0  # for an outage of a service that environments need
@@ -173,9 +173,9 @@ class Reports:
         if trajectory.kind is Kind.EVAL and begun is not None:
             self._evaluations.runs_under(trajectory, begun)
 
-    def _on_break(self, replica: int, trajectory: LiveTrajectory, broken: Break) -> None:
+    def _on_break(self, replica: int, trajectory: LiveTrajectory, broken: InterruptReason) -> None:
         """Record that a stream was cut off, or paused for new weights and resumed on the same replica."""
-        if broken is Break.CUT:
+        if broken is InterruptReason.CUT:
             self._book.record(trajectory.cut_off())
         else:
             self._book.record(trajectory.interrupted("new_weights"))

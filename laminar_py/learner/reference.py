@@ -63,7 +63,7 @@ def open_reference(
 
     `start` is the folder of the model that RL starts with, which is the reference if the config names no other.
     """
-    if not algorithm.refers or algorithm.refers_in_stage:
+    if not algorithm.has_reference or algorithm.reference_in_own_process:
         return None
     if (
         algorithm.reference is None and adapters is not None

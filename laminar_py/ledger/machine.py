@@ -93,7 +93,7 @@ class Marks:
         self.version = version
         self.unpublished = {number: one for number, one in self.unpublished.items() if number > version}
 
-    def seen(self, version: int, digest: str, *, num_bytes: int) -> None:
+    def note_unpublished(self, version: int, digest: str, *, num_bytes: int) -> None:
         """Note that a relay or replica has a version; replicas do not know its size."""
         known = self.unpublished.get(version)
         if version > self.version and (known is None or num_bytes > known.num_bytes):
@@ -342,7 +342,7 @@ class Machine:
 
     def _version_seen(self, event: VersionLoaded | Relayed) -> None:
         num_bytes = event.num_bytes if isinstance(event, Relayed) else 0
-        self.marks.seen(event.version, event.digest, num_bytes=num_bytes)
+        self.marks.note_unpublished(event.version, event.digest, num_bytes=num_bytes)
 
     def _stepped(self, event: Stepped) -> None:
         if event.step <= self.marks.step:

@@ -220,7 +220,7 @@ def mean_step(
     def mean(column: Times) -> float:
         return float(column[first:].mean())
 
-    in_learner = config.algorithm.refers and not config.algorithm.refers_in_stage
+    in_learner = config.algorithm.has_reference and not config.algorithm.reference_in_own_process
     since = float((pipeline.end_s - pipeline.measured_s)[first])
     tokens = _tokens_per_step(trajectories)
     trajectories = trajectories.where(trajectories.issued_s >= since - mean(pipeline.measured_s))

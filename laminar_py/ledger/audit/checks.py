@@ -305,7 +305,7 @@ class FiguresCheck(Check):
         return []
 
 
-class LossCheck(Check):
+class LostDataCheck(Check):
     """Checks that recorded archive files exist, and that every lost piece is recorded as lost.
 
     `audit.verify` compares the bytes of the files.

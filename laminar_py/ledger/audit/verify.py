@@ -23,7 +23,7 @@ from laminar_py.ledger.audit.checks import (
     Check,
     ConsumptionCheck,
     FiguresCheck,
-    LossCheck,
+    LostDataCheck,
     Rule,
     StepCheck,
     Violation,
@@ -166,7 +166,7 @@ def _check_events(run: Path) -> Proof:
     """Replay all events: check every rule along the log, and the tables that follow from it."""
     with reading(run) as connection:
         checks: list[Check] = [ConsumptionCheck(), WeightsCheck(), StepCheck(), FiguresCheck()]
-        checks.append(LossCheck(ledger_path(run).parent, connection))
+        checks.append(LostDataCheck(ledger_path(run).parent, connection))
         by_type: dict[type[Event], list[Check]] = {}
         for check in checks:
             for kind in check.event_types:

@@ -17,7 +17,7 @@ from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
 from laminar_py.records.spans import sampled_mask
-from laminar_py.records.trajectory import BaseTrajectory, FinishedTrajectory, Trajectory
+from laminar_py.records.trajectory import BaseTrajectory, Trajectory, TrajectoryRef
 
 OPEN_FILES = 64  # kept open per reader
 
@@ -149,7 +149,7 @@ class PayloadReader:
 
 
 def complete_all(
-    finished: Sequence[FinishedTrajectory], reader: PayloadReader, *, stores: Mapping[str, str]
+    finished: Sequence[TrajectoryRef], reader: PayloadReader, *, stores: Mapping[str, str]
 ) -> tuple[dict[str, Trajectory], dict[str, str]]:
     """Read the tokens of trajectories together; return trajectories by id, and reasons of lost ones by id."""
     loaded = reader.load((ref for one in finished for ref in one.refs), stores=stores)
@@ -163,7 +163,7 @@ def complete_all(
     return complete, lost
 
 
-def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
+def complete_one(finished: TrajectoryRef, loaded: Loaded) -> Trajectory:
     """Return a trajectory with its tokens. Raises `PayloadLostError`."""
     response = loaded.response(finished.tokens)
     length = len(response.ids)

@@ -226,7 +226,7 @@ def _line_of(script: Path, traceback: str) -> str:
 
 
 def _check_model(config: RunConfig) -> None:
-    reference = config.algorithm.reference if config.algorithm.refers else None
+    reference = config.algorithm.reference if config.algorithm.has_reference else None
     if reference is not None and not list(reference.glob("*.safetensors")):
         raise ConfigError(f"algorithm.reference={reference}: no *.safetensors in it; name a folder with a model")
     path = config.model.path
