@@ -11,7 +11,8 @@ Rules:
 - Formulas are equal if they have the same variables and the same values at all sample points, with the same domain
   among the real numbers: sqrt(x^2) is |x|, not x.
 
-Invariant: bounded work: a number that would grow beyond `MAX_BITS` raises `TooLargeError` before it is computed.
+Invariant: work is bounded. A number that would grow beyond `MAX_BITS` raises `TooLargeError` before it is computed
+(`test_numbers_too_large_are_not_worked_out_but_equal_to_themselves` in `tests/reward/verifiers/test_math_laws.py`).
 """
 
 import math

@@ -196,9 +196,10 @@ def _signed(token: Token, signs: dict[str, str]) -> Token:
 
 
 def _joined(regions: list[Region], joints: set[str]) -> Region:
-    """Join the regions of several conditions: "and" intersects, "or" unites.
+    """Join the regions of several conditions on one variable: "and" intersects them, "or" unites them.
 
-    A comma intersects if a number remains.
+    A comma means "and" if the intersection is not empty, else "or". Raises `UnreadableError` for conditions on
+    several variables, for "and" between conditions that exclude each other, and for "and" mixed with "or".
     """
     name = regions[0].name
     if any(region.name != name for region in regions):

@@ -192,6 +192,10 @@ class Consumption:
         return self._packing.look_ahead if self._packing else 0
 
     def _take(self, count: int, version: int) -> StepBatch:
+        """Remove `count` groups from the buffer, and return them as the batch of a learner at `version`.
+
+        Counts a pass for each older group that the choice skips, so that no group waits forever.
+        """
         if not count:
             return StepBatch(version=version)
         window = self.buffer.first(count + self._look_ahead)
@@ -208,6 +212,7 @@ class Consumption:
         return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
 
     def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
+        """Return the places in `window` of the groups for a step: the oldest, or with packing the best fit."""
         packing = self._packing
         if packing is None or len(window) == count:
             return list(range(count))

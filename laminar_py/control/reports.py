@@ -1,6 +1,6 @@
 """Reports of replicas become events: progress, interruptions, ends, failures. `control.scheduler` owns `Reports`.
 
-If all trajectories fail, `Failing` ends the run.
+`ConsecutiveFailures` ends the run when too many trajectories fail in a row.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,21 +18,21 @@ from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns, replace_spans
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind, Status
 
-FEWEST = 32  # failures in a row that end a run, at least
+MIN_FAILURES = 32  # in a row before a run ends: an environment that fails now and then rarely fails so often
 OUTAGE_S = 600.0  # for an outage of a service that environments need
 
 
-class Failing:
+class ConsecutiveFailures:
     """Counts failures since the last finished trajectory; calls `end` with a message when the run has to end.
 
-    The run ends when more trajectories fail in a row than a step has (`step`) and than are live (`in_flight`). If
-    some finished before, it also waits `OUTAGE_S`.
+    The run ends when at least `MIN_FAILURES` trajectories fail in a row, at least as many as a step has (`step`),
+    and at least as many as are live (`in_flight`). If a trajectory finished before, the run also waits `OUTAGE_S`.
     """
 
     def __init__(
         self, *, step: int, in_flight: Callable[[], int], clock: Clock, end: Callable[[str], None]
     ) -> None:
-        self._most = max(FEWEST, step)
+        self._most = max(MIN_FAILURES, step)
         self._in_flight = in_flight
         self._clock = clock
         self._end = end
@@ -72,10 +72,10 @@ class Reports:
         evaluations: Evaluations,
         closing: Closing,
         lost: LostTokens,
-        failing: Failing,
+        failures: ConsecutiveFailures,
     ) -> None:
         self._book = book
-        self._failing = failing
+        self._failures = failures
         self._lost = lost
         self._waiting = waiting
         self._evaluations = evaluations
@@ -146,6 +146,7 @@ class Reports:
             await self._lose_version(trajectory)
 
     async def _on_progress(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Append a report's tokens to its trajectory; then handle an interrupt, a failure, lost tokens or the end."""
         self._grow(trajectory, progress)
         if progress.broken is not None:
             self._on_break(replica, trajectory, progress.broken)
@@ -186,7 +187,7 @@ class Reports:
         self._book.views.returned(replica, trajectory.id)
         self._book.moves.ends(trajectory.id)
         self._book.drop([trajectory], reason, detail)
-        self._failing.failed(reason, detail)
+        self._failures.failed(reason, detail)
         await self._closing.settled(trajectory)
 
     def _on_end(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
@@ -205,6 +206,7 @@ class Reports:
         queue(trajectory)
 
     def _finish(self, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Record the cap that cut a response, if any, and its end; then send it to scoring."""
         settings = self._book.settings
         if progress.cut is Cap.SECONDS:
             self._book.record(Cut(trajectory.id, Cap.SECONDS, settings.max_seconds or 0.0))
@@ -213,7 +215,7 @@ class Reports:
         elif progress.finish_reason is FinishReason.LENGTH:
             self._book.record(Cut(trajectory.id, Cap.TOKENS, self._book.sampling(trajectory).max_new_tokens))
         self._book.record(trajectory.finished(progress))
-        self._failing.finished()
+        self._failures.finished()
         self._closing.finished(trajectory)
 
     async def _lose_version(self, trajectory: LiveTrajectory) -> None:

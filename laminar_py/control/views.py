@@ -179,6 +179,10 @@ class ReplicaViews:
         self._changed.clear()
 
     def _rank(self, view: ReplicaView) -> None:
+        """Enter a replica in each ranking that it qualifies for now, and remove it from all others.
+
+        A leaving replica is ranked in `_leaving`, and in `_placed` once it serves a version.
+        """
         index, load, version, stays = view.index, len(view.in_flight), view.version, not view.leaving
         self._serving.put(index, view.serving if stays and version >= 0 else None, load=load)
         for size, ranking in self._with_room.items():

@@ -40,7 +40,10 @@ class HashIndex:
         return self._order[begin:end]
 
     def repeats(self) -> IntArray:
-        """[r, 2] each place whose hash occurs before, in order, and the last place before with the same hash."""
+        """Return pairs [r, 2] of places with equal hashes: a place, and the nearest earlier place with its hash.
+
+        The pairs are in order of the first column. E.g. hashes `[7, 3, 7, 7]` give `[[2, 0], [3, 2]]`.
+        """
         again = self._hashes[1:] == self._hashes[:-1]
         pairs = np.stack([self._order[1:][again], self._order[:-1][again]], axis=1)
         ordered: IntArray = pairs[np.argsort(pairs[:, 0])]

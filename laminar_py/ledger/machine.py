@@ -159,7 +159,7 @@ class Machine:
     def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> LiveTrajectory | None:
         """Apply event number `seq`, stamped by the wall and the monotonic clock; return its trajectory, if any.
 
-        Raises `IllegalEventError`.
+        Raises `IllegalEventError` if the event contradicts the state.
         """
         self._now = self.clock.at(wall, mono, event)
         handler = self._handlers.get(type(event))

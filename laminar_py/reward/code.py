@@ -144,25 +144,30 @@ class AssertionRun:
                 return f"{step.fault}{failed}" if step.fault else None
             if len(known) + len(step.needed) > MOST_CALLS:
                 return f"calls: the tests call {self._entry_point} more than {MOST_CALLS} times"
-            answers, told = await self._answers(step.needed)
-            failed = told or failed
+            answers, note = await self._answers(step.needed)
+            failed = note or failed
             known += zip(step.needed, answers, strict=False)
 
     async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
-        """Make calls until a call ends the process.
+        """Call the function with each of `calls`, in order, and stop after the first call that ends the process.
 
-        Returns an answer for each, None for the fatal one, and a note about it for the user. The rest is made when
-        the test code needs it; mostly the verdict is known before.
+        Returns the answers so far and a note for the user. The answer of a fatal call is None, and the note
+        describes it; without a fatal call the note is "". The caller requests the remaining calls again if the test
+        code needs them; mostly the verdict is known before.
         """
-        found: list[str | None] = []
+        known: list[str | None] = []
         for first in range(0, len(calls), CALLS_TOGETHER):
-            answers, told = await self._call_together(calls[first : first + CALLS_TOGETHER])
-            found += answers
-            if told:
-                return found, told
-        return found, ""
+            answers, note = await self._call_in_one_process(calls[first : first + CALLS_TOGETHER])
+            known += answers
+            if note:
+                return known, note
+        return known, ""
 
-    async def _call_together(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
+    async def _call_in_one_process(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
+        """Make `calls` in one process; if the process does not answer them all, make each in its own process.
+
+        Returns answers and a note as `_answers` does.
+        """
         result = await self._call(
             self._program, "_laminar_answers", [calls], files={f"{BESIDE}.py": self._crossing.encode()}
         )
@@ -171,13 +176,13 @@ class AssertionRun:
             return answers, ""
         if len(calls) == 1:
             return [None], f" ({self._entry_point}{calls[0]:.{SHOWN}}: {result.label.value}: {result.detail})"
-        found: list[str | None] = []
+        known: list[str | None] = []
         for call in calls:
-            answer, told = await self._call_together([call])
-            found += answer
-            if told:
-                return found, told
-        return found, ""
+            answer, note = await self._call_in_one_process([call])
+            known += answer
+            if note:
+                return known, note
+        return known, ""
 
     async def _call(
         self, program: str, function: str, args: list[object], files: dict[str, bytes] | None = None

@@ -173,10 +173,7 @@ def _describe_error(error: BaseException, what: str = "") -> str:
 
 
 def _decode_answer(answer: str | None, held: list[Any]) -> Any:
-    """Decode an answer and update the arguments `held` as the call did.
-
-    Raises the error that the function raised.
-    """
+    """Decode an answer and update the arguments `held` as the call did; raise the error that the call raised."""
     if answer is None:
         raise RuntimeError("the function failed")
     outcome, after = json.loads(answer)

@@ -184,10 +184,7 @@ def _code(function: object) -> CodeType | None:
 
 
 def one_line(text: str) -> str:
-    """Shorten a text to one line of at most `DETAIL_CHARS` characters.
-
-    It keeps the end, and escapes surrogates.
-    """
+    """Shorten a text to one line of at most `DETAIL_CHARS` characters, with its end; escape surrogates."""
     line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
     if len(line) <= DETAIL_CHARS:
         return line

@@ -89,9 +89,9 @@ class ResponseCheck:
 
 
 def _is_plainly_right(pieces: list[StoredPiece], row: TrajectoryRow) -> bool:
-    """Whether a finished response of one piece, without environment and recordings, is right.
+    """Whether the response is of the simplest kind (one piece, no environment, no recordings) and is right.
 
-    False means that `_check` must decide.
+    The test is quick and spares most responses the full check. After False, `_check` decides.
     """
     if len(pieces) != 1 or row.digest is None or row.spans is None or row.restamped is not None:
         return False

@@ -202,9 +202,9 @@ def check_request(body: bytes) -> PieceRequest:
 def map_pieces(folder: Path, wanted: PieceRequest) -> list[memoryview]:
     """Map the requested pieces into memory; a mapping outlives the deletion of its file.
 
-    Only system calls may touch the memory: if a file has become shorter they fail with EFAULT, while a process
-    that reads it itself is killed. Raises `PayloadLostError` if a piece does not exist, and `OSError` if nothing
-    is known of the pieces.
+    Only system calls may touch the memory. If a file has become shorter, a system call fails with EFAULT, while a
+    direct read kills the process. Raises `PayloadLostError` if a piece does not exist, and `OSError` if a file
+    cannot be opened for another reason.
     """
     files = [_map(folder, segment) for segment in wanted.segments]
     pieces = []
@@ -217,6 +217,11 @@ def map_pieces(folder: Path, wanted: PieceRequest) -> list[memoryview]:
 
 
 def _map(folder: Path, segment: str) -> memoryview:
+    """Map a segment into memory, read-only.
+
+    Raises `PayloadLostError` if it does not exist or is no regular file, and `OSError` if it cannot be opened. The
+    flags refuse a link, and do not block on a pipe, that somebody puts in the segment's place.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.open(folder / f"{segment}{SEGMENT}", flags)
