@@ -1,4 +1,4 @@
-"""Settings to change against the wall of a run, the best first, and predicted steps with other settings.
+"""Settings to change against the bottleneck of a run, the best first, and predicted steps with other settings.
 
 `laminar advise` prints them. Cheap and certain changes come before changes that cost devices or freshness.
 Predictions use the formula of `compose`.
@@ -14,7 +14,7 @@ from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
-from laminar_py.observe import MeanStep, StageTimes, StepStage, Wall, compose, predict, without_wall
+from laminar_py.observe import Bottleneck, MeanStep, StageTimes, StepStage, compose, predict, without_bottleneck
 
 SMALL_MICROBATCHES = 4  # of a rank in a step; with more, larger ones are worth a try
 WORKERS = 8  # most times as many workers
@@ -37,7 +37,7 @@ SCALED = {  # settings that divide the seconds of a stage by as much as they gro
 IN_FLIGHT = (
     "rollout.batch_per_replica",
     "rollout.max_batch",
-)  # shorten waits for environments, if these are the wall
+)  # shorten waits for environments, if these are the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Remedy:
         return self.change.partition(" -> ")[2].partition(",")[0]
 
 
-def remedies(wall: Wall, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
-    """Return the remedies for one wall; try the first one first."""
-    found = tuple(_BY_WALL[wall](config, step))
+def remedies(bottleneck: Bottleneck, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
+    """Return the remedies for one bottleneck; try the first one first."""
+    found = tuple(_BY_BOTTLENECK[bottleneck](config, step))
     if config.schedule is Schedule.ASYNC:
         return found
     why = "stages work side by side, and no batch waits for its longest trajectory"
@@ -292,18 +292,18 @@ def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     yield Remedy("data.train", "easier prompts first", f"{step.hopeless_share:.0%} of the groups had no success")
 
 
-_BY_WALL = {
-    Wall.GENERATION: _generation,
-    Wall.LONG_TAIL: _long_tail,
-    Wall.ENVIRONMENT: _environment,
-    Wall.REWARD: _reward,
-    Wall.REFERENCE: _reference,
-    Wall.WEIGHTS: _weights,
-    Wall.LEARNER: _learner,
-    Wall.FRESHNESS: _freshness,
-    Wall.STALE_DATA: _stale_data,
-    Wall.SPARSE_REWARD: _sparse,
-    Wall.CPU: _cpu,
+_BY_BOTTLENECK = {
+    Bottleneck.GENERATION: _generation,
+    Bottleneck.LONG_TAIL: _long_tail,
+    Bottleneck.ENVIRONMENT: _environment,
+    Bottleneck.REWARD: _reward,
+    Bottleneck.REFERENCE: _reference,
+    Bottleneck.WEIGHTS: _weights,
+    Bottleneck.LEARNER: _learner,
+    Bottleneck.FRESHNESS: _freshness,
+    Bottleneck.STALE_DATA: _stale_data,
+    Bottleneck.SPARSE_REWARD: _sparse,
+    Bottleneck.CPU: _cpu,
 }
 
 
@@ -320,20 +320,20 @@ def what_if(step: MeanStep, stage: StepStage, factor: float = 2.0) -> float:
     return max(predicted, min(step.cpu_s, step.measured_s))
 
 
-def what_if_set(step: MeanStep, wall: Wall, remedy: Remedy) -> float:
-    """Predict the seconds of a step with the new value of a remedy against a wall.
+def what_if_set(step: MeanStep, bottleneck: Bottleneck, remedy: Remedy) -> float:
+    """Predict the seconds of a step with the new value of a remedy against a bottleneck.
 
-    A remedy that scales no stage is taken to remove the wall, so its prediction is the best case.
+    A remedy that scales no stage is taken to remove the bottleneck, so its prediction is the best case.
     """
-    stage = scaled_by(wall, remedy)
+    stage = scaled_by(bottleneck, remedy)
     if stage is not None:
         return what_if(step, stage, float(remedy.new) / float(remedy.old))
-    return max(without_wall(wall, step).measured_s, min(step.cpu_s, step.measured_s))
+    return max(without_bottleneck(bottleneck, step).measured_s, min(step.cpu_s, step.measured_s))
 
 
-def scaled_by(wall: Wall, remedy: Remedy) -> StepStage | None:
+def scaled_by(bottleneck: Bottleneck, remedy: Remedy) -> StepStage | None:
     """Return the stage whose seconds a remedy divides by the growth of its setting; None: no stage."""
-    if wall is Wall.ENVIRONMENT and remedy.key in IN_FLIGHT:
+    if bottleneck is Bottleneck.ENVIRONMENT and remedy.key in IN_FLIGHT:
         return StepStage.ENVIRONMENT
     return SCALED.get(remedy.key)
 

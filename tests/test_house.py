@@ -16,7 +16,7 @@ LIMITS = {
     "functions above 50 lines": 0,
     "constructors above 40 lines": 0,
     "import cycles between rooms": 0,
-    "docstrings that state an invariant without its test or law": 2,  # may only fall
+    "docstrings that state an invariant without its test or law": 0,
 }
 MOST_BANNED = 1  # words of docstrings and comments that docs/style.md replaces; may only fall
 

@@ -349,7 +349,7 @@ def same(reference: AnswerValue, answer: AnswerValue) -> bool:
 
 
 def _unwrapped(value: AnswerValue) -> AnswerValue:
-    """Remove the name from an equation with a list or set, such as "x = 1, 2"; return other answers as they are."""
+    """Remove the name from an equation with a list or set, as in "x = 1, 2"; return other answers as they are."""
     return value.value if isinstance(value, Named) and isinstance(value.value, Listing | Collection) else value
 
 

@@ -12,7 +12,7 @@ Rules:
   among the real numbers: sqrt(x^2) is |x|, not x.
 
 Invariant: work is bounded. A number that would grow beyond `MAX_BITS` raises `TooLargeError` before it is computed
-(`test_numbers_too_large_are_not_worked_out_but_equal_to_themselves` in `tests/reward/verifiers/test_math_laws.py`).
+(`test_numbers_too_large_are_not_worked_out_but_equal_to_themselves` in `verifiers/test_math_laws.py`).
 """
 
 import math

@@ -1,8 +1,9 @@
 """Tokens of an answer in LaTeX or plain text, and the expressions that a parser reads from them. Pure.
 
-`structure` hands in the tokens of one expression, `equality` gives it a value. Invariants: layout makes no token
-and every meaningful sign makes a token, so that two answers with the same tokens are the same answer. The parser
-uses all tokens of an expression or refuses it. It also refuses a text of two possible readings ("3 3", "f(x+y)").
+`structure` hands in the tokens of one expression, `equality` gives it a value. Invariants
+(`tests/reward/verifiers/test_math_tokens.py`): layout makes no token and every meaningful sign makes a token, so
+two answers with the same tokens are the same answer. The parser uses all tokens of an expression or refuses it. It
+also refuses a text of two possible readings ("3 3", "f(x+y)").
 """
 
 import re

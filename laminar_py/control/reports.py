@@ -146,7 +146,7 @@ class Reports:
             await self._lose_version(trajectory)
 
     async def _on_progress(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
-        """Append a report's tokens to its trajectory; then handle an interrupt, a failure, lost tokens or the end."""
+        """Append the new tokens; then handle an interrupt, a failure, lost tokens or the end, if reported."""
         self._grow(trajectory, progress)
         if progress.broken is not None:
             self._on_break(replica, trajectory, progress.broken)

@@ -125,9 +125,7 @@ class TrajectoryScheduler:
             book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
         )
         step = settings.admission.batch * settings.group_size
-        failures = ConsecutiveFailures(
-            step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing
-        )
+        failures = ConsecutiveFailures(step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing)
         self.reports = Reports(
             book, waiting=waiting, evaluations=evaluations, closing=closing, lost=lost_tokens, failures=failures
         )
@@ -161,7 +159,7 @@ class TrajectoryScheduler:
         self.book.phase = Phase.RESTORING
 
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
-        """Continue a crashed controller's trajectories, with tokens `salvaged` from replicas; allow evaluations."""
+        """Continue a crashed controller's trajectories, with `salvaged` tokens of replicas; allow evaluations."""
         await restore(
             recovered,
             self.book,

@@ -210,8 +210,8 @@ class WaitingQueue:
     def pop_for_starting(self) -> Iterator[tuple[LiveTrajectory, int]]:
         """Remove the next starting replica's work from the queue; yield each trajectory with its pinned version.
 
-        A starting replica gets only trajectories that no running replica can take under their version. It loads the versions in
-        ascending order, since an engine's version never goes back (law 2).
+        A starting replica gets only trajectories that no running replica can take under their version. It loads
+        the versions in ascending order, since an engine's version never goes back (law 2).
 
         Several starting replicas divide the unserved versions: of 3, 4, 5 the first of two gets 3 and 5, and the
         second gets 4. If more replicas start than there are versions, they divide the trajectories of a version.

@@ -28,11 +28,11 @@ from laminar_py.ledger.row_files import read_rows
 from laminar_py.ledger.rows import decode_event
 from laminar_py.observe.trajectories import (
     Ints,
+    Residences,
     RunTimes,
-    Stays,
     Times,
     Trajectories,
-    read_stays,
+    read_residences,
     read_trajectories,
 )
 from laminar_py.records.codec import BoolArray
@@ -257,7 +257,7 @@ class Snapshot:
     end_s: float  # time of the last event
     heard_s: float  # the same in seconds since 1970, long ago if the run was killed
     all_trajectories: Trajectories  # of training and evaluations
-    stays: Stays  # of all trajectories; open stays end at `end_s`
+    residences: Residences  # of all trajectories; open residences end at `end_s`
     history: History
     recomputed: int  # tokens prefilled again after a move or new weights
     samples: Samples
@@ -272,9 +272,9 @@ class Snapshot:
         """Whether each of `all_trajectories` [N] is an evaluation."""
         return self.all_trajectories.is_kind(Kind.EVAL)
 
-    def places(self, stays: Stays) -> npt.NDArray[np.int64]:
-        """Return the place [M] in `all_trajectories` of each stay's trajectory."""
-        found: npt.NDArray[np.int64] = np.searchsorted(self.all_trajectories.number, stays.trajectory)
+    def places(self, residences: Residences) -> npt.NDArray[np.int64]:
+        """Return the place [M] in `all_trajectories` of each residence's trajectory."""
+        found: npt.NDArray[np.int64] = np.searchsorted(self.all_trajectories.number, residences.trajectory)
         return found
 
     def ids(self, numbers: Ints) -> list[str]:
@@ -284,7 +284,11 @@ class Snapshot:
             return [id for (id,) in connection.execute(query, (json.dumps(numbers.tolist()),))]
 
     def at_rl(self, rl_s: Times) -> Times:
-        """Convert seconds of RL, which pause during evaluations, to times of the run, by interpolation."""
+        """Convert times on the clock of RL, which pauses during evaluations, to seconds since the run's start.
+
+        `metrics.jsonl` has the RL time of each step, and the ledger has the run's time of the same step. Times
+        between two steps are interpolated; times outside all steps keep their distance to the nearest step.
+        """
         ends = {step.step: at_s for at_s, step in self.history.steps}
         known = [(row.rl_s, ends[row.step]) for row in self.samples.steps if row.step in ends]
         if not known:
@@ -303,7 +307,7 @@ def read_snapshot(run: Path) -> Snapshot:
     """
     folder = ledger_path(run).parent
     with reading(run) as connection:
-        return _read(run, folder, connection)
+        return _read_snapshot(run, folder, connection)
 
 
 def read_tables(
@@ -318,7 +322,12 @@ def read_tables(
     return trajectories, times, read_history(connection, times)
 
 
-def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
+def _read_snapshot(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
+    """Read a snapshot of a run from its open ledger `connection` and the other files of its `folder`.
+
+    The snapshot ends at the last time that any trajectory or event has, and open residences end there too. The
+    config is None for a ledger without a `config.yaml` beside it. Raises `ConfigError` for a bad config.
+    """
     path = folder / "config.yaml"
     config = load_config(path, []) if path.is_file() else None
     has_environment = config is not None and config.has_environment
@@ -341,7 +350,7 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
         end_s=end_s,
         heard_s=heard_s,
         all_trajectories=all_trajectories,
-        stays=read_stays(connection, times).until(end_s).with_environments(all_trajectories),
+        residences=read_residences(connection, times).until(end_s).with_environments(all_trajectories),
         history=history,
         recomputed=_read_recomputed(connection),
         samples=read_samples(folder),

@@ -152,8 +152,8 @@ class AssertionRun:
         """Call the function with each of `calls`, in order, and stop after the first call that ends the process.
 
         Returns the answers so far and a note for the user. The answer of a fatal call is None, and the note
-        describes it; without a fatal call the note is "". The caller requests the remaining calls again if the test
-        code needs them; mostly the verdict is known before.
+        describes it; without a fatal call the note is "". The caller requests the remaining calls again if the
+        test code needs them; mostly the verdict is known before.
         """
         known: list[str | None] = []
         for first in range(0, len(calls), CALLS_TOGETHER):

@@ -10,7 +10,9 @@ from tests.control.fleet import ManualClock
 class Told:
     def __init__(self, step=4, in_flight=0):
         self.clock, self.faults = ManualClock(), []
-        self.failures = ConsecutiveFailures(step=step, in_flight=lambda: in_flight, clock=self.clock, end=self.faults.append)
+        self.failures = ConsecutiveFailures(
+            step=step, in_flight=lambda: in_flight, clock=self.clock, end=self.faults.append
+        )
 
     def fail(self, times, *, apart_s=0.0):
         for _ in range(times):
@@ -25,8 +27,8 @@ def test_a_run_in_which_all_fail_ends_with_the_last_fault():
     told.fail(1)
     (fault,) = told.faults
     assert fault == (
-        f"{MIN_FAILURES} trajectories in a row failed (environment_failed), the last: no such file; fix the cause and"
-        " --resume"
+        f"{MIN_FAILURES} trajectories in a row failed (environment_failed), the last: no such file; fix the cause"
+        " and --resume"
     )
 
 
