@@ -98,9 +98,15 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
             why = f"{why}; repacking, which needs drain, ends with it{also}"
         yield Remedy("rollout.on_new_weights", "drain -> resume", why)
         if config.repack.planner == NO_PLANNER and rollout.replicas > 1:
-            yield Remedy("repack.planner", "none -> predictive", "stragglers move together, the rest goes on")
+            yield Remedy(
+                "repack.planner",
+                "none -> predictive",
+                "stragglers move together, and other replicas load new weights",
+            )
     if config.schedule is Schedule.ASYNC:
-        yield from _wider_bound(config, step, more=2, why="others may go on while a group waits for its last")
+        yield from _wider_bound(
+            config, step, more=2, why="other groups continue while a group waits for its last response"
+        )
     cap = rollout.sampling.max_new_tokens
     if rollout.group_deadline_s is None and step.group_p90_s > 0:
         why = "groups close without stragglers"
@@ -126,7 +132,7 @@ def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
             why = f"{told}, which processes share"
             yield Remedy("environment.workers", f"{workers} -> {2 * workers}", why)
     why = f"p95 of a turn is {step.turn_p95_s:.2f} s"
-    yield Remedy("environment", "faster turns, e.g. a cache of what is asked again", why)
+    yield Remedy("environment", "faster turns, e.g. a cache of repeated calls", why)
 
 
 def _more_in_flight(config: RunConfig) -> Iterator[Remedy]:
@@ -149,7 +155,7 @@ def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     if limit < config.reward.timeout_s:
         why = f"p95 of a reward is {step.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
         yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
-    yield Remedy("reward.use", "cache what it computes", "samples of a prompt share their problem")
+    yield Remedy("reward.use", "cache its results", "samples of a prompt share their problem")
 
 
 def _idle_cores(config: RunConfig, step: MeanStep) -> int:
@@ -201,7 +207,7 @@ def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     yield from _rarer_versions(config, step)
     if learner.lora is None:
         yield Remedy("learner.lora.rank", "none -> 16", "adapters are a few percent of the bytes")
-    yield from _wider_bound(config, step, more=2, why="work goes on under the version before")
+    yield from _wider_bound(config, step, more=2, why="replicas continue under the previous version")
     yield Remedy("relay.host", f"{relay.host} -> an address of a faster network", "the links themselves are slow")
 
 
@@ -262,7 +268,7 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy("algorithm.correction", "none -> tis", "corrects for what older weights drew")
     yield from _smaller_batches(config)
     change = f"{config.learner.lr:g} -> {config.learner.lr / 2:g}"
-    yield Remedy("learner.lr", change, "smaller steps leave the policy nearer to the one that drew the data")
+    yield Remedy("learner.lr", change, "smaller steps keep the policy nearer to the sampling policy")
 
 
 def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -274,7 +280,7 @@ def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield from _less_work(config, step)
     cores = step.use.cores if step.use is not None else 0
     why = f"its machines add cores; here {cores} are full, and more replicas, workers or ranks would share them"
-    yield Remedy("cluster.address", "none -> that of a Ray cluster", why)
+    yield Remedy("cluster.address", "none -> address of a Ray cluster", why)
     replicas = config.rollout.replicas
     if replicas > 1:
         yield Remedy(

@@ -165,6 +165,7 @@ class OpenEnvServer:
         return await self._begin(data)
 
     async def _begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
+        """Open a session and reset it with `data`; return session and first observation."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 socket = await self._http.ws_connect(

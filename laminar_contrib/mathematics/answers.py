@@ -520,6 +520,7 @@ def _same_statement(reference: Statement, answer: Statement) -> bool:
 
 
 def _same_quantity(reference: Quantity, answer: Quantity) -> bool:
+    """Compare two quantities: in base units if both have units, with degrees and percent converted."""
     if reference.is_percent or answer.is_percent:
         return _same_percent(reference, answer)
     wanted, given = reference.expression, answer.expression

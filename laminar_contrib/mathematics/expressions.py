@@ -75,6 +75,7 @@ def tokenise(text: str, *, grouped: bool) -> tuple[Token, ...]:
 
 
 def _tokens(text: str, pattern: re.Pattern[str], *, in_words: bool) -> Iterator[Token]:
+    """Yield the tokens of a text by `pattern`; layout only marks the next token as spaced."""
     spaced, after_number, place = False, False, 0
     while place < len(text):
         found = pattern.match(text, place)
@@ -354,6 +355,7 @@ class ExpressionParser:
         return total
 
     def _product(self) -> Expression:
+        """Read factors with signs between them or side by side."""
         product = self._signed(self._factor)
         while True:
             if self._take("*"):
@@ -380,6 +382,7 @@ class ExpressionParser:
         return token.is_sign(*BRACKETS, *CONSTANTS, *COMMANDS) or (token.is_sign("|") and not self._bars)
 
     def _factor(self) -> Expression:
+        """Read an atom with its factorials and powers. Raises `UnreadableError` above `MAX_DEPTH`."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise UnreadableError("nested too deeply")
@@ -406,6 +409,7 @@ class ExpressionParser:
         return Applied("power", (exponent, self._exponent())) if self._take("^") else exponent
 
     def _atom(self) -> Expression:
+        """Read a number, variable, function, root, fraction or bracket. Raises `UnreadableError`."""
         token = self._next()
         if token.kind is NUMBER:
             return self._mixed(Numeral(Fraction(token.text.rstrip(".")), token.text))
@@ -467,6 +471,7 @@ class ExpressionParser:
         return "".join(parts)
 
     def _function(self, name: str) -> Expression:
+        """Read the base, exponent and argument of function `name`. Raises `UnreadableError`."""
         base, exponent = None, None
         while sign := self._take("_", "^"):
             if sign == "_":

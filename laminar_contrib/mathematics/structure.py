@@ -249,7 +249,7 @@ def _read_union(tokens: Tokens) -> AnswerValue:
         whole, *taken = split(tokens, lambda token: token.is_sign("setminus", "-"))[0]
         points = [_read_item(part) for part in taken]
         if not all(isinstance(part, Collection) for part in points):
-            raise UnreadableError("a set less what is no list of points")
+            raise UnreadableError("a set minus something other than a list of points")
         numbers = [bare(item) for part in points if isinstance(part, Collection) for item in part.items]
         return union(without_points(as_region(_read_item(whole)).intervals, numbers))
     parts, _ = split_at(tokens, "cup")

@@ -83,7 +83,7 @@ def simulate(
             f" {MIN_STEPS}; raise it"
         )
     if not done.latencies_s:
-        raise ConfigError(f"steps={config.steps}: no response ends in those that count; raise it")
+        raise ConfigError(f"steps={config.steps}: no response ends in the steps that count; raise it")
     return done
 
 

@@ -312,6 +312,7 @@ def _print_texts(lines: Iterable[Text]) -> None:
 
 
 def _print_count(run: Path, wanted: "Filters", shown: int) -> None:
+    """Print how many trajectories match, and which options choose others."""
     from laminar_py.ledger.audit.queries import count
 
     total = count(run, wanted)

@@ -237,6 +237,7 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Check the settings together. Raises `ConfigError`."""
         self._check_columns()
         self._check_ratios()
         if self.objective is Objective.BALANCE:
@@ -250,6 +251,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _check_columns(self) -> None:
+        """Raise `ConfigError` if a column is declared twice, or asks the reference model for other numbers."""
         seen = set[str]()
         for column in self.columns:
             if column.name in seen:
@@ -264,6 +266,7 @@ class AlgorithmConfig(Section):
                 )
 
     def _check_ratios(self) -> None:
+        """Raise `ConfigError` if a cap or correction of importance ratios has no effect or an empty range."""
         if self.importance_cap is not None and self.importance_cap < 1 + self.clip_high:
             raise ConfigError(
                 f"algorithm.importance_cap={self.importance_cap} is below 1 + algorithm.clip_high ="
@@ -281,6 +284,7 @@ class AlgorithmConfig(Section):
             )
 
     def _check_balance(self) -> None:
+        """Raise `ConfigError` for settings that the objective `balance` cannot use."""
         if self.aggregation is not Aggregation.SEQUENCE_MEAN:
             raise ConfigError(
                 f"algorithm.aggregation={self.aggregation}: objective=balance is a loss of whole responses; set"
@@ -297,6 +301,7 @@ class AlgorithmConfig(Section):
             )
 
     def _check_teaching(self) -> None:
+        """Raise `ConfigError` if no setting gives a gradient, or two settings give advantages."""
         if self.advantage is Advantage.NONE and self.overlong_tokens is not None:
             raise ConfigError(
                 f"algorithm.overlong_tokens={self.overlong_tokens} changes advantages, and"

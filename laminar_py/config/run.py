@@ -123,6 +123,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Check settings of different sections against each other. Raises `ConfigError`."""
         algorithm, rollout, model, warm_start = self.algorithm, self.rollout, self.model, self.warm_start
         check_rollout(rollout)
         check_overlong(algorithm, rollout.sampling)

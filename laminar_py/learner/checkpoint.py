@@ -113,6 +113,10 @@ class Checkpointer:
     # ---- on the writing thread
 
     def _write(self, folder: Path, staged: dict[str, object], random: bytes, step: int) -> None:
+        """Write a staged copy of the state to a partial folder; rank 0 renames it when all ranks are done.
+
+        Runs in a thread. Raises the first error of any rank's write.
+        """
         partial = folder.with_name(f"{folder.name}.tmp")
         if self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -224,9 +228,9 @@ def _check_adapters(folder: Path, saved: AdapterFingerprint, own: AdapterFingerp
             )
     if saved.base != own.base:
         raise ConfigError(
-            f"checkpoint={folder}: its adapters are of a base of digest {saved.base[:8]}, and model.path, or its"
-            f" warm start, has {own.base[:8]}; set model.path to the weights that they were trained on, or start a"
-            " run of its own"
+            f"checkpoint={folder}: its adapters belong to a base with digest {saved.base[:8]}, and model.path, or"
+            f" its warm start, has {own.base[:8]}; set model.path to the weights that they were trained on, or"
+            " start a run of its own"
         )
 
 

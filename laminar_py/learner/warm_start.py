@@ -184,6 +184,7 @@ def _trained_rows(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float3
 
 
 def _fill_batches(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
+    """Split a pool in order into batches of at most `tokens_per_step` tokens."""
     batches: list[list[Example]] = []
     room = 0
     for example in pool:

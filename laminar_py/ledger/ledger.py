@@ -289,6 +289,10 @@ class Ledger:
         return batch
 
     async def _write_batches(self) -> None:
+        """Write batches in a thread until closed, and complete the commits that wait for each.
+
+        Raises the error of a write, or the failure that the ledger was given.
+        """
         while not (self._closing and not self._wake.is_set()):
             await self._wake.wait()
             await self._complete.wait()

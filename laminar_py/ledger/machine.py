@@ -209,6 +209,7 @@ class Machine:
     # ---- trajectories
 
     def _issued(self, event: Issued) -> LiveTrajectory:
+        """Add a queued trajectory with the next number."""
         if event.trajectory_id in self.live:
             _refuse(event, "it is live already")
         self.marks.number += 1
@@ -230,6 +231,7 @@ class Machine:
         return row
 
     def _assigned(self, event: Assigned) -> LiveTrajectory:
+        """Let a queued or interrupted trajectory run on a replica; a new epoch moves its time to `used_s`."""
         row = self._find(event, Status.QUEUED, Status.INTERRUPTED)
         if event.epoch < row.epoch:
             _refuse(event, f"its epoch is {row.epoch}")
@@ -263,6 +265,7 @@ class Machine:
         return row
 
     def _finished(self, event: Finished) -> LiveTrajectory:
+        """Finish a running trajectory with the final spans and digest of its response."""
         row = self._find(event, Status.RUNNING)
         _same_epoch(event, event.epoch, row)
         _same_length(event, event.length, row)

@@ -258,6 +258,10 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 
 
 def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
+    """Yield the complete rows of trajectories that are live after a rollback to `step`, with their pieces.
+
+    Raises `LedgerError` for a trajectory whose tokens only the archive has, or whose prompt is not stored.
+    """
     where = f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}"
     rows = {row.id: row for row in live_rows(connection, where, (step,))}
     for event in _events_of(connection, where, step):

@@ -278,7 +278,7 @@ FIGURES = (
     gauge("response_length_tokens", "response length", _lengths, "quantile"),
     gauge("turns", "turns of the model in a trajectory", _turns, "quantile"),
     gauge("staleness_steps", "staleness of consumed trajectories", _staleness, "quantile"),
-    gauge("latency_seconds", "seconds of the stages of a trajectory's way", _latencies, "stage", "quantile"),
+    gauge("latency_seconds", "seconds of each stage of a trajectory", _latencies, "stage", "quantile"),
     gauge("tail_ratio", "p95 over p50", _tail_ratios, "of"),
     gauge("replica_version", "weight version that a replica serves", _loaded_versions, "replica"),
     gauge("replica_running", "trajectories that it decodes", _last_fleet(lambda row: row.running), "replica"),

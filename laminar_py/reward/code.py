@@ -44,7 +44,7 @@ def read_value(text: str) -> object:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError("returned what is no value") from error
+        raise ValueError("returned something other than JSON") from error
 
 
 def same_output(printed: str, wanted: str) -> bool:
@@ -282,6 +282,7 @@ def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
 
 
 def _asserts_fault(tests: Tests) -> str | None:
+    """Return why a problem's test code cannot run in the sandbox, or None if it can."""
     if not tests.entry_point.isidentifier():
         return f"`tests.entry_point` is {tests.entry_point!r}, no name of a function"
     try:

@@ -51,6 +51,7 @@ class AskingTerm(TermConfig):
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
+        """Raise `ConfigError` unless either valid URLs or a launched pool is given."""
         wrong = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)
         if wrong is not None:
             raise ConfigError(f"urls={wrong}: no URL; write for example http://10.0.0.4:30000")
@@ -226,6 +227,7 @@ class Judge:
         return Reward(1.0, text=f"the judge: {said[-SHOWN:]}")
 
     async def _ask_judge(self, question: str) -> str:
+        """Ask the judge a question and return its answer. Raises `NoValueError` for an empty answer."""
         term = self._term
         body = {
             "model": term.model or term.servers,

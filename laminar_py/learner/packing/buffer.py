@@ -168,6 +168,7 @@ class StreamPacker:
         return fit_bins(list(self._loose.values()), max_tokens=self._max_tokens)
 
     def _keep_full_bins(self) -> None:
+        """Pack the loose sequences, and keep the bins that are nearly full; other sequences stay loose."""
         for packed in self._pack_loose():
             if (self._max_tokens - packed.num_tokens) * FULL_SHARE < self._max_tokens:
                 self._full[packed] = None

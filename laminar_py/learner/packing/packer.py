@@ -105,6 +105,7 @@ def _tokens(path: TokenPath, trajectory: Trajectory) -> list[IntArray]:
 
 
 def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> PlacedResponse:
+    """Return where the own tokens of each path stand in a microbatch, for a tree packed from `start` on."""
     rows, places = [], []
     for path in paths:
         before = prompt if path.has_prompt else 0

@@ -95,6 +95,7 @@ def recorded_scores(run: Path) -> Iterator[RecordedScore]:
 
 
 def _request(row: TrajectoryRow, prompt: Prompt, payload: Payload) -> ScoringRequest:
+    """Make the scoring request of a finished response from its stored tokens."""
     assert row.finish_reason is not None, "only finished responses are scored"
     return ScoringRequest(
         trajectory_id=row.id,

@@ -127,6 +127,7 @@ def _check_counted(stored: list[StoredPiece], row: TrajectoryRow) -> Iterator[Vi
 
 
 def _check(connection: sqlite3.Connection, stored: list[StoredPiece], row: TrajectoryRow) -> Iterator[Violation]:
+    """Yield violations in the stored pieces of a response: damage, wrong tokens, masks or experts."""
     tokens, columns = split(stored)
     for piece in columns:
         if fault := _fault(piece, row):
@@ -170,6 +171,7 @@ def _final_spans(response: Payload, row: TrajectoryRow) -> tuple[Span, ...]:
 
 
 def _check_tokens(response: Payload, digests: list[bytes], row: TrajectoryRow) -> Iterator[str]:
+    """Yield faults where stored tokens differ from the length, digest or spans of the trajectory's end."""
     if len(response.ids) != row.length:
         yield f"{len(response.ids)} of its {row.length} tokens are stored"
     if row.digest is None:
@@ -218,6 +220,7 @@ def _has_its_token(mask: SamplingMask, ids: IntArray) -> BoolArray:
 
 
 def _check_experts(connection: sqlite3.Connection, response: Payload, row: TrajectoryRow) -> Iterator[str]:
+    """Yield faults where recorded experts do not cover every position that the engine read."""
     experts = response.routed_experts
     if experts is None:
         return

@@ -73,6 +73,10 @@ class StoreClient:
             self._idle.clear()
 
     def _fetch(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
+        """Request pieces of a store, and retry with growing pauses while the store is away.
+
+        Raises `StoreAwayError` after `retry_s`, and `PayloadLostError` if the store lacks a piece.
+        """
         body, sizes = encode(wire.make_request(refs)), [ref.num_bytes for ref in refs]
         away_since, pause_s = None, FIRST_PAUSE_S
         while True:

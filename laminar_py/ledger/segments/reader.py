@@ -109,6 +109,11 @@ class PayloadReader:
             return error
 
     def _read(self, ref: PieceRef) -> bytes:
+        """Read the bytes of a piece from a segment in this folder.
+
+        Raises `PayloadLostError` if the bytes are gone, and `ElsewhereError` if the segment may be on another
+        host.
+        """
         with self._lock:  # no other thread may close the file meanwhile
             try:
                 file = self._open(ref.segment)
@@ -136,6 +141,7 @@ class PayloadReader:
         return self._files[segment]
 
     def _fetched(self, store: str, refs: Sequence[PieceRef]) -> dict[PieceRef, bytes | PayloadLostError]:
+        """Fetch pieces of a store together; after a loss, fetch each alone, since the others may exist."""
         assert self._fetch is not None, f"{refs[0].segment} is of another host, of which this reader knows none"
         fetch = self._fetch
         try:

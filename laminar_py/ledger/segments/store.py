@@ -89,6 +89,7 @@ class PieceStore:
             self._listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
+        """Serve each accepted connection in a thread of its own; close a connection above the limit."""
         while not self._closed:
             try:
                 connection, _ = listener.accept()
