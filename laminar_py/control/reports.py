@@ -118,11 +118,11 @@ class Reports:
         `reason` is `replica_crashed`, or `host_lost` if its disk is lost too.
         """
         self._book.moves.forget(replica)
-        more = {one.trajectory_id: one for one in salvaged}
+        salvaged_by_id = {item.trajectory_id: item for item in salvaged}
         for trajectory_id in sorted(self._book.views.forget(replica)):
             trajectory = self._book.live.get(trajectory_id)
             if trajectory is not None and trajectory.status is Status.RUNNING:
-                self.take_over(trajectory, more.get(trajectory_id))
+                self.take_over(trajectory, salvaged_by_id.get(trajectory_id))
                 self._requeue(trajectory, reason, self._waiting.append_displaced)
 
     def take_over(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:

@@ -61,7 +61,7 @@ def read_turns(written: bytes | str) -> list[Turn]:
     Null fields are left out, parts of a content are joined, arguments of tools become objects. Raises
     `TemplateError`.
     """
-    return [_read_turn(one) for one in msgspec.json.decode(written)]
+    return [_read_turn(message) for message in msgspec.json.decode(written)]
 
 
 def _read_turn(given: Any) -> Turn:

@@ -102,9 +102,9 @@ class Checkpointer:
         weights, moments = self._state()
         state = {"model": weights, "optimizer": moments}
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
-        some = StateDictOptions(strict=False)  # a checkpoint has no frozen weights
+        partial_state = StateDictOptions(strict=False)  # a checkpoint has no frozen weights
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=some
+            self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=partial_state
         )
         if marker.world_size == self._world_size:
             self._set_random(decode(RandomState, _random_file(folder, self._rank).read_bytes()))

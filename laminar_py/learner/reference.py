@@ -104,7 +104,10 @@ class ReferenceModel:
         terms = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
         values = _logprobs(self._model, microbatch(list(trajectories), terms))
         layout = lay_out(trajectories)
-        return [_of_response(values, one, placed) for one, placed in zip(trajectories, layout.placed, strict=True)]
+        return [
+            _of_response(values, trajectory, placed)
+            for trajectory, placed in zip(trajectories, layout.placed, strict=True)
+        ]
 
 
 def _of_response(values: FloatArray, trajectory: Trajectory, placed: PlacedResponse) -> FloatArray:

@@ -169,7 +169,7 @@ def _last_start(connection: sqlite3.Connection) -> RunStarted | None:
         "SELECT body FROM incarnation CROSS JOIN event USING (seq) ORDER BY incarnation DESC LIMIT 1"
     )
     started = [decode_event(body) for (body,) in bodies]
-    return next((one for one in started if isinstance(one, RunStarted)), None)
+    return next((event for event in started if isinstance(event, RunStarted)), None)
 
 
 def _refilled(connection: sqlite3.Connection) -> tuple[float, ...]:

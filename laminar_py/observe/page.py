@@ -163,8 +163,8 @@ def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
 def distribution_panels(train: Trajectories) -> tuple[Panel, Panel]:
     """Return the panel of lengths (and turns, if there are any), and the panel of times."""
     values = measures(train)
-    counted = [_histogram(one, column) for one, column in values.items() if one in COUNTED]
-    times = [_histogram(one, column) for one, column in values.items() if one not in COUNTED]
+    counted = [_histogram(name, column) for name, column in values.items() if name in COUNTED]
+    times = [_histogram(name, column) for name, column in values.items() if name not in COUNTED]
     return (
         Panel(id="lengths", title="Response length", charts=counted, choose="of"),
         Panel(id="latencies", title="Latency", charts=times, choose="stage"),

@@ -374,8 +374,8 @@ class CodeReward:
         tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
         program = find_program(request.response, tests.fn_name or tests.entry_point)
         if tests.asserts:
-            told = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
-            return Reward(float(told is None), text=told or "")
+            complaint = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
+            return Reward(float(complaint is None), text=complaint or "")
         failed, first = 0, ""
         async for index in self._tests_to_run_alone(program, tests):
             fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
@@ -396,12 +396,12 @@ class CodeReward:
         Such a failure is no verdict, because one call may have changed global state that the next call reads.
         """
         for first in range(0, len(tests.inputs), TOGETHER):
-            some = slice(first, first + TOGETHER)
-            given, wanted = tests.inputs[some], tests.outputs[some]
+            together = slice(first, first + TOGETHER)
+            given, wanted = tests.inputs[together], tests.outputs[together]
             values = await self._call_together(program, tests.fn_name, given) if tests.fn_name else []
-            for place in range(len(given)):
-                if len(values) != len(given) or not same_value(values[place], wanted[place]):
-                    yield first + place
+            for index in range(len(given)):
+                if len(values) != len(given) or not same_value(values[index], wanted[index]):
+                    yield first + index
 
     async def _call_together(self, program: str, function: str, cases: list[Any]) -> list[Any]:
         """Call a function for several arguments in one process; [] if the run fails."""

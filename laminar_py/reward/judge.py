@@ -82,7 +82,7 @@ class Servers:
         Waits until a server is up. Raises `TryAgainError` if a retry may succeed, else `NoValueError`.
         """
         servers = await self._present()
-        server = min(servers, key=lambda one: (self._is_resting(one.url), self._calls[one.url]))
+        server = min(servers, key=lambda address: (self._is_resting(address.url), self._calls[address.url]))
         url = f"{server.url.rstrip('/')}/{path}"
         self._calls[server.url] += 1
         try:
@@ -129,7 +129,7 @@ async def open_servers(term: AskingTerm, context: ServeContext, *, below: str = 
     async def present() -> Sequence[ServerAddress]:
         if pool is None:
             return given
-        return [ServerAddress(one.url + below, one.key) for one in await context.addresses(pool)]
+        return [ServerAddress(address.url + below, address.key) for address in await context.addresses(pool)]
 
     async with aiohttp.ClientSession(
         headers={"Content-Type": "application/json"},

@@ -97,8 +97,8 @@ class _TokenLogprobs(Function):
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         compute = _compiled_if_possible(_logprobs_of_labels, hidden.device)
         for rows in _chunks(len(labels), chunk):
-            found = compute(_logits(hidden, weight, rows, support), labels[rows].clone(), temperature)
-            logprobs[rows], entropy[rows], normalizer[rows] = found
+            results = compute(_logits(hidden, weight, rows, support), labels[rows].clone(), temperature)
+            logprobs[rows], entropy[rows], normalizer[rows] = results
         ctx.save_for_backward(hidden, weight, labels, entropy, normalizer)
         ctx.temperature, ctx.support, ctx.chunk = temperature, support, chunk
         ctx.set_materialize_grads(False)  # entropy is often only measured; its backward then costs nothing

@@ -56,9 +56,9 @@ class ResponseCheck:
     def check_file(self, path: Path) -> None:
         """Check the pieces in an archive file."""
         pieces = file_pieces(path)
-        one = next(pieces, None)
-        if one is not None:
-            self._check_pieces(chain((one,), pieces), one.row.trajectory, 2**62, in_file=True)
+        first = next(pieces, None)
+        if first is not None:
+            self._check_pieces(chain((first,), pieces), first.row.trajectory, 2**62, in_file=True)
 
     def check_rows_apart(self, numbers: Iterable[int]) -> None:
         """Check the responses of trajectories whose pieces are in several archive files."""

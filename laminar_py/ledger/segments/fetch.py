@@ -68,7 +68,7 @@ class StoreClient:
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
-            for connection in (one for kept in self._idle.values() for one in kept):
+            for connection in (idle for kept in self._idle.values() for idle in kept):
                 connection.close()
             self._idle.clear()
 
@@ -121,7 +121,7 @@ class StoreClient:
                 raise ConnectionError("the process that answers does not have the run's key")
             if status == AnswerStatus.PIECES and size != sum(sizes):
                 raise ConnectionError(f"{size} bytes instead of {sum(sizes)}")
-            pieces = [_receive(connection, one) for one in sizes] if status == AnswerStatus.PIECES else []
+            pieces = [_receive(connection, size) for size in sizes] if status == AnswerStatus.PIECES else []
         except OSError:
             connection.close()
             raise

@@ -48,7 +48,7 @@ class Loaded:
     def response(self, tokens: Iterable[TokensRef]) -> Payload:
         """Join pieces to a response. Raises `PayloadLostError` if one is lost or they do not fit together."""
         try:
-            return join(self._piece_of(Piece, one.at) for one in tokens)
+            return join(self._piece_of(Piece, ref.at) for ref in tokens)
         except ValueError as error:
             raise PayloadLostError(str(error)) from error
 
@@ -158,14 +158,14 @@ def complete_all(
     finished: Sequence[TrajectoryRef], reader: PayloadReader, *, stores: Mapping[str, str]
 ) -> tuple[dict[str, Trajectory], dict[str, str]]:
     """Read the tokens of trajectories together; return trajectories by id, and reasons of lost ones by id."""
-    loaded = reader.load((ref for one in finished for ref in one.refs), stores=stores)
+    loaded = reader.load((ref for trajectory in finished for ref in trajectory.refs), stores=stores)
     complete: dict[str, Trajectory] = {}
     lost: dict[str, str] = {}
-    for one in finished:
+    for trajectory in finished:
         try:
-            complete[one.id] = complete_one(one, loaded)
+            complete[trajectory.id] = complete_one(trajectory, loaded)
         except PayloadLostError as error:
-            lost[one.id] = str(error)
+            lost[trajectory.id] = str(error)
     return complete, lost
 
 

@@ -82,9 +82,9 @@ class PieceStore:
         with self._lock:
             self._closed = True
             ending = [*self._connections, *([] if self._listener is None else [self._listener])]
-        for one in ending:
+        for ending_socket in ending:
             with suppress(OSError):  # it may be closed already
-                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+                ending_socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
         if self._listener is not None:
             self._listener.close()
 
@@ -231,10 +231,10 @@ def _map(folder: Path, segment: str) -> memoryview:
             raise
         raise PayloadLostError(f"{segment}: {error.strerror}") from None
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise PayloadLostError(f"{segment}: not a regular file")
-        return memoryview(mmap.mmap(file, found.st_size, prot=mmap.PROT_READ) if found.st_size else b"")
+        return memoryview(mmap.mmap(file, status.st_size, prot=mmap.PROT_READ) if status.st_size else b"")
     finally:
         os.close(file)
 
