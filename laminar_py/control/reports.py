@@ -149,7 +149,7 @@ class Reports:
         """Append the new tokens; then handle an interrupt, a failure, lost tokens or the end, if reported."""
         self._grow(trajectory, progress)
         if progress.broken is not None:
-            self._on_break(replica, trajectory, progress.broken)
+            self._on_interrupt(replica, trajectory, progress.broken)
         elif progress.failure is not None:
             await self._on_failure(replica, trajectory, progress.failure, progress.detail)
         elif progress.lost:
@@ -174,7 +174,7 @@ class Reports:
         if trajectory.kind is Kind.EVAL and begun is not None:
             self._evaluations.runs_under(trajectory, begun)
 
-    def _on_break(self, replica: int, trajectory: LiveTrajectory, broken: InterruptReason) -> None:
+    def _on_interrupt(self, replica: int, trajectory: LiveTrajectory, broken: InterruptReason) -> None:
         """Record that a stream was cut off, or paused for new weights and resumed on the same replica."""
         if broken is InterruptReason.CUT:
             self._book.record(trajectory.cut_off())

@@ -67,7 +67,7 @@ class LoraAdapters:
     def tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield A [rank, in] and B [out, rank] of each projection under peft's names, in full, cast to `dtype`.
 
-        Collective: every rank iterates to the end.
+        Collective: every rank must iterate to the end, since each tensor is gathered from all ranks.
         """
         for name, parameter in self._model.named_parameters():
             if f".{_NAME}." in name:
