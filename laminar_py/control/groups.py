@@ -103,6 +103,7 @@ def teaches(members: Sequence[LiveTrajectory]) -> bool:
 
 
 def _joined(member: LiveTrajectory, by_role: dict[str, MemberCredit]) -> MemberCredit:
+    """Combine a response's credit by role: the mean advantage of all roles, and the advantage of each."""
     if not member.roles:
         (credit,) = by_role.values()
         return credit

@@ -219,7 +219,7 @@ def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path):
     model.name_or_path = "models/old"
     mesh = join_group(str(tmp_path / "rendezvous"), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match=r"^model\.path=models/old: a gpt2 model names no list of layers.*; "):
+        with pytest.raises(ValueError, match=r"^model\.path=models/old: a gpt2 model has no list `layers`.*; "):
             shard(model, mesh, source=ModelConfig(path=tmp_path))
     finally:
         leave_group()
