@@ -1,4 +1,4 @@
-"""Settings to change against the wall of a run, the best first, and predicted steps with other settings.
+"""Settings to change against the bottleneck of a run, the best first, and predicted steps with other settings.
 
 `laminar advise` prints them. Cheap and certain changes come before changes that cost devices or freshness.
 Predictions use the formula of `compose`.
@@ -14,7 +14,7 @@ from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
-from laminar_py.observe import MeanStep, StageTimes, StepStage, Wall, compose, predict, without_wall
+from laminar_py.observe import Bottleneck, MeanStep, StageTimes, StepStage, compose, predict, without_bottleneck
 
 SMALL_MICROBATCHES = 4  # of a rank in a step; with more, larger ones are worth a try
 WORKERS = 8  # most times as many workers
@@ -37,7 +37,7 @@ SCALED = {  # settings that divide the seconds of a stage by as much as they gro
 IN_FLIGHT = (
     "rollout.batch_per_replica",
     "rollout.max_batch",
-)  # shorten waits for environments, if these are the wall
+)  # shorten waits for environments, if these are the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Remedy:
         return self.change.partition(" -> ")[2].partition(",")[0]
 
 
-def remedies(wall: Wall, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
-    """Return the remedies for one wall; try the first one first."""
-    found = tuple(_BY_WALL[wall](config, step))
+def remedies(bottleneck: Bottleneck, config: RunConfig, step: MeanStep) -> tuple[Remedy, ...]:
+    """Return the remedies for one bottleneck; try the first one first."""
+    found = tuple(_BY_BOTTLENECK[bottleneck](config, step))
     if config.schedule is Schedule.ASYNC:
         return found
     why = "stages work side by side, and no batch waits for its longest trajectory"
@@ -98,9 +98,15 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
             why = f"{why}; repacking, which needs drain, ends with it{also}"
         yield Remedy("rollout.on_new_weights", "drain -> resume", why)
         if config.repack.planner == NO_PLANNER and rollout.replicas > 1:
-            yield Remedy("repack.planner", "none -> predictive", "stragglers move together, the rest goes on")
+            yield Remedy(
+                "repack.planner",
+                "none -> predictive",
+                "stragglers move together, and other replicas load new weights",
+            )
     if config.schedule is Schedule.ASYNC:
-        yield from _wider_bound(config, step, more=2, why="others may go on while a group waits for its last")
+        yield from _wider_bound(
+            config, step, more=2, why="other groups continue while a group waits for its last response"
+        )
     cap = rollout.sampling.max_new_tokens
     if rollout.group_deadline_s is None and step.group_p90_s > 0:
         why = "groups close without stragglers"
@@ -126,7 +132,7 @@ def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
             why = f"{told}, which processes share"
             yield Remedy("environment.workers", f"{workers} -> {2 * workers}", why)
     why = f"p95 of a turn is {step.turn_p95_s:.2f} s"
-    yield Remedy("environment", "faster turns, e.g. a cache of what is asked again", why)
+    yield Remedy("environment", "faster turns, e.g. a cache of repeated calls", why)
 
 
 def _more_in_flight(config: RunConfig) -> Iterator[Remedy]:
@@ -149,7 +155,7 @@ def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     if limit < config.reward.timeout_s:
         why = f"p95 of a reward is {step.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
         yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
-    yield Remedy("reward.use", "cache what it computes", "samples of a prompt share their problem")
+    yield Remedy("reward.use", "cache its results", "samples of a prompt share their problem")
 
 
 def _idle_cores(config: RunConfig, step: MeanStep) -> int:
@@ -201,7 +207,7 @@ def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     yield from _rarer_versions(config, step)
     if learner.lora is None:
         yield Remedy("learner.lora.rank", "none -> 16", "adapters are a few percent of the bytes")
-    yield from _wider_bound(config, step, more=2, why="work goes on under the version before")
+    yield from _wider_bound(config, step, more=2, why="replicas continue under the previous version")
     yield Remedy("relay.host", f"{relay.host} -> an address of a faster network", "the links themselves are slow")
 
 
@@ -262,7 +268,7 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy("algorithm.correction", "none -> tis", "corrects for what older weights drew")
     yield from _smaller_batches(config)
     change = f"{config.learner.lr:g} -> {config.learner.lr / 2:g}"
-    yield Remedy("learner.lr", change, "smaller steps leave the policy nearer to the one that drew the data")
+    yield Remedy("learner.lr", change, "smaller steps keep the policy nearer to the sampling policy")
 
 
 def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -274,7 +280,7 @@ def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield from _less_work(config, step)
     cores = step.use.cores if step.use is not None else 0
     why = f"its machines add cores; here {cores} are full, and more replicas, workers or ranks would share them"
-    yield Remedy("cluster.address", "none -> that of a Ray cluster", why)
+    yield Remedy("cluster.address", "none -> address of a Ray cluster", why)
     replicas = config.rollout.replicas
     if replicas > 1:
         yield Remedy(
@@ -292,18 +298,18 @@ def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     yield Remedy("data.train", "easier prompts first", f"{step.hopeless_share:.0%} of the groups had no success")
 
 
-_BY_WALL = {
-    Wall.GENERATION: _generation,
-    Wall.LONG_TAIL: _long_tail,
-    Wall.ENVIRONMENT: _environment,
-    Wall.REWARD: _reward,
-    Wall.REFERENCE: _reference,
-    Wall.WEIGHTS: _weights,
-    Wall.LEARNER: _learner,
-    Wall.FRESHNESS: _freshness,
-    Wall.STALE_DATA: _stale_data,
-    Wall.SPARSE_REWARD: _sparse,
-    Wall.CPU: _cpu,
+_BY_BOTTLENECK = {
+    Bottleneck.GENERATION: _generation,
+    Bottleneck.LONG_TAIL: _long_tail,
+    Bottleneck.ENVIRONMENT: _environment,
+    Bottleneck.REWARD: _reward,
+    Bottleneck.REFERENCE: _reference,
+    Bottleneck.WEIGHTS: _weights,
+    Bottleneck.LEARNER: _learner,
+    Bottleneck.FRESHNESS: _freshness,
+    Bottleneck.STALE_DATA: _stale_data,
+    Bottleneck.SPARSE_REWARD: _sparse,
+    Bottleneck.CPU: _cpu,
 }
 
 
@@ -320,20 +326,20 @@ def what_if(step: MeanStep, stage: StepStage, factor: float = 2.0) -> float:
     return max(predicted, min(step.cpu_s, step.measured_s))
 
 
-def what_if_set(step: MeanStep, wall: Wall, remedy: Remedy) -> float:
-    """Predict the seconds of a step with the new value of a remedy against a wall.
+def what_if_set(step: MeanStep, bottleneck: Bottleneck, remedy: Remedy) -> float:
+    """Predict the seconds of a step with the new value of a remedy against a bottleneck.
 
-    A remedy that scales no stage is taken to remove the wall, so its prediction is the best case.
+    A remedy that scales no stage is taken to remove the bottleneck, so its prediction is the best case.
     """
-    stage = scaled_by(wall, remedy)
+    stage = scaled_by(bottleneck, remedy)
     if stage is not None:
         return what_if(step, stage, float(remedy.new) / float(remedy.old))
-    return max(without_wall(wall, step).measured_s, min(step.cpu_s, step.measured_s))
+    return max(without_bottleneck(bottleneck, step).measured_s, min(step.cpu_s, step.measured_s))
 
 
-def scaled_by(wall: Wall, remedy: Remedy) -> StepStage | None:
+def scaled_by(bottleneck: Bottleneck, remedy: Remedy) -> StepStage | None:
     """Return the stage whose seconds a remedy divides by the growth of its setting; None: no stage."""
-    if wall is Wall.ENVIRONMENT and remedy.key in IN_FLIGHT:
+    if bottleneck is Bottleneck.ENVIRONMENT and remedy.key in IN_FLIGHT:
         return StepStage.ENVIRONMENT
     return SCALED.get(remedy.key)
 

@@ -6,7 +6,7 @@ from laminar_py.records.evaluations import EvalAnswer, pass_id, set_figures
 from laminar_py.records.events import Evaluated
 from laminar_py.records.pieces import PieceRef, RoutedExperts, SamplingMask, TokensRef
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishedTrajectory, FinishReason, Kind, Prompt, Trajectory
+from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Trajectory, TrajectoryRef
 
 
 def make_prompt(index=0, length=3, answer="4"):
@@ -66,7 +66,7 @@ def make_finished(
 ):
     """What decisions have of `make_trajectory` with the same arguments; by default its tokens are one piece."""
     ids = np.random.default_rng(seed).integers(2, 50, prompt).astype(np.int32)
-    return FinishedTrajectory(
+    return TrajectoryRef(
         id=id,
         prompt_id="p0",
         group_id=id.split(".")[0],

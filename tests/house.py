@@ -92,6 +92,7 @@ def sizes(root: Path) -> dict[str, int]:
         "settings": len(settings(code)),
         "functions of one shape with another": len(same_shape(code)),
         "banned words in docstrings and comments": len(banned(code)),
+        "banned words in messages": len(banned_in_messages(code)),
         "banned words in pages": len(banned_in_pages(root)),
     }
 
@@ -132,6 +133,17 @@ def banned(code: Checkout) -> list[str]:
             prose = line if number in docstrings else line.partition("# ")[2]
             found += [f"{path}:{number} {hit}: {line.strip()}" for hit in BANNED.findall(prose)]
     return found
+
+
+def banned_in_messages(code: Checkout) -> list[str]:
+    """Strings in `raise` statements with a banned pattern, as `laminar_py/a.py:7 what is: the string`."""
+    return [
+        f"{path}:{text.lineno} {hit}: {text.value}"
+        for path, node in code.nodes(ast.Raise)
+        for text in ast.walk(node)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+        for hit in BANNED.findall(text.value)
+    ]
 
 
 def banned_in_pages(root: Path) -> list[str]:
@@ -350,7 +362,9 @@ def main() -> None:
         print(*(f"{table[row]:>9,}" for table in tables), "", row)  # noqa: T201
     if options.places:
         root = options.roots[-1]
-        words = {"banned words": [*banned(Checkout(root)), *banned_in_pages(root)]}
+        words = {
+            "banned words": [*banned(Checkout(root)), *banned_in_messages(Checkout(root)), *banned_in_pages(root)]
+        }
         for row, found in (places(Checkout(root)) | words).items():
             if row != "settings":
                 print(f"\n{row}", *found, sep="\n  ")  # noqa: T201

@@ -19,7 +19,7 @@ from laminar_py.records.pieces import (
     pack_mask,
 )
 from laminar_py.records.spans import clip_spans
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.workers.specs import FetchRequest, StepRequest
 
 
@@ -49,8 +49,8 @@ def store_all(items, folder, *, cuts=(), part="replica-0-1-0"):
 
 def by_reference(item, tokens, columns=None):
     """A trajectory without its tokens."""
-    alike = set(FinishedTrajectory.__struct_fields__) & set(item.__struct_fields__) - {"columns"}
-    return FinishedTrajectory(
+    alike = set(TrajectoryRef.__struct_fields__) & set(item.__struct_fields__) - {"columns"}
+    return TrajectoryRef(
         **{name: getattr(item, name) for name in alike},
         tokens=tokens,
         num_trained=item.num_trained,

@@ -29,7 +29,7 @@ from laminar_py.records.engine import PauseMode, SamplingParams
 from laminar_py.records.pieces import Recording
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, replace_spans
-from laminar_py.records.trajectory import FinishedTrajectory, FinishReason, Kind, Trajectory
+from laminar_py.records.trajectory import FinishReason, Kind, Trajectory, TrajectoryRef
 from laminar_py.rollout.running import begin
 from laminar_py.rollout.storing import SegmentStore
 from tests.engines.sglang.rig import make_model, running_server
@@ -66,12 +66,12 @@ class Road:
     spans: tuple[Span, ...] = ()
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # its first tokens are here
 
-    async def through(self, engines: list[LocalEngine]) -> FinishedTrajectory:
+    async def through(self, engines: list[LocalEngine]) -> TrajectoryRef:
         """Until it finishes; after every abort it goes on at the next engine."""
         while await self._stream(engines[self.streams % len(engines)]) is FinishReason.ABORT:
             continue
         item = self.assignment
-        return FinishedTrajectory(
+        return TrajectoryRef(
             id=item.trajectory_id,
             prompt_id="p",
             group_id=item.group_id,
@@ -123,7 +123,7 @@ def roads(count: int, folder: Path) -> list[Road]:
     return out
 
 
-def completed(finished: list[FinishedTrajectory], folder: Path) -> list[Trajectory]:
+def completed(finished: list[TrajectoryRef], folder: Path) -> list[Trajectory]:
     """The same with their tokens, as a learner reads them."""
     complete, lost = complete_all(finished, PayloadReader(folder), stores={})
     assert not lost, lost

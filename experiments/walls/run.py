@@ -1,9 +1,9 @@
-"""Planted walls: does the diagnosis name each, and does its first remedy bring the predicted speed?
+"""Planted bottlenecks: does the diagnosis name each, and does its first remedy bring the predicted speed?
 
 `python experiments/walls/run.py [--json] [--only NAME] [--seeds N] [--steps N]` trains the quickstart twice for
-each YAML of this folder and each seed: with the wall, and with the first remedy against it. The step of the second
-run is predicted from the first run alone, with the value that the remedy sets. The twelve runs of one seed take
-about ten minutes on two quiet cores, and none takes more than `LIMIT_S` of RL.
+each YAML of this folder and each seed: with the bottleneck, and with the first remedy against it. The step of the
+second run is predicted from the first run alone, with the value that the remedy sets. The twelve runs of one seed
+take about ten minutes on two quiet cores, and none takes more than `LIMIT_S` of RL.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from laminar_lab.advice import Remedy, remedies, what_if_set
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import make_parser, train
 from laminar_py.config.loading import load_config
-from laminar_py.observe.diagnosis import Diagnosis, Wall
+from laminar_py.observe.diagnosis import Bottleneck, Diagnosis
 from laminar_py.observe.mean_step import MeanStep
 from laminar_py.observe.report import read_report
 
@@ -28,19 +28,19 @@ LIMIT_S = 180
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plant:
-    """A wall of a YAML file."""
+    """A bottleneck of a YAML file."""
 
     name: str
-    wall: Wall
+    bottleneck: Bottleneck
     remedy: str  # key that must be the first
     settings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A run with a wall and one with a change to it, e.g. predicted 1.1 s a step, and seen 1.2 s after 2.8 s."""
+    """A run with a bottleneck and one with its remedy, e.g. predicted 1.1 s a step, and seen 1.2 s after 2.8 s."""
 
-    named: bool  # the wall, and its remedy
+    named: bool  # the bottleneck, and its remedy
     change: Remedy
     before: MeanStep
     predicted_s: float
@@ -51,8 +51,8 @@ def read_plant(path: Path) -> Plant:
     """Read one of the folder's YAML files."""
     tree = yaml.safe_load(path.read_text())
     settings = tuple(f"{key}={value}" for key, value in tree["settings"].items())
-    wall, remedy = Wall(tree["expect"]["wall"]), tree["expect"]["remedy"]
-    return Plant(name=path.stem, wall=wall, remedy=remedy, settings=settings)
+    bottleneck, remedy = Bottleneck(tree["expect"]["wall"]), tree["expect"]["remedy"]
+    return Plant(name=path.stem, bottleneck=bottleneck, remedy=remedy, settings=settings)
 
 
 def diagnose(settings: list[str]) -> Diagnosis:
@@ -64,23 +64,23 @@ def diagnose(settings: list[str]) -> Diagnosis:
 
 
 def try_remedy(plant: Plant, *, seed: int, steps: int) -> Trial:
-    """Train with the wall, then with the first remedy against it, whichever other limit this machine has."""
+    """Train with the bottleneck, then with the first remedy against it, whichever other limit this machine has."""
     common = [f"steps={steps}", f"max_rl_seconds={LIMIT_S}", "eval.every_steps=null", f"seed={seed}"]
     settings = [f"name=walls-{plant.name}", *common, *plant.settings]
     found = diagnose(settings)
     step = found.mean_step
-    first = remedies(plant.wall, load_config(CONFIG, settings), step)[0]
+    first = remedies(plant.bottleneck, load_config(CONFIG, settings), step)[0]
     return Trial(
-        named=found.binding.wall is plant.wall and first.key == plant.remedy,
+        named=found.binding.bottleneck is plant.bottleneck and first.key == plant.remedy,
         change=first,
         before=step,
-        predicted_s=what_if_set(step, plant.wall, first),
+        predicted_s=what_if_set(step, plant.bottleneck, first),
         seen_s=diagnose([*settings, f"{first.key}={first.new}"]).mean_step.measured_s,
     )
 
 
 def rows(plant: Plant, trials: Sequence[Trial]) -> list[Row]:
-    """Make the rows of one wall, means over the seeds."""
+    """Make the rows of one bottleneck, means over the seeds."""
     before, predicted, seen = (
         fmean(seconds)
         for seconds in zip(*((one.before.measured_s, one.predicted_s, one.seen_s) for one in trials), strict=True)

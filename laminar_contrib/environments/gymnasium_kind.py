@@ -55,6 +55,7 @@ class GymnasiumEnvironment(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Check the pattern, the actions and the marks. Raises `ConfigError`."""
         check_pattern(self.pattern)
         folded = [word.casefold().strip() for word in self.actions or ()]
         if self.actions is not None and (not all(folded) or len(set(folded)) < len(folded)):

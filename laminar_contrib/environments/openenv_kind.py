@@ -65,8 +65,8 @@ class ServerFault(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def line(self) -> str:
         """The fault in one line."""
-        told = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in self.errors]
-        return "; ".join(told) or self.message
+        faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg', '')}" for fault in self.errors]
+        return "; ".join(faults) or self.message
 
 
 class ObservationMessage(msgspec.Struct, frozen=True, tag="observation", tag_field="type"):
@@ -105,13 +105,13 @@ class OpenEnvSession:
         is_unasked = self._coming.done()
         if not is_unasked:
             await self._send({"type": kind, "data": data})
-        told = self._read(await self._coming)
+        message = self._read(await self._coming)
         self._coming = asyncio.create_task(self._socket.receive(), name="openenv-message")
-        if isinstance(told, FaultMessage):
-            raise ServerFaultError(told.data)
+        if isinstance(message, FaultMessage):
+            raise ServerFaultError(message.data)
         if is_unasked:
             raise ValueError("its server sent a message without a request")
-        return told.data
+        return message.data
 
     async def close(self) -> None:
         """End the session, on the server too."""
@@ -165,6 +165,7 @@ class OpenEnvServer:
         return await self._begin(data)
 
     async def _begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
+        """Open a session and reset it with `data`; return session and first observation."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 socket = await self._http.ws_connect(

@@ -45,10 +45,10 @@ def problems(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the file that the command line asks for; a mistake is one line and exit code 1."""
-    parser = argparse.ArgumentParser(description="Write problems of a task of reasoning-gym.")
+    parser = argparse.ArgumentParser(description="Write problems of a reasoning-gym task.")
     parser.add_argument("task", help="e.g. chain_sum")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the task, values in JSON")
-    parser.add_argument("--size", type=int, required=True, help="problems; those that repeat are left out")
+    parser.add_argument("--size", type=int, required=True, help="problems; repeated problems are left out")
     parser.add_argument("--seed", type=int, default=0, help="problem i follows from seed + i alone")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument(

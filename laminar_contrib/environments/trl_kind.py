@@ -121,9 +121,9 @@ def _declared(own: type, name: str, path: str) -> Tool:
 
 def _described(parameters: Mapping[str, Json], docstring: str) -> dict[str, Json]:
     """Return the schema of arguments, with descriptions from the docstring's `Args:`, as TRL does."""
-    told = argument_texts(docstring)
+    texts = argument_texts(docstring)
     properties = {
-        name: {"description": told[name], **schema} if name in told else schema
+        name: {"description": texts[name], **schema} if name in texts else schema
         for name, schema in parameters["properties"].items()
     }
     return {**parameters, "properties": properties}

@@ -349,10 +349,7 @@ def same(reference: AnswerValue, answer: AnswerValue) -> bool:
 
 
 def _unwrapped(value: AnswerValue) -> AnswerValue:
-    """Return the list or set in an equation such as "x = 1, 2" without the name x.
-
-    Return any other answer as it is.
-    """
+    """Remove the name from an equation with a list or set, as in "x = 1, 2"; return other answers as they are."""
     return value.value if isinstance(value, Named) and isinstance(value.value, Listing | Collection) else value
 
 
@@ -523,6 +520,7 @@ def _same_statement(reference: Statement, answer: Statement) -> bool:
 
 
 def _same_quantity(reference: Quantity, answer: Quantity) -> bool:
+    """Compare two quantities: in base units if both have units, with degrees and percent converted."""
     if reference.is_percent or answer.is_percent:
         return _same_percent(reference, answer)
     wanted, given = reference.expression, answer.expression

@@ -11,7 +11,8 @@ Rules:
 - Formulas are equal if they have the same variables and the same values at all sample points, with the same domain
   among the real numbers: sqrt(x^2) is |x|, not x.
 
-Invariant: bounded work: a number that would grow beyond `MAX_BITS` raises `TooLargeError` before it is computed.
+Invariant: work is bounded. A number that would grow beyond `MAX_BITS` raises `TooLargeError` before it is computed
+(`test_numbers_too_large_are_not_worked_out_but_equal_to_themselves` in `verifiers/test_math_laws.py`).
 """
 
 import math
@@ -74,6 +75,7 @@ def evaluate(expression: Expression, point: Mapping[str, Fraction], *, is_comple
 
 
 def _checked(value: Value) -> Value:
+    """Return a value without a zero imaginary part. Raises `TooLargeError` and, for NaN, `UndefinedError`."""
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise TooLargeError
@@ -91,6 +93,7 @@ def inexact(value: Value) -> Value:
 
 
 def _apply(expression: Applied, args: list[Value], *, is_complex: bool) -> Value:
+    """Compute an operation on values, exactly where all are fractions and the operation allows it."""
     name = expression.name
     if name in ARITHMETIC:
         both = all(isinstance(arg, Fraction) for arg in args)
@@ -110,6 +113,10 @@ def _apply(expression: Applied, args: list[Value], *, is_complex: bool) -> Value
 
 
 def _power(base: Value, exponent: Value, *, is_complex: bool, whole_only: bool) -> Value:
+    """Raise to a power: exactly if possible, over the real numbers unless `is_complex`.
+
+    Raises `TooLargeError`, `UndefinedError`, or `WholeNumbersError` if only whole exponents have a value.
+    """
     if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if abs(base) != 1 and bits * abs(exponent.numerator) > MAX_BITS:
@@ -137,6 +144,7 @@ def _is_whole(number: Value) -> bool:
 
 
 def _inexact_power(base: Value, exponent: Value) -> Value:
+    """Raise to a power in floating point. Raises `TooLargeError` and `UndefinedError`."""
     if not base:
         if mpmath.re(exponent) > 0:
             return Fraction(0)
@@ -169,6 +177,7 @@ def _exact_root(number: int, degree: int) -> int | None:
 
 
 def _factorial(number: Value) -> Value:
+    """Compute a factorial, or gamma for other numbers. Raises `TooLargeError` and `UndefinedError`."""
     if isinstance(number, Fraction) and number.denominator == 1:
         if number < 0:
             raise UndefinedError("the factorial of a negative number")
@@ -287,6 +296,7 @@ def as_decimal(expression: Expression) -> Rounded | None:
 
 
 def _power_of_ten(expression: Expression) -> Fraction | None:
+    """Return the value of a literal power of ten such as 1000 or 10^-3, else None."""
     if isinstance(expression, Numeral) and not expression.is_decimal:
         return (
             expression.value if set(expression.text) <= set("10") and expression.text.strip("0") == "1" else None
@@ -325,6 +335,7 @@ def same_expression(reference: Expression, answer: Expression) -> bool:
 
 
 def _is_rounding(reference: Expression, answer: Expression) -> bool:
+    """Whether one side is a decimal of enough digits, and the other side rounds to it."""
     wanted, given = as_decimal(reference), as_decimal(answer)
     with mpmath.workdps(DIGITS[0]):
         if wanted is not None:
@@ -378,6 +389,7 @@ def _agree(left: Expression, right: Expression, point: Point, *, is_complex: boo
 
 
 def _same_formula(reference: Expression, answer: Expression) -> bool:
+    """Whether two formulas have the same variables, and equal values at enough sample points."""
     names = variables(reference)
     if names != variables(answer):
         return False

@@ -1,8 +1,9 @@
 """Tokens of an answer in LaTeX or plain text, and the expressions that a parser reads from them. Pure.
 
-`structure` hands in the tokens of one expression, `equality` gives it a value. Invariants: layout makes no token
-and every meaningful sign makes a token, so that two answers with the same tokens are the same answer. The parser
-uses all tokens of an expression or refuses it. It also refuses a text of two possible readings ("3 3", "f(x+y)").
+`structure` hands in the tokens of one expression, `equality` gives it a value. Invariants
+(`tests/reward/verifiers/test_math_tokens.py`): layout makes no token and every meaningful sign makes a token, so
+two answers with the same tokens are the same answer. The parser uses all tokens of an expression or refuses it. It
+also refuses a text of two possible readings ("3 3", "f(x+y)").
 """
 
 import re
@@ -74,6 +75,7 @@ def tokenise(text: str, *, grouped: bool) -> tuple[Token, ...]:
 
 
 def _tokens(text: str, pattern: re.Pattern[str], *, in_words: bool) -> Iterator[Token]:
+    """Yield the tokens of a text by `pattern`; layout only marks the next token as spaced."""
     spaced, after_number, place = False, False, 0
     while place < len(text):
         found = pattern.match(text, place)
@@ -353,6 +355,7 @@ class ExpressionParser:
         return total
 
     def _product(self) -> Expression:
+        """Read factors with signs between them or side by side."""
         product = self._signed(self._factor)
         while True:
             if self._take("*"):
@@ -379,6 +382,7 @@ class ExpressionParser:
         return token.is_sign(*BRACKETS, *CONSTANTS, *COMMANDS) or (token.is_sign("|") and not self._bars)
 
     def _factor(self) -> Expression:
+        """Read an atom with its factorials and powers. Raises `UnreadableError` above `MAX_DEPTH`."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise UnreadableError("nested too deeply")
@@ -405,6 +409,7 @@ class ExpressionParser:
         return Applied("power", (exponent, self._exponent())) if self._take("^") else exponent
 
     def _atom(self) -> Expression:
+        """Read a number, variable, function, root, fraction or bracket. Raises `UnreadableError`."""
         token = self._next()
         if token.kind is NUMBER:
             return self._mixed(Numeral(Fraction(token.text.rstrip(".")), token.text))
@@ -466,6 +471,7 @@ class ExpressionParser:
         return "".join(parts)
 
     def _function(self, name: str) -> Expression:
+        """Read the base, exponent and argument of function `name`. Raises `UnreadableError`."""
         base, exponent = None, None
         while sign := self._take("_", "^"):
             if sign == "_":

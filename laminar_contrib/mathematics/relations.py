@@ -212,6 +212,10 @@ def _plain(tokens: Tokens) -> Expression:
 
 
 def _read_equal(sides: Sequence[Tokens], signs: Sequence[str], read: Reader) -> AnswerValue:
+    """Read sides that are joined by = or ≈: a named value, one value, or an equation.
+
+    Raises `UnreadableError` if the sides contradict each other, or are no numbers.
+    """
     if _is_label(sides[0], sides[1]):
         values = [read(side) for side in sides[1:]]
         numbers = [index for index, value in enumerate(values) if not _has_variables([value])]
@@ -229,7 +233,7 @@ def _read_equal(sides: Sequence[Tokens], signs: Sequence[str], read: Reader) -> 
             raise
     equation = _equation(sides)
     if equation is None:
-        raise UnreadableError("an equation of what is no number")
+        raise UnreadableError("an equation with sides that are no numbers")
     return equation
 
 

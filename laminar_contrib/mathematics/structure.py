@@ -196,9 +196,10 @@ def _signed(token: Token, signs: dict[str, str]) -> Token:
 
 
 def _joined(regions: list[Region], joints: set[str]) -> Region:
-    """Join the regions of several conditions: "and" intersects, "or" unites.
+    """Join the regions of several conditions on one variable: "and" intersects them, "or" unites them.
 
-    A comma intersects if a number remains.
+    A comma means "and" if the intersection is not empty, else "or". Raises `UnreadableError` for conditions on
+    several variables, for "and" between conditions that exclude each other, and for "and" mixed with "or".
     """
     name = regions[0].name
     if any(region.name != name for region in regions):
@@ -248,7 +249,7 @@ def _read_union(tokens: Tokens) -> AnswerValue:
         whole, *taken = split(tokens, lambda token: token.is_sign("setminus", "-"))[0]
         points = [_read_item(part) for part in taken]
         if not all(isinstance(part, Collection) for part in points):
-            raise UnreadableError("a set less what is no list of points")
+            raise UnreadableError("a set minus something other than a list of points")
         numbers = [bare(item) for part in points if isinstance(part, Collection) for item in part.items]
         return union(without_points(as_region(_read_item(whole)).intervals, numbers))
     parts, _ = split_at(tokens, "cup")

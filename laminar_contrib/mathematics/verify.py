@@ -72,7 +72,7 @@ def verify_answer(answer: str, reference: str) -> MathVerdict:
         return MathVerdict(MathOutcome.UNPARSABLE, answer, str(error))
     except RecursionError:
         return MathVerdict(MathOutcome.UNPARSABLE, answer, "nested too deeply")
-    if _flat(given) == _flat(wanted):
+    if _comparable(given) == _comparable(wanted):
         return MathVerdict(MathOutcome.RIGHT, answer, "tokens")
     try:
         right = _any_same(readings(reference), readings(answer))
@@ -92,25 +92,26 @@ def _any_same(references: list[AnswerValue], answers: list[AnswerValue]) -> bool
     return any(same(one, other) for one in references for other in answers)
 
 
-def _flat(tokens: tuple[Token, ...]) -> list[tuple[bool, str]]:
-    """Drop tokens without meaning: braces around a single token, and commands for text.
+def _comparable(tokens: tuple[Token, ...]) -> list[tuple[bool, str]]:
+    """Return the texts of an answer's tokens, such that two spellings of one answer give equal lists.
 
-    Letters side by side are one text.
+    Braces around a single token are left out, so `x^{2}` equals `x^2`. Letters side by side become one text, so
+    `a b` equals `ab`. Each entry is (whether the text consists of letters, text).
     """
-    flat: list[tuple[bool, str]] = []
+    texts: list[tuple[bool, str]] = []
     for index, token in enumerate(tokens):
-        if _is_alone(tokens, index - 1) or _is_alone(tokens, index + 1):
-            continue
+        if _is_in_own_braces(tokens, index - 1) or _is_in_own_braces(tokens, index + 1):
+            continue  # one of the two braces
         is_letters = token.kind in (TokenKind.NAME, TokenKind.WORD) and token.text.isalpha()
-        if is_letters and flat and flat[-1][0]:
-            flat[-1] = (True, flat[-1][1] + token.text)
+        if is_letters and texts and texts[-1][0]:
+            texts[-1] = (True, texts[-1][1] + token.text)
         else:
-            flat.append((is_letters, token.text))
-    return flat
+            texts.append((is_letters, token.text))
+    return texts
 
 
-def _is_alone(tokens: tuple[Token, ...], index: int) -> bool:
-    """Return True for a token that is alone in its braces."""
+def _is_in_own_braces(tokens: tuple[Token, ...], index: int) -> bool:
+    """Return True for a token with a brace directly before and after it, such as the 2 of `x^{2}`."""
     if not 0 < index < len(tokens) - 1 or tokens[index].is_sign("{", "}"):
         return False
     return tokens[index - 1].is_sign("{") and tokens[index + 1].is_sign("}")

@@ -51,6 +51,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Fraction:
+    """Compute an expression exactly. Raises `ToolError` for other syntax and for too many digits."""
     match node:
         case ast.Constant(value=int() | float() as number):
             if abs(number) == float("inf"):
@@ -130,6 +131,7 @@ def read_corpus(path: Path) -> list[Passage]:
 
 
 def _lines(path: Path, text: str) -> list[Passage]:
+    """Read passages from JSON lines. Raises `ConfigError` with the line of a fault."""
     passages = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

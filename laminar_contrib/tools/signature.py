@@ -66,8 +66,8 @@ class Tool:
             read = self.arguments.model_validate(given, by_alias=True)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False, include_input=False)
-            told = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:SHOWN_FAULTS]]
-            raise ToolError("; ".join(told)) from error
+            lines = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:SHOWN_FAULTS]]
+            raise ToolError("; ".join(lines)) from error
         fields = type(read).model_fields
         return {str(fields[place].alias): getattr(read, place) for place in read.model_fields_set}
 

@@ -46,6 +46,7 @@ class Toolbox:
         return ToolEnvironment(tools, settings=self._settings, call_format=self._format, session=session)
 
     def _load(self, given: str) -> Tool:
+        """Make a built-in tool by its name, or load a user's function from a file."""
         if given == "calculator":
             return make_tool(calculator)
         if given == "search":

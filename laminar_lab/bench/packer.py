@@ -30,7 +30,7 @@ from laminar_py.learner.packing import (
 from laminar_py.records import FinishReason, Trajectory
 from laminar_py.records.pieces import PieceRef, TokensRef
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishedTrajectory, Kind
+from laminar_py.records.trajectory import Kind, TrajectoryRef
 
 ROWS = "fill capacity_used imbalance pack_2048_ms stream_us ready_ms look_ahead_8_capacity_used"
 MAX_TOKENS = 16_384
@@ -102,10 +102,10 @@ def quality(packed: Packed[PackedT], *, max_tokens: int) -> PackingQuality:
     )
 
 
-def by_reference(trajectories: Iterable[Trajectory]) -> list[FinishedTrajectory]:
+def by_reference(trajectories: Iterable[Trajectory]) -> list[TrajectoryRef]:
     """Make the controller's view of trajectories, each in one piece of a segment."""
     return [
-        FinishedTrajectory(
+        TrajectoryRef(
             id=one.id,
             prompt_id=one.prompt_id,
             group_id=one.group_id,

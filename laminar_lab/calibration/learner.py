@@ -181,7 +181,7 @@ def _open_learner(config: RunConfig) -> Iterator[Learner]:
                 config.algorithm,
                 temperature=config.rollout.sampling.temperature,
                 seed=config.seed,
-                num_steps=config.steps,
+                total_steps=config.steps,
                 mesh=mesh,
             )
         finally:

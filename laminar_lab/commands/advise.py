@@ -1,4 +1,4 @@
-"""`laminar advise`: settings to change against the wall of a run, with their predicted gains."""
+"""`laminar advise`: settings to change against the bottleneck of a run, with their predicted gains."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,14 +27,14 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
     if diagnosis is None or config is None:
         print_line("no learner step was completed, so what limits the run is unknown")
         return
-    wall, step = diagnosis.binding.wall, diagnosis.mean_step
-    print_line(f"limited by {str(wall).upper()}: {diagnosis.binding.evidence}")
+    bottleneck, step = diagnosis.binding.bottleneck, diagnosis.mean_step
+    print_line(f"limited by {str(bottleneck).upper()}: {diagnosis.binding.evidence}")
     print_line(
         f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"
     )
     rows = []
-    for remedy in remedies(wall, config, step):
-        gain = step.measured_s / what_if_set(step, wall, remedy)
+    for remedy in remedies(bottleneck, config, step):
+        gain = step.measured_s / what_if_set(step, bottleneck, remedy)
         rows.append((remedy.key, remedy.change, f"at most {gain:.2f} x", remedy.why))
     console.print(make_table("\nWhat to change, the best first", "setting", ("change", "goodput", "why"), rows))
     predicted = [

@@ -34,7 +34,7 @@ def check(config: RunConfig) -> None:
         )
     if learner.lora is not None:
         raise ConfigError("learner.lora: an emulated learner has no weights to adapt; leave learner.lora out")
-    if algorithm.refers_in_stage:
+    if algorithm.reference_in_own_process:
         raise ConfigError(
             "algorithm.reference_pass=stage: an emulated learner has no reference model; leave it out"
         )

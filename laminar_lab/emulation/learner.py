@@ -38,7 +38,7 @@ class EmulatedLearner:
         self._compression = compression
         self._now = now
         self._sleep = sleep
-        self.num_steps = 0
+        self.steps_taken = 0
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """Make an optimizer step: sleep for as long as GPUs would take, less the time to read `microbatches`."""
@@ -46,12 +46,12 @@ class EmulatedLearner:
         lengths = [batch.lengths for batch in microbatches]
         elapsed_s = self._times.step_s(lengths, devices=self._devices) / self._compression
         self._sleep(max(0.0, began + elapsed_s - self._now()))
-        self.num_steps += 1
+        self.steps_taken += 1
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights after the last step, a few tensors."""
-        generator = torch.Generator().manual_seed(self.num_steps)
+        generator = torch.Generator().manual_seed(self.steps_taken)
         for index in range(NUM_TENSORS):
             yield f"emulated.{index}.weight", torch.randn(SHAPE, generator=generator).to(dtype)
 
@@ -59,11 +59,11 @@ class EmulatedLearner:
         """Write a checkpoint, which is the number of steps. Replaces an older `folder`."""
         partial = folder.with_name(f"{folder.name}.tmp")
         partial.mkdir(parents=True, exist_ok=True)
-        complete_checkpoint(partial, folder, step=self.num_steps, world_size=1, model=MODEL)
+        complete_checkpoint(partial, folder, step=self.steps_taken, world_size=1, model=MODEL)
 
     def finish_save(self) -> None:
         """Do nothing: `begin_save` has written everything."""
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint. Raises `ConfigError` if it is incomplete."""
-        self.num_steps = read_marker(folder).step
+        self.steps_taken = read_marker(folder).step

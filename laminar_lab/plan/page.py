@@ -13,7 +13,7 @@ from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate, estimate
 from laminar_py.config import ConfigError
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe import Wall, render
+from laminar_py.observe import Bottleneck, render
 from laminar_py.runtime.preflight import Parts
 
 BOUNDS = (1, 2, 4, 8, 16)  # on staleness
@@ -164,8 +164,8 @@ def _best(request: PlanRequest, label: str, *, only: Schedule | None) -> TradeOf
 def describe_plan(plan: RankedPlan) -> Iterator[str]:
     """Describe the first choice, why the second is slower, and the error of the figures."""
     best = plan.best
-    walls = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
-    yield f"first: {_name(best)}; by formula {walls}"
+    bottlenecks = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
+    yield f"first: {_name(best)}; by formula {bottlenecks}"
     place = best.placement
     admits = f" admits {place.batch_per_replica} trajectories under a version and"
     yield (
@@ -198,20 +198,21 @@ def _second(first: Ranked, second: Ranked) -> str:
         )
         return f"{begun}: by formula {steps}"
     then, later = _seconds(before), _seconds(now)
-    wall = max(later, key=lambda one: later[one] - then[one])
-    if later[wall] <= then[wall]:
+    bottleneck = max(later, key=lambda one: later[one] - then[one])
+    if later[bottleneck] <= then[bottleneck]:
         return f"{begun}; the simulation shows that, and no formula explains it"
-    return f"{begun}: {wall.value} takes {later[wall]:.1f} s of a step, and {then[wall]:.1f} s in the first"
+    later_s, first_s = later[bottleneck], then[bottleneck]
+    return f"{begun}: {bottleneck.value} takes {later_s:.1f} s of a step, and {first_s:.1f} s in the first"
 
 
-def _seconds(estimate: PlacementEstimate) -> dict[Wall, float]:
-    """Return the seconds of a step by wall."""
+def _seconds(estimate: PlacementEstimate) -> dict[Bottleneck, float]:
+    """Return the seconds of a step by bottleneck."""
     times = estimate.times
     return {
-        Wall.GENERATION: times.generation_s,
-        Wall.LEARNER: times.learner_s,
-        Wall.WEIGHTS: times.weights_s,
-        Wall.FRESHNESS: estimate.freshness_s,
+        Bottleneck.GENERATION: times.generation_s,
+        Bottleneck.LEARNER: times.learner_s,
+        Bottleneck.WEIGHTS: times.weights_s,
+        Bottleneck.FRESHNESS: estimate.freshness_s,
     }
 
 

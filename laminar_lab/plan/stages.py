@@ -21,7 +21,7 @@ from laminar_lab.step_time import (
     version_bytes,
 )
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe import StageTimes, StepStage, Wall, compose
+from laminar_py.observe import Bottleneck, StageTimes, StepStage, compose
 
 GRID = 400  # points of an integral over lengths
 
@@ -51,21 +51,24 @@ class PlacementEstimate:
         return max(compose(self.schedule, self.times), self.freshness_s)
 
     @property
-    def binds(self) -> Wall:
-        """The wall whose resource, if doubled, shortens the step most."""
-        return min(_WALLS, key=lambda wall: self._relieved(wall).step_s)
+    def binds(self) -> Bottleneck:
+        """The bottleneck whose resource, if doubled, shortens the step most."""
+        return min(_BOTTLENECKS, key=lambda bottleneck: self._relieved(bottleneck).step_s)
 
     @property
-    def binds_next(self) -> Wall:
-        """The wall that binds after the first wall is gone."""
-        relieved, others = self._relieved(self.binds, 1e9), [wall for wall in _WALLS if wall is not self.binds]
-        return min(others, key=lambda wall: relieved._relieved(wall).step_s)
+    def binds_next(self) -> Bottleneck:
+        """The bottleneck that binds after the first bottleneck is gone."""
+        relieved, others = (
+            self._relieved(self.binds, 1e9),
+            [bottleneck for bottleneck in _BOTTLENECKS if bottleneck is not self.binds],
+        )
+        return min(others, key=lambda bottleneck: relieved._relieved(bottleneck).step_s)
 
-    def _relieved(self, wall: Wall, times: float = 2.0) -> "PlacementEstimate":
-        """Return the estimate with `times` as much of a wall's resource."""
-        if wall is Wall.FRESHNESS:
+    def _relieved(self, bottleneck: Bottleneck, times: float = 2.0) -> "PlacementEstimate":
+        """Return the estimate with `times` as much of a bottleneck's resource."""
+        if bottleneck is Bottleneck.FRESHNESS:
             return replace(self, freshness_s=self.freshness_s / times)
-        return replace(self, times=self.times.faster(StepStage(wall.value), times))
+        return replace(self, times=self.times.faster(StepStage(bottleneck.value), times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ _COMPOSED = {
     Schedule.ONE_STEP: "max(generation, learner) + weights",
     Schedule.ASYNC: "max(generation + weights, learner)",
 }
-_WALLS = (Wall.GENERATION, Wall.LEARNER, Wall.WEIGHTS, Wall.FRESHNESS)
+_BOTTLENECKS = (Bottleneck.GENERATION, Bottleneck.LEARNER, Bottleneck.WEIGHTS, Bottleneck.FRESHNESS)
 _Stage = tuple[float, tuple[Formula, ...]]  # seconds, and their explanation
 
 

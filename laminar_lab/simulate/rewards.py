@@ -17,7 +17,7 @@ from laminar_py.control import TrajectoryScheduler
 from laminar_py.observe import Stats
 from laminar_py.records.events import AnyEvent, Dropped, Issued
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 
 
 class _Scoring(NamedTuple):
@@ -74,7 +74,7 @@ class SimulatedRewards:
         elif type(event) is Dropped:
             self._issued.pop(event.trajectory_id, None)
 
-    def score_response(self, trajectory: FinishedTrajectory, *, version: int) -> None:
+    def score_response(self, trajectory: TrajectoryRef, *, version: int) -> None:
         """Start to score a response; `version` is the learner's newest."""
         if trajectory.id in self._issued:  # else the scheduler has dropped it
             latency_s = self._loop.time() - self._issued.pop(trajectory.id)

@@ -33,7 +33,7 @@ from laminar_py.learner.losses import group_advantages, overlong_cost
 from laminar_py.ledger import RunFolder
 from laminar_py.observe import Stats, Totals
 from laminar_py.records import Prompt, StepRow
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.repack import Migration, MigrationSettings
 
 MIN_STEPS = 2
@@ -83,7 +83,7 @@ def simulate(
             f" {MIN_STEPS}; raise it"
         )
     if not done.latencies_s:
-        raise ConfigError(f"steps={config.steps}: no response ends in those that count; raise it")
+        raise ConfigError(f"steps={config.steps}: no response ends in the steps that count; raise it")
     return done
 
 
@@ -280,7 +280,7 @@ class _Simulation:
 
     # ---- between the parts
 
-    def _on_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+    def _on_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Receive an ended response, and start to score it."""
         self._migration.finished(trajectory)
         self._cores.spend(emulation_of(self._config).simulation.trajectory_cpu_s)

@@ -77,10 +77,14 @@ def takes_conditions(command: Callable[..., None]) -> Callable[..., None]:
         wanted = Filters(**{name: given.pop(name) for name in conditions})  # type: ignore[arg-type]
         command(*arguments, **given, wanted=wanted)
 
-    own = {name: one for name, one in inspect.signature(command).parameters.items() if name != "wanted"}
-    merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (own | dict(conditions)).values()]
+    own = {
+        name: parameter for name, parameter in inspect.signature(command).parameters.items() if name != "wanted"
+    }
+    merged = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (own | dict(conditions)).values()
+    ]
     run.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads both
-    run.__annotations__ = {one.name: one.annotation for one in merged}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
     return run
 
 
@@ -312,6 +316,7 @@ def _print_texts(lines: Iterable[Text]) -> None:
 
 
 def _print_count(run: Path, wanted: "Filters", shown: int) -> None:
+    """Print how many trajectories match, and which options choose others."""
     from laminar_py.ledger.audit.queries import count
 
     total = count(run, wanted)

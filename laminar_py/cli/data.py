@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from laminar_py.config.reward import RewardConfig
     from laminar_py.data.chat import PromptEncoder
     from laminar_py.data.demonstrations import Demonstrations
-    from laminar_py.data.survey import SourceFigures
+    from laminar_py.data.statistics import SourceFigures
     from laminar_py.runtime.preflight.inputs import Problems
 
 MOST_NAMES = 20  # fields or tasks whose counts are shown
@@ -137,7 +137,7 @@ def _show(
     `limits` has the most tokens of a prompt or demonstration by field of the config, `faults` messages on faults
     that were found before.
     """
-    from laminar_py.data.survey import demonstration_figures, source_figures, unknown_words
+    from laminar_py.data.statistics import demonstration_figures, source_figures, unknown_words
     from laminar_py.runtime.preflight.inputs import shown_prompt
 
     figures = {

@@ -143,7 +143,7 @@ def clean(
     does not exist was deleted, or lies on a disk that is not mounted; --gone says that it was deleted.
     """
     found = list(_weight_folders(shm))
-    folders = [one for one in found if only is None or one[1].path == only.resolve()]
+    folders = [entry for entry in found if only is None or entry[1].path == only.resolve()]
     if only is not None and not folders and not RunFolder(only).config.is_file():
         raise ConfigError(f"run={only}: no such run, and no weights of it in {shm}; {_choices(found)}")
     for folder, run in folders:

@@ -104,7 +104,7 @@ def _set_help(commands: typer.Typer) -> None:
     for command in commands.registered_commands:
         if command.help is None and command.callback is not None and command.callback.__doc__:
             paragraphs = inspect.cleandoc(command.callback.__doc__).split("\n\n")
-            command.help = "\n\n".join(escape(" ".join(one.split())) for one in paragraphs)
+            command.help = "\n\n".join(escape(" ".join(paragraph.split())) for paragraph in paragraphs)
     for group in commands.registered_groups:
         if group.typer_instance is not None:
             _set_help(group.typer_instance)

@@ -80,15 +80,15 @@ def _read_fleet(fleet: list[str]) -> tuple[int | None, tuple[str, ...] | None]:
     """Number of replicas and servers from the command line. Raises `ConfigError`."""
     replicas: int | None = None
     urls: tuple[str, ...] | None = None
-    for one in fleet:
-        key, _, value = one.partition("=")
+    for argument in fleet:
+        key, _, value = argument.partition("=")
         if key == "replicas":
             if not value.isdecimal():
-                raise ConfigError(f"{one}: not a whole number; write for example replicas=6")
+                raise ConfigError(f"{argument}: not a whole number; write for example replicas=6")
             replicas = int(value)
         elif key == "urls":
             listed = value.removeprefix("[").removesuffix("]").split(",")
             urls = tuple(url.strip(" '\"") for url in listed if url.strip())
         else:
-            raise ConfigError(f"{one}: neither replicas=N nor urls=[...]; write for example replicas=6")
+            raise ConfigError(f"{argument}: neither replicas=N nor urls=[...]; write for example replicas=6")
     return replicas, urls

@@ -115,6 +115,7 @@ def _print_end(summary: "Summary") -> None:
 
 
 def _print_summary(summary: "Summary") -> None:
+    """Print the closing table of a run."""
     lengths, counts, repack = summary.response_length, summary.trajectories, summary.repack
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
     moved = (
@@ -213,7 +214,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings, e.g. eval.sets.aime.samples=32 rollout.replicas=8")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with the sets; default: that of the run")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the sets; default: the run's")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="A set to evaluate; default: all")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the newest evaluation of this source with these settings")

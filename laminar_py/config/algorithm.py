@@ -206,15 +206,15 @@ class AlgorithmConfig(Section):
     @property
     def packed_columns(self) -> tuple[Column, ...]:
         """Columns that packed trajectories have: all except columns that the learner computes itself."""
-        return self.columns if self.refers_in_stage else self.scored_columns
+        return self.columns if self.reference_in_own_process else self.scored_columns
 
     @property
-    def refers(self) -> bool:
+    def has_reference(self) -> bool:
         """True where the run has a reference model."""
         return any(column.source is Source.REFERENCE for column in self.columns)
 
     @property
-    def refers_in_stage(self) -> bool:
+    def reference_in_own_process(self) -> bool:
         """True where the reference model runs in a process of its own."""
         return self.reference_pass is ReferencePass.STAGE
 
@@ -237,12 +237,13 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Check the settings together. Raises `ConfigError`."""
         self._check_columns()
         self._check_ratios()
         if self.objective is Objective.BALANCE:
             self._check_balance()
         self._check_teaching()
-        if self.refers_in_stage and not self.refers:
+        if self.reference_in_own_process and not self.has_reference:
             raise ConfigError(
                 f"algorithm.reference_pass=stage: there is no reference model with algorithm.kl_coef=0 and"
                 f" algorithm.objective={self.objective}; set kl_coef above 0, or leave reference_pass out"
@@ -250,6 +251,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _check_columns(self) -> None:
+        """Raise `ConfigError` if a column is declared twice, or asks the reference model for other numbers."""
         seen = set[str]()
         for column in self.columns:
             if column.name in seen:
@@ -264,6 +266,7 @@ class AlgorithmConfig(Section):
                 )
 
     def _check_ratios(self) -> None:
+        """Raise `ConfigError` if a cap or correction of importance ratios has no effect or an empty range."""
         if self.importance_cap is not None and self.importance_cap < 1 + self.clip_high:
             raise ConfigError(
                 f"algorithm.importance_cap={self.importance_cap} is below 1 + algorithm.clip_high ="
@@ -281,6 +284,7 @@ class AlgorithmConfig(Section):
             )
 
     def _check_balance(self) -> None:
+        """Raise `ConfigError` for settings that the objective `balance` cannot use."""
         if self.aggregation is not Aggregation.SEQUENCE_MEAN:
             raise ConfigError(
                 f"algorithm.aggregation={self.aggregation}: objective=balance is a loss of whole responses; set"
@@ -297,12 +301,13 @@ class AlgorithmConfig(Section):
             )
 
     def _check_teaching(self) -> None:
+        """Raise `ConfigError` if no setting gives a gradient, or two settings give advantages."""
         if self.advantage is Advantage.NONE and self.overlong_tokens is not None:
             raise ConfigError(
                 f"algorithm.overlong_tokens={self.overlong_tokens} changes advantages, and"
                 " algorithm.advantage=none has none; leave it out"
             )
-        learns = self.advantage is not Advantage.NONE or self.learns_from_equal_rewards or self.refers
+        learns = self.advantage is not Advantage.NONE or self.learns_from_equal_rewards or self.has_reference
         if not learns:
             raise ConfigError(
                 "algorithm.advantage=none leaves a loss without gradient; choose another, or set teacher_coef"
@@ -357,7 +362,7 @@ def check_overlong(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None
 def check_reference(algorithm: AlgorithmConfig, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
     """Raise `ConfigError` if the reference would have random weights."""
     random_start = model.from_scratch and warm_start is None
-    if algorithm.refers and algorithm.reference is None and random_start:
+    if algorithm.has_reference and algorithm.reference is None and random_start:
         raise ConfigError(
             f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the reference is the model that RL"
             " begins with, and model.from_scratch makes that random; name algorithm.reference"

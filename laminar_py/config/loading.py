@@ -101,6 +101,7 @@ def _read_yaml(text: str) -> object:
 
 
 def _apply_override(tree: dict[str, object], override: str) -> None:
+    """Set one value of `tree` by an override such as `rollout.replicas=8`. Raises `ConfigError`."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override={override}: not of the form key=value; write for example steps=10")
@@ -233,6 +234,7 @@ def scaled(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | Non
 
 
 def _check_kind(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | None) -> None:
+    """Raise `ConfigError` if `replicas` or `urls` does not fit how the run gets its engines."""
     servers = config.rollout.engine.servers
     if urls is None and servers:
         raise ConfigError(

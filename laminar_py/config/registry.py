@@ -94,6 +94,7 @@ class Registry(Generic[Kind]):
         return [point for point in self._announced if point.name == name]
 
     def _load(self, point: EntryPoint) -> Kind:
+        """Import the object of an entry point. Raises `ConfigError` if that fails or the type is wrong."""
         try:
             found = point.load()
         except Exception as error:  # a third-party package may raise anything
@@ -113,6 +114,7 @@ def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Ca
     """Validator of a section whose `key` names an implementation: the model in that one's `settings` reads it."""
 
     def read(given: object) -> Named:
+        """Convert a section to the settings of the implementation that its `key` names. Raises `ConfigError`."""
         if isinstance(given, base):
             return given
         if not isinstance(given, dict):
@@ -167,6 +169,7 @@ def load_from_file(given: str, *, field: str) -> Callable[..., object]:
 
 
 def _import(given: str, path: Path, *, field: str) -> ModuleType:
+    """Execute a user's Python file as a module. Raises `ConfigError` if `path` is no Python file or raises."""
     name = f"laminar_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -289,6 +289,7 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Check the names and conditions of all terms, by task and by set. Raises `ConfigError`."""
         if not self.rules:
             raise ConfigError(
                 "reward.use: no reward; name one, e.g. exact with a pattern, or path/to/file.py:function"
@@ -311,6 +312,7 @@ class RewardConfig(Section):
         return self
 
     def _check_pools(self) -> None:
+        """Raise `ConfigError` if a term names an unknown server pool, or no term uses a pool."""
         asked = {term.pool: term.title for term in self.terms if term.pool is not None}
         for pool, title in asked.items():
             if pool not in self.servers:

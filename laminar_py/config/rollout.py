@@ -203,6 +203,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
 
 
 def _check_vocabulary(rollout: RolloutConfig) -> None:
+    """Raise `ConfigError` unless sampling masks are recorded exactly if sampling cuts the vocabulary."""
     sampling, recorded = rollout.sampling, Recording.SAMPLING_MASK in rollout.record
     if sampling.cuts_vocabulary and not recorded:
         raise ConfigError(
@@ -217,6 +218,7 @@ def _check_vocabulary(rollout: RolloutConfig) -> None:
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
+    """Raise `ConfigError` if samples cannot differ, or a trajectory of full length has no room."""
     sampling, max_len = rollout.sampling, rollout.max_len
     if sampling.temperature == 0:
         raise ConfigError(
@@ -235,6 +237,7 @@ def _check_sampling(rollout: RolloutConfig) -> None:
 
 
 def _check_groups(rollout: RolloutConfig) -> None:
+    """Raise `ConfigError` if a group has fewer than two members, or does not fit on one replica."""
     size = rollout.group_size
     if size < 2:
         raise ConfigError("rollout.group_size=1: a group of one has no advantages; set at least 2")

@@ -123,6 +123,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Check settings of different sections against each other. Raises `ConfigError`."""
         algorithm, rollout, model, warm_start = self.algorithm, self.rollout, self.model, self.warm_start
         check_rollout(rollout)
         check_overlong(algorithm, rollout.sampling)
@@ -167,7 +168,7 @@ class RunConfig(Section):
     def gpus(self) -> int:
         """GPUs of all parts together, without GPUs of attached servers."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
-        trained = self.learner.world_size + self.algorithm.refers_in_stage
+        trained = self.learner.world_size + self.algorithm.reference_in_own_process
         return (
             (trained if self.learner_device is Device.CUDA else 0)
             + (0 if rollout.engine.hosts else rollout.replicas * rollout.engine.gpus)

@@ -155,9 +155,10 @@ class Book:
         return aborts
 
     def sampling(self, trajectory: LiveTrajectory) -> SamplingParams:
-        """Return the sampling params of the run, or of an evaluation's set, with the trajectory's own seed.
+        """Return the sampling params of a trajectory, with its own seed.
 
-        An evaluation outside any set samples greedily.
+        A training trajectory has the run's params, and an evaluation the params of its set. An evaluation outside
+        any set samples greedily.
         """
         sampling = self.settings.sampling
         if trajectory.kind is Kind.EVAL:

@@ -18,24 +18,24 @@ from laminar_py.records.events import Ready
 from laminar_py.records.host import Clock
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.scoring import GroupRewards, Score
-from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt, Status
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status, TrajectoryRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """Queues for finished responses; results come back by `Closing.on_score` and `Closing.on_reference`."""
 
-    submit_score: Callable[[FinishedTrajectory, Prompt], None]
-    submit_reference: Callable[[FinishedTrajectory], None] | None = None  # None: the run has no reference model
+    submit_score: Callable[[TrajectoryRef, Prompt], None]
+    submit_reference: Callable[[TrajectoryRef], None] | None = None  # None: the run has no reference model
 
     def score(self, trajectory: LiveTrajectory) -> None:
         """Queue a response for scoring."""
-        self.submit_score(trajectory.as_finished(), trajectory.prompt)
+        self.submit_score(trajectory.as_ref(), trajectory.prompt)
 
     def refer(self, trajectory: LiveTrajectory) -> None:
         """Queue a training response for the reference model's log-probabilities, if the run has that model."""
         if self.submit_reference is not None and trajectory.trains:
-            self.submit_reference(trajectory.as_finished())
+            self.submit_reference(trajectory.as_ref())
 
     def awaits_reference(self, members: Iterable[LiveTrajectory]) -> bool:
         """Whether the reference model still owes an answer for one of these members."""

@@ -19,7 +19,7 @@ from laminar_py.learner.packing.buffer import Buffer, Packing, ReadyGroup, Stage
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
 from laminar_py.records.spans import num_sampled, packed_tokens, versions_of
-from laminar_py.records.trajectory import DropReason, FinishedTrajectory, FinishReason, Status
+from laminar_py.records.trajectory import DropReason, FinishReason, Status, TrajectoryRef
 
 COMMITTED_AT_ONCE = 64  # trajectories, before the event loop gets to other work
 
@@ -30,8 +30,8 @@ class StepBatch:
 
     version: int  # of the learner when it took the batch
     groups: list[ReadyGroup] = field(default_factory=list)
-    trajectories: list[FinishedTrajectory] = field(default_factory=list)
-    bins: list[Bin[FinishedTrajectory]] = field(default_factory=list)  # of all trajectories, if batches are packed
+    trajectories: list[TrajectoryRef] = field(default_factory=list)
+    bins: list[Bin[TrajectoryRef]] = field(default_factory=list)  # of all trajectories, if batches are packed
     wanted: int = 0  # groups
     refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
     ages: dict[int, int] = field(default_factory=dict)  # staleness of each version in it, see `records.ages`
@@ -47,7 +47,7 @@ class StepBatch:
         return [tokens for group in self.groups for tokens in group.silent_tokens]
 
     @property
-    def reweighted(self) -> dict[str, FinishedTrajectory]:
+    def reweighted(self) -> dict[str, TrajectoryRef]:
         """Trajectories whose loss weight is not 1, by id."""
         return {trajectory.id: trajectory for trajectory in self.trajectories if trajectory.weight != 1.0}
 
@@ -72,7 +72,7 @@ class Consumption:
     async def put(self, group: Group) -> None:
         """Put a group with advantages in the buffer; drop members too long for a microbatch."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
-        members = [self._masked(m.as_finished()) for m in ready if not self._too_long(m)]
+        members = [self._masked(m.as_ref()) for m in ready if not self._too_long(m)]
         if not members:
             del self._book.groups[group.id]
             await self.buffer.wake()  # a step may wait for this group as its last
@@ -192,6 +192,10 @@ class Consumption:
         return self._packing.look_ahead if self._packing else 0
 
     def _take(self, count: int, version: int) -> StepBatch:
+        """Remove `count` groups from the buffer, and return them as the batch of a learner at `version`.
+
+        Counts a pass for each older group that the choice skips, so that no group waits forever.
+        """
         if not count:
             return StepBatch(version=version)
         window = self.buffer.first(count + self._look_ahead)
@@ -208,6 +212,7 @@ class Consumption:
         return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
 
     def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
+        """Return the places in `window` of the groups for a step: the oldest, or with packing the best fit."""
         packing = self._packing
         if packing is None or len(window) == count:
             return list(range(count))
@@ -222,7 +227,7 @@ class Consumption:
         """Whether a group was passed over too often, or would be too old for the next step."""
         return group.passes >= max_passes or self._exceeds(group, steps=1)
 
-    def _weighted(self, group: ReadyGroup) -> list[FinishedTrajectory]:
+    def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Members of a group with the loss weight of their staleness."""
         if not self._exceeds(group):
             return group.members
@@ -236,7 +241,7 @@ class Consumption:
 
     # ---- dropped and masked trajectories
 
-    def _masked(self, trajectory: FinishedTrajectory) -> FinishedTrajectory:
+    def _masked(self, trajectory: TrajectoryRef) -> TrajectoryRef:
         """Return the trajectory, without loss if a cap cut it and `algorithm.truncated=mask`."""
         if not self._is_masked(trajectory.finish_reason):
             return trajectory
@@ -282,7 +287,7 @@ class Consumption:
             if not gone or self._shrink(place, group, without=gone):
                 place += 1
 
-    def _shrink(self, place: int, group: ReadyGroup, *, without: Sequence[FinishedTrajectory]) -> bool:
+    def _shrink(self, place: int, group: ReadyGroup, *, without: Sequence[TrajectoryRef]) -> bool:
         """Take members out of a group, and the group out of the buffer if none is left; return whether any is."""
         gone = {member.id for member in without}
         group.members = [member for member in group.members if member.id not in gone]

@@ -95,6 +95,11 @@ class Dispatcher:
         return moving
 
     def _may_move(self, move: Move, version: int) -> bool:
+        """Whether a planned move still holds: its trajectory runs at the source under `version` and has no move.
+
+        A plan is made from surveys, so the trajectory may have ended or moved since, or the destination may have
+        loaded another version.
+        """
         trajectory = self._book.live.get(move.trajectory_id)
         return (
             trajectory is not None

@@ -38,7 +38,9 @@ class LostTokens:
     async def drop_segments(self, segments: Collection[str], reason: str) -> None:
         """Drop every live trajectory with tokens or columns in one of these lost segments."""
         holders = self._book.live.values()
-        await self.drop_trajectories({one.id: reason for one in holders if not one.segments.isdisjoint(segments)})
+        await self.drop_trajectories(
+            {holder.id: reason for holder in holders if not holder.segments.isdisjoint(segments)}
+        )
 
     async def drop_trajectories(self, lost: Mapping[str, str]) -> None:
         """Drop the live ones of these trajectories; `lost` says for each id which part is lost."""

@@ -124,7 +124,8 @@ class Evaluations:
     def progress(self) -> str:
         """Open passes as text, e.g. "aime: 128 of 960 answers"."""
         return ", ".join(
-            f"{set_of(one.id)}: {len(one.answers)} of {one.num_members} answers" for one in self._by_id.values()
+            f"{set_of(evaluation.id)}: {len(evaluation.answers)} of {evaluation.num_members} answers"
+            for evaluation in self._by_id.values()
         )
 
     def take_up(self, trajectory: LiveTrajectory) -> bool:

@@ -82,8 +82,8 @@ class Credit:
         """Return the credit of scored members, in their order."""
         returns = [member.returns_by_role() for member in members]
         found: list[dict[str, MemberCredit]] = [{} for _ in members]
-        for role in {role: None for one in returns for role in one}:
-            places = [place for place, one in enumerate(returns) if role in one]
+        for role in {role: None for rewards in returns for role in rewards}:
+            places = [place for place, rewards in enumerate(returns) if role in rewards]
             costs = [self.length_cost(members[place].length) for place in places]
             credited = self._among([returns[i][role].minus(cost) for i, cost in zip(places, costs, strict=True)])
             for place, credit in zip(places, credited, strict=True):
@@ -98,16 +98,19 @@ class Credit:
 def teaches(members: Sequence[LiveTrajectory]) -> bool:
     """Whether these responses have different returns in some role, so that advantages are not all 0."""
     returns = [member.returns_by_role() for member in members]
-    roles = {role for one in returns for role in one}
-    return any(returns_differ([one[role] for one in returns if role in one]) for role in roles)
+    roles = {role for rewards in returns for role in rewards}
+    return any(returns_differ([rewards[role] for rewards in returns if role in rewards]) for role in roles)
 
 
 def _joined(member: LiveTrajectory, by_role: dict[str, MemberCredit]) -> MemberCredit:
+    """Combine a response's credit by role: the mean advantage of all roles, and the advantage of each."""
     if not member.roles:
         (credit,) = by_role.values()
         return credit
     roles = tuple(
-        msgspec.structs.replace(one, advantage=by_role[one.role].advantage) if one.role in by_role else one
-        for one in member.roles
+        msgspec.structs.replace(credit, advantage=by_role[credit.role].advantage)
+        if credit.role in by_role
+        else credit
+        for credit in member.roles
     )
     return MemberCredit(fmean(credit.advantage for credit in by_role.values()), 1.0, roles)

@@ -38,20 +38,27 @@ class Moves:
         self._promised: Counter[int] = Counter()  # open moves and passes, by destination
 
     def expect_more(self, pass_id: str, replica: int) -> None:
-        """Note that a replica keeps its version while members of a pass wait."""
+        """Note that a replica keeps its version, because members of a pass that it samples still wait.
+
+        `release_passes` ends the wait when no member waits, and `forget` when the replica crashes.
+        """
         keepers = self._passes.setdefault(pass_id, set())
         self._promised[replica] += replica not in keepers
         keepers.add(replica)
 
     def release_passes(self, waits: Callable[[str], bool]) -> None:
-        """Release replicas from passes of which no member waits, by `waits(pass_id)`."""
+        """Let replicas load new weights after the last member of their pass has left the queue.
+
+        `waits(pass_id)` is True while members of a pass wait. Each replica that kept its version for the pass gets
+        a message that no further member will come.
+        """
         for pass_id in [name for name in self._passes if not waits(name)]:
             for replica in self._passes.pop(pass_id):
                 self._promised[replica] -= 1
                 self.refuse(replica, pass_id)
 
     def forget(self, replica: int) -> None:
-        """Forget the passes of a replica that died."""
+        """Forget the passes that a crashed replica kept its version for."""
         for keepers in self._passes.values():
             self._promised[replica] -= replica in keepers
             keepers.discard(replica)
@@ -80,7 +87,7 @@ class Moves:
         return self.num_expected(replica) > 0
 
     def num_expected(self, replica: int) -> int:
-        """Return how many moves and passes a replica expects."""
+        """Return how many open moves a replica expects, plus the passes that it keeps its version for."""
         return self._promised[replica]
 
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:

@@ -1,6 +1,6 @@
 """Reports of replicas become events: progress, interruptions, ends, failures. `control.scheduler` owns `Reports`.
 
-If all trajectories fail, `Failing` ends the run.
+`ConsecutiveFailures` ends the run when too many trajectories fail in a row.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,23 +16,23 @@ from laminar_py.records.events import Cut, Restamped
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.spans import clip_spans, num_turns, replace_spans
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind, Status
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind, Status
 
-FEWEST = 32  # failures in a row that end a run, at least
+MIN_FAILURES = 32  # in a row before a run ends: an environment that fails now and then rarely fails so often
 OUTAGE_S = 600.0  # for an outage of a service that environments need
 
 
-class Failing:
+class ConsecutiveFailures:
     """Counts failures since the last finished trajectory; calls `end` with a message when the run has to end.
 
-    The run ends when more trajectories fail in a row than a step has (`step`) and than are live (`in_flight`). If
-    some finished before, it also waits `OUTAGE_S`.
+    The run ends when at least `MIN_FAILURES` trajectories fail in a row, at least as many as a step has (`step`),
+    and at least as many as are live (`in_flight`). If a trajectory finished before, the run also waits `OUTAGE_S`.
     """
 
     def __init__(
         self, *, step: int, in_flight: Callable[[], int], clock: Clock, end: Callable[[str], None]
     ) -> None:
-        self._most = max(FEWEST, step)
+        self._most = max(MIN_FAILURES, step)
         self._in_flight = in_flight
         self._clock = clock
         self._end = end
@@ -72,10 +72,10 @@ class Reports:
         evaluations: Evaluations,
         closing: Closing,
         lost: LostTokens,
-        failing: Failing,
+        failures: ConsecutiveFailures,
     ) -> None:
         self._book = book
-        self._failing = failing
+        self._failures = failures
         self._lost = lost
         self._waiting = waiting
         self._evaluations = evaluations
@@ -118,11 +118,11 @@ class Reports:
         `reason` is `replica_crashed`, or `host_lost` if its disk is lost too.
         """
         self._book.moves.forget(replica)
-        more = {one.trajectory_id: one for one in salvaged}
+        salvaged_by_id = {item.trajectory_id: item for item in salvaged}
         for trajectory_id in sorted(self._book.views.forget(replica)):
             trajectory = self._book.live.get(trajectory_id)
             if trajectory is not None and trajectory.status is Status.RUNNING:
-                self.take_over(trajectory, more.get(trajectory_id))
+                self.take_over(trajectory, salvaged_by_id.get(trajectory_id))
                 self._requeue(trajectory, reason, self._waiting.append_displaced)
 
     def take_over(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
@@ -146,9 +146,10 @@ class Reports:
             await self._lose_version(trajectory)
 
     async def _on_progress(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Append the new tokens; then handle an interrupt, a failure, lost tokens or the end, if reported."""
         self._grow(trajectory, progress)
         if progress.broken is not None:
-            self._on_break(replica, trajectory, progress.broken)
+            self._on_interrupt(replica, trajectory, progress.broken)
         elif progress.failure is not None:
             await self._on_failure(replica, trajectory, progress.failure, progress.detail)
         elif progress.lost:
@@ -173,9 +174,9 @@ class Reports:
         if trajectory.kind is Kind.EVAL and begun is not None:
             self._evaluations.runs_under(trajectory, begun)
 
-    def _on_break(self, replica: int, trajectory: LiveTrajectory, broken: Break) -> None:
+    def _on_interrupt(self, replica: int, trajectory: LiveTrajectory, broken: InterruptReason) -> None:
         """Record that a stream was cut off, or paused for new weights and resumed on the same replica."""
-        if broken is Break.CUT:
+        if broken is InterruptReason.CUT:
             self._book.record(trajectory.cut_off())
         else:
             self._book.record(trajectory.interrupted("new_weights"))
@@ -186,7 +187,7 @@ class Reports:
         self._book.views.returned(replica, trajectory.id)
         self._book.moves.ends(trajectory.id)
         self._book.drop([trajectory], reason, detail)
-        self._failing.failed(reason, detail)
+        self._failures.failed(reason, detail)
         await self._closing.settled(trajectory)
 
     def _on_end(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
@@ -205,6 +206,7 @@ class Reports:
         queue(trajectory)
 
     def _finish(self, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Record the cap that cut a response, if any, and its end; then send it to scoring."""
         settings = self._book.settings
         if progress.cut is Cap.SECONDS:
             self._book.record(Cut(trajectory.id, Cap.SECONDS, settings.max_seconds or 0.0))
@@ -213,7 +215,7 @@ class Reports:
         elif progress.finish_reason is FinishReason.LENGTH:
             self._book.record(Cut(trajectory.id, Cap.TOKENS, self._book.sampling(trajectory).max_new_tokens))
         self._book.record(trajectory.finished(progress))
-        self._failing.finished()
+        self._failures.finished()
         self._closing.finished(trajectory)
 
     async def _lose_version(self, trajectory: LiveTrajectory) -> None:

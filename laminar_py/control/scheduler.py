@@ -23,7 +23,7 @@ from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.drops import Deadlines, LostTokens
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Credit, Group
-from laminar_py.control.reports import Failing, Reports
+from laminar_py.control.reports import ConsecutiveFailures, Reports
 from laminar_py.control.settings import ControlSettings
 from laminar_py.control.waiting import Router, WaitingQueue
 from laminar_py.ledger.recovery import Recovered
@@ -125,9 +125,9 @@ class TrajectoryScheduler:
             book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
         )
         step = settings.admission.batch * settings.group_size
-        failing = Failing(step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing)
+        failures = ConsecutiveFailures(step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing)
         self.reports = Reports(
-            book, waiting=waiting, evaluations=evaluations, closing=closing, lost=lost_tokens, failing=failing
+            book, waiting=waiting, evaluations=evaluations, closing=closing, lost=lost_tokens, failures=failures
         )
         self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
         self.dispatcher = Dispatcher(
@@ -150,10 +150,7 @@ class TrajectoryScheduler:
         self.moves.end_all()
 
     def end(self) -> None:
-        """Give replicas no more work, and end all moves, because the run stops.
-
-        A resumed run finishes its passes.
-        """
+        """Give replicas no more work, and end all moves: the run stops, and a resume finishes its evaluations."""
         self.book.phase = Phase.ENDING
         self.moves.end_all()
 
@@ -162,10 +159,7 @@ class TrajectoryScheduler:
         self.book.phase = Phase.RESTORING
 
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
-        """Continue the trajectories of a crashed controller, with tokens `salvaged` from replicas.
-
-        Allow evaluations.
-        """
+        """Continue a crashed controller's trajectories, with `salvaged` tokens of replicas; allow evaluations."""
         await restore(
             recovered,
             self.book,

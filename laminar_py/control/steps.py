@@ -14,12 +14,12 @@ from laminar_py.control.consumption import StepBatch
 from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 
 
 def pack_step(
-    config: RunConfig, batch: StepBatch, *, stand_ins: Mapping[str, FinishedTrajectory], attention_share: float
-) -> Packed[FinishedTrajectory]:
+    config: RunConfig, batch: StepBatch, *, stand_ins: Mapping[str, TrajectoryRef], attention_share: float
+) -> Packed[TrajectoryRef]:
     """Return the microbatches of each rank; `stand_ins` replace trajectories by id."""
     algorithm = config.algorithm
     terms = step_terms(

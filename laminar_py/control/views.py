@@ -27,9 +27,9 @@ class Ranking:
 
     def put(self, index: int, version: int | None, *, load: int = 0) -> None:
         """Move a replica to a version and load; version None removes it."""
-        place = None if version is None else (version, (load, index))
+        ranked = None if version is None else (version, (load, index))
         known = self._places.get(index)
-        if place == known:
+        if ranked == known:
             return
         if known is not None:
             entries = self._by_version[known[0]]
@@ -37,9 +37,9 @@ class Ranking:
             if not entries:
                 del self._by_version[known[0]]
             del self._places[index]
-        if place is not None:
-            insort(self._by_version.setdefault(place[0], []), place[1])
-            self._places[index] = place
+        if ranked is not None:
+            insort(self._by_version.setdefault(ranked[0], []), ranked[1])
+            self._places[index] = ranked
 
     def at_version(self, version: int) -> Sequence[Entry]:
         """Return the replicas of a version."""
@@ -179,6 +179,10 @@ class ReplicaViews:
         self._changed.clear()
 
     def _rank(self, view: ReplicaView) -> None:
+        """Enter a replica in each ranking that it qualifies for now, and remove it from all others.
+
+        A leaving replica is ranked in `_leaving`, and in `_placed` once it serves a version.
+        """
         index, load, version, stays = view.index, len(view.in_flight), view.version, not view.leaving
         self._serving.put(index, view.serving if stays and version >= 0 else None, load=load)
         for size, ranking in self._with_room.items():

@@ -147,6 +147,7 @@ class WaitingQueue:
         self._keep(lambda trajectory: trajectory.group_id != group_id)
 
     def _keep(self, stays: Callable[[LiveTrajectory], bool]) -> None:
+        """Remove all trajectories for which `stays` is False, from the lanes and from both lists."""
         self._displaced = [item for item in self._displaced if stays(item)]
         self._unreachable = [item for item in self._unreachable if stays(item)]
         for need, lane in list(self._lanes.items()):
@@ -207,10 +208,15 @@ class WaitingQueue:
                 self._insert(arrival, trajectory)
 
     def pop_for_starting(self) -> Iterator[tuple[LiveTrajectory, int]]:
-        """Remove and yield (trajectory, version) for a starting replica: versions that no other replica serves.
+        """Remove the next starting replica's work from the queue; yield each trajectory with its pinned version.
 
-        Replicas that start together share the versions: of 3, 4, 5 the first of two gets 3 and 5. If there are
-        more replicas than versions, several divide the trajectories of a version.
+        A starting replica gets only trajectories that no running replica can take under their version. It loads
+        the versions in ascending order, since an engine's version never goes back (law 2).
+
+        Several starting replicas divide the unserved versions: of 3, 4, 5 the first of two gets 3 and 5, and the
+        second gets 4. If more replicas start than there are versions, they divide the trajectories of a version.
+
+        One replica gets at most a batch. Exempt are evaluations of an older version, which is loaded only once.
         """
         self.extend(self._displaced)
         self._displaced = []
@@ -239,10 +245,7 @@ class WaitingQueue:
     # ---- dividing a version among replicas that start
 
     def _replicas_for(self, version: int, unserved: Mapping[int, list[Need]], num_starting: int) -> int:
-        """Return how many starting replicas take a version, by its share of the waiting trajectories.
-
-        At least 1.
-        """
+        """Return how many starting replicas take a version: its share of the waiting trajectories, at least 1."""
         waiting = {
             other: sum(len(self._lanes[need].entries) for need in needs if need in self._lanes)
             for other, needs in unserved.items()
@@ -271,21 +274,20 @@ class WaitingQueue:
         return evaluated and version is not None and (version < newest or newest < 0)
 
     def _limit(self, lane: Lane) -> int | None:
-        """Return the number of in-flight trajectories at which a replica gets no more of a lane; None.
-
-        No limit.
-        """
+        """Return how many in-flight trajectories a replica may have to get more of a lane; None is no limit."""
         if lane.share is None:
             return None
         return lane.share if self._book.views.num_starting() else self._book.settings.batch_per_replica
 
     def _is_unserved(self, version: int, pinned: Mapping[int, list[Need]]) -> bool:
+        """Whether a lane pinned to a version finds no replica that serves it or can load it."""
         lanes = (self._lanes[need] for need in pinned[version])
         return any(self._router.for_pinned(version, limit=self._limit(lane)) is None for lane in lanes)
 
     # ---- lanes
 
     def _need(self, trajectory: LiveTrajectory) -> Need:
+        """Return the lane of a trajectory: its own while it moves, its pass's if evaluated, else its version's."""
         if self._book.moves.destination(trajectory.id) is not None:
             return trajectory.id
         return trajectory.group_id if trajectory.kind is Kind.EVAL else self.pin(trajectory)

@@ -61,10 +61,14 @@ def read_turns(written: bytes | str) -> list[Turn]:
     Null fields are left out, parts of a content are joined, arguments of tools become objects. Raises
     `TemplateError`.
     """
-    return [_read_turn(one) for one in msgspec.json.decode(written)]
+    return [_read_turn(message) for message in msgspec.json.decode(written)]
 
 
 def _read_turn(given: Any) -> Turn:
+    """Convert a checked message to a turn: text content, and arguments of tool calls as objects.
+
+    Raises `TemplateError` for a message without content, and for arguments that are no JSON.
+    """
     turn = {name: value for name, value in given.items() if value is not None}
     if "content" not in turn and "tool_calls" not in turn:
         raise TemplateError(f"a message of {turn['role']!r} has no content")

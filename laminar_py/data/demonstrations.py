@@ -48,9 +48,9 @@ class Demonstrations:
 def read_demonstrations(
     source: DataSource, *, encoder: PromptEncoder, max_tokens: int | None
 ) -> list[Demonstration]:
-    """Read, check and encode every row. Raises `ConfigError` on the first invalid one.
+    """Read, check and encode every row of a source.
 
-    `max_tokens` is `warm_start.tokens_per_step`; None: any length.
+    Raises `ConfigError` for the first row that is invalid or has more than `max_tokens` tokens (None: any length).
     """
     demonstrations = []
     for row, line, given in read_records(source, _DemonstrationRow):

@@ -40,7 +40,10 @@ class HashIndex:
         return self._order[begin:end]
 
     def repeats(self) -> IntArray:
-        """[r, 2] each place whose hash occurs before, in order, and the last place before with the same hash."""
+        """Return pairs [r, 2] of places with equal hashes: a place, and the nearest earlier place with its hash.
+
+        The pairs are in order of the first column. E.g. hashes `[7, 3, 7, 7]` give `[[2, 0], [3, 2]]`.
+        """
         again = self._hashes[1:] == self._hashes[:-1]
         pairs = np.stack([self._order[1:][again], self._order[:-1][again]], axis=1)
         ordered: IntArray = pairs[np.argsort(pairs[:, 0])]
@@ -249,10 +252,10 @@ def read_prompts(
     rows = read_records(source, ProblemRow)
     while batch := list(islice(rows, BATCH)):
         given = [_given_prompt(source, *row) for row in batch]
-        new = {one: row for one, row in zip(given, batch, strict=True) if one not in keys}
+        new = {prompt: row for prompt, row in zip(given, batch, strict=True) if prompt not in keys}
         keys.update(zip(new, _check_prompts(source, new, encoder=encoder, limit=max_prompt_tokens), strict=True))
-        for one, row in zip(given, batch, strict=True):
-            problems.add(*row, key=keys[one])
+        for prompt, row in zip(given, batch, strict=True):
+            problems.add(*row, key=keys[prompt])
         if len(keys) > MOST_KNOWN:
             keys.clear()
     problems.check_ids()
@@ -278,24 +281,24 @@ def _check_prompts(
     """
     keys: list[int] = []
     to_count: list[tuple[GivenPrompt, int, str | list[Turn], str]] = []
-    for one, (row, line, written) in rows.items():
+    for given, (row, line, written) in rows.items():
         try:
             text = encoder.write(prompt := prompt_of(line, written))
         except TemplateError as error:
             raise source.error(row, str(error), value=written, remedy=REMEDY) from None
         most = encoder.tokenizer.max_ids(text)
         if not text or most is None or (limit is not None and most > limit):
-            to_count.append((one, row, prompt, text))
+            to_count.append((given, row, prompt, text))
         keys.append(text_key(text))
     lengths = encoder.count([prompt for _, _, prompt, _ in to_count], [text for *_, text in to_count])
-    for (one, row, _, _), num_tokens in zip(to_count, lengths, strict=True):
+    for (given, row, _, _), num_tokens in zip(to_count, lengths, strict=True):
         if not num_tokens:
-            raise source.error(row, "prompt is empty", value=one, remedy="write a prompt or remove the line")
+            raise source.error(row, "prompt is empty", value=given, remedy="write a prompt or remove the line")
         if limit is not None and num_tokens > limit:
             raise source.error(
                 row,
                 f"prompt has {num_tokens} tokens, above the {limit} that a response leaves of rollout.max_len,",
-                value=one,
+                value=given,
                 remedy="raise rollout.max_len or shorten the prompt",
             )
     return keys

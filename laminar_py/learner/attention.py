@@ -132,6 +132,7 @@ def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, N
         s_aux: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
+        """Attend within each packed sequence; `cu_seq_lens_q` has their ends. Returns [1, T, H, D] and None."""
         assert attention_mask is None, "packed attention takes no mask; sequences are told apart by cu_seqlens"
         assert dropout == 0.0, f"attention dropout {dropout} would change the log-probabilities"
         assert softcap is None, "attention logits with a soft cap are not supported"

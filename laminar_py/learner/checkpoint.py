@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.marker import Adapted, Architecture, complete_checkpoint, read_marker
+from laminar_py.learner.marker import AdapterFingerprint, Architecture, complete_checkpoint, read_marker
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import write_file
 
@@ -57,11 +57,11 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         *,
         mesh: DeviceMesh | None,
-        adapted: Adapted | None = None,
+        adapters: AdapterFingerprint | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._adapted = adapted
+        self._adapters = adapters
         self._rank, self._world_size = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
         # A group of its own, since the writing threads communicate at the same time as the collectives of steps.
         self._group = dist.new_group(backend="gloo") if mesh else None
@@ -98,13 +98,13 @@ class Checkpointer:
         `ConfigError` if the checkpoint is incomplete or of another model.
         """
         marker = read_marker(folder)
-        check_model(folder, marker.model, architecture(self._model, self._adapted))
+        check_model(folder, marker.model, architecture(self._model, self._adapters))
         weights, moments = self._state()
         state = {"model": weights, "optimizer": moments}
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
-        some = StateDictOptions(strict=False)  # a checkpoint has no frozen weights
+        partial_state = StateDictOptions(strict=False)  # a checkpoint has no frozen weights
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=some
+            self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=partial_state
         )
         if marker.world_size == self._world_size:
             self._set_random(decode(RandomState, _random_file(folder, self._rank).read_bytes()))
@@ -113,6 +113,10 @@ class Checkpointer:
     # ---- on the writing thread
 
     def _write(self, folder: Path, staged: dict[str, object], random: bytes, step: int) -> None:
+        """Write a staged copy of the state to a partial folder; rank 0 renames it when all ranks are done.
+
+        Runs in a thread. Raises the first error of any rank's write.
+        """
         partial = folder.with_name(f"{folder.name}.tmp")
         if self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -127,7 +131,7 @@ class Checkpointer:
         write_file(_random_file(partial, self._rank), random)
         self._barrier()
         if self._rank == 0:
-            model = architecture(self._model, self._adapted)
+            model = architecture(self._model, self._adapters)
             complete_checkpoint(partial, folder, step=step, world_size=self._world_size, model=model)
         self._barrier()
 
@@ -159,13 +163,13 @@ class Checkpointer:
             torch.cuda.set_rng_state(cuda, self._device)
 
 
-def load_weights(folder: Path, model: PreTrainedModel, *, adapted: Adapted | None = None) -> None:
+def load_weights(folder: Path, model: PreTrainedModel, *, adapters: AdapterFingerprint | None = None) -> None:
     """Load a checkpoint's trained weights into an unsharded `model`, whatever world size saved them.
 
     Frozen weights do not change. Raises `ConfigError` if the checkpoint is incomplete, of another model, or
     deleted meanwhile.
     """
-    check_model(folder, read_marker(folder).model, architecture(model, adapted))
+    check_model(folder, read_marker(folder).model, architecture(model, adapters))
     weights = _trained(get_model_state_dict(model), model)
     try:
         state_dict_loader.load({"model": weights}, checkpoint_id=folder, no_dist=True)
@@ -181,7 +185,7 @@ def _trained(weights: dict[str, ValueType], model: PreTrainedModel) -> dict[str,
     return {name: value for name, value in weights.items() if name not in frozen}
 
 
-def architecture(model: PreTrainedModel, adapted: Adapted | None) -> Architecture:
+def architecture(model: PreTrainedModel, adapters: AdapterFingerprint | None) -> Architecture:
     """Type of a model, and a digest over the sorted names and full shapes of its parameters."""
     shapes = sorted((name, list(parameter.shape)) for name, parameter in model.named_parameters())
     digest = blake3(msgspec.json.encode(shapes)).hexdigest(length=16)
@@ -190,7 +194,7 @@ def architecture(model: PreTrainedModel, adapted: Adapted | None) -> Architectur
         model_type=str(model.config.model_type),
         num_parameters=num_parameters,
         fingerprint=digest,
-        adapted=adapted,
+        adapted=adapters,
     )
 
 
@@ -205,7 +209,7 @@ def check_model(folder: Path, saved: Architecture, own: Architecture) -> None:
                 " start a run of its own"
             )
     else:
-        _check_adapted(folder, theirs, ours)
+        _check_adapters(folder, theirs, ours)
     if saved != own:
         raise ConfigError(
             f"checkpoint={folder}: was saved of a {saved}, and model.path is a {own}; set model.path to the model"
@@ -213,7 +217,8 @@ def check_model(folder: Path, saved: Architecture, own: Architecture) -> None:
         )
 
 
-def _check_adapted(folder: Path, saved: Adapted, own: Adapted) -> None:
+def _check_adapters(folder: Path, saved: AdapterFingerprint, own: AdapterFingerprint) -> None:
+    """Raise `ConfigError` if the adapters of a checkpoint differ from the run's in a setting or in their base."""
     for field in ("rank", "alpha", "targets"):
         before, now = getattr(saved, field), getattr(own, field)
         if before != now:
@@ -223,9 +228,9 @@ def _check_adapted(folder: Path, saved: Adapted, own: Adapted) -> None:
             )
     if saved.base != own.base:
         raise ConfigError(
-            f"checkpoint={folder}: its adapters are of a base of digest {saved.base[:8]}, and model.path, or its"
-            f" warm start, has {own.base[:8]}; set model.path to the weights that they were trained on, or start a"
-            " run of its own"
+            f"checkpoint={folder}: its adapters belong to a base with digest {saved.base[:8]}, and model.path, or"
+            f" its warm start, has {own.base[:8]}; set model.path to the weights that they were trained on, or"
+            " start a run of its own"
         )
 
 

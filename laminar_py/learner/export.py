@@ -56,10 +56,7 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
 
 
 def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torch.dtype) -> None:
-    """Write an unsharded model as a Hugging Face folder: config, weights, and the tokenizer files of `source`.
-
-    `folder` must not exist yet.
-    """
+    """Write an unsharded model as a new Hugging Face folder: config, weights, tokenizer files of `source`."""
     weights = dict(named_tensors(model, dtype=dtype))
     folder.mkdir(parents=True)
     config = model.config.__class__.from_pretrained(source)

@@ -63,6 +63,7 @@ def _selective_contexts() -> tuple[object, object]:
     products: Counter[bool] = Counter()
 
     def policy(context: SelectiveCheckpointContext, op: Any, *_: object, **__: object) -> CheckpointPolicy:
+        """Save attention and every second product of a layer; recompute the rest."""
         if op.name() in ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if op.name() in PRODUCTS:
@@ -192,7 +193,14 @@ class RouterReplay:
         self._forced = torch.tensor(batch.experts, dtype=torch.long, device=device)
 
     def _hook(self, layer: int) -> Hook:
+        """Make a hook on the router of a layer that replaces its chosen experts by the recorded ones.
+
+        The weights of the recorded experts come from the learner's own logits, so gradients reach the router. A
+        recorded -1 leaves the router's own choice.
+        """
+
         def replay(router: nn.Module, _: object, output: RouterOutput) -> RouterOutput:
+            """Replace the router's experts where experts are recorded, and take their weights from its logits."""
             if self._forced is None:
                 return output
             logits, weights, own = output

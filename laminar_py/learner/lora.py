@@ -22,7 +22,7 @@ from laminar_py.config.learner import LoraConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.distributed import share_record
-from laminar_py.learner.marker import Adapted
+from laminar_py.learner.marker import AdapterFingerprint
 from laminar_py.learner.model import gather_full, is_mixture
 from laminar_py.learner.sharding import placeholder_weights
 from laminar_py.records.engine import RefusedError
@@ -50,24 +50,24 @@ class LoraAdapters:
                 peft.inject_adapter_in_model(_config(settings), model, adapter_name=_NAME)
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
-    def adapted(self, mesh: DeviceMesh | None) -> Adapted:
-        """Digest of the base and settings of the adapters. Collective: rank 0 reads all of the base."""
+    def fingerprint(self, mesh: DeviceMesh | None) -> AdapterFingerprint:
+        """Return the fingerprint of the adapters. Collective: rank 0 reads all of the base for its digest."""
         if mesh is None:
-            return _adapted(self._settings, self._digest)
-        own = _adapted(self._settings, self._digest) if mesh.get_rank() == 0 else None
-        return share_record(own, Adapted, mesh=mesh)
+            return _fingerprint(self._settings, self._base_digest)
+        own = _fingerprint(self._settings, self._base_digest) if mesh.get_rank() == 0 else None
+        return share_record(own, AdapterFingerprint, mesh=mesh)
 
     def config(self) -> bytes:
         """Text of `adapter_config.json` as peft writes it. The first call reads all of the base for a digest."""
         config = _config(self._settings)
-        config.base_model_name_or_path, config.revision = str(self._base), self._digest
+        config.base_model_name_or_path, config.revision = str(self._base), self._base_digest
         config.inference_mode = True
         return json.dumps(config.to_dict(), sort_keys=True, default=sorted, indent=2).encode()
 
     def tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield A [rank, in] and B [out, rank] of each projection under peft's names, in full, cast to `dtype`.
 
-        Collective: every rank iterates to the end.
+        Collective: every rank must iterate to the end, since each tensor is gathered from all ranks.
         """
         for name, parameter in self._model.named_parameters():
             if f".{_NAME}." in name:
@@ -88,8 +88,8 @@ class LoraAdapters:
                 layer.set_scale(_NAME, 1.0)
 
     @cached_property
-    def _digest(self) -> str:
-        return _digest_of(self._base)
+    def _base_digest(self) -> str:
+        return _digest_base(self._base)
 
 
 def load_merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTrainedModel:
@@ -98,15 +98,16 @@ def load_merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTra
     Raises `ConfigError` if the adapters have another base or other settings, the base has no weights, or the
     checkpoint is incomplete.
     """
-    adapted = _adapted(settings, _digest_of(base))
+    fingerprint = _fingerprint(settings, _digest_base(base))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     tuner = peft.LoraModel(model, _config(settings), _NAME)
-    load_weights(checkpoint, model, adapted=adapted)
+    load_weights(checkpoint, model, adapters=fingerprint)
     result: PreTrainedModel = tuner.merge_and_unload()
     return result
 
 
-def _digest_of(base: Path) -> str:
+def _digest_base(base: Path) -> str:
+    """Return the digest of the base weights. Raises `ConfigError` if the folder has none."""
     try:
         return base_digest(base)
     except RefusedError as error:
@@ -124,9 +125,9 @@ def _config(settings: LoraConfig) -> peft.LoraConfig:
     )
 
 
-def _adapted(settings: LoraConfig, digest: str) -> Adapted:
+def _fingerprint(settings: LoraConfig, digest: str) -> AdapterFingerprint:
     targets = tuple(sorted(target.value for target in settings.targets))
-    return Adapted(digest, settings.rank, settings.alpha, targets)
+    return AdapterFingerprint(digest, settings.rank, settings.alpha, targets)
 
 
 def _check(model: PreTrainedModel, settings: LoraConfig) -> None:

@@ -15,10 +15,13 @@ from laminar_py.records.host import sync, write_file
 MARKER = "complete.json"
 
 
-class Adapted(msgspec.Struct, frozen=True):
-    """Base and settings of adapters, e.g. `Adapted("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`."""
+class AdapterFingerprint(msgspec.Struct, frozen=True):
+    """Tells adapters that fit a checkpoint from others: their base and their settings.
 
-    base: str  # digest of the weights that they adapt
+    E.g. `AdapterFingerprint("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`.
+    """
+
+    base: str  # digest of the base weights, by `records.weights.base_digest`
     rank: int
     alpha: float
     targets: tuple[str, ...]  # sorted
@@ -30,7 +33,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     num_parameters: int
     fingerprint: str  # digest over names and shapes of all parameters
-    adapted: Adapted | None = None  # set if only adapters are trained
+    adapted: AdapterFingerprint | None = None  # set if only adapters are trained
 
     def __str__(self) -> str:
         return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]})"

@@ -139,6 +139,7 @@ _PEAKS = ("ratio_max", "advantage_max")
 
 
 def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
+    """Compute metrics from a row of weighted sums over tokens and from `peaks`, the largest values."""
     sums = dict(zip(_COLUMNS, row.tolist(), strict=True))
     means = {name: sums[name] / (sums["weight"] or 1.0) for name in _MEANS}
     variance = means.pop("advantage_squares") - means["advantage_mean"] * means["advantage_mean"]

@@ -168,6 +168,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         longest: int,
         support: Support | None,
     ) -> tuple[Tensor, Tensor]:
+        """Compute log-probabilities and entropies [N] of `labels` at `rows`, without logits of other positions."""
         hidden = model.base_model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],

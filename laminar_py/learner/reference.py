@@ -63,7 +63,7 @@ def open_reference(
 
     `start` is the folder of the model that RL starts with, which is the reference if the config names no other.
     """
-    if not algorithm.refers or algorithm.refers_in_stage:
+    if not algorithm.has_reference or algorithm.reference_in_own_process:
         return None
     if (
         algorithm.reference is None and adapters is not None
@@ -104,7 +104,10 @@ class ReferenceModel:
         terms = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
         values = _logprobs(self._model, microbatch(list(trajectories), terms))
         layout = lay_out(trajectories)
-        return [_of_response(values, one, placed) for one, placed in zip(trajectories, layout.placed, strict=True)]
+        return [
+            _of_response(values, trajectory, placed)
+            for trajectory, placed in zip(trajectories, layout.placed, strict=True)
+        ]
 
 
 def _of_response(values: FloatArray, trajectory: Trajectory, placed: PlacedResponse) -> FloatArray:

@@ -49,8 +49,9 @@ def shard(
     layers = list(getattr(model.base_model, "layers", ()))
     if not layers:
         raise ConfigError(
-            f"model.path={model.name_or_path}: a {model.config.model_type} model names no list of layers, which is"
-            " what is sharded; train a decoder of transformers that has one, or set learner.world_size=1 on a CPU"
+            f"model.path={model.name_or_path}: a {model.config.model_type} model has no list `layers`, whose"
+            " members FSDP shards; train a decoder of transformers that has one, or set learner.world_size=1 on a"
+            " CPU"
         )
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
@@ -118,6 +119,7 @@ def _fill(model: PreTrainedModel, source: ModelConfig, *, seed: int, device: tor
 
 
 def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) -> None:
+    """Make this rank's shard of each parameter on `device`, and fill it from the files, like the buffers."""
     made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter under several names
     for prefix, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)):

@@ -45,11 +45,11 @@ DECAYS: dict[
 class Optimizer:
     """AdamW with clipping and a schedule, on the trained parameters of a model; checkpoints keep `adamw`."""
 
-    def __init__(self, model: nn.Module, settings: LearnerConfig, *, num_steps: int | None = None) -> None:
-        """`num_steps` counts the whole run's steps; a decay of the learning rate needs it."""
-        assert num_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay} needs an end"
+    def __init__(self, model: nn.Module, settings: LearnerConfig, *, total_steps: int | None = None) -> None:
+        """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
+        assert total_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay} needs an end"
         self._settings = settings
-        self._num_steps = num_steps
+        self._total_steps = total_steps
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.adamw = torch.optim.AdamW(
             self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
@@ -67,7 +67,7 @@ class Optimizer:
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total)
-            factor = lr_factor(step, self._settings, num_steps=self._num_steps)
+            factor = lr_factor(step, self._settings, total_steps=self._total_steps)
             for group in self.adamw.param_groups:
                 group["lr"] = self._settings.lr * factor
             self.adamw.step()
@@ -75,16 +75,16 @@ class Optimizer:
         return norm if finite else None
 
 
-def lr_factor(step: int, settings: LearnerConfig, *, num_steps: int | None) -> float:
+def lr_factor(step: int, settings: LearnerConfig, *, total_steps: int | None) -> float:
     """Factor on the learning rate at a step (0 for the first): linear warm-up, then the decay to 0 at the end.
 
     E.g. 0.5, 1, 1, 0.875, ..., 0.125 for 10 steps with 2 of warm-up and a `linear` decay.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
-    if num_steps is None:
+    if total_steps is None:
         return 1.0
-    past = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
+    past = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
     return DECAYS[settings.decay](min(1.0, past))
 
 
@@ -120,10 +120,10 @@ class Learner:
         *,
         temperature: float,
         seed: int,
-        num_steps: int | None = None,
+        total_steps: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`num_steps` counts the whole run's steps; a decay of the learning rate needs it."""
+        """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
         self._source = model.path
         self._algorithm = algorithm
         self._ranks = Ranks(mesh)
@@ -146,10 +146,10 @@ class Learner:
             offload=settings.offload,
         )
         self._cost = training_cost(self.model)
-        self._optimizer = Optimizer(self.model, settings, num_steps=num_steps)
-        adapted = None if self._adapters is None else self._adapters.adapted(mesh)
-        self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapted=adapted)
-        self.num_steps = 0
+        self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
+        fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
+        self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
+        self.steps_taken = 0
 
     def _adapt(self, settings: LoraConfig | None, seed: int) -> "LoraAdapters | None":
         if settings is None:
@@ -180,12 +180,12 @@ class Learner:
             seen = TokenSums(self._ranks.device)
             loss = self._backward(update, seen, partition, lengths, untouched=not norms)
             total = self._ranks.sum(float(loss))
-            norm = self._optimizer.update(self.num_steps, loss=total)
+            norm = self._optimizer.update(self.steps_taken, loss=total)
             if norm is not None:
                 losses.append(total)
                 norms.append(norm)
                 sums.merge(seen)
-        self.num_steps += 1
+        self.steps_taken += 1
         sums.reduce(self._ranks)
         work = self._measure_work(lengths)  # on CUDA this waits for all kernels of the step
         return StepMetrics(
@@ -218,7 +218,7 @@ class Learner:
 
     def begin_save(self, folder: Path) -> None:
         """Copy the state and begin to write a checkpoint; the next step may follow at once."""
-        self._checkpointer.begin(folder, step=self.num_steps)
+        self._checkpointer.begin(folder, step=self.steps_taken)
 
     def finish_save(self) -> None:
         """Wait until the last checkpoint is complete on disk. Raises the error of a write that failed."""
@@ -226,7 +226,7 @@ class Learner:
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint. Raises `ConfigError` if it is incomplete or of another model."""
-        self.num_steps = self._checkpointer.load(folder)
+        self.steps_taken = self._checkpointer.load(folder)
 
     # ---- parts of a step
 

@@ -120,7 +120,7 @@ def train_supervised(
     )
     batches = epochs(examples, tokens_per_step=settings.tokens_per_step, generator=random.Random(seed))
     for step, batch in enumerate(islice(batches, settings.steps)):
-        optimizer.param_groups[0]["lr"] = settings.lr * lr_factor(step, settings.steps)
+        optimizer.param_groups[0]["lr"] = settings.lr * warm_start_lr_factor(step, settings.steps)
         row = pack_examples(batch)
         logprobs, _ = policy_logprobs(policy, row)
         loss = cross_entropy_loss(logprobs, loss_weights=torch.tensor(row.loss_weights))
@@ -131,7 +131,7 @@ def train_supervised(
         on_step(step + 1, loss.item())
 
 
-def lr_factor(step: int, num_steps: int) -> float:
+def warm_start_lr_factor(step: int, num_steps: int) -> float:
     """Factor on the learning rate: linear warm-up over 20 steps, linear decay to 0 over the last 40 %."""
     return min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / (DECAY_SHARE * num_steps))
 
@@ -184,6 +184,7 @@ def _trained_rows(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float3
 
 
 def _fill_batches(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
+    """Split a pool in order into batches of at most `tokens_per_step` tokens."""
     batches: list[list[Example]] = []
     room = 0
     for example in pool:

@@ -60,14 +60,14 @@ def archive_pieces(request: bytes) -> bytes:
     rows: list[PieceRow] = []
     with closing(PayloadReader(segments_path(run))) as reader, unfinished.open("wb") as file:
         for number, pieces in _by_trajectory(stored_pieces(reader, iter(wanted.rows))):
-            if fault := next((one.fault for one in pieces if one.piece is None), ""):
+            if fault := next((stored.fault for stored in pieces if stored.piece is None), ""):
                 unreadable[number] = fault
                 continue
-            for one in pieces:
-                assert one.piece is not None, "trajectories with unreadable pieces are left out"
-                frame, offset = make_frame(one.piece, packed=True), file.tell()
+            for stored in pieces:
+                assert stored.piece is not None, "trajectories with unreadable pieces are left out"
+                frame, offset = make_frame(stored.piece, packed=True), file.tell()
                 file.writelines(frame.buffers)
-                rows.append(replace(one.row, segment=path.stem, offset=offset, num_bytes=frame.num_bytes))
+                rows.append(replace(stored.row, segment=path.stem, offset=offset, num_bytes=frame.num_bytes))
         end = file.tell()
         file.write(encode(rows) + _END.pack(end))
         file.flush()
@@ -81,7 +81,7 @@ def archive_pieces(request: bytes) -> bytes:
 
 
 def _by_trajectory(pieces: Iterator[StoredPiece]) -> Iterator[tuple[int, list[StoredPiece]]]:
-    return ((number, list(own)) for number, own in groupby(pieces, key=lambda one: one.row.trajectory))
+    return ((number, list(own)) for number, own in groupby(pieces, key=lambda stored: stored.row.trajectory))
 
 
 def archive_files(run: Path) -> list[Path]:

@@ -143,6 +143,7 @@ def _is_fixed(ledger: Path) -> bool:
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise `LedgerError` if the file is no ledger, or has the schema of another release."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application != _APPLICATION_ID:
         raise LedgerError(f"ledger={path}: not a ledger; name the folder of a run, or start a new one")

@@ -48,7 +48,7 @@ def open_passes(run: Path) -> list[OpenPass]:
         steps = dict(connection.execute("SELECT version, step FROM version WHERE NOT undone"))
         return [
             OpenPass(id=id, version=version, step=steps.get(version), answers=read_answers(connection, id))
-            for id, version in sorted(found, key=lambda one: pass_number(one[0]))
+            for id, version in sorted(found, key=lambda row: pass_number(row[0]))
             if version is None or version in steps
         ]
 
@@ -71,7 +71,7 @@ def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
 
 def in_order(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
     """Sort evaluations by seconds of RL, then by start, and make their figures comparable (`settled`)."""
-    return settled(sorted(evaluations, key=lambda one: (one.rl_s, pass_number(one.pass_id))))
+    return settled(sorted(evaluations, key=lambda evaluation: (evaluation.rl_s, pass_number(evaluation.pass_id))))
 
 
 def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
@@ -80,10 +80,12 @@ def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
     A reward with a bonus may be 0 or 1 throughout one pass by chance; its figure must keep one name over the run.
     """
     known = list(evaluations)
-    graded = {one.set_name for one in known if not one.figures.is_accuracy}
+    graded = {evaluation.set_name for evaluation in known if not evaluation.figures.is_accuracy}
     return [
-        msgspec.structs.replace(one, figures=one.figures.as_mean_reward) if one.set_name in graded else one
-        for one in known
+        msgspec.structs.replace(evaluation, figures=evaluation.figures.as_mean_reward)
+        if evaluation.set_name in graded
+        else evaluation
+        for evaluation in known
     ]
 
 
@@ -93,9 +95,9 @@ def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list
     The first pass on record may be of another set after a crash, so it cannot decide.
     """
     ordered = in_order(evaluations)
-    known = {one.set_name for one in ordered}
+    known = {evaluation.set_name for evaluation in ordered}
     first = next((name for name in names if name in known), None)
-    return [one for one in ordered if one.set_name == first]
+    return [evaluation for evaluation in ordered if evaluation.set_name == first]
 
 
 def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, EvalAnswer]:

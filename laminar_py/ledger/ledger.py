@@ -246,7 +246,7 @@ class Ledger:
         if numbers:
             query = "SELECT id FROM trajectory WHERE number = ?"
             ids = await self._read(
-                lambda connection: [id for one in numbers for (id,) in connection.execute(query, (one,))]
+                lambda connection: [id for number in numbers for (id,) in connection.execute(query, (number,))]
             )
             self.append(TokensLost(trajectory_ids=tuple(ids), reason=reason))
             self._batch.lost += numbers
@@ -256,8 +256,8 @@ class Ledger:
         """Return numbers of trajectories with a piece in one of these segments."""
         await self.commit()
         query = "SELECT DISTINCT trajectory, segment FROM piece WHERE segment != ''"
-        found = await self._read(lambda connection: connection.execute(query).fetchall())
-        return sorted({number for number, segment in found if segment in segments})
+        rows = await self._read(lambda connection: connection.execute(query).fetchall())
+        return sorted({number for number, segment in rows if segment in segments})
 
     async def segments(self) -> set[str]:
         """Return all segments that references name."""
@@ -289,6 +289,10 @@ class Ledger:
         return batch
 
     async def _write_batches(self) -> None:
+        """Write batches in a thread until closed, and complete the commits that wait for each.
+
+        Raises the error of a write, or the failure that the ledger was given.
+        """
         while not (self._closing and not self._wake.is_set()):
             await self._wake.wait()
             await self._complete.wait()

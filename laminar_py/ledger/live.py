@@ -122,7 +122,11 @@ def _kind(folder: Path, mounts: str) -> str:
 
 
 def _link_segments(run: RunFolder, disk: Path) -> None:
-    """Link the run's segments to the disk of each host. Raises `ConfigError`."""
+    """Make `segments` of the run's folder a link to the same path on each host's own disk.
+
+    Every host resolves the link to its own disk, so tokens stay on the host that wrote them. `disk` is the setting
+    `runs_local`. Raises `ConfigError` if the disk cannot be written.
+    """
     place = run.local_segments(disk.resolve())
     try:
         link_local(run.segments, place)

@@ -93,7 +93,7 @@ class Marks:
         self.version = version
         self.unpublished = {number: one for number, one in self.unpublished.items() if number > version}
 
-    def seen(self, version: int, digest: str, *, num_bytes: int) -> None:
+    def note_unpublished(self, version: int, digest: str, *, num_bytes: int) -> None:
         """Note that a relay or replica has a version; replicas do not know its size."""
         known = self.unpublished.get(version)
         if version > self.version and (known is None or num_bytes > known.num_bytes):
@@ -159,7 +159,7 @@ class Machine:
     def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> LiveTrajectory | None:
         """Apply event number `seq`, stamped by the wall and the monotonic clock; return its trajectory, if any.
 
-        Raises `IllegalEventError`.
+        Raises `IllegalEventError` if the event contradicts the state.
         """
         self._now = self.clock.at(wall, mono, event)
         handler = self._handlers.get(type(event))
@@ -209,6 +209,7 @@ class Machine:
     # ---- trajectories
 
     def _issued(self, event: Issued) -> LiveTrajectory:
+        """Add a queued trajectory with the next number."""
         if event.trajectory_id in self.live:
             _refuse(event, "it is live already")
         self.marks.number += 1
@@ -230,6 +231,7 @@ class Machine:
         return row
 
     def _assigned(self, event: Assigned) -> LiveTrajectory:
+        """Let a queued or interrupted trajectory run on a replica; a new epoch moves its time to `used_s`."""
         row = self._find(event, Status.QUEUED, Status.INTERRUPTED)
         if event.epoch < row.epoch:
             _refuse(event, f"its epoch is {row.epoch}")
@@ -263,6 +265,7 @@ class Machine:
         return row
 
     def _finished(self, event: Finished) -> LiveTrajectory:
+        """Finish a running trajectory with the final spans and digest of its response."""
         row = self._find(event, Status.RUNNING)
         _same_epoch(event, event.epoch, row)
         _same_length(event, event.length, row)
@@ -342,7 +345,7 @@ class Machine:
 
     def _version_seen(self, event: VersionLoaded | Relayed) -> None:
         num_bytes = event.num_bytes if isinstance(event, Relayed) else 0
-        self.marks.seen(event.version, event.digest, num_bytes=num_bytes)
+        self.marks.note_unpublished(event.version, event.digest, num_bytes=num_bytes)
 
     def _stepped(self, event: Stepped) -> None:
         if event.step <= self.marks.step:

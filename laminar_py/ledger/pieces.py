@@ -132,10 +132,10 @@ def _matches(row: PieceRow, piece: AnyPiece) -> bool:
 def is_whole(tokens: Sequence[StoredPiece], length: int) -> bool:
     """Whether all pieces can be read and make a response of `length` tokens."""
     end = 0
-    for one in tokens:
-        if not isinstance(one.piece, Piece) or one.piece.start != end:
+    for stored in tokens:
+        if not isinstance(stored.piece, Piece) or stored.piece.start != end:
             return False
-        end = one.piece.end
+        end = stored.piece.end
     return end == length
 
 
@@ -160,10 +160,12 @@ def spans_of(rows: Sequence[PieceRow]) -> tuple[Span, ...]:
 
 def split(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
     """Split a trajectory's pieces into tokens and columns, without duplicates that a crash left."""
-    once = list({(one.row.name, one.row.start, one.row.digest): one for one in pieces}.values())
-    return [one for one in once if one.row.name == NO_COLUMN], [one for one in once if one.row.name != NO_COLUMN]
+    once = list({(stored.row.name, stored.row.start, stored.row.digest): stored for stored in pieces}.values())
+    return [stored for stored in once if stored.row.name == NO_COLUMN], [
+        stored for stored in once if stored.row.name != NO_COLUMN
+    ]
 
 
 def column_values(pieces: Sequence[StoredPiece]) -> dict[str, ColumnPiece]:
     """Return the readable columns among a trajectory's pieces, by name."""
-    return {one.row.name: one.piece for one in pieces if isinstance(one.piece, ColumnPiece)}
+    return {stored.row.name: stored.piece for stored in pieces if isinstance(stored.piece, ColumnPiece)}

@@ -169,7 +169,7 @@ def _last_start(connection: sqlite3.Connection) -> RunStarted | None:
         "SELECT body FROM incarnation CROSS JOIN event USING (seq) ORDER BY incarnation DESC LIMIT 1"
     )
     started = [decode_event(body) for (body,) in bodies]
-    return next((one for one in started if isinstance(one, RunStarted)), None)
+    return next((event for event in started if isinstance(event, RunStarted)), None)
 
 
 def _refilled(connection: sqlite3.Connection) -> tuple[float, ...]:
@@ -258,6 +258,10 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 
 
 def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
+    """Yield the complete rows of trajectories that are live after a rollback to `step`, with their pieces.
+
+    Raises `LedgerError` for a trajectory whose tokens only the archive has, or whose prompt is not stored.
+    """
     where = f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}"
     rows = {row.id: row for row in live_rows(connection, where, (step,))}
     for event in _events_of(connection, where, step):

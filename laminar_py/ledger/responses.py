@@ -68,6 +68,7 @@ class StoredResponses:
         yield from (self._response_row(row, []) for row in read_rows(self._connection) if row.number not in done)
 
     def _response_row(self, row: TrajectoryRow, pieces: list[StoredPiece]) -> ResponseRow:
+        """Join the tokens of a trajectory from `pieces`, or from all files if these are incomplete."""
         tokens = split(pieces)[0]
         if not is_whole(tokens, row.length):  # the rest came from another host, to another file; or all is lost
             tokens = split(self.pieces(row))[0]

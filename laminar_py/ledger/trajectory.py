@@ -21,7 +21,7 @@ from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.replica import Assignment, Progress
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span, context_tokens, num_sampled
-from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt, Status
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status, TrajectoryRef
 
 NO_PROMPT = Prompt(id="", index=-1, text="", ids=np.empty(0, np.int32))
 """The prompt of a replayed trajectory; a replay knows prompts only by id."""
@@ -110,10 +110,10 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
             problem=_problem(self.prompt, self.id) if with_problem else None,
         )
 
-    def as_finished(self) -> FinishedTrajectory:
+    def as_ref(self) -> TrajectoryRef:
         """Return the finished response, by reference, for scorers, the reference model and the learner."""
         assert self.finish_reason is not None, f"{self.id} is {self.status}, not finished"
-        return FinishedTrajectory(
+        return TrajectoryRef(
             id=self.id,
             prompt_id=self.prompt.id,
             group_id=self.group_id,

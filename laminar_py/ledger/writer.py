@@ -134,6 +134,7 @@ class Writer:
         self._connection.close()
 
     def _store_prompts(self, prompts: list[Prompt]) -> None:
+        """Store new prompts, and check that a known id has the same prompt as before."""
         for prompt in prompts:
             id, ids = prompt.id, prompt.ids.tobytes()
             digest = prompt_digest(id, prompt.text, ids, prompt.answer, prompt.task, prompt.fields_json)
@@ -145,6 +146,7 @@ class Writer:
                 assert stored[0] == digest, f"prompt {id}: another prompt has this id; each needs its own"
 
     def _chain(self, events: list[Stamped]) -> tuple[list[tuple[object, ...]], tuple[int, bytes]]:
+        """Return rows of events, each with a hash over all events before it, and the new head (number, hash)."""
         seq, previous, host = self.seq, self.hash, self._host
         encode = _encoder.encode
         rows: list[tuple[object, ...]] = []
@@ -180,6 +182,7 @@ def _values(event: AnyEvent) -> dict[str, object]:
 
 
 def _subject(event: AnyEvent) -> str:
+    """Return the column `subject` of an event: a trajectory, replica, relay node, part, version or step."""
     trajectory_id = getattr(event, "trajectory_id", None)
     if trajectory_id is not None:
         return str(trajectory_id)

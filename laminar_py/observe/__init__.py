@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
+    from laminar_py.observe.diagnosis import Bottleneck as Bottleneck
     from laminar_py.observe.diagnosis import Diagnosis as Diagnosis
-    from laminar_py.observe.diagnosis import Wall as Wall
-    from laminar_py.observe.diagnosis import without_wall as without_wall
+    from laminar_py.observe.diagnosis import without_bottleneck as without_bottleneck
     from laminar_py.observe.figures import FIGURES as FIGURES
     from laminar_py.observe.fleet import pss_bytes as pss_bytes
     from laminar_py.observe.fleet import watch_fleet as watch_fleet

@@ -155,6 +155,7 @@ def make_app(reader: Reader, *, host: str, token: str | None) -> web.Application
         return web.Response(body=page, content_type="text/html", charset="utf-8")
 
     async def data(request: web.Request) -> web.Response:
+        """Answer the page's data, 304 if the browser has the newest, or 503 while the run is unreadable."""
         drawn, headers = reader.drawn, {"X-Refresh-Seconds": f"{reader.wait_s:.1f}"}
         if drawn is None or reader.trouble:
             return web.Response(status=503, text=reader.trouble, headers=headers)
@@ -214,6 +215,7 @@ def _guard(names: frozenset[str] | None, token: str | None) -> Middleware:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer 421 or 401 to a refused request; else call the handler and add the security headers."""
         if names is not None and _host_name(request.host) not in names:
             return web.Response(status=421, text="this host name is not served here", headers=_HEADERS)
         if token is not None and not hmac.compare_digest(_bytes(_token_of(request)), _bytes(token)):

@@ -1,7 +1,7 @@
-"""Diagnosis of a run: the binding wall by name, its evidence, and the wall that would follow it.
+"""Diagnosis of a run: its bottleneck by name, the evidence, and the bottleneck that would follow.
 
-A wall's gain is the goodput without the wall over the goodput with it, so a wall that another hides gains nothing.
-The terminal, the page, `/metrics` and `laminar advise` show the diagnosis.
+A bottleneck's gain is the goodput without the bottleneck over the goodput with it, so a bottleneck that another
+bottleneck hides gains nothing. The terminal, the page, `/metrics` and `laminar advise` show the diagnosis.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
 from laminar_py.observe.mean_step import MeanStep, StepStage, compose, predict
 
-WORTH_A_WORD = 0.05  # share that a bound on staleness costs, below which the bound fits
-SPARSE = 0.5  # share of groups without any success above which sparse rewards may be the wall
+WORTH_MENTIONING = 0.05  # share that a bound on staleness costs, below which the bound fits
+SPARSE = 0.5  # share of groups without any success above which sparse rewards may be the bottleneck
 LEAST_S = 0.005  # of a stage, below which a line leaves the stage out
 NO_STEP = "no learner step was completed, so what limits the run is unknown"
 
 
-class Wall(StrEnum):
-    """Limit of a run."""
+class Bottleneck(StrEnum):
+    """Resource or condition that limits a run; `MEANINGS` explains each to the user."""
 
     GENERATION = "generation"
     LONG_TAIL = "long tail"
@@ -34,19 +34,19 @@ class Wall(StrEnum):
     CPU = "cpu cores"
 
 
-STAGE_OF = {Wall(stage): stage for stage in StepStage}  # a wall that is a stage has the stage's name
+STAGE_OF = {Bottleneck(stage): stage for stage in StepStage}  # a bottleneck that is a stage has the stage's name
 MEANINGS = {
-    Wall.GENERATION: "Replicas generate as fast as they can, and the rest of the run waits for them.",
-    Wall.LONG_TAIL: "A few long responses keep replicas nearly empty while everybody waits for the last of them.",
-    Wall.ENVIRONMENT: "Trajectories wait for their environments, and too few others are there to fill the slots.",
-    Wall.REWARD: "Responses are finished faster than they are scored.",
-    Wall.REFERENCE: "The reference model's pass takes more of a step than any work beside it.",
-    Wall.WEIGHTS: "New weights travel to the replicas for so long that replicas are empty meanwhile.",
-    Wall.LEARNER: "Trajectories are there faster than the learner trains on them.",
-    Wall.FRESHNESS: "The bound on staleness keeps replicas from starting new work, though no stage is busy.",
-    Wall.STALE_DATA: "The weights have moved so far from the sampling policy that much of the data hardly counts.",
-    Wall.SPARSE_REWARD: "Most responses never succeed, and teach nothing.",
-    Wall.CPU: "Processes fill the machine's cores: more processes would share the cores, and be no faster.",
+    Bottleneck.GENERATION: "Replicas generate as fast as they can, and the rest of the run waits for them.",
+    Bottleneck.LONG_TAIL: "A few long responses keep replicas nearly empty while all else waits for the last one.",
+    Bottleneck.ENVIRONMENT: "Trajectories wait for their environments, and too few others fill the slots.",
+    Bottleneck.REWARD: "Responses are finished faster than they are scored.",
+    Bottleneck.REFERENCE: "The reference model's pass takes more of a step than any work beside it.",
+    Bottleneck.WEIGHTS: "New weights travel to the replicas for so long that replicas are empty meanwhile.",
+    Bottleneck.LEARNER: "Trajectories are there faster than the learner trains on them.",
+    Bottleneck.FRESHNESS: "The bound on staleness keeps replicas from starting new work, though no stage is busy.",
+    Bottleneck.STALE_DATA: "The weights are so far from the sampling policy that much of the data counts little.",
+    Bottleneck.SPARSE_REWARD: "Most responses never succeed, and teach nothing.",
+    Bottleneck.CPU: "Processes fill the machine's cores: more processes would share the cores, and be no faster.",
 }
 HOW = {
     Schedule.SYNC: "one after another",
@@ -56,10 +56,10 @@ HOW = {
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedWall:
-    """A wall with its gain, e.g. LEARNER with 1.3: without this wall goodput would be 1.3 times as high."""
+class JudgedBottleneck:
+    """A bottleneck with its gain, e.g. LEARNER with 1.3: goodput would be 1.3 times as high without it."""
 
-    wall: Wall
+    bottleneck: Bottleneck
     gain: float
     evidence: str
 
@@ -84,73 +84,73 @@ class BoundFit:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The mean step, the wall that binds it, and the wall that would bind without the first."""
+    """The mean step, the bottleneck that binds it, and the bottleneck that would bind without the first."""
 
     mean_step: MeanStep
-    binding: JudgedWall
-    next: JudgedWall
+    binding: JudgedBottleneck
+    next: JudgedBottleneck
     bound: BoundFit | None  # None under schedules that bound staleness by themselves
 
 
 def diagnose(step: MeanStep, config: RunConfig) -> Diagnosis:
-    """Return the wall with the largest gain, and the wall that would follow it."""
+    """Return the bottleneck with the largest gain, and the bottleneck that would follow it."""
     gains = _gains(step)
-    wall = _largest(gains, step)
-    after = without_wall(wall, step)
-    later = {name: gain for name, gain in _gains(after).items() if name is not wall}
+    bottleneck = _largest(gains, step)
+    after = without_bottleneck(bottleneck, step)
+    later = {name: gain for name, gain in _gains(after).items() if name is not bottleneck}
     following = _largest(later, after)
     bounded = step.schedule is Schedule.ASYNC
     return Diagnosis(
         mean_step=step,
-        binding=JudgedWall(wall, gains[wall], find_evidence(wall, step)),
-        next=JudgedWall(following, later[following], find_evidence(following, step)),
-        bound=_fit_bound(step, config.staleness.max_staleness, gains[Wall.FRESHNESS]) if bounded else None,
+        binding=JudgedBottleneck(bottleneck, gains[bottleneck], find_evidence(bottleneck, step)),
+        next=JudgedBottleneck(following, later[following], find_evidence(following, step)),
+        bound=_fit_bound(step, config.staleness.max_staleness, gains[Bottleneck.FRESHNESS]) if bounded else None,
     )
 
 
-def without_wall(wall: Wall, step: MeanStep) -> MeanStep:
-    """Return the mean step as it would be without a wall; without full cores means with twice the cores."""
+def without_bottleneck(bottleneck: Bottleneck, step: MeanStep) -> MeanStep:
+    """Return the mean step as it would be without a bottleneck; without full cores means with twice the cores."""
     times = step.times
     shortest_s = min(step.cpu_s, step.measured_s) if step.cores_full else 0.0
-    match wall:
-        case Wall.CPU:
+    match bottleneck:
+        case Bottleneck.CPU:
             return replace(step, measured_s=step.measured_s - shortest_s / 2, cpu_s=0.0) if shortest_s else step
-        case Wall.STALE_DATA:
+        case Bottleneck.STALE_DATA:
             return replace(step, age=replace(step.age, lost=0.0))
-        case Wall.SPARSE_REWARD:
+        case Bottleneck.SPARSE_REWARD:
             return replace(step, hopeless_share=0.0) if step.hopeless_share > SPARSE else step
-        case Wall.FRESHNESS if step.schedule is Schedule.ASYNC:
+        case Bottleneck.FRESHNESS if step.schedule is Schedule.ASYNC:
             composed = compose(step.schedule, times)
             measured = min(max(composed, shortest_s), step.measured_s)
             return replace(step, measured_s=measured, held_s=0.0, stale_share=0.0)
-        case Wall.FRESHNESS:
+        case Bottleneck.FRESHNESS:
             return replace(step, stale_share=0.0)
-        case Wall.LONG_TAIL:
+        case Bottleneck.LONG_TAIL:
             then = times.without_tail()
-        case Wall.REFERENCE if step.reference_in_learner:
+        case Bottleneck.REFERENCE if step.reference_in_learner:
             then = replace(times, learner_s=max(0.0, times.learner_s - step.reference_s))
         case _:
-            then = times.without(STAGE_OF[wall])
+            then = times.without(STAGE_OF[bottleneck])
     measured = predict(step.schedule, measured_s=step.measured_s, now=times, then=then)
     return replace(step, times=then, measured_s=max(measured, shortest_s))
 
 
-def _gains(step: MeanStep) -> dict[Wall, float]:
-    """Return for each wall the goodput without it over the goodput now."""
+def _gains(step: MeanStep) -> dict[Bottleneck, float]:
+    """Return for each bottleneck the goodput without it over the goodput now."""
     now = _useful_share(step) / max(step.measured_s, 1e-9)
     gains = {}
-    for wall in Wall:
-        without = without_wall(wall, step)
-        gains[wall] = _useful_share(without) / max(without.measured_s, 1e-9) / max(now, 1e-12)
+    for bottleneck in Bottleneck:
+        without = without_bottleneck(bottleneck, step)
+        gains[bottleneck] = _useful_share(without) / max(without.measured_s, 1e-9) / max(now, 1e-12)
     return gains
 
 
-def _largest(gains: dict[Wall, float], step: MeanStep) -> Wall:
-    """Return the wall with the largest gain; among equal gains the wall that takes most of the step."""
+def _largest(gains: dict[Bottleneck, float], step: MeanStep) -> Bottleneck:
+    """Return the bottleneck with the largest gain; among equal gains the one with most of the step."""
     times = step.times
-    seconds = {wall: times.seconds_of(stage) for wall, stage in STAGE_OF.items()}
-    seconds |= {Wall.LONG_TAIL: times.tail_s, Wall.GENERATION: times.generation_s - times.tail_s}
-    return max(gains, key=lambda wall: (round(gains[wall], 2), seconds.get(wall, 0.0)))
+    seconds = {bottleneck: times.seconds_of(stage) for bottleneck, stage in STAGE_OF.items()}
+    seconds |= {Bottleneck.LONG_TAIL: times.tail_s, Bottleneck.GENERATION: times.generation_s - times.tail_s}
+    return max(gains, key=lambda bottleneck: (round(gains[bottleneck], 2), seconds.get(bottleneck, 0.0)))
 
 
 def _useful_share(step: MeanStep) -> float:
@@ -160,20 +160,20 @@ def _useful_share(step: MeanStep) -> float:
 def _fit_bound(step: MeanStep, max_staleness: int | None, gain: float) -> BoundFit:
     """Return the side on which the bound costs more; `gain` is the goodput without it over the goodput with it."""
     idle, lost = 0.0 if max_staleness is None else 1 - 1 / max(gain, 1.0), step.age.lost
-    if max(idle, lost) < WORTH_A_WORD:
+    if max(idle, lost) < WORTH_MENTIONING:
         return BoundFit(BoundSide.NEITHER, max_staleness, idle, lost)
     return BoundFit(BoundSide.TIGHT if idle >= lost else BoundSide.LOOSE, max_staleness, idle, lost)
 
 
-def find_evidence(wall: Wall, step: MeanStep) -> str:
-    """Return the evidence for a wall in one line."""
+def find_evidence(bottleneck: Bottleneck, step: MeanStep) -> str:
+    """Return the evidence for a bottleneck in one line."""
     times, whole_s = step.times, step.measured_s
 
     def share(seconds: float) -> str:
         return f"{seconds / whole_s:.0%}" if whole_s else "0%"
 
-    match wall:
-        case Wall.GENERATION:
+    match bottleneck:
+        case Bottleneck.GENERATION:
             use = step.use
             filled = (
                 ""
@@ -182,48 +182,48 @@ def find_evidence(wall: Wall, step: MeanStep) -> str:
             )
             waits = f"the learner waits for a batch {share(step.waited_s)}"
             return f"replicas are busy {share(times.generation_s)} of the time{filled}; {waits}"
-        case Wall.LONG_TAIL:
+        case Bottleneck.LONG_TAIL:
             few = f"replicas have less than a quarter of their usual batch {share(times.tail_s)} of the time"
             return f"{few}, held by the last long responses; p95 of lengths is {step.length_ratio:.1f} x p50"
-        case Wall.ENVIRONMENT:
+        case Bottleneck.ENVIRONMENT:
             waits = f"replicas wait for their trajectories' environments {share(times.environment_s)} of the time"
             return f"{waits}; about {step.away:.0f} are away at a time, p95 of a turn is {step.turn_p95_s:.2f} s"
-        case Wall.REWARD:
+        case Bottleneck.REWARD:
             busy = share(times.reward_s)
             return f"scorers are busy {busy} of the time; p95 of a reward is {step.reward_p95_s:.2f} s"
-        case Wall.REFERENCE:
+        case Bottleneck.REFERENCE:
             where = "in the learner" if step.reference_in_learner else "as a stage"
             return f"the reference model works {share(step.reference_s)} of the time, {where}"
-        case Wall.LEARNER:
+        case Bottleneck.LEARNER:
             idle = share(step.held_s)
             busy = share(times.learner_s)
             return f"the learner is busy {busy} of the time; replicas are idle {idle}, with no room to begin"
-        case Wall.WEIGHTS:
+        case Bottleneck.WEIGHTS:
             late, way = share(times.weights_s), f"{step.transfer_s:.2f} s"
             return f"replicas are idle {late} of the time, waiting for newer weights: {way} a step on the way"
-        case Wall.FRESHNESS:
+        case Bottleneck.FRESHNESS:
             idle = share(step.held_s)
             held = f"replicas are idle {idle} of the time: nothing may begin, though no stage fills the step"
             if not step.stale_share:
                 return held
             return f"{held}, and {step.stale_share:.0%} of the tokens are dropped as too old"
-        case Wall.STALE_DATA:
+        case Bottleneck.STALE_DATA:
             return f"{step.age.lost:.0%} of the weight of the training data is gone: {_describe_divergence(step)}"
-        case Wall.CPU:
+        case Bottleneck.CPU:
             cpu, cores = (step.use.cpu, step.use.cores) if step.use is not None else (0.0, 0)
             longest = max(StepStage, key=times.seconds_of)
             return f"processes keep {cpu:.0%} of the {cores} cores busy; most of a step takes {longest}"
-        case Wall.SPARSE_REWARD:
+        case Bottleneck.SPARSE_REWARD:
             return f"in {step.hopeless_share:.0%} of the groups no member had any success"
 
 
 def describe_diagnosis(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
-    """Yield lines about the wall, the bound on staleness, the use of engines and the stages, with headings."""
+    """Yield lines with headings: the bottleneck, the bound on staleness, the use of engines, the stages."""
     binding, following, step = diagnosis.binding, diagnosis.next, diagnosis.mean_step
-    yield "limited by", f"{str(binding.wall).upper()}: {binding.evidence}"
-    without = "with twice the cores" if binding.wall is Wall.CPU else "without it"
+    yield "limited by", f"{str(binding.bottleneck).upper()}: {binding.evidence}"
+    without = "with twice the cores" if binding.bottleneck is Bottleneck.CPU else "without it"
     gain = f"at most {binding.gain:.2f} x" if binding.gain < 100 else "more than 100 x"
-    then = f"then {following.wall} limits, now: {following.evidence}"
+    then = f"then {following.bottleneck} limits, now: {following.evidence}"
     yield without, f"{gain} the goodput (useful trained tokens per second); {then}"
     if diagnosis.bound is not None:
         yield "staleness", _describe_bound(diagnosis.bound, step)

@@ -101,8 +101,8 @@ def _evaluated(report: RunReport) -> Labelled:
     return {one.set_name: one.figures.mean.value for one in report.snapshot.history.evaluations}
 
 
-def _wall(report: RunReport) -> Labelled:
-    return {} if report.diagnosis is None else {str(report.diagnosis.binding.wall): 1.0}
+def _bottleneck(report: RunReport) -> Labelled:
+    return {} if report.diagnosis is None else {str(report.diagnosis.binding.bottleneck): 1.0}
 
 
 def _latencies(report: RunReport) -> dict[tuple[str, ...], float]:
@@ -278,7 +278,7 @@ FIGURES = (
     gauge("response_length_tokens", "response length", _lengths, "quantile"),
     gauge("turns", "turns of the model in a trajectory", _turns, "quantile"),
     gauge("staleness_steps", "staleness of consumed trajectories", _staleness, "quantile"),
-    gauge("latency_seconds", "seconds of the stages of a trajectory's way", _latencies, "stage", "quantile"),
+    gauge("latency_seconds", "seconds of each stage of a trajectory", _latencies, "stage", "quantile"),
     gauge("tail_ratio", "p95 over p50", _tail_ratios, "of"),
     gauge("replica_version", "weight version that a replica serves", _loaded_versions, "replica"),
     gauge("replica_running", "trajectories that it decodes", _last_fleet(lambda row: row.running), "replica"),
@@ -318,15 +318,15 @@ FIGURES = (
     ),
     gauge("last_event_timestamp_seconds", "since 1970; long ago after a kill", lambda r: r.snapshot.heard_s),
     counter("events", "in the ledger", lambda r: r.snapshot.seq),
-    gauge("wall_info", "what limits the run", _wall, "wall"),
+    gauge("wall_info", "what limits the run", _bottleneck, "wall"),
 )
 
 
 def headline(report: RunReport) -> list[Card]:
-    """Return the cards of terminal and page: the wall, figures with a note, and the evaluations of each set."""
+    """Return the cards of terminal and page: bottleneck, figures with a note, and evaluations of each set."""
     cards = [Card("simulated", "no real run", report.simulation)] if report.simulation else []
     if report.diagnosis is not None:
-        cards.append(Card("limited by", str(report.diagnosis.binding.wall), "the evidence is below"))
+        cards.append(Card("limited by", str(report.diagnosis.binding.bottleneck), "the evidence is below"))
     for figure in FIGURES:
         value = figure.number(report) if figure.note is not None else None
         if figure.note is not None and value is not None:

@@ -124,9 +124,10 @@ class StageTimes:
         return replace(self, **{f"{stage}_s": self.seconds_of(stage) / factor})
 
     def without(self, stage: StepStage) -> "StageTimes":
-        """Return the times without a stage. Without weights the learner has no stall.
+        """Return the times as if a stage cost nothing.
 
-        The tail of generation stays.
+        Without generation its tail remains, since more replicas do not shorten the tail. Without weights the
+        learner also saves its stall at a publish.
         """
         if stage is StepStage.GENERATION:
             return replace(self, generation_s=self.tail_s)
@@ -220,7 +221,7 @@ def mean_step(
     def mean(column: Times) -> float:
         return float(column[first:].mean())
 
-    in_learner = config.algorithm.refers and not config.algorithm.refers_in_stage
+    in_learner = config.algorithm.has_reference and not config.algorithm.reference_in_own_process
     since = float((pipeline.end_s - pipeline.measured_s)[first])
     tokens = _tokens_per_step(trajectories)
     trajectories = trajectories.where(trajectories.issued_s >= since - mean(pipeline.measured_s))
@@ -355,9 +356,10 @@ def _token_share(trajectories: Trajectories, chosen: BoolArray) -> float:
 
 
 def _hopeless_share(trajectories: Trajectories) -> float:
-    """Return the share of scored groups without signal whose members all had the worst reward of the run.
+    """Return the share of scored groups that failed throughout: all members got the lowest reward of the run.
 
-    If all rewards of the run are equal and above 0, all have succeeded.
+    The controller drops such groups, since equal rewards teach nothing. If all rewards of the run are equal and
+    above 0, every response succeeded, and the share is 0.
     """
     scored = trajectories.where(~np.isnan(trajectories.reward))
     if not len(scored):

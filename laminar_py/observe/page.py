@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from laminar_py.config.loading import dump_config
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.diagnosis import MEANINGS, STAGE_OF, Diagnosis, Wall, describe_diagnosis
+from laminar_py.observe.diagnosis import MEANINGS, STAGE_OF, Bottleneck, Diagnosis, describe_diagnosis
 from laminar_py.observe.figures import headline
 from laminar_py.observe.kit import Card, Chart, Heat, Panel, Series, Table, render
 from laminar_py.observe.mean_step import StageTimes, StepStage
@@ -80,7 +80,7 @@ def make_page(report: RunReport, *, texts: EmbeddedTexts | None = None) -> Page:
         heard_s=snapshot.heard_s,
         cards=headline(report),
         panels=[
-            *([] if report.diagnosis is None else [wall_panel(report.diagnosis)]),
+            *([] if report.diagnosis is None else [bottleneck_panel(report.diagnosis)]),
             timeline_panel(snapshot),
             lengths,
             latencies,
@@ -98,22 +98,27 @@ def make_page(report: RunReport, *, texts: EmbeddedTexts | None = None) -> Page:
     )
 
 
-def wall_panel(diagnosis: Diagnosis) -> Panel:
-    """Return the panel of the wall, with the evidence that the terminal shows."""
-    wall = diagnosis.binding.wall
+def bottleneck_panel(diagnosis: Diagnosis) -> Panel:
+    """Return the panel of the bottleneck, with the evidence that the terminal shows."""
+    bottleneck = diagnosis.binding.bottleneck
     lines = [f"{heading}: {words}" for heading, words in describe_diagnosis(diagnosis)]
     return Panel(
-        id="wall", title="What limits this run", lead=str(wall), note=MEANINGS[wall], lines=lines, is_wide=True
+        id="wall",
+        title="What limits this run",
+        lead=str(bottleneck),
+        note=MEANINGS[bottleneck],
+        lines=lines,
+        is_wide=True,
     )
 
 
 def timeline_panel(snapshot: Snapshot) -> Panel:
     """Return the panel of replicas over time, by their number of trajectories, with the learner steps."""
-    stays, end_s = snapshot.stays, max(snapshot.end_s, 1e-3)
-    replicas = np.unique(stays.replica).tolist()
+    residences, end_s = snapshot.residences, max(snapshot.end_s, 1e-3)
+    replicas = np.unique(residences.replica).tolist()
     bins = max(1, min(MOST_TIMES, MOST_CELLS // max(1, len(replicas))))
     edges = np.linspace(0.0, end_s, bins + 1)
-    running = [occupancy(stays, replica=replica, edges=edges)[0] for replica in replicas]
+    running = [occupancy(residences, replica=replica, edges=edges)[0] for replica in replicas]
     heat = Heat(
         name="trajectories",
         x=np.round((edges[1:] + edges[:-1]) / 2, 3).tolist(),
@@ -158,8 +163,8 @@ def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
 def distribution_panels(train: Trajectories) -> tuple[Panel, Panel]:
     """Return the panel of lengths (and turns, if there are any), and the panel of times."""
     values = measures(train)
-    counted = [_histogram(one, column) for one, column in values.items() if one in COUNTED]
-    times = [_histogram(one, column) for one, column in values.items() if one not in COUNTED]
+    counted = [_histogram(name, column) for name, column in values.items() if name in COUNTED]
+    times = [_histogram(name, column) for name, column in values.items() if name not in COUNTED]
     return (
         Panel(id="lengths", title="Response length", charts=counted, choose="of"),
         Panel(id="latencies", title="Latency", charts=times, choose="stage"),
@@ -219,7 +224,7 @@ class StageBar(NamedTuple):
     binding: bool
 
 
-def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> list[StageBar]:
+def stage_bars(schedule: Schedule, times: StageTimes, bottleneck: Bottleneck) -> list[StageBar]:
     """Return the bars of a mean step; stages that wait for each other follow each other, as in `compose`."""
     turns = times.generation_s + times.environment_s
     rollout = max(turns, times.reward_s, times.reference_s)
@@ -231,7 +236,7 @@ def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> list[StageB
         case Schedule.ASYNC:
             begin = {StepStage.WEIGHTS: turns}
     begin[StepStage.ENVIRONMENT] = times.generation_s
-    binding = StepStage.GENERATION if wall is Wall.LONG_TAIL else STAGE_OF.get(wall)
+    binding = StepStage.GENERATION if bottleneck is Bottleneck.LONG_TAIL else STAGE_OF.get(bottleneck)
     return [
         StageBar(str(stage), begin.get(stage, 0.0), times.seconds_of(stage), stage is binding)
         for stage in StepStage
@@ -242,7 +247,7 @@ def stage_bars(schedule: Schedule, times: StageTimes, wall: Wall) -> list[StageB
 def step_panel(diagnosis: Diagnosis) -> Panel:
     """Return the panel of the mean step's stages."""
     step = diagnosis.mean_step
-    bars = stage_bars(step.schedule, step.times, diagnosis.binding.wall)
+    bars = stage_bars(step.schedule, step.times, diagnosis.binding.bottleneck)
     series = Series(
         name="stage",
         kind="row",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from laminar_py.config.run import RunConfig
 from laminar_py.observe.record import History, find_presence
-from laminar_py.observe.trajectories import Ints, Stays, Times, Trajectories
+from laminar_py.observe.trajectories import Ints, Residences, Times, Trajectories
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Relayed, VersionLoaded, VersionPublished
 
@@ -23,9 +23,7 @@ USUAL = 0.9  # quantile of a replica's number of trajectories over its busy time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Columns [S] in seconds, with one entry for each step that counts.
-
-    Columns of replicas are means over replicas.
+    """Columns [S] in seconds, with one entry for each step that counts; columns of replicas are means over them.
 
     `measured_s = generation_s + environment_s + late_s + held_s = waited_s + learner_s`, e.g. 0.90 = 0.50 + 0.20 +
     0.05 + 0.15. A replica's busy time is divided between generation and environment: generation is the share of
@@ -54,7 +52,9 @@ class Pipeline:
         return len(self.step)
 
 
-def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays, history: History) -> Pipeline:
+def measure_pipeline(
+    config: RunConfig, trajectories: Trajectories, residences: Residences, history: History
+) -> Pipeline:
     """Return the columns of all steps that count; `trajectories` are training trajectories."""
     rows = [(done.step, at_s, done.waited_s, done.reference_s) for at_s, done in history.steps]
     step, end, waited, reference = np.array(rows, np.float64).reshape(-1, 4).T
@@ -64,13 +64,13 @@ def measure_pipeline(config: RunConfig, trajectories: Trajectories, stays: Stays
     versions = _read_versions(history)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
-    away_s = _area_of(stays.start_s, stays.end_s, stays.away, begin, end)
+    away_s = _area_of(residences.start_s, residences.end_s, residences.away, begin, end)
     columns: dict[str, npt.NDArray[Any]] = {
         "step": step.astype(np.int32),
         "end_s": end,
         "measured_s": end - begin,
         **_replica_columns(
-            config, stays, versions, _presence_s(config, history, begin, end), (begin, end, counts)
+            config, residences, versions, _presence_s(config, history, begin, end), (begin, end, counts)
         ),
         "away": away_s / np.maximum(end - begin, 1e-12),
         "reward_s": _sums_by_step(scored[known], trajectories.scorer_s[known] / config.reward.workers, begin, end),
@@ -124,7 +124,10 @@ def _read_versions(history: History) -> _Versions:
 
 
 def _presence_s(config: RunConfig, history: History, begin: Times, end: Times) -> dict[int, Times]:
-    """Return by replica the seconds of each step [S] in which it was in the fleet."""
+    """Return for each replica how many seconds of each step [S] it was part of the fleet.
+
+    `begin` and `end` [S] are the times of the steps. `laminar scale` adds and removes replicas during a run.
+    """
     presence = find_presence(history.happened, replicas=config.rollout.replicas)
     there = {replica: np.zeros(len(end)) for replica in presence.replicas}
     for replica, start_s, end_s in zip(presence.replica.tolist(), presence.start_s, presence.end_s, strict=True):
@@ -134,7 +137,7 @@ def _presence_s(config: RunConfig, history: History, begin: Times, end: Times) -
 
 def _replica_columns(
     config: RunConfig,
-    stays: Stays,
+    residences: Residences,
     versions: _Versions,
     there: dict[int, Times],
     steps: tuple[Times, Times, BoolArray],
@@ -143,16 +146,16 @@ def _replica_columns(
     begin, end, counts = steps
     totals = {name: np.zeros(len(end)) for name in _REPLICA_COLUMNS}
     horizon = end[-1] if len(end) else 0.0
-    order = np.argsort(stays.replica, kind="stable")
-    sorted_replica = stays.replica[order]
+    order = np.argsort(residences.replica, kind="stable")
+    sorted_replica = residences.replica[order]
     for replica, there_s in there.items():
         mine = order[
             np.searchsorted(sorted_replica, replica) : np.searchsorted(sorted_replica, replica, side="right")
         ]
-        start_s = np.minimum(stays.start_s[mine], horizon)
-        end_s = np.minimum(stays.end_s[mine], horizon)
+        start_s = np.minimum(residences.start_s[mine], horizon)
+        end_s = np.minimum(residences.end_s[mine], horizon)
         at, running = _step_function(start_s, end_s)
-        away = np.maximum(_summed_heights(start_s, end_s, stays.away[mine]), 0.0)
+        away = np.maximum(_summed_heights(start_s, end_s, residences.away[mine]), 0.0)
         filled = _filled_share(running, away, config.rollout.max_batch)
         usual = min(_usual_number(_counted_time(at, begin, end, counts), running), config.rollout.max_batch)
         loaded = versions.load_replica == replica
@@ -180,7 +183,11 @@ def _step_function(start: Times, stop: Times) -> tuple[Times, Ints]:
 
 
 def _filled_share(running: Ints, away: Times, slots: int) -> Times:
-    """Return the share [n] of the slots which `running` trajectories could fill that present ones fill."""
+    """Return the share [n] of decode slots in use, among the slots that all `running` trajectories could use.
+
+    `running` [n] trajectories are on the replica, and `away` [n] of them wait for their environment. The others
+    decode, at most `slots` at a time.
+    """
     share: Times = np.minimum(running - away, slots) / np.maximum(np.minimum(running, slots), 1)
     return share
 

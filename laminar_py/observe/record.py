@@ -28,11 +28,11 @@ from laminar_py.ledger.row_files import read_rows
 from laminar_py.ledger.rows import decode_event
 from laminar_py.observe.trajectories import (
     Ints,
+    Residences,
     RunTimes,
-    Stays,
     Times,
     Trajectories,
-    read_stays,
+    read_residences,
     read_trajectories,
 )
 from laminar_py.records.codec import BoolArray
@@ -87,19 +87,19 @@ def find_presence(happened: Iterable[Happened], *, replicas: int) -> Presence:
         spans.append((replica, there.pop(replica), at_s))
 
     known = False
-    for one in happened:
-        event = one.event
+    for stamped in happened:
+        event = stamped.event
         if isinstance(event, RunStarted):
             begins = True
             for replica in list(there):
-                leave(replica, one.at_s)
+                leave(replica, stamped.at_s)
         elif isinstance(event, Scaled):
-            there |= dict.fromkeys(event.replicas, one.at_s) if begins else {}
+            there |= dict.fromkeys(event.replicas, stamped.at_s) if begins else {}
             begins, known = False, True
         elif isinstance(event, PartStarted) and known and (match := _REPLICA.fullmatch(event.part)):
-            there.setdefault(int(match[1]), one.at_s)
+            there.setdefault(int(match[1]), stamped.at_s)
         elif isinstance(event, ReplicaLeft) and event.replica in there:
-            leave(event.replica, one.at_s)
+            leave(event.replica, stamped.at_s)
     spans += [(replica, start_s, math.inf) for replica, start_s in there.items()]
     if not known:
         spans = [(replica, -math.inf, math.inf) for replica in range(replicas)]
@@ -109,7 +109,7 @@ def find_presence(happened: Iterable[Happened], *, replicas: int) -> Presence:
 
 def with_last_fleet(config: RunConfig, happened: Iterable[Happened]) -> RunConfig:
     """Return the config with the last fleet size, from which remedies start."""
-    fleets = [one.event for one in happened if isinstance(one.event, Scaled)]
+    fleets = [stamped.event for stamped in happened if isinstance(stamped.event, Scaled)]
     if not fleets or len(fleets[-1].replicas) == config.rollout.replicas:
         return config
     rollout = config.rollout.model_copy(update={"replicas": len(fleets[-1].replicas)})
@@ -131,17 +131,17 @@ class History:
 
     def of_kind(self, kind: type[EventKind]) -> Iterator[tuple[float, EventKind]]:
         """Iterate over (time, event) of one type."""
-        return ((one.at_s, one.event) for one in self.happened if isinstance(one.event, kind))
+        return ((stamped.at_s, stamped.event) for stamped in self.happened if isinstance(stamped.event, kind))
 
     @cached_property
     def steps(self) -> tuple[tuple[float, Stepped], ...]:
         """Learner steps that were not undone, with their end times."""
         kept: list[tuple[float, Stepped]] = []
-        for one in self.happened:
-            if isinstance(one.event, Stepped):
-                kept.append((one.at_s, one.event))
-            elif isinstance(one.event, RolledBack):
-                last = one.event.step
+        for stamped in self.happened:
+            if isinstance(stamped.event, Stepped):
+                kept.append((stamped.at_s, stamped.event))
+            elif isinstance(stamped.event, RolledBack):
+                last = stamped.event.step
                 kept = [(at_s, step) for at_s, step in kept if step.step <= last]
         return tuple(kept)
 
@@ -149,11 +149,11 @@ class History:
     def skipped(self) -> tuple[int, ...]:
         """Steps whose loss or gradient was not finite when they were last done."""
         found: set[int] = set()
-        for one in self.happened:
-            if isinstance(one.event, Stepped):
-                found.discard(one.event.step)  # `StepSkipped` follows if it was skipped again
-            elif isinstance(one.event, StepSkipped):
-                found.add(one.event.step)
+        for stamped in self.happened:
+            if isinstance(stamped.event, Stepped):
+                found.discard(stamped.event.step)  # `StepSkipped` follows if it was skipped again
+            elif isinstance(stamped.event, StepSkipped):
+                found.add(stamped.event.step)
         return tuple(sorted(found))
 
     @property
@@ -174,16 +174,16 @@ class History:
     def evaluations_by_set(self) -> dict[str, list[Evaluated]]:
         """Evaluations of each set, by seconds of RL; the sets in the order of the config."""
         sets: dict[str, list[Evaluated]] = {}
-        for one in sorted(self.evaluations, key=lambda one: pass_number(one.pass_id)):
-            sets.setdefault(one.set_name, [])
-        for one in self.evaluations:
-            sets[one.set_name].append(one)
+        for evaluation in sorted(self.evaluations, key=lambda evaluation: pass_number(evaluation.pass_id)):
+            sets.setdefault(evaluation.set_name, [])
+        for evaluation in self.evaluations:
+            sets[evaluation.set_name].append(evaluation)
         return sets
 
     @property
     def live(self) -> bool:
         """Whether the run has not recorded its end; true also for a killed run."""
-        last = [one.event for one in self.happened if isinstance(one.event, RunStarted | RunEnded)]
+        last = [stamped.event for stamped in self.happened if isinstance(stamped.event, RunStarted | RunEnded)]
         return bool(last) and isinstance(last[-1], RunStarted)
 
 
@@ -257,7 +257,7 @@ class Snapshot:
     end_s: float  # time of the last event
     heard_s: float  # the same in seconds since 1970, long ago if the run was killed
     all_trajectories: Trajectories  # of training and evaluations
-    stays: Stays  # of all trajectories; open stays end at `end_s`
+    residences: Residences  # of all trajectories; open residences end at `end_s`
     history: History
     recomputed: int  # tokens prefilled again after a move or new weights
     samples: Samples
@@ -272,9 +272,9 @@ class Snapshot:
         """Whether each of `all_trajectories` [N] is an evaluation."""
         return self.all_trajectories.is_kind(Kind.EVAL)
 
-    def places(self, stays: Stays) -> npt.NDArray[np.int64]:
-        """Return the place [M] in `all_trajectories` of each stay's trajectory."""
-        found: npt.NDArray[np.int64] = np.searchsorted(self.all_trajectories.number, stays.trajectory)
+    def places(self, residences: Residences) -> npt.NDArray[np.int64]:
+        """Return the place [M] in `all_trajectories` of each residence's trajectory."""
+        found: npt.NDArray[np.int64] = np.searchsorted(self.all_trajectories.number, residences.trajectory)
         return found
 
     def ids(self, numbers: Ints) -> list[str]:
@@ -284,7 +284,11 @@ class Snapshot:
             return [id for (id,) in connection.execute(query, (json.dumps(numbers.tolist()),))]
 
     def at_rl(self, rl_s: Times) -> Times:
-        """Convert seconds of RL, which pause during evaluations, to times of the run, by interpolation."""
+        """Convert times on the clock of RL, which pauses during evaluations, to seconds since the run's start.
+
+        `metrics.jsonl` has the RL time of each step, and the ledger has the run's time of the same step. Times
+        between two steps are interpolated; times outside all steps keep their distance to the nearest step.
+        """
         ends = {step.step: at_s for at_s, step in self.history.steps}
         known = [(row.rl_s, ends[row.step]) for row in self.samples.steps if row.step in ends]
         if not known:
@@ -303,7 +307,7 @@ def read_snapshot(run: Path) -> Snapshot:
     """
     folder = ledger_path(run).parent
     with reading(run) as connection:
-        return _read(run, folder, connection)
+        return _read_snapshot(run, folder, connection)
 
 
 def read_tables(
@@ -318,7 +322,12 @@ def read_tables(
     return trajectories, times, read_history(connection, times)
 
 
-def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
+def _read_snapshot(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
+    """Read a snapshot of a run from its open ledger `connection` and the other files of its `folder`.
+
+    The snapshot ends at the last time that any trajectory or event has, and open residences end there too. The
+    config is None for a ledger without a `config.yaml` beside it. Raises `ConfigError` for a bad config.
+    """
     path = folder / "config.yaml"
     config = load_config(path, []) if path.is_file() else None
     has_environment = config is not None and config.has_environment
@@ -332,7 +341,7 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
         all_trajectories.issued_s,
     ]
     latest = [float(np.nanmax(column)) for column in known if np.any(~np.isnan(column))]
-    end_s = max([0.0, *latest, *(one.at_s for one in history.happened[-1:])])
+    end_s = max([0.0, *latest, *(stamped.at_s for stamped in history.happened[-1:])])
     return Snapshot(
         run=run,
         name=folder.resolve().name,
@@ -341,7 +350,7 @@ def _read(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
         end_s=end_s,
         heard_s=heard_s,
         all_trajectories=all_trajectories,
-        stays=read_stays(connection, times).until(end_s).with_environments(all_trajectories),
+        residences=read_residences(connection, times).until(end_s).with_environments(all_trajectories),
         history=history,
         recomputed=_read_recomputed(connection),
         samples=read_samples(folder),

@@ -50,7 +50,7 @@ class RunReport:
         snapshot, config = self.snapshot, self.snapshot.config
         if config is None:
             return None
-        pipeline = measure_pipeline(config, snapshot.trajectories, snapshot.stays, snapshot.history)
+        pipeline = measure_pipeline(config, snapshot.trajectories, snapshot.residences, snapshot.history)
         found = mean_step(config, snapshot.trajectories, pipeline, snapshot.samples)
         return None if found is None else diagnose(found, config)
 

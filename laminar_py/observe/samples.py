@@ -257,6 +257,7 @@ def _make_visits(same_prompt: Iterable[SampleRow], *, solved_at: float) -> list[
 
 
 def _make_visit(members: Sequence[SampleRow], solved_at: float) -> PromptVisit:
+    """Summarise one group's samples; a reward of at least `solved_at` counts as solved."""
     first = members[0]
     rewards = [row.reward for row in members if row.reward is not None]
     return PromptVisit(

@@ -18,7 +18,7 @@ from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, Step
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import num_sampled
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Stats:
         *,
         step: int,
         version: int,
-        batch: list[FinishedTrajectory],
+        batch: list[TrajectoryRef],
         staleness: list[int],
         metrics: StepMetrics | None,
         generated_tokens: int,
@@ -228,7 +228,7 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _add_batch(self, batch: Sequence[FinishedTrajectory], metrics: StepMetrics | None) -> StepMetrics:
+    def _add_batch(self, batch: Sequence[TrajectoryRef], metrics: StepMetrics | None) -> StepMetrics:
         """Add a step's tokens and reference time to the totals, and return its metrics."""
         learned = metrics or NOTHING_LEARNED
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)

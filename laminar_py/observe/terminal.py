@@ -53,7 +53,7 @@ def _headline_rows(report: RunReport) -> Iterator[tuple[str, ...]]:
 
 
 def diagnosis_table(diagnosis: Diagnosis | None) -> Group | str:
-    """Return the wall of a run with its evidence, or a line that it is unknown."""
+    """Return the bottleneck of a run with its evidence, or a line that it is unknown."""
     return NO_STEP if diagnosis is None else _grid("\nWhat limits it", describe_diagnosis(diagnosis))
 
 

@@ -1,4 +1,4 @@
-"""`trace.json` for Perfetto: stays of trajectories on replicas, scores, learner steps, relays, loads and counters.
+"""`trace.json` for Perfetto: trajectories on replicas, scores, learner steps, relays, loads and counters.
 
 `laminar report` writes it. A replica is a process with a lane for each slot; learner, scorer and relays are
 processes, too. The page's timeline uses `occupancy`.
@@ -15,15 +15,15 @@ import numpy as np
 from laminar_py.ledger.database import ledger_path
 from laminar_py.observe.record import Snapshot
 from laminar_py.observe.report import RunReport
-from laminar_py.observe.trajectories import STATUSES, Floats, Ints, StayEnd, Stays, Times
+from laminar_py.observe.trajectories import STATUSES, Floats, Ints, ResidenceEnd, Residences, Times
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Checkpointed, PartCrashed, Relayed, VersionLoaded, VersionPublished
 
 
 def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
-    """Return the lane [M] of each stay: the lowest lane of its replica that is free when the stay begins.
+    """Return the lane [M] of each residence: the lowest lane of its replica that is free when it begins.
 
-    If all stays of a replica are given, the number of lanes in use is its number of running trajectories.
+    If all residences of a replica are given, the number of lanes in use is its number of running trajectories.
     """
     lanes = np.zeros(len(replica), np.int32)
     order = np.lexsort((start_s, replica))
@@ -40,15 +40,15 @@ def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
     return lanes
 
 
-def occupancy(stays: Stays, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
+def occupancy(residences: Residences, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
     """Return the mean number of trajectories on a replica, and of these in environments, both [B].
 
     Bins lie between `edges` [B + 1]. The first number is exact; for the second a trajectory is in its environment
     at any moment by the share of its time there.
     """
-    mine = stays.replica == replica
-    start, end = stays.start_s[mine], stays.end_s[mine]
-    ones, share, width = np.ones_like(start), stays.away[mine], np.diff(edges)
+    mine = residences.replica == replica
+    start, end = residences.start_s[mine], residences.end_s[mine]
+    ones, share, width = np.ones_like(start), residences.away[mine], np.diff(edges)
     area = np.diff(_integral(start, ones, edges) - _integral(end, ones, edges))
     away = np.diff(_integral(start, share, edges) - _integral(end, share, edges))
     return (area / width).astype(np.float32), (away / width).astype(np.float32)
@@ -103,14 +103,14 @@ class Trace(msgspec.Struct, frozen=True, rename="camel"):
     display_time_unit: str = "ms"
 
 
-def choose_stays(snapshot: Snapshot, most: int) -> tuple[Stays, BoolArray]:
-    """Return about `most` stays or fewer, and a mask [N] of their trajectories among all."""
-    stays, numbers = snapshot.stays, snapshot.all_trajectories.number
+def choose_residences(snapshot: Snapshot, most: int) -> tuple[Residences, BoolArray]:
+    """Return about `most` residences or fewer, and a mask [N] of their trajectories among all."""
+    residences, numbers = snapshot.residences, snapshot.all_trajectories.number
     chosen = np.ones(len(numbers), np.bool_)
-    if len(stays) > most:
+    if len(residences) > most:
         hashed = (numbers.astype(np.uint64) * np.uint64(2654435761)) % np.uint64(2**32)
-        chosen = hashed < np.uint64(int(most / len(stays) * 2**32))
-    return stays.where(chosen[snapshot.places(stays)]), chosen
+        chosen = hashed < np.uint64(int(most / len(residences) * 2**32))
+    return residences.where(chosen[snapshot.places(residences)]), chosen
 
 
 def natural_order(name: str) -> tuple[str, int]:
@@ -138,19 +138,19 @@ def write_beside(report: RunReport, name: str, content: bytes) -> Path:
 def write_trace(report: RunReport) -> Path:
     """Write `trace.json` into the run's folder and return its path. Raises `ConfigError` without a ledger."""
     snapshot = report.snapshot
-    drawn, chosen = choose_stays(snapshot, MOST_STAYS)
+    drawn, chosen = choose_residences(snapshot, MOST_STAYS)
     shown = np.flatnonzero(chosen)
     ids = dict(zip(shown.tolist(), snapshot.ids(snapshot.all_trajectories.number[shown]), strict=True))
     trace = make_trace(snapshot, drawn, ids)
     return write_beside(report, TRACE_NAME, msgspec.json.encode(trace))
 
 
-def make_trace(snapshot: Snapshot, drawn: Stays, ids: Mapping[int, str]) -> Trace:
-    """Return the trace of these stays; `ids` has the ids of their trajectories by place."""
+def make_trace(snapshot: Snapshot, drawn: Residences, ids: Mapping[int, str]) -> Trace:
+    """Return the trace of these residences; `ids` has the ids of their trajectories by place."""
     relayed = keep_evenly(snapshot.history.of_kind(Relayed))
     relay_lanes = _relay_lanes(relayed)
     slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
-    events = [*_stays(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
+    events = [*_residences(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
     events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot)]
     events += [*_running(snapshot), *_fleet(snapshot)]
     first = min((event.ts for event in events), default=0)
@@ -185,7 +185,10 @@ def _lanes(row: Ints, start_s: Times, end_s: Times) -> Ints:
     return lanes_of(row, start, np.maximum(start + 1, np.round(end_s * 1e6)))
 
 
-def _stays(snapshot: Snapshot, drawn: Stays, lanes: Ints, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
+def _residences(
+    snapshot: Snapshot, drawn: Residences, lanes: Ints, ids: Mapping[int, str]
+) -> Iterator[TraceEvent]:
+    """Yield a slice for each drawn residence, on its replica and lane, with figures of its trajectory."""
     trajectories = snapshot.all_trajectories
     columns = (snapshot.places(drawn), drawn.replica, drawn.version, drawn.end, lanes, drawn.start_s, drawn.end_s)
     for place, replica, version, how, lane, start_s, end_s in zip(*(c.tolist() for c in columns), strict=True):
@@ -194,7 +197,7 @@ def _stays(snapshot: Snapshot, drawn: Stays, lanes: Ints, ids: Mapping[int, str]
             "version": version,
             "length": int(trajectories.length[place]),
             "reward": None if np.isnan(reward) else reward,
-            "stay": StayEnd(how).name.lower(),
+            "stay": ResidenceEnd(how).name.lower(),
             "status": str(STATUSES[trajectories.status[place]]),
         }
         if trajectories.turns[place] >= 0:
@@ -205,11 +208,11 @@ def _stays(snapshot: Snapshot, drawn: Stays, lanes: Ints, ids: Mapping[int, str]
         yield _slice((REPLICAS + replica, lane + 1), ids[place], start_s, end_s, f"v{version}", args)
 
 
-def _arrows(drawn: Stays, lanes: Ints) -> Iterator[TraceEvent]:
-    """Yield arrows from the end of a stay to the next stay of the same trajectory."""
+def _arrows(drawn: Residences, lanes: Ints) -> Iterator[TraceEvent]:
+    """Yield arrows from the end of a residence to the next residence of the same trajectory."""
     moved = np.flatnonzero(drawn.trajectory[1:] == drawn.trajectory[:-1]).tolist()
     for number, place in enumerate(moved, start=1):
-        name = "repack" if drawn.end[place] == StayEnd.MOVED else "interruption"
+        name = "repack" if drawn.end[place] == ResidenceEnd.MOVED else "interruption"
         leaves = max(
             _us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1
         )  # within its slice, which binds the arrow
@@ -222,6 +225,7 @@ def _arrows(drawn: Stays, lanes: Ints) -> Iterator[TraceEvent]:
 
 
 def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
+    """Yield a slice for the scoring of each scored trajectory in `ids`, on lanes of the scorer."""
     trajectories = snapshot.all_trajectories
     places = np.fromiter(ids, np.int64, len(ids))
     places = places[~np.isnan(trajectories.scored_s[places]) & ~np.isnan(trajectories.score_s[places])]
@@ -236,6 +240,7 @@ def _scores(snapshot: Snapshot, ids: Mapping[int, str]) -> Iterator[TraceEvent]:
 
 
 def _learner(snapshot: Snapshot) -> Iterator[TraceEvent]:
+    """Yield slices of learner steps, and moments of publishes and checkpoints."""
     history = snapshot.history
     for at_s, step in keep_evenly(history.steps):
         args = {"trajectories": step.num_trajectories, "tokens": step.num_tokens, "waited_s": step.waited_s}
@@ -281,8 +286,8 @@ def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
 
 def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
     edges = np.linspace(0.0, max(snapshot.end_s, 1e-3), MOST_COUNTS + 1)
-    for replica in np.unique(snapshot.stays.replica).tolist():
-        running, away = occupancy(snapshot.stays, replica=replica, edges=edges)
+    for replica in np.unique(snapshot.residences.replica).tolist():
+        running, away = occupancy(snapshot.residences, replica=replica, edges=edges)
         for at_s, value in zip(edges.tolist(), running.tolist(), strict=False):
             yield _count(REPLICAS + replica, "running", at_s, {"running": round(value, 2)})
         for at_s, value in zip(edges.tolist(), away.tolist(), strict=False) if away.any() else ():
@@ -300,6 +305,7 @@ def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:
 
 
 def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:
+    """Yield the titles of all processes and lanes that `events` use."""
     relays = _ordered(relay_lanes)
     titles = {LEARNER: "learner", SCORER: "scorer", RELAYS: "relays"}
     seen = sorted({(event.pid, event.tid) for event in events})

@@ -1,8 +1,9 @@
-"""Trajectories of a run and their stays on replicas, as arrays from the ledger.
+"""Trajectories of a run and their residences on replicas, as arrays from the ledger.
 
 All figures are computed from these arrays. A million trajectories take about 150 MB, since rows are read in
-blocks. Most trajectories have one stay, which their row has; events are read only for interrupted trajectories.
-Stays of one trajectory do not overlap (`tests/analytics/test_stays.py`).
+blocks. A residence is the time of a trajectory on one replica until it ends, moves or is interrupted. Most
+trajectories have one residence, which their row has; events are read only for interrupted trajectories.
+Residences of one trajectory do not overlap (`tests/analytics/test_residences.py`).
 """
 
 import json
@@ -22,7 +23,7 @@ from laminar_py.records.events import Assigned, Dropped, Finished, Interrupted
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Status
 
 _BLOCK = 1_000  # rows, which fit the processor's caches
-KINDS, STATUSES = tuple(Kind), tuple(Status)  # values of the codes, here and below
+KINDS, STATUSES = tuple(Kind), tuple(Status)  # a column of codes has indices into one of these tuples
 REASONS, FINISHES = tuple(DropReason), tuple(FinishReason)
 CAPS = tuple(Cap)
 
@@ -35,7 +36,8 @@ Times = npt.NDArray[np.float64]
 class Trajectories:
     """Columns [N] of a run's trajectories, in the order of issue; -1 and NaN mean unknown.
 
-    Times are seconds since `origin_s`, by the run's clock; a code is a place in one of the tuples above.
+    Times are seconds since `origin_s`, by the run's clock. Columns of enums hold integer codes: `kind` is an index
+    into `KINDS`, `status` into `STATUSES`, `drop` into `REASONS`, `finish` into `FINISHES`, and `cap` into `CAPS`.
     """
 
     number: Ints  # in the ledger, from 1 on
@@ -175,8 +177,8 @@ def _array(column: Sequence[Any], dtype: type, origin: float) -> npt.NDArray[Any
 _ROWS = 100_000
 
 
-class StayEnd(IntEnum):
-    """End of a stay."""
+class ResidenceEnd(IntEnum):
+    """End of a residence."""
 
     OPEN = 0  # still there
     FINISHED = 1
@@ -186,10 +188,10 @@ class StayEnd(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stays:
+class Residences:
     """Columns [M] by trajectory and time, e.g. trajectory 17 on replica 1 from 3.2 s to 4.1 s, FINISHED.
 
-    Seconds are by the run's clock since `RunTimes.origin_s`; an open stay ends at infinity.
+    Seconds are by the run's clock since `RunTimes.origin_s`; an open residence ends at infinity.
     """
 
     trajectory: Ints  # its number in the ledger
@@ -198,21 +200,21 @@ class Stays:
     start_s: Times
     end_s: Times
     end: npt.NDArray[np.int8]
-    away: Times  # share of the time in its environment, equal for all stays of a trajectory
+    away: Times  # share of the time in its environment, equal for all residences of a trajectory
 
     def __len__(self) -> int:
         return len(self.trajectory)
 
-    def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Stays":
-        """Return the stays of a mask [M], or at these places."""
-        return Stays(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
+    def where(self, chosen: BoolArray | npt.NDArray[np.int64]) -> "Residences":
+        """Return the residences of a mask [M], or at these places."""
+        return Residences(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
 
-    def until(self, now_s: float) -> "Stays":
-        """Return a copy in which open stays end at `now_s`."""
+    def until(self, now_s: float) -> "Residences":
+        """Return a copy in which open residences end at `now_s`."""
         end_s = np.maximum(self.start_s, np.where(np.isinf(self.end_s), now_s, self.end_s))
         return replace(self, end_s=end_s)
 
-    def with_environments(self, all_trajectories: Trajectories) -> "Stays":
+    def with_environments(self, all_trajectories: Trajectories) -> "Residences":
         """Return a copy with the share of time that each trajectory spent in its environment.
 
         An unfinished trajectory, whose share is not on record, gets the mean share.
@@ -252,14 +254,14 @@ class RunTimes:
         return self.at(self._since, self._mono)
 
 
-def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
-    """Read the stays of all trajectories, with evaluations."""
+def read_residences(connection: sqlite3.Connection, times: RunTimes) -> Residences:
+    """Read the residences of all trajectories, with evaluations."""
     numbers, from_events = _read_interrupted(connection, times)
     single = _read_single(connection, times)
     rows = np.concatenate([single[~np.isin(single[:, 0], numbers)], from_events])
     rows = rows[np.lexsort((rows[:, 3], rows[:, 0]))]
     number, replica, version, start_s, end_s, end = rows.T
-    return Stays(
+    return Residences(
         trajectory=number.astype(np.int32),
         replica=replica.astype(np.int32),
         version=version.astype(np.int32),
@@ -271,14 +273,15 @@ def read_stays(connection: sqlite3.Connection, times: RunTimes) -> Stays:
 
 
 def _read_single(connection: sqlite3.Connection, times: RunTimes) -> Times:
-    """Read one stay of each trajectory [M, 6], in the columns of `Stays`, as if none was interrupted.
+    """Read one residence of each trajectory [M, 6], as if none was interrupted; an open end is NaN.
 
-    An open end is NaN.
+    The columns are the first six of `Residences`.
     """
     cursor = connection.execute(
         "SELECT number, replica, coalesce(newest_version, -1), started_s - :origin,"
-        f" coalesce(finished_s, ended_s) - :origin, CASE WHEN finished_s IS NOT NULL THEN {StayEnd.FINISHED:d}"
-        f" WHEN ended_s IS NOT NULL THEN {StayEnd.DROPPED:d} ELSE {StayEnd.OPEN:d} END"
+        " coalesce(finished_s, ended_s) - :origin,"
+        f" CASE WHEN finished_s IS NOT NULL THEN {ResidenceEnd.FINISHED:d}"
+        f" WHEN ended_s IS NOT NULL THEN {ResidenceEnd.DROPPED:d} ELSE {ResidenceEnd.OPEN:d} END"
         " FROM trajectory WHERE started_s IS NOT NULL",
         {"origin": times.origin_s},
     )
@@ -289,7 +292,7 @@ def _read_single(connection: sqlite3.Connection, times: RunTimes) -> Times:
 
 
 def _read_interrupted(connection: sqlite3.Connection, times: RunTimes) -> tuple[Times, Times]:
-    """Read numbers of interrupted trajectories, and their stays from events, as `_read_single` does."""
+    """Read numbers of interrupted trajectories, and their residences from events, as `_read_single` does."""
     rows = connection.execute(
         "SELECT DISTINCT subject FROM event WHERE kind = 'interrupted'"
         " UNION SELECT id FROM trajectory WHERE replica IS NOT NULL AND started_s IS NULL"
@@ -308,7 +311,7 @@ def _read_interrupted(connection: sqlite3.Connection, times: RunTimes) -> tuple[
         (ids,),
     ).fetchall()
     at = times.at([seq for seq, _, _ in events], [mono for _, mono, _ in events]) if events else np.empty(0)
-    stays: list[tuple[float, ...]] = []
+    residences: list[tuple[float, ...]] = []
     begun: dict[str, tuple[int, float]] = {}  # replica and start
     for (_, _, body), at_s in zip(events, at.tolist(), strict=True):
         event = decode_event(body)
@@ -319,22 +322,22 @@ def _read_interrupted(connection: sqlite3.Connection, times: RunTimes) -> tuple[
         elif id in begun:
             number, spans, newest = known[id]
             length = event.length if isinstance(event, Interrupted) else None
-            stays.append(
+            residences.append(
                 (number, begun[id][0], _version_at(spans, length, newest), begun.pop(id)[1], at_s, _end_of(event))
             )
     for id, (replica, start_s) in begun.items():
-        stays.append((known[id][0], replica, known[id][2], start_s, np.nan, StayEnd.OPEN))
+        residences.append((known[id][0], replica, known[id][2], start_s, np.nan, ResidenceEnd.OPEN))
     numbers = np.array([number for number, _, _ in known.values()], np.float64)
-    return numbers, np.array(stays, np.float64).reshape(-1, 6)
+    return numbers, np.array(residences, np.float64).reshape(-1, 6)
 
 
-def _end_of(event: Interrupted | Finished | Dropped) -> StayEnd:
+def _end_of(event: Interrupted | Finished | Dropped) -> ResidenceEnd:
     match event:
         case Finished():
-            return StayEnd.FINISHED
+            return ResidenceEnd.FINISHED
         case Dropped():
-            return StayEnd.DROPPED
-    return StayEnd.MOVED if event.reason == "repacked" else StayEnd.INTERRUPTED
+            return ResidenceEnd.DROPPED
+    return ResidenceEnd.MOVED if event.reason == "repacked" else ResidenceEnd.INTERRUPTED
 
 
 def _sampled_spans(text: str | None) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from laminar_py.records.environment import Problem
 from laminar_py.records.events import VersionLoaded
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     cut: Cap | None = None  # cap that ended it, other than the one on tokens
     queue_s: float = 0.0  # seconds that it waited here for its first tokens
     generate_s: float = 0.0  # seconds since it came here
-    broken: Break | None = None
+    broken: InterruptReason | None = None
     begun: int | None = None  # version of its first token, for an evaluation pass that needs it
     failure: DropReason | None = None  # it can never continue: its request is refused, or its environment failed
     lost: bool = False  # its response so far cannot be read, so no replica can continue it

@@ -1,7 +1,7 @@
 """Prompts, trajectories and microbatches, and the states of a trajectory.
 
 L is the number of response tokens of a trajectory, P of its prompt. Token ids and log-probabilities come from the
-engine and are never recomputed from text. The controller decides by `FinishedTrajectory`, which refers to the
+engine and are never recomputed from text. The controller decides by `TrajectoryRef`, which refers to the
 tokens; the learner and the reference model read them into a `Trajectory`; the packer makes `MicroBatch`es of
 these.
 """
@@ -38,11 +38,11 @@ class Status(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why an engine ended a response: a stop id, the token cap, or a call of `abort`."""
+    """Why sampling of a response ended. `docs/rooms/records.md` compares it with the other three reasons below."""
 
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
+    STOP = "stop"  # the engine sampled a stop id, or the environment ended the trajectory
+    LENGTH = "length"  # the response reached the cap on tokens, seconds or turns; `Cap` names it
+    ABORT = "abort"  # the replica aborted the request, and another replica continues the trajectory
 
 
 class Cap(StrEnum):
@@ -53,8 +53,8 @@ class Cap(StrEnum):
     TURNS = "turns"
 
 
-class Break(StrEnum):
-    """Why a stream stopped before its trajectory ended."""
+class InterruptReason(StrEnum):
+    """Why a replica's stream of tokens broke off; the trajectory continues from its last token."""
 
     NEW_WEIGHTS = "new_weights"  # the replica interrupted it to load new weights, and submits it again
     CUT = "cut"  # the engine was lost before its last delta
@@ -126,10 +126,10 @@ class BaseTrajectory(msgspec.Struct, frozen=True, kw_only=True):
         return min(span.version for span in self.spans if span.version is not None)
 
 
-class FinishedTrajectory(BaseTrajectory, frozen=True, kw_only=True):
+class TrajectoryRef(BaseTrajectory, frozen=True, kw_only=True):
     """A finished sample by reference, e.g. "g3.1" with 41 response tokens in one piece under version 7:
 
-    `FinishedTrajectory(id="g3.1", tokens=(TokensRef(0, 41, at),), num_trained=41, spans=(Span(7, 0, 41),), ...)`.
+    `TrajectoryRef(id="g3.1", tokens=(TokensRef(0, 41, at),), num_trained=41, spans=(Span(7, 0, 41),), ...)`.
     `segments.reader` reads the tokens.
     """
 
@@ -173,7 +173,7 @@ class Trajectory(BaseTrajectory, frozen=True, kw_only=True):
         return earned_by(self.columns, among=self.loss_mask)
 
 
-Packable: TypeAlias = FinishedTrajectory | Trajectory
+Packable: TypeAlias = TrajectoryRef | Trajectory
 """A trajectory to be packed: placement needs no tokens, microbatches do."""
 
 

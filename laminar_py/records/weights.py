@@ -113,5 +113,5 @@ def check_base(folder: Path, config: AdapterConfig) -> None:
     """Raise `RefusedError` unless the folder holds the base that the learner has."""
     if base_digest(folder) != config.revision:
         raise RefusedError(
-            f"base={folder}: the weights here are not those of the learner; let all hosts see the same folder"
+            f"base={folder}: the weights here differ from the learner's; let all hosts see the same folder"
         )

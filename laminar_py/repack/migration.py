@@ -29,7 +29,7 @@ from laminar_py.control.views import ReplicaView
 from laminar_py.records.events import Repacked
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Move, Survey
-from laminar_py.records.trajectory import FinishedTrajectory, FinishReason
+from laminar_py.records.trajectory import FinishReason, TrajectoryRef
 from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
@@ -103,7 +103,7 @@ class Migration:
         self._previous_kv: dict[int, int] = {}  # tokens of each replica at its last survey
         self._turn = 0  # number of the next round
 
-    def finished(self, trajectory: FinishedTrajectory) -> None:
+    def finished(self, trajectory: TrajectoryRef) -> None:
         """Note the length of a finished response, for the forecast."""
         capped = trajectory.finish_reason is FinishReason.LENGTH
         self._remaining.finished(trajectory.length, capped=capped)

@@ -44,7 +44,7 @@ def read_value(text: str) -> object:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError("returned what is no value") from error
+        raise ValueError("returned something other than JSON") from error
 
 
 def same_output(printed: str, wanted: str) -> bool:
@@ -144,25 +144,30 @@ class AssertionRun:
                 return f"{step.fault}{failed}" if step.fault else None
             if len(known) + len(step.needed) > MOST_CALLS:
                 return f"calls: the tests call {self._entry_point} more than {MOST_CALLS} times"
-            answers, told = await self._answers(step.needed)
-            failed = told or failed
+            answers, note = await self._answers(step.needed)
+            failed = note or failed
             known += zip(step.needed, answers, strict=False)
 
     async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
-        """Make calls until a call ends the process.
+        """Call the function with each of `calls`, in order, and stop after the first call that ends the process.
 
-        Returns an answer for each, None for the fatal one, and a note about it for the user. The rest is made when
-        the test code needs it; mostly the verdict is known before.
+        Returns the answers so far and a note for the user. The answer of a fatal call is None, and the note
+        describes it; without a fatal call the note is "". The caller requests the remaining calls again if the
+        test code needs them; mostly the verdict is known before.
         """
-        found: list[str | None] = []
+        known: list[str | None] = []
         for first in range(0, len(calls), CALLS_TOGETHER):
-            answers, told = await self._call_together(calls[first : first + CALLS_TOGETHER])
-            found += answers
-            if told:
-                return found, told
-        return found, ""
+            answers, note = await self._call_in_one_process(calls[first : first + CALLS_TOGETHER])
+            known += answers
+            if note:
+                return known, note
+        return known, ""
 
-    async def _call_together(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
+    async def _call_in_one_process(self, calls: Sequence[str]) -> tuple[Sequence[str | None], str]:
+        """Make `calls` in one process; if the process does not answer them all, make each in its own process.
+
+        Returns answers and a note as `_answers` does.
+        """
         result = await self._call(
             self._program, "_laminar_answers", [calls], files={f"{BESIDE}.py": self._crossing.encode()}
         )
@@ -171,13 +176,13 @@ class AssertionRun:
             return answers, ""
         if len(calls) == 1:
             return [None], f" ({self._entry_point}{calls[0]:.{SHOWN}}: {result.label.value}: {result.detail})"
-        found: list[str | None] = []
+        known: list[str | None] = []
         for call in calls:
-            answer, told = await self._call_together([call])
-            found += answer
-            if told:
-                return found, told
-        return found, ""
+            answer, note = await self._call_in_one_process([call])
+            known += answer
+            if note:
+                return known, note
+        return known, ""
 
     async def _call(
         self, program: str, function: str, args: list[object], files: dict[str, bytes] | None = None
@@ -277,6 +282,7 @@ def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
 
 
 def _asserts_fault(tests: Tests) -> str | None:
+    """Return why a problem's test code cannot run in the sandbox, or None if it can."""
     if not tests.entry_point.isidentifier():
         return f"`tests.entry_point` is {tests.entry_point!r}, no name of a function"
     try:
@@ -368,8 +374,8 @@ class CodeReward:
         tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
         program = find_program(request.response, tests.fn_name or tests.entry_point)
         if tests.asserts:
-            told = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
-            return Reward(float(told is None), text=told or "")
+            complaint = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
+            return Reward(float(complaint is None), text=complaint or "")
         failed, first = 0, ""
         async for index in self._tests_to_run_alone(program, tests):
             fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
@@ -390,12 +396,12 @@ class CodeReward:
         Such a failure is no verdict, because one call may have changed global state that the next call reads.
         """
         for first in range(0, len(tests.inputs), TOGETHER):
-            some = slice(first, first + TOGETHER)
-            given, wanted = tests.inputs[some], tests.outputs[some]
+            together = slice(first, first + TOGETHER)
+            given, wanted = tests.inputs[together], tests.outputs[together]
             values = await self._call_together(program, tests.fn_name, given) if tests.fn_name else []
-            for place in range(len(given)):
-                if len(values) != len(given) or not same_value(values[place], wanted[place]):
-                    yield first + place
+            for index in range(len(given)):
+                if len(values) != len(given) or not same_value(values[index], wanted[index]):
+                    yield first + index
 
     async def _call_together(self, program: str, function: str, cases: list[Any]) -> list[Any]:
         """Call a function for several arguments in one process; [] if the run fails."""

@@ -94,6 +94,7 @@ def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[str]:
 
 
 def _answer_call(function: Callable[..., Any], call: str) -> str:
+    """Call the program's function with decoded arguments; return its value or error, and changed arguments."""
     args, named = given = unpack(json.loads(call))
     held: list[Any] = []
     pack(given, held.append)
@@ -136,6 +137,7 @@ def run_tests(test: str, entry: str, known: list[tuple[str, str | None]]) -> dic
     raised: list[Exception] = []  # errors of the function
 
     def candidate(*args: Any, **named: Any) -> Any:
+        """Stand in for the program's function: return a known answer, or stop the tests and request the call."""
         held: list[Any] = []
         try:
             call = json.dumps(pack((args, named), held.append))
@@ -173,10 +175,7 @@ def _describe_error(error: BaseException, what: str = "") -> str:
 
 
 def _decode_answer(answer: str | None, held: list[Any]) -> Any:
-    """Decode an answer and update the arguments `held` as the call did.
-
-    Raises the error that the function raised.
-    """
+    """Decode an answer and update the arguments `held` as the call did; raise the error that the call raised."""
     if answer is None:
         raise RuntimeError("the function failed")
     outcome, after = json.loads(answer)

@@ -5,7 +5,7 @@
 
 - *Nothing to learn from*: nine tenths of every step fail for `OUTAGE_S` seconds, or a whole step has no score at
   all. A reward that fails now and then never gets there, and the run waits for a service that is down.
-- *Always late*: at least `LATE` responses, over `TELL_S` seconds, all timed out, and the reward never gave a
+- *Always late*: at least `LATE` responses, over `WARN_S` seconds, all timed out, and the reward never gave a
   value. Only training responses count, or evaluated responses under `laminar eval`: an evaluation inside a run
   may have another reward and longer answers, and does not end the run. A value of the same reward counts wherever
   it came from, trials and evaluations included: it shows that the service works and is only down.
@@ -34,7 +34,7 @@ SOME = 0.02  # share of a step
 MIXED_STEPS = 4
 LATE = 12  # responses
 OUTAGE_S = 600.0  # a verifier may be down for so long
-TELL_S = 60.0  # between two lines about an outage
+WARN_S = 60.0  # between two warnings about an outage
 
 
 class ScoreFailures:
@@ -61,10 +61,8 @@ class ScoreFailures:
         self._reported_s = -math.inf  # time of the last line about the outage
         self._reported = set[tuple[str, DropReason]]()
         self._detail = ""  # of the last failure
-        self._purpose = Counter[
-            str
-        ]()  # failures by reason, of training responses, or of the evaluation for `eval`
-        self._failed_s = math.inf  # time of the first such failure
+        self._decisive = Counter[str]()  # by reason, failures that can end the run: of training, or under `eval`
+        self._failed_s = math.inf  # time of the first decisive failure
 
     def add_trial(self, score: Score) -> None:
         """Remember the value of a trial."""
@@ -89,6 +87,7 @@ class ScoreFailures:
         return (self._judge(score, now_s=now_s) if trains else None) or line
 
     def _count_failure(self, score: Score, *, task: str) -> str | None:
+        """Count a failed score. Returns a line for the user about the first of its task and reason, else None."""
         reason = score.failure or DropReason.REWARD_FAILED
         self.counts[reason] += 1
         self._detail = score.detail
@@ -99,10 +98,11 @@ class ScoreFailures:
         return f"reward.use={self._title}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
 
     def _end_if_late(self, failure: DropReason | None, now_s: float) -> None:
-        self._purpose[failure or DropReason.REWARD_FAILED] += 1
+        """Count a decisive failure; end the run if all of at least `LATE` timed out over `WARN_S` seconds."""
+        self._decisive[failure or DropReason.REWARD_FAILED] += 1
         self._failed_s = min(self._failed_s, now_s)
-        all_late = set(self._purpose) == {DropReason.REWARD_TIMEOUT} and not self._values
-        if all_late and self._purpose.total() >= LATE and now_s - self._failed_s >= TELL_S:
+        all_late = set(self._decisive) == {DropReason.REWARD_TIMEOUT} and not self._values
+        if all_late and self._decisive.total() >= LATE and now_s - self._failed_s >= WARN_S:
             self._end_run(f"every response {'to train on' if self._trains else 'so far'} was out of time")
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
@@ -125,6 +125,10 @@ class ScoreFailures:
         return None
 
     def _note_outage(self, now_s: float) -> str | None:
+        """Begin or continue an outage. Returns a warning for the user each `WARN_S`, else None.
+
+        Ends the run after `OUTAGE_S`, or at once if no response ever got a score.
+        """
         if self._since is None:
             self._since, self._reported_s = now_s, -math.inf
         left = self._since + OUTAGE_S - now_s
@@ -132,7 +136,7 @@ class ScoreFailures:
             self._end_run("no response could be scored")
         elif left <= 0:
             self._end_run(f"for {OUTAGE_S:g} s nearly no response could be scored")
-        elif now_s - self._reported_s >= TELL_S:
+        elif now_s - self._reported_s >= WARN_S:
             self._reported_s = now_s
             return (
                 f"reward.use={self._title}: nearly all responses fail, the last: {self._detail};"
@@ -141,6 +145,7 @@ class ScoreFailures:
         return None
 
     def _end_if_mixed(self) -> None:
+        """End the run if some responses of each of the last steps failed, and all values so far are equal."""
         if self._mixed.count(True) < MIXED_STEPS or self._columns or len(self._values) != 1:
             return
         (value,) = self._values
@@ -153,8 +158,8 @@ class ScoreFailures:
     def _end_run(self, why: str) -> None:
         failed = f"{self.counts.total()} of {self.num_scored + self.counts.total()}"
         self.fault = (
-            f"reward.use={self._title}: {why} ({failed} failed), the last: {self._detail}; mend it and go"
-            " on with --resume"
+            f"reward.use={self._title}: {why} ({failed} failed), the last: {self._detail}; mend it and"
+            " continue with --resume"
         )
 
     @property
@@ -180,10 +185,7 @@ class Trial:
 
 
 def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end: int) -> list[Trial]:
-    """Make two trials for each prompt: its right answer alone, and an empty response.
-
-    `end` is the last token id.
-    """
+    """Make two trials for each prompt: its right answer alone, and an empty response; both end with id `end`."""
     made: list[Trial] = []
     for prompt in prompts:
         of_task = f" of task {prompt.task!r}" if prompt.task else ""

@@ -51,6 +51,7 @@ class AskingTerm(TermConfig):
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
+        """Raise `ConfigError` unless either valid URLs or a launched pool is given."""
         wrong = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)
         if wrong is not None:
             raise ConfigError(f"urls={wrong}: no URL; write for example http://10.0.0.4:30000")
@@ -81,7 +82,7 @@ class Servers:
         Waits until a server is up. Raises `TryAgainError` if a retry may succeed, else `NoValueError`.
         """
         servers = await self._present()
-        server = min(servers, key=lambda one: (self._is_resting(one.url), self._calls[one.url]))
+        server = min(servers, key=lambda address: (self._is_resting(address.url), self._calls[address.url]))
         url = f"{server.url.rstrip('/')}/{path}"
         self._calls[server.url] += 1
         try:
@@ -128,7 +129,7 @@ async def open_servers(term: AskingTerm, context: ServeContext, *, below: str = 
     async def present() -> Sequence[ServerAddress]:
         if pool is None:
             return given
-        return [ServerAddress(one.url + below, one.key) for one in await context.addresses(pool)]
+        return [ServerAddress(address.url + below, address.key) for address in await context.addresses(pool)]
 
     async with aiohttp.ClientSession(
         headers={"Content-Type": "application/json"},
@@ -226,6 +227,7 @@ class Judge:
         return Reward(1.0, text=f"the judge: {said[-SHOWN:]}")
 
     async def _ask_judge(self, question: str) -> str:
+        """Ask the judge a question and return its answer. Raises `NoValueError` for an empty answer."""
         term = self._term
         body = {
             "model": term.model or term.servers,

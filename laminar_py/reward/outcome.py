@@ -122,13 +122,13 @@ def _check_columns(
 
     Raises `ColumnError` for a column that is missing, not finite, or of another type or length than `length`.
     """
-    found = {}
+    checked = {}
     for column in columns:
         if column.source is Source.SCORER:
             if column.name not in given:
                 raise ColumnError(f"the reward function gave no column {column.name!r}, which the algorithm needs")
-            found[column.name] = token_values(_check_array(column, given[column.name], length=length))
-    return found
+            checked[column.name] = token_values(_check_array(column, given[column.name], length=length))
+    return checked
 
 
 def _check_array(column: Column, array: Array, *, length: int) -> Array:
@@ -184,10 +184,7 @@ def _code(function: object) -> CodeType | None:
 
 
 def one_line(text: str) -> str:
-    """Shorten a text to one line of at most `DETAIL_CHARS` characters.
-
-    It keeps the end, and escapes surrogates.
-    """
+    """Shorten a text to one line of at most `DETAIL_CHARS` characters, with its end; escape surrogates."""
     line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
     if len(line) <= DETAIL_CHARS:
         return line

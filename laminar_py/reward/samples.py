@@ -83,7 +83,8 @@ def _check_text(place: str, text: str, scored: str) -> None:
     at = next(index for index, (a, b) in enumerate(zip_longest(text, scored)) if a != b)
     raise ConfigError(
         f"{place}: the tokenizer of model.path makes another text of the response, from {text[at : at + 1]!r}"
-        f" at character {at + 1} on; leave out what it has no ids for, or set model.path to another model"
+        f" at character {at + 1} on; leave out the characters that it has no ids for, or set"
+        " model.path to another model"
     )
 
 

@@ -103,6 +103,7 @@ class ScoredPayload:
         return {piece.name: ColumnRef(piece.values.dtype, at) for piece, at in refs}
 
     def _load_request(self, unscored: Unscored) -> ScoringRequest:
+        """Read the tokens of a response, and complete its request. Raises `PayloadLostError`."""
         response = self._reader.load((one.at for one in unscored.tokens), stores=unscored.stores).response(
             unscored.tokens
         )
@@ -189,6 +190,7 @@ def _column_given_twice(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> str |
 
 
 def _token_rewards(outcomes: Sequence[tuple[TermConfig, Outcome]], length: int) -> Array:
+    """Add up rewards per token [L] by weight; a term with one value gives it to the last token."""
     total = np.zeros(length, np.float32)
     with np.errstate(over="ignore"):
         for term, outcome in outcomes:
@@ -330,6 +332,7 @@ class Scorer:
         return scores
 
     async def _open(self, stack: AsyncExitStack, term: TermConfig, key: str) -> Call:
+        """Start the server or the worker pool of a term, for the time of `stack`; return its call."""
         kind, limit_s = REWARDS.get(term.kind), term.timeout_s or self._reward.timeout_s
         if kind.serve is not None:
             with REWARDS.naming_package(term.kind):
@@ -363,6 +366,7 @@ class Scorer:
         await self._work_ahead(response)
 
     async def _work_ahead(self, response: PartialResponse) -> None:
+        """Let the terms of a partial response work ahead; log terms that cannot."""
         for term in self._reward.of_task(response.task, set_name=response.set_name):
             function = self._foresighted.get(term.model_dump_json())
             if function is None:
@@ -374,6 +378,7 @@ class Scorer:
                     log.info("%s: no work ahead of its end: %s", response.trajectory_id, error)
 
     async def _score(self, unscored: Unscored) -> None:
+        """Score a response and queue the score; lost tokens become a failed score."""
         try:
             score = await self._score_request(await self._load(unscored))
             self._done.append(score)
@@ -393,6 +398,7 @@ class Scorer:
         return msgspec.structs.replace(request, response=self._decode(request.response_ids))
 
     async def _score_request(self, request: ScoringRequest) -> Score:
+        """Call all terms, and add up their outcomes; store the columns of a training response."""
         outcomes = await self._outcomes(request)
         score, columns = add_up(
             request.trajectory_id,
@@ -457,6 +463,7 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
     room = asyncio.Semaphore(function.at_once)
 
     async def call(request: ScoringRequest) -> Outcome:
+        """Call the served function within its limits; errors and timeouts become failed outcomes."""
         async with room:
             start = time.perf_counter()
             with REWARDS.naming_package(term.kind):
@@ -481,6 +488,7 @@ def _cached_call(call: Call) -> Call:
     known: OrderedDict[bytes, asyncio.Future[Outcome]] = OrderedDict()
 
     async def cached(request: ScoringRequest) -> Outcome:
+        """Return the outcome of an equal earlier request, or call; a failed outcome is not kept."""
         same = (
             request.prompt,
             request.response,

@@ -139,6 +139,7 @@ class ScoringStage:
                 group.create_task(self._serve(index), name=f"scoring-{index}")
 
     async def _serve(self, index: int) -> None:
+        """Feed one scorer and deliver its scores. If it crashes, queue its responses first and replace it."""
         while True:
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -153,6 +154,7 @@ class ScoringStage:
                 self._news.set()
 
     async def _feed(self, index: int) -> None:
+        """Send a scorer waiting responses whenever it has room. Raises `ScorerCrashedError`."""
         scorer, load = self._scorers[index], self._loads[index]
         while True:
             while requests := self._next_requests(load):
@@ -181,6 +183,7 @@ class ScoringStage:
         return False
 
     async def _drain(self, index: int) -> None:
+        """Deliver a scorer's scores as they come, and note its new room. Raises `ScorerCrashedError`."""
         scorer, load = self._scorers[index], self._loads[index]
         while True:
             scores = await scorer.next_scores()

@@ -129,10 +129,7 @@ class StepsReward:
     async def _ask_scores(
         self, prompt: IntArray, ids: IntArray, before: Sequence[int], ends: Sequence[int]
     ) -> FloatArray:
-        """Ask the server for scores [S] of the steps that end at `ends`.
-
-        Earlier steps of `ids` end at `before`.
-        """
+        """Ask the server for scores [S] of the steps that end at `ends`; scored steps of `ids` end at `before`."""
         term = self._term
         given = [*prompt.tolist(), *separated(ids, [*before, *ends], term.separator_id)]
         places = [len(prompt) + end + 1 + number for number, end in enumerate(ends, start=len(before))]

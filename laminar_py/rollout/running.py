@@ -43,7 +43,7 @@ from laminar_py.records.spans import (
     replace_spans,
     shift_spans,
 )
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
 
@@ -346,7 +346,7 @@ class RunningTrajectory:
         reason: FinishReason | None,
         now: float,
         *,
-        broken: Break | None = None,
+        broken: InterruptReason | None = None,
         failure: DropReason | None = None,
         detail: str = "",
     ) -> Progress:

@@ -30,7 +30,7 @@ from laminar_py.records.host import Clock
 from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import RunningTrajectory, StreamState, begin, handed_back
 from laminar_py.rollout.storing import ResponseStore
@@ -334,7 +334,7 @@ class Streams:
         if isinstance(error, EngineLostError):
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # the store may be lost too
-                    self._report(running, None, broken=Break.CUT)
+                    self._report(running, None, broken=InterruptReason.CUT)
             self._lost(error)
         else:  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)
@@ -434,7 +434,7 @@ class Streams:
         overdue = running.cut is not None and running.length > 0
         continues = running.state is StreamState.INTERRUPTED and not running.is_aborted
         if reason is FinishReason.ABORT and continues and not overdue:
-            self._report(running, None, broken=Break.NEW_WEIGHTS)
+            self._report(running, None, broken=InterruptReason.NEW_WEIGHTS)
         elif running.turn_ended(reason):
             if running.is_aborted:  # it ended its turn just before it was aborted
                 self._end(running, FinishReason.ABORT)
@@ -465,7 +465,7 @@ class Streams:
         running: RunningTrajectory,
         reason: FinishReason | None,
         *,
-        broken: Break | None = None,
+        broken: InterruptReason | None = None,
         failure: DropReason | None = None,
         detail: str = "",
     ) -> None:

@@ -173,7 +173,7 @@ async def test_metrics_agree_with_the_ledger(run):
     consumed = train.is_status(Status.CONSUMED)
     assert found[("laminar_tokens_trained_total",)] == train.length[consumed].sum()
     assert found[("laminar_version_published",)] == found[("laminar_learner_step",)] == 5
-    assert found["laminar_wall_info", report.diagnosis.binding.wall] == 1
+    assert found["laminar_wall_info", report.diagnosis.binding.bottleneck] == 1
     assert found[("laminar_live",)] == 0
     assert found[("laminar_last_event_timestamp_seconds",)] == pytest.approx(report.snapshot.heard_s)
 

@@ -1,4 +1,4 @@
-"""The wall that binds, and what a change of a stage would give."""
+"""The bottleneck that binds, and what a change of a stage would give."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.diagnosis import BoundSide, Wall, describe_diagnosis, diagnose
+from laminar_py.observe.diagnosis import Bottleneck, BoundSide, describe_diagnosis, diagnose
 from laminar_py.observe.mean_step import (
     Age,
     MeanStep,
@@ -88,28 +88,28 @@ def test_more_replicas_do_not_shorten_the_tail():
     assert times.without_tail().generation_s == 1.0
 
 
-WALLS = {
-    Wall.GENERATION: {"generation_s": 9.8},
-    Wall.LONG_TAIL: {"generation_s": 9.8, "tail_s": 7.0},
-    Wall.ENVIRONMENT: {"generation_s": 2.0, "environment_s": 7.8},
-    Wall.REWARD: {"reward_s": 9.8},
-    Wall.REFERENCE: {"reference_s": 9.8},
-    Wall.WEIGHTS: {"weights_s": 9.5},
-    Wall.LEARNER: {"learner_s": 9.8},
-    Wall.FRESHNESS: {"generation_s": 3.0, "learner_s": 4.0, "held_s": 7.0},
+BOTTLENECKS = {
+    Bottleneck.GENERATION: {"generation_s": 9.8},
+    Bottleneck.LONG_TAIL: {"generation_s": 9.8, "tail_s": 7.0},
+    Bottleneck.ENVIRONMENT: {"generation_s": 2.0, "environment_s": 7.8},
+    Bottleneck.REWARD: {"reward_s": 9.8},
+    Bottleneck.REFERENCE: {"reference_s": 9.8},
+    Bottleneck.WEIGHTS: {"weights_s": 9.5},
+    Bottleneck.LEARNER: {"learner_s": 9.8},
+    Bottleneck.FRESHNESS: {"generation_s": 3.0, "learner_s": 4.0, "held_s": 7.0},
 }
 
 
-@pytest.mark.parametrize("wall", WALLS)
-def test_the_stage_that_fills_the_step_is_named(wall):
-    found = diagnosis(mean_step_of(**WALLS[wall]))
-    assert found.binding.wall is wall
+@pytest.mark.parametrize("bottleneck", BOTTLENECKS)
+def test_the_stage_that_fills_the_step_is_named(bottleneck):
+    found = diagnosis(mean_step_of(**BOTTLENECKS[bottleneck]))
+    assert found.binding.bottleneck is bottleneck
     assert found.binding.gain > 1.5
-    assert found.next.wall is not wall
+    assert found.next.bottleneck is not bottleneck
 
 
 def test_a_run_whose_trajectories_wait_for_environments_is_told_so():
-    told = dict(describe_diagnosis(diagnosis(mean_step_of(**WALLS[Wall.ENVIRONMENT]))))
+    told = dict(describe_diagnosis(diagnosis(mean_step_of(**BOTTLENECKS[Bottleneck.ENVIRONMENT]))))
     assert told["limited by"] == (
         "ENVIRONMENT: replicas wait for their trajectories' environments 78% of the time; about 3 are away at a"
         " time, p95 of a turn is 0.40 s"
@@ -120,14 +120,14 @@ def test_a_run_whose_trajectories_wait_for_environments_is_told_so():
 
 def test_what_is_dropped_as_stale_counts_for_freshness():
     step = replace(mean_step_of(generation_s=9.8, learner_s=9.0), stale_share=0.6)
-    assert diagnosis(step, "staleness.policies=[drop]").binding.wall is Wall.FRESHNESS
+    assert diagnosis(step, "staleness.policies=[drop]").binding.bottleneck is Bottleneck.FRESHNESS
 
 
 def test_groups_without_any_success_are_a_wall_once_they_are_most():
     step = mean_step_of(generation_s=9.8, learner_s=9.0)
-    assert diagnosis(replace(step, hopeless_share=0.8)).binding.wall is Wall.SPARSE_REWARD
-    assert diagnosis(replace(step, hopeless_share=0.4)).binding.wall is Wall.GENERATION
-    assert diagnosis(replace(step, hopeless_share=1.0)).binding.wall is Wall.SPARSE_REWARD
+    assert diagnosis(replace(step, hopeless_share=0.8)).binding.bottleneck is Bottleneck.SPARSE_REWARD
+    assert diagnosis(replace(step, hopeless_share=0.4)).binding.bottleneck is Bottleneck.GENERATION
+    assert diagnosis(replace(step, hopeless_share=1.0)).binding.bottleneck is Bottleneck.SPARSE_REWARD
 
 
 FULL = Use(slots=0.31, kv=0.12, cpu=0.98, own_cpu=0.98, cores=2)
@@ -175,11 +175,11 @@ def test_a_step_in_which_no_stage_is_busy_is_told_too():
     assert "with twice" not in told
 
 
-def test_on_full_cores_the_cores_are_the_wall():
+def test_on_full_cores_the_cores_are_the_bottleneck():
     found = diagnosis(on_full_cores(generation_s=9.9))
-    assert found.binding.wall is Wall.CPU
+    assert found.binding.bottleneck is Bottleneck.CPU
     assert found.binding.gain < 2.0
-    assert found.next.wall is Wall.GENERATION
+    assert found.next.bottleneck is Bottleneck.GENERATION
     told = dict(describe_diagnosis(found))
     assert told["limited by"] == (
         "CPU CORES: processes keep 98% of the 2 cores busy; most of a step takes generation"

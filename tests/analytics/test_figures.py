@@ -7,16 +7,16 @@ import pytest
 
 from laminar_py.config.rollout import Schedule
 from laminar_py.ledger.database import reading
-from laminar_py.observe.diagnosis import MEANINGS, Wall
+from laminar_py.observe.diagnosis import MEANINGS, Bottleneck
 from laminar_py.observe.figures import headline
 from laminar_py.observe.mean_step import StageTimes, StepStage, compose
 from laminar_py.observe.page import (
+    bottleneck_panel,
     curves_panel,
     learner_panel,
     stage_bars,
     timeline_panel,
     tokens_panel,
-    wall_panel,
 )
 from laminar_py.observe.record import read_snapshot
 from laminar_py.observe.report import RunReport, read_report
@@ -124,7 +124,7 @@ TIMES = StageTimes(
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_the_last_bar_ends_when_the_step_does(schedule):
-    bars = stage_bars(schedule, TIMES, Wall.LEARNER)
+    bars = stage_bars(schedule, TIMES, Bottleneck.LEARNER)
     assert max(bar.start_s + bar.seconds for bar in bars) == pytest.approx(compose(schedule, TIMES))
     assert {bar.name: bar.seconds for bar in bars} == {str(stage): TIMES.seconds_of(stage) for stage in StepStage}
     assert [bar.name for bar in bars if bar.binding] == ["learner"]
@@ -132,7 +132,7 @@ def test_the_last_bar_ends_when_the_step_does(schedule):
 
 def test_a_run_without_environments_has_no_bar_of_them():
     times = StageTimes(generation_s=3.0, learner_s=2.0)
-    assert [bar.name for bar in stage_bars(Schedule.ASYNC, times, Wall.LEARNER)] == ["generation", "learner"]
+    assert [bar.name for bar in stage_bars(Schedule.ASYNC, times, Bottleneck.LEARNER)] == ["generation", "learner"]
 
 
 async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
@@ -144,15 +144,15 @@ async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
             script.score(at + 1.5, id)
             script.step(at + 9.5, step, id, waited_s=1.0)
     diagnosis = read_report(tmp_path).diagnosis
-    panel = wall_panel(diagnosis)
-    assert panel.lead == str(diagnosis.binding.wall)
-    assert panel.note == MEANINGS[diagnosis.binding.wall]
+    panel = bottleneck_panel(diagnosis)
+    assert panel.lead == str(diagnosis.binding.bottleneck)
+    assert panel.note == MEANINGS[diagnosis.binding.bottleneck]
     assert diagnosis.binding.evidence in panel.lines[0]
     assert diagnosis.mean_step.measured_s > 0
 
 
 def test_every_wall_has_its_meaning():
-    assert set(MEANINGS) == set(Wall)
+    assert set(MEANINGS) == set(Bottleneck)
 
 
 async def test_a_folder_without_a_config_has_no_diagnosis(tmp_path):

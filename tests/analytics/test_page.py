@@ -12,7 +12,7 @@ from laminar_py.observe.diagnosis import MEANINGS
 from laminar_py.observe.page import write_page
 from laminar_py.observe.record import read_snapshot
 from laminar_py.observe.report import RunReport
-from laminar_py.observe.trace import choose_stays
+from laminar_py.observe.trace import choose_residences
 from laminar_py.records.events import Dropped, Pulled, Relayed
 from laminar_py.records.trajectory import DropReason
 from tests.analytics.browser import browsing, needs_browser, slow_in_browser
@@ -50,7 +50,7 @@ def local_only(tab):
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, dark):
     (run / "config.yaml").write_text(dump_config(load_config(CONFIG, [])))
-    wall = RunReport(read_snapshot(run)).diagnosis.binding
+    binding = RunReport(read_snapshot(run)).diagnosis.binding
     report = write_report(run)
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(report.as_uri(), dark=dark)
@@ -67,9 +67,9 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
             await tab.look("document.querySelector('#config pre').textContent")
             == (run / "config.yaml").read_text()
         )
-        assert await tab.look("document.querySelector('#wall .lead').textContent") == wall.wall
+        assert await tab.look("document.querySelector('#wall .lead').textContent") == binding.bottleneck
         told = await tab.look("document.getElementById('wall').textContent")
-        for words in (MEANINGS[wall.wall], wall.evidence):
+        for words in (MEANINGS[binding.bottleneck], binding.evidence):
             assert words in told
         assert await tab.look("document.documentElement.scrollWidth <= innerWidth")
         await tab.screenshot(tmp_path / "report.png")
@@ -81,20 +81,20 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
 async def test_the_timeline_counts_every_trajectory_however_many_there_are(tmp_path, monkeypatch):
     await simulate(tmp_path, replicas=4, slots=256, steps=20)
     monkeypatch.setattr(page, "MOST_CELLS", 400)
-    stays = read_snapshot(tmp_path).stays
+    residences = read_snapshot(tmp_path).residences
     heat = page.timeline_panel(read_snapshot(tmp_path)).charts[0].heat
     width = heat.x[1] - heat.x[0]
     assert (len(heat.y), len(heat.x)) == (4, 100)
-    assert np.isclose(np.nansum(heat.z) * width, (stays.end_s - stays.start_s).sum(), rtol=1e-2)
+    assert np.isclose(np.nansum(heat.z) * width, (residences.end_s - residences.start_s).sum(), rtol=1e-2)
 
 
 async def test_what_is_drawn_is_chosen_the_same_each_time_and_whole(run):
     snapshot = read_snapshot(run)
-    drawn, chosen = choose_stays(snapshot, 300)
-    again, _ = choose_stays(read_snapshot(run), 300)
+    drawn, chosen = choose_residences(snapshot, 300)
+    again, _ = choose_residences(read_snapshot(run), 300)
     assert 150 < len(drawn) < 450
     assert drawn.trajectory.tolist() == again.trajectory.tolist()
-    assert len(drawn) == int(np.isin(snapshot.places(snapshot.stays), np.flatnonzero(chosen)).sum())
+    assert len(drawn) == int(np.isin(snapshot.places(snapshot.residences), np.flatnonzero(chosen)).sum())
 
 
 @slow_in_browser

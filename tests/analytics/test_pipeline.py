@@ -16,7 +16,7 @@ from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 
 def pipeline_of(run):
     snapshot = read_snapshot(run)
-    return measure_pipeline(snapshot.config, snapshot.trajectories, snapshot.stays, snapshot.history)
+    return measure_pipeline(snapshot.config, snapshot.trajectories, snapshot.residences, snapshot.history)
 
 
 async def one_step(run, *overrides, **step):

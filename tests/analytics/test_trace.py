@@ -91,10 +91,10 @@ async def test_a_long_run_is_thinned_by_whole_trajectories(tmp_path, monkeypatch
     await simulate(tmp_path, steps=5)
     monkeypatch.setattr(trace, "MOST_STAYS", 100)
     written = written_trace(tmp_path)
-    stays = [e for e in written["traceEvents"] if e["ph"] == "X" and e["pid"] >= trace.REPLICAS and e["tid"]]
+    residences = [e for e in written["traceEvents"] if e["ph"] == "X" and e["pid"] >= trace.REPLICAS and e["tid"]]
     shown, _, of = written["otherData"]["trajectories"].partition(" of ")
-    assert 0 < len(stays) < 200 < int(of)
-    assert len({e["name"] for e in stays}) == int(shown)
+    assert 0 < len(residences) < 200 < int(of)
+    assert len({e["name"] for e in residences}) == int(shown)
 
 
 async def test_versions_that_a_relay_takes_at_a_time_lie_beside_each_other(tmp_path):

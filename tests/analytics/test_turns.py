@@ -8,7 +8,7 @@ from rich.console import Console
 
 from laminar_lab.advice import remedies, what_if_set
 from laminar_py.config.loading import load_config
-from laminar_py.observe.diagnosis import Wall
+from laminar_py.observe.diagnosis import Bottleneck
 from laminar_py.observe.figures import metrics_text
 from laminar_py.observe.page import make_page, write_page
 from laminar_py.observe.record import read_snapshot
@@ -48,13 +48,13 @@ def told(report):
 async def test_a_run_whose_trajectories_mostly_wait_for_environments_is_told_what_to_change(tmp_path):
     report = await write_turns(tmp_path, WITH_ENVIRONMENT)
     found = report.diagnosis
-    assert found.binding.wall is Wall.ENVIRONMENT
+    assert found.binding.bottleneck is Bottleneck.ENVIRONMENT
     assert found.mean_step.times.environment_s == pytest.approx(8.1)
     assert found.mean_step.times.generation_s == pytest.approx(0.9)
     assert found.mean_step.away == pytest.approx(8 * 0.81)
-    first, *_ = remedies(Wall.ENVIRONMENT, report.snapshot.config, found.mean_step)
+    first, *_ = remedies(Bottleneck.ENVIRONMENT, report.snapshot.config, found.mean_step)
     assert (first.key, first.new) == ("environment.at_once", "16")  # eight may work, and eight are away
-    assert what_if_set(found.mean_step, Wall.ENVIRONMENT, first) == pytest.approx(10.0 - 8.1 / 2)
+    assert what_if_set(found.mean_step, Bottleneck.ENVIRONMENT, first) == pytest.approx(10.0 - 8.1 / 2)
 
 
 async def test_the_terminal_has_turns_and_environments_where_there_are_some_and_else_no_word_of_them(tmp_path):
@@ -126,6 +126,6 @@ async def test_emulated_environments_have_no_room_that_could_be_raised(tmp_path)
     found = (await write_turns(tmp_path, WITH_ENVIRONMENT)).diagnosis
     turns = "rollout.engine.turns={count: 8, median_s: 2.0, p95_s: 10.0}"
     config = load_config(REPO / "configs/emulation/paper_7b.yaml", [turns])
-    told = [remedy.key for remedy in remedies(Wall.ENVIRONMENT, config, found.mean_step)]
+    told = [remedy.key for remedy in remedies(Bottleneck.ENVIRONMENT, config, found.mean_step)]
     assert told[0] == "rollout.batch_per_replica"
     assert not {"environment.at_once", "environment.workers"} & set(told)

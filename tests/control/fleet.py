@@ -22,7 +22,7 @@ from laminar_py.records.pieces import ColumnRef, Piece, PieceRef, TokensRef
 from laminar_py.records.replica import Progress, ReplicaReport
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import Break, DropReason, FinishReason
+from laminar_py.records.trajectory import DropReason, FinishReason, InterruptReason
 from tests.builders import make_prompt, make_ref
 
 REFERENCE = "reference-0-1-0.1"  # segment of the reference model's columns
@@ -51,7 +51,7 @@ def broken_off(item, *, generate_s):
         trajectory_id=item.trajectory_id,
         epoch=item.epoch,
         start=item.length,
-        broken=Break.NEW_WEIGHTS,
+        broken=InterruptReason.NEW_WEIGHTS,
         generate_s=generate_s,
     )
 

@@ -9,7 +9,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import Delta, EngineStatus
 from laminar_py.records.replica import Assignment, ReplicaReport
 from laminar_py.records.spans import Span, merge_spans
-from laminar_py.records.trajectory import Break, FinishReason
+from laminar_py.records.trajectory import FinishReason, InterruptReason
 from laminar_py.rollout.running import begin
 from tests.builders import make_experts, make_mask
 from tests.control.fleet import Fleet
@@ -110,7 +110,7 @@ class Streams:
 
     async def _report(self, end):
         reasons = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
-        breaks = {"new_weights": Break.NEW_WEIGHTS, "cut": Break.CUT}
+        breaks = {"new_weights": InterruptReason.NEW_WEIGHTS, "cut": InterruptReason.CUT}
         piece = self._running.unreported(0.0)
         tokens = None if piece is None else tokens_ref(piece, self._segment.write(piece))
         progress = self._running.pop_progress(tokens, reasons.get(end), 0.0, broken=breaks.get(end))

@@ -13,7 +13,7 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.records.events import Finished, Interrupted, Restamped, StreamCut
 from laminar_py.records.replica import Progress
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import Break
+from laminar_py.records.trajectory import InterruptReason
 from tests.builders import make_experts, make_mask
 from tests.control.streams import ID, PROMPT, Streams, token_ids
 from tests.depth import examples
@@ -61,7 +61,7 @@ async def test_what_a_broken_stream_left_out_comes_with_the_next(tmp_path):
 async def test_a_stream_that_broke_with_nothing_to_report_is_on_record_too(tmp_path):
     streams = Streams(tmp_path)
     await streams.play([4, 4], end="new_weights")
-    cut = [Progress(trajectory_id=name, epoch=1, start=2, broken=Break.CUT) for name in (ID, "g9.9")]
+    cut = [Progress(trajectory_id=name, epoch=1, start=2, broken=InterruptReason.CUT) for name in (ID, "g9.9")]
     await streams.fleet.report(0, progress=cut)
     assert events_of(streams, StreamCut) == [StreamCut(ID, 0, 2)]
 

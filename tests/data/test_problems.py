@@ -10,7 +10,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
 from laminar_py.data.problems import BATCH, check_disjoint
 from laminar_py.data.sources import source_at
-from laminar_py.data.survey import unknown_words
+from laminar_py.data.statistics import unknown_words
 from tests.data.builders import GOOD, make_problems, read, source, text_encoder, written
 
 MANY = 2 * BATCH + 500

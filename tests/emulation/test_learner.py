@@ -88,7 +88,7 @@ def test_every_step_makes_other_weights_and_a_checkpoint_brings_them_back(tmp_pa
     learner.begin_save(tmp_path / "step-1")  # again
     restored = make_learner()
     restored.load(tmp_path / "step-1")
-    assert restored.num_steps == 2
+    assert restored.steps_taken == 2
     assert equal(tensors(restored), tensors(learner))
     assert not equal(tensors(restored), second)
 

@@ -23,7 +23,7 @@ from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.host import SystemClock
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, is_tree, num_sampled, num_turns, replace_spans
-from laminar_py.records.trajectory import FinishedTrajectory, FinishReason, Kind
+from laminar_py.records.trajectory import FinishReason, Kind, TrajectoryRef
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from tests.depth import examples
@@ -142,7 +142,7 @@ def load(reader, told):
 
 
 def finished(name, told):
-    return FinishedTrajectory(
+    return TrajectoryRef(
         id=name,
         prompt_id=name,
         group_id=name.partition(".")[0],

@@ -1,4 +1,4 @@
-"""Planted walls as far as they go without a run: what is set against each, and the figures that come of it."""
+"""Planted bottlenecks without a run: what is set against each, and the figures that come of it."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from experiments.walls.run import CONFIG, HERE, Trial, read_plant, rows
 from laminar_lab.advice import Remedy, remedies
 from laminar_py.config.loading import load_config
-from laminar_py.observe.diagnosis import Wall
+from laminar_py.observe.diagnosis import Bottleneck
 from tests.analytics.test_diagnosis import FULL, mean_step_of
 
 PLANTS = [read_plant(path) for path in sorted(HERE.glob("*.yaml"))]
@@ -16,7 +16,7 @@ PLANTS = [read_plant(path) for path in sorted(HERE.glob("*.yaml"))]
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_the_first_remedy_against_a_planted_wall_can_be_set_as_it_stands(plant):
     step = replace(mean_step_of(reward_s=9.8), crowded_share=0.9, microbatches=40.0)
-    first = remedies(plant.wall, load_config(CONFIG, [*plant.settings]), step)[0]
+    first = remedies(plant.bottleneck, load_config(CONFIG, [*plant.settings]), step)[0]
     assert first.key == plant.remedy
     before, after = (load_config(CONFIG, [*plant.settings, *more]) for more in ((), (f"{first.key}={first.new}",)))
     assert before != after
@@ -24,7 +24,7 @@ def test_the_first_remedy_against_a_planted_wall_can_be_set_as_it_stands(plant):
 
 def test_figures_are_means_over_seeds_and_the_error_is_that_of_the_predicted_step():
     before = replace(mean_step_of(measured_s=4.0), use=replace(FULL, cpu=0.5))
-    (plant,) = (one for one in PLANTS if one.wall is Wall.REWARD)
+    (plant,) = (one for one in PLANTS if one.bottleneck is Bottleneck.REWARD)
     trials = [
         Trial(
             named=named,

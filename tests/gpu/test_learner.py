@@ -80,4 +80,4 @@ def test_a_checkpoint_from_a_gpu_continues_where_it_was(folder: Path, mesh: Devi
     resumed.load(tmp_path / "checkpoint")
     expected = full_parameters(first)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full_parameters(resumed).items())
-    assert resumed.num_steps == 1
+    assert resumed.steps_taken == 1

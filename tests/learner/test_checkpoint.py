@@ -37,7 +37,7 @@ def test_resumed_steps_are_bit_identical(model_folder: Path, tmp_path: Path):
     resumed = make_learner(model_folder)
     resumed.load(tmp_path / "step-3")
     assert torch.equal(torch.rand(4), random_after)
-    assert resumed.num_steps == 3
+    assert resumed.steps_taken == 3
     metrics = resumed.step(batch(3))
     assert (metrics.loss, metrics.grad_norm) == (expected.loss, expected.grad_norm)
     assert_equal(full_parameters(learner), full_parameters(resumed))
@@ -120,7 +120,7 @@ def test_a_save_that_broke_off_leaves_the_older_checkpoint(model_folder: Path, t
         with pytest.raises(FileNotFoundError):
             learner.save(tmp_path / "last")
     learner.load(tmp_path / "last")
-    assert learner.num_steps == 1
+    assert learner.steps_taken == 1
     again = make_learner(model_folder)
     again.save(tmp_path / "last")
     assert [path.name for path in tmp_path.iterdir()] == ["last"]

@@ -134,7 +134,7 @@ def test_a_checkpoint_has_adapters_alone_and_continues_bit_by_bit(model_folder: 
         (
             9,
             ADAPTED.lora,
-            r"are of a base of digest \w+, and model.path, or its warm start, has \w+; set model.path",
+            r"belong to a base with digest \w+, and model.path, or its warm start, has \w+; set model.path",
         ),
         (0, LoraConfig(rank=4, alpha=32.0), r"have learner\.lora\.alpha=8, not 32; set it back"),
         (0, LoraConfig(rank=8, alpha=8.0), r"have learner\.lora\.rank=4, not 8; set it back"),

@@ -11,18 +11,18 @@ from laminar_py.learner.step import Optimizer, lr_factor
 from tests.learner.builders import SETTINGS, make_learner, make_sequences, pack
 
 
-def factors(*, num_steps: int, **settings) -> list[float]:
-    return [lr_factor(step, LearnerConfig(**settings), num_steps=num_steps) for step in range(num_steps)]
+def factors(*, total_steps: int, **settings) -> list[float]:
+    return [lr_factor(step, LearnerConfig(**settings), total_steps=total_steps) for step in range(total_steps)]
 
 
 def test_the_rate_rises_stays_and_falls_as_it_is_told():
-    assert factors(num_steps=4) == [1.0] * 4
-    assert factors(num_steps=4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
-    assert factors(num_steps=10, warmup_steps=2, decay=Decay.LINEAR)[:4] == [0.5, 1.0, 1.0, 0.875]
-    cosine = factors(num_steps=8, decay=Decay.COSINE)
+    assert factors(total_steps=4) == [1.0] * 4
+    assert factors(total_steps=4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert factors(total_steps=10, warmup_steps=2, decay=Decay.LINEAR)[:4] == [0.5, 1.0, 1.0, 0.875]
+    cosine = factors(total_steps=8, decay=Decay.COSINE)
     assert cosine[4] == pytest.approx(0.5)
     assert cosine == sorted(cosine, reverse=True)
-    assert lr_factor(99, LearnerConfig(decay=Decay.COSINE), num_steps=10) == pytest.approx(0.0)
+    assert lr_factor(99, LearnerConfig(decay=Decay.COSINE), total_steps=10) == pytest.approx(0.0)
 
 
 def test_a_step_at_a_tenth_of_the_rate_goes_a_tenth_of_the_way():
@@ -30,7 +30,7 @@ def test_a_step_at_a_tenth_of_the_rate_goes_a_tenth_of_the_way():
     for warmup in (0, 10):
         model = torch.nn.Linear(3, 1, bias=False)
         torch.nn.init.ones_(model.weight)
-        optimizer = Optimizer(model, LearnerConfig(lr=1e-2, warmup_steps=warmup), num_steps=20)
+        optimizer = Optimizer(model, LearnerConfig(lr=1e-2, warmup_steps=warmup), total_steps=20)
         model(torch.ones(1, 3)).sum().backward()
         assert optimizer.update(0, loss=3.0) == pytest.approx(math.sqrt(3))
         way.append(float((1 - model.weight).mean().detach()))
@@ -56,10 +56,10 @@ def test_a_loss_that_is_not_finite_changes_nothing_whatever_its_gradient():
 def test_a_resumed_learner_has_the_rate_of_its_step(model_folder: Path, tmp_path: Path):
     settings = SETTINGS.model_copy(update={"decay": Decay.LINEAR, "warmup_steps": 1})
     batch = pack(make_sequences(), num_total=6)
-    first = make_learner(model_folder, settings=settings, num_steps=5)
+    first = make_learner(model_folder, settings=settings, total_steps=5)
     first.step([batch])
     first.save(tmp_path / "checkpoint")
-    resumed = make_learner(model_folder, settings=settings, num_steps=5)
+    resumed = make_learner(model_folder, settings=settings, total_steps=5)
     resumed.load(tmp_path / "checkpoint")
     for learner in (first, resumed):
         learner.step([batch])

@@ -79,7 +79,7 @@ def alone(part):
         config.algorithm,
         temperature=config.rollout.sampling.temperature,
         seed=config.seed,
-        num_steps=config.steps,
+        total_steps=config.steps,
     )
 
 

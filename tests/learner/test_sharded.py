@@ -71,7 +71,7 @@ def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
     resumed.load(folder / "checkpoint")
     resumed.step(microbatches(rank, WORLD_SIZE))
     assert all(torch.equal(tensor, third[name]) for name, tensor in full_parameters(resumed).items())
-    assert resumed.num_steps == 3
+    assert resumed.steps_taken == 3
     listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     assert set(listening) <= {"127.0.0.1", "::1"}, listening
     save_file({"measured": measured(metrics)}, folder / f"metrics-{rank}.safetensors")
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_two_ranks_loads_in_one_process(model_folder: Path, two_
     learner.load(two_ranks / "checkpoint")
     exported = load_file(two_ranks / "out.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in full_parameters(learner).items())
-    assert learner.num_steps == 2
+    assert learner.steps_taken == 2
 
 
 def go_on_main(rank: int, world_size: int, model_folder: Path, checkpoint: Path, folder: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path):
     model.name_or_path = "models/old"
     mesh = join_group(str(tmp_path / "rendezvous"), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match=r"^model\.path=models/old: a gpt2 model names no list of layers.*; "):
+        with pytest.raises(ValueError, match=r"^model\.path=models/old: a gpt2 model has no list `layers`.*; "):
             shard(model, mesh, source=ModelConfig(path=tmp_path))
     finally:
         leave_group()

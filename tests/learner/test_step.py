@@ -38,7 +38,7 @@ def test_accumulated_step_equals_the_step_in_one_batch(model_folder: Path):
     assert asdict(many.tokens) == pytest.approx(asdict(one.tokens), rel=1e-5)
     for name, tensor in full_parameters(whole).items():
         torch.testing.assert_close(full_parameters(split)[name], tensor, rtol=1e-4, atol=1e-5)
-    assert whole.num_steps == 1
+    assert whole.steps_taken == 1
 
 
 def test_on_policy_step_has_ratio_one(model_folder: Path):
@@ -70,7 +70,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_folder: Path):
     assert (metrics.skipped, metrics.loss, metrics.grad_norm) == (1, 0.0, 0.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(learner).items())
     assert learner.step([batch]).skipped == 0
-    assert learner.num_steps == 2
+    assert learner.steps_taken == 2
 
 
 def test_from_scratch_weights_come_from_the_seed(model_folder: Path):

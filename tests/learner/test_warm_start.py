@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from laminar_py.config.data import ModelConfig, WarmStartConfig
-from laminar_py.learner.warm_start import Example, epochs, lr_factor, pack_examples, warm_start
+from laminar_py.learner.warm_start import Example, epochs, pack_examples, warm_start, warm_start_lr_factor
 from tests.learner.builders import VOCAB
 
 
@@ -91,7 +91,7 @@ def test_only_response_tokens_are_trained():
 
 
 def test_learning_rate_warms_up_and_decays():
-    factors = [lr_factor(step, 500) for step in range(500)]
+    factors = [warm_start_lr_factor(step, 500) for step in range(500)]
     assert factors[0] == pytest.approx(0.05)
     assert factors[19:300] == [1.0] * 281
     assert factors[400] == pytest.approx(0.5)

@@ -205,7 +205,9 @@ def test_adapters_of_a_warm_start_are_merged_into_its_result_or_it_is_missed_in_
     assert_same_policy(tmp_path / "out", learner)
     (base,) = cache.iterdir()
     make_model_folder(base, tied=True, seed=4)
-    with pytest.raises(ValueError, match=r"step-1: its adapters are of a base of digest .*; set model.path to"):
+    with pytest.raises(
+        ValueError, match=r"step-1: its adapters belong to a base with digest .*; set model.path to"
+    ):
         export(tmp_path / "run", tmp_path / "other")
     base.rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=rf"warm_start.cache={cache}: no {base.name} in it.*; put it back"):

@@ -1,4 +1,4 @@
-"""Advice against the wall of a run: which settings to change, and what a change would give."""
+"""Advice against the bottleneck of a run: which settings to change, and what a change would give."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,20 +10,20 @@ from laminar_lab.advice import Remedy, remedies, steps_under, what_if, what_if_s
 from laminar_lab.commands.advise import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.diagnosis import Wall, diagnose
+from laminar_py.observe.diagnosis import Bottleneck, diagnose
 from laminar_py.observe.mean_step import Age, StepStage
 from tests.analytics.scripted import CONFIG, WITH_ENVIRONMENT, scripted
-from tests.analytics.test_diagnosis import FULL, WALLS, mean_step_of, on_full_cores
+from tests.analytics.test_diagnosis import BOTTLENECKS, FULL, mean_step_of, on_full_cores
 
 JUDGE = "{kind: judge, %s}"
 
 
 def advised(step, *overrides):
-    """The wall of a run with this mean step, and the remedies against it."""
+    """The bottleneck of a run with this mean step, and the remedies against it."""
     environment = [WITH_ENVIRONMENT] if step.times.environment_s else []
     config = load_config(CONFIG, [f"schedule={step.schedule}", *environment, *overrides])
-    wall = diagnose(step, config).binding.wall
-    return SimpleNamespace(wall=wall, remedies=remedies(wall, config, step))
+    bottleneck = diagnose(step, config).binding.bottleneck
+    return SimpleNamespace(bottleneck=bottleneck, remedies=remedies(bottleneck, config, step))
 
 
 async def test_the_command_names_what_to_change_and_predicts_a_step(tmp_path):
@@ -63,7 +63,7 @@ def test_under_sync_the_same_saves_what_the_learner_took():
 )
 def test_no_more_scorers_are_advised_than_there_are_idle_cores_for(cpu, cores, settings, changes):
     step = replace(mean_step_of(reward_s=9.8), use=replace(FULL, cpu=cpu, own_cpu=cpu, cores=cores))
-    found = remedies(Wall.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
+    found = remedies(Bottleneck.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
     assert [one.change for one in found if one.key == "reward.workers"] == changes
     assert found
 
@@ -79,7 +79,7 @@ def test_no_more_scorers_are_advised_than_there_are_idle_cores_for(cpu, cores, s
 )
 def test_scorers_that_wait_for_servers_need_no_idle_cores(settings, change):
     step = replace(mean_step_of(reward_s=9.8), use=FULL)
-    found = remedies(Wall.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
+    found = remedies(Bottleneck.REWARD, load_config(CONFIG, ["reward.workers=1", *settings]), step)
     assert next((one.change for one in found if one.key == "reward.workers"), None) == change
 
 
@@ -93,21 +93,21 @@ def test_scorers_that_wait_for_servers_need_no_idle_cores(settings, change):
     ],
 )
 def test_against_environments_come_room_for_them_where_they_lack_it_and_others_in_the_slots(away, overrides, keys):
-    step = replace(mean_step_of(**WALLS[Wall.ENVIRONMENT]), away=away)
+    step = replace(mean_step_of(**BOTTLENECKS[Bottleneck.ENVIRONMENT]), away=away)
     found = advised(step, *overrides).remedies
     assert [one.key for one in found][:2] == keys
     assert found[-1].key == "environment"
 
 
 def test_where_no_core_is_idle_no_more_processes_of_environments_are_advised():
-    step = replace(mean_step_of(**WALLS[Wall.ENVIRONMENT]), away=7.0, use=replace(FULL, own_cpu=0.5))
+    step = replace(mean_step_of(**BOTTLENECKS[Bottleneck.ENVIRONMENT]), away=7.0, use=replace(FULL, own_cpu=0.5))
     assert "environment.workers" not in [one.key for one in advised(step).remedies]
 
 
 def test_more_in_flight_shortens_environments_where_they_are_the_wall_and_generation_elsewhere():
-    step, more = mean_step_of(**WALLS[Wall.ENVIRONMENT]), Remedy("rollout.max_batch", "64 -> 128", "")
-    assert what_if_set(step, Wall.ENVIRONMENT, more) == pytest.approx(10.0 - 7.8 / 2)
-    assert what_if_set(step, Wall.GENERATION, more) == pytest.approx(10.0 - 2.0 / 2)
+    step, more = mean_step_of(**BOTTLENECKS[Bottleneck.ENVIRONMENT]), Remedy("rollout.max_batch", "64 -> 128", "")
+    assert what_if_set(step, Bottleneck.ENVIRONMENT, more) == pytest.approx(10.0 - 7.8 / 2)
+    assert what_if_set(step, Bottleneck.GENERATION, more) == pytest.approx(10.0 - 2.0 / 2)
 
 
 def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
@@ -117,23 +117,23 @@ def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
 
 
 @pytest.mark.parametrize(
-    ("wall", "overrides", "key"),
+    ("bottleneck", "overrides", "key"),
     [
-        (Wall.REWARD, (), "reward.workers"),
-        (Wall.LEARNER, ("learner.recompute=all",), "learner.recompute"),
-        (Wall.LEARNER, (), "learner.world_size"),
-        (Wall.WEIGHTS, ("relay.max_bytes_per_s=1e5",), "relay.max_bytes_per_s"),
-        (Wall.WEIGHTS, (), "relay.topology"),
-        (Wall.LONG_TAIL, (), "rollout.on_new_weights"),
-        (Wall.FRESHNESS, (), "staleness.max_staleness"),
-        (Wall.REWARD, ("schedule=sync",), "schedule"),
+        (Bottleneck.REWARD, (), "reward.workers"),
+        (Bottleneck.LEARNER, ("learner.recompute=all",), "learner.recompute"),
+        (Bottleneck.LEARNER, (), "learner.world_size"),
+        (Bottleneck.WEIGHTS, ("relay.max_bytes_per_s=1e5",), "relay.max_bytes_per_s"),
+        (Bottleneck.WEIGHTS, (), "relay.topology"),
+        (Bottleneck.LONG_TAIL, (), "rollout.on_new_weights"),
+        (Bottleneck.FRESHNESS, (), "staleness.max_staleness"),
+        (Bottleneck.REWARD, ("schedule=sync",), "schedule"),
     ],
 )
-def test_the_first_remedy_is_a_key_of_the_config(wall, overrides, key):
-    assert advised(mean_step_of(**WALLS[wall]), *overrides).remedies[0].key == key
+def test_the_first_remedy_is_a_key_of_the_config(bottleneck, overrides, key):
+    assert advised(mean_step_of(**BOTTLENECKS[bottleneck]), *overrides).remedies[0].key == key
 
 
-def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_the_wall():
+def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_the_bottleneck():
     idle = mean_step_of(generation_s=9.9)
     assert 10.0 / what_if(idle, StepStage.GENERATION) > 1.5
     full = on_full_cores(generation_s=9.9)
@@ -153,32 +153,32 @@ def test_on_full_cores_what_saves_work_is_advised_before_more_machines():
 def test_data_that_is_mostly_too_old_is_a_wall_and_a_narrower_bound_its_remedy():
     step = replace(mean_step_of(generation_s=9.9, learner_s=9.9), age=Age(lost=0.38, kl={"3-4": 0.03}))
     found = advised(step, "staleness.max_staleness=6")
-    assert found.wall is Wall.STALE_DATA
+    assert found.bottleneck is Bottleneck.STALE_DATA
     assert (found.remedies[0].key, found.remedies[0].change) == ("staleness.max_staleness", "6 -> 3")
     assert advised(step, "staleness.max_staleness=null").remedies[0].change == "none -> 4"
 
 
-@pytest.mark.parametrize("wall", [Wall.FRESHNESS, Wall.LONG_TAIL, Wall.WEIGHTS])
+@pytest.mark.parametrize("bottleneck", [Bottleneck.FRESHNESS, Bottleneck.LONG_TAIL, Bottleneck.WEIGHTS])
 @pytest.mark.parametrize("bound", [0, 1, 3, 5, 7, 8, 40])
-def test_no_bound_above_eight_is_advised(wall, bound):
-    found = advised(mean_step_of(**WALLS[wall]), f"staleness.max_staleness={bound}")
-    assert found.wall is wall
+def test_no_bound_above_eight_is_advised(bottleneck, bound):
+    found = advised(mean_step_of(**BOTTLENECKS[bottleneck]), f"staleness.max_staleness={bound}")
+    assert found.bottleneck is bottleneck
     bounds = [one.change for one in found.remedies if one.key == "staleness.max_staleness"]
     assert len(bounds) == (bound < 8)
     assert all(bound < int(change.split(" -> ")[1]) <= 8 for change in bounds)
     assert found.remedies
 
 
-@pytest.mark.parametrize("wall", [Wall.FRESHNESS, Wall.WEIGHTS])
-def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised_nor_rarer_versions(wall):
-    step = replace(mean_step_of(**WALLS[wall]), age=Age(lost=0.3, kl={}))
+@pytest.mark.parametrize("bottleneck", [Bottleneck.FRESHNESS, Bottleneck.WEIGHTS])
+def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised_nor_rarer_versions(bottleneck):
+    step = replace(mean_step_of(**BOTTLENECKS[bottleneck]), age=Age(lost=0.3, kl={}))
     found = advised(step)
-    assert found.wall is wall
+    assert found.bottleneck is bottleneck
     assert not {"staleness.max_staleness", "learner.publish_every"} & {one.key for one in found.remedies}
 
 
 def test_slow_weights_have_a_remedy_left_where_settings_have_none():
-    step = replace(mean_step_of(**WALLS[Wall.WEIGHTS]), age=Age(lost=0.3, kl={}))
+    step = replace(mean_step_of(**BOTTLENECKS[Bottleneck.WEIGHTS]), age=Age(lost=0.3, kl={}))
     found = advised(step, "learner.lora.rank=16", "relay.topology=auto")
     assert [one.key for one in found.remedies] == ["relay.host"]
 
@@ -195,9 +195,9 @@ def test_slow_weights_have_a_remedy_left_where_settings_have_none():
 )
 def test_rarer_versions_are_advised_while_what_they_make_stale_is_within_eight_steps(schedule, every, why):
     bound = every - (schedule == "async")
-    step = mean_step_of(Schedule(schedule), **WALLS[Wall.WEIGHTS])
+    step = mean_step_of(Schedule(schedule), **BOTTLENECKS[Bottleneck.WEIGHTS])
     found = advised(step, f"learner.publish_every={every}", f"staleness.max_staleness={bound}")
-    assert found.wall is Wall.WEIGHTS
+    assert found.bottleneck is Bottleneck.WEIGHTS
     assert [one.why for one in found.remedies if one.key == "learner.publish_every"] == ([why] if why else [])
 
 
@@ -206,7 +206,7 @@ def test_a_narrower_bound_that_rare_versions_forbid_comes_with_more_frequent_one
     step = replace(mean_step_of(generation_s=9.9, learner_s=9.9), age=Age(lost=0.6, kl={}))
     settings = ("learner.publish_every=12", f"staleness.max_staleness={'null' if bound is None else bound}")
     found = advised(step, *settings)
-    assert found.wall is Wall.STALE_DATA
+    assert found.bottleneck is Bottleneck.STALE_DATA
     assert [one.change for one in found.remedies[:2]] == changes
     load_config(
         CONFIG,
@@ -224,34 +224,34 @@ def test_a_narrower_bound_that_rare_versions_forbid_comes_with_more_frequent_one
 )
 def test_the_end_of_drain_says_that_repacking_ends_with_it(overrides, words):
     settings = ("rollout.on_new_weights=drain", *overrides)
-    first = advised(mean_step_of(**WALLS[Wall.LONG_TAIL]), *settings).remedies[0]
+    first = advised(mean_step_of(**BOTTLENECKS[Bottleneck.LONG_TAIL]), *settings).remedies[0]
     assert first.change == "drain -> resume"
     assert "repacking" not in first.why if words is None else words in first.why
 
 
 @pytest.mark.parametrize(
-    ("wall", "remedy", "step_s"),
+    ("bottleneck", "remedy", "step_s"),
     [
-        (Wall.REWARD, Remedy("reward.workers", "2 -> 5", ""), 10.0 - 9.8 + 9.8 * 2 / 5),
-        (Wall.WEIGHTS, Remedy("relay.max_bytes_per_s", "300000 -> 3000000, or none", ""), 10.0 - 9.5 * 0.9),
-        (Wall.LONG_TAIL, Remedy("rollout.on_new_weights", "drain -> resume", ""), 10.0 - 7.0),
-        (Wall.FRESHNESS, Remedy("staleness.max_staleness", "0 -> 2", ""), 4.0),
+        (Bottleneck.REWARD, Remedy("reward.workers", "2 -> 5", ""), 10.0 - 9.8 + 9.8 * 2 / 5),
+        (Bottleneck.WEIGHTS, Remedy("relay.max_bytes_per_s", "300000 -> 3000000, or none", ""), 10.0 - 9.5 * 0.9),
+        (Bottleneck.LONG_TAIL, Remedy("rollout.on_new_weights", "drain -> resume", ""), 10.0 - 7.0),
+        (Bottleneck.FRESHNESS, Remedy("staleness.max_staleness", "0 -> 2", ""), 4.0),
     ],
 )
-def test_a_remedy_is_predicted_at_the_very_value_that_it_sets(wall, remedy, step_s):
-    assert what_if_set(mean_step_of(**WALLS[wall]), wall, remedy) == pytest.approx(step_s)
+def test_a_remedy_is_predicted_at_the_very_value_that_it_sets(bottleneck, remedy, step_s):
+    assert what_if_set(mean_step_of(**BOTTLENECKS[bottleneck]), bottleneck, remedy) == pytest.approx(step_s)
 
 
-@pytest.mark.parametrize("wall", WALLS)
-def test_on_full_cores_the_first_remedy_of_every_wall_promises_at_most_a_tenth(wall):
-    step = on_full_cores(**WALLS[wall])
+@pytest.mark.parametrize("bottleneck", BOTTLENECKS)
+def test_on_full_cores_the_first_remedy_of_every_bottleneck_promises_at_most_a_tenth(bottleneck):
+    step = on_full_cores(**BOTTLENECKS[bottleneck])
     config = load_config(CONFIG, ["relay.max_bytes_per_s=3e5", WITH_ENVIRONMENT])
-    first = remedies(wall, config, step)[0]
-    assert 1.0 <= step.measured_s / what_if_set(step, wall, first) <= 1.1
+    first = remedies(bottleneck, config, step)[0]
+    assert 1.0 <= step.measured_s / what_if_set(step, bottleneck, first) <= 1.1
 
 
 def test_every_remedy_names_a_setting_that_exists():
-    steps = [mean_step_of(**times) for times in WALLS.values()]
+    steps = [mean_step_of(**times) for times in BOTTLENECKS.values()]
     steps += [on_full_cores(generation_s=9.9), replace(steps[0], age=Age(lost=0.6, kl={}))]
     for step in steps:
         found = advised(step, "learner.recompute=all", "relay.max_bytes_per_s=1e5")
@@ -274,7 +274,7 @@ def test_a_step_is_predicted_with_more_of_a_stage_and_under_other_schedules():
 
 
 def test_a_limit_on_scoring_is_advised_only_where_it_is_shorter():
-    found = advised(mean_step_of(**WALLS[Wall.REWARD]), "reward.timeout_s=0.3")
+    found = advised(mean_step_of(**BOTTLENECKS[Bottleneck.REWARD]), "reward.timeout_s=0.3")
     assert "reward.timeout_s" not in [remedy.key for remedy in found.remedies]
-    found = advised(mean_step_of(**WALLS[Wall.REWARD]), "reward.timeout_s=5")
+    found = advised(mean_step_of(**BOTTLENECKS[Bottleneck.REWARD]), "reward.timeout_s=5")
     assert "reward.timeout_s" in [remedy.key for remedy in found.remedies]

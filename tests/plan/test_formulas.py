@@ -10,7 +10,7 @@ from laminar_lab.plan.placements import placements
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import ReplicaRates, estimate
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.diagnosis import Wall
+from laminar_py.observe.diagnosis import Bottleneck
 from tests.plan.builders import LENGTHS, make_request
 
 TIMES = EngineTimes(
@@ -67,8 +67,8 @@ def test_what_binds_is_what_shortens_the_step_most():
     request = make_request()
     learners = [one for one in placements(request) if one.schedule is Schedule.ASYNC]
     few, many = min(learners, key=lambda one: one.learner_gpus), max(learners, key=lambda one: one.learner_gpus)
-    assert estimate(request, few).binds is Wall.LEARNER
-    assert estimate(request, many).binds in (Wall.GENERATION, Wall.FRESHNESS)
+    assert estimate(request, few).binds is Bottleneck.LEARNER
+    assert estimate(request, many).binds in (Bottleneck.GENERATION, Bottleneck.FRESHNESS)
 
 
 def test_no_bound_leaves_no_wall_of_freshness():

@@ -74,12 +74,12 @@ def test_a_first_step_of_which_nothing_is_scored_ends_the_run_and_not_one_respon
     assert count == STEP
     assert fault == (
         f"reward.use=mine.py:score: no response could be scored ({STEP} of {STEP} failed), the last: None;"
-        " mend it and go on with --resume"
+        " mend it and continue with --resume"
     )
     assert judge(*[None] * FEWEST, step=2)[1] == FEWEST, "two failures are no sign, however small a step is"
 
 
-LATE_FAULT = "every response {} was out of time (12 of 12 failed), the last: None; mend it and go on"
+LATE_FAULT = "every response {} was out of time (12 of 12 failed), the last: None; mend it and continue"
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -18,7 +18,7 @@ from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import Piece
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import Break, Cap, DropReason, FinishReason, Kind
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.running import RunningTrajectory
 from laminar_py.rollout.storing import SegmentStore
@@ -177,7 +177,7 @@ async def test_resume_loads_at_once_and_continues_under_the_new_version(folders)
         await story.until(lambda s: len(s.ids["a"]) > 0)
         await weights.publish(1)
         await story.until(lambda s: "a" in s.ended)
-        assert story.broken == {Break.NEW_WEIGHTS: ["a"]}
+        assert story.broken == {InterruptReason.NEW_WEIGHTS: ["a"]}
         assert story.versions("a") == {0, 1}
         assert len(story.ids["a"]) == 1500
 
@@ -218,7 +218,7 @@ async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders, is_re
         story.replica.start_assignments([assignment("c", length=4000)])
         with pytest.raises(EngineLostError):
             await story.until(lambda s: False)
-        assert story.broken == {Break.CUT: ["c"]}
+        assert story.broken == {InterruptReason.CUT: ["c"]}
         assert min(len(story.ids[name]) for name in ("a", "b", "c")) > 0
         assert story.admissible == 0
 

@@ -72,7 +72,7 @@ def test_a_run_in_which_no_response_ends_while_steps_count_has_no_figures(tmp_pa
     profile.write_text(PROFILE.read_text().replace("optimizer_s: 2.0", "optimizer_s: 0.001"))
     few = ("rollout.replicas=1", "rollout.batch_per_replica=16", "rollout.prompts_per_step=1", "steps=2")
     quick = (f"rollout.engine.profile={profile}", "rollout.engine.learner_devices=100000", "repack.planner=none")
-    with pytest.raises(ConfigError, match="steps=2: no response ends in those that count; raise it"):
+    with pytest.raises(ConfigError, match="steps=2: no response ends in the steps that count; raise it"):
         run(
             *few,
             *quick,

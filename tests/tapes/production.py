@@ -70,15 +70,15 @@ from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Surv
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import (
-    Break,
     Cap,
     DropReason,
-    FinishedTrajectory,
     FinishReason,
+    InterruptReason,
     Kind,
     Prompt,
     Status,
     Trajectory,
+    TrajectoryRef,
 )
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.planner import PlanningContext
@@ -249,7 +249,7 @@ def progress(said: Said, store: Store) -> Progress:
         cut=Cap.SECONDS if said.wall_cut else None,
         queue_s=said.queue_s,
         generate_s=said.generate_s,
-        broken=None if said.broken is None else Break(said.broken),
+        broken=None if said.broken is None else InterruptReason(said.broken),
         failure=DropReason.REFUSED if said.refusal else None,
         detail=said.refusal,
     )
@@ -469,7 +469,7 @@ class Batch:
             packed = self._fetched(self._packed(plan))
             _write_packed(tape, plan, packed, version=taken.version if plan.packs else 0, compares=compares)
 
-    def _fetched(self, packed: Packed[FinishedTrajectory]) -> Packed[Trajectory]:
+    def _fetched(self, packed: Packed[TrajectoryRef]) -> Packed[Trajectory]:
         """The same with tokens, as ranks read them; a tape has masks and experts where they are stored alone."""
         every = [one for bundles in packed.bundles for bundle in bundles for one in bundle]
         complete, lost = complete_all(every, self._store.reader, stores={})
@@ -479,7 +479,7 @@ class Batch:
         }
         return Packed([[[plain[t.id] for t in one] for one in mine] for mine in packed.bundles], packed.terms)
 
-    def _packed(self, plan: Plan) -> Packed[FinishedTrajectory]:
+    def _packed(self, plan: Plan) -> Packed[TrajectoryRef]:
         if not plan.packs:
             return pack(
                 self.taken.trajectories,
@@ -578,14 +578,14 @@ class Control:
         self._migration: Migration | None = None
         self._evaluations: dict[int, asyncio.Future] = {}
 
-    def _submit_score(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+    def _submit_score(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         if trajectory.kind is Kind.TRAIN:
             self._repacker.finished(trajectory)
             if self._migration is not None:
                 self._migration.finished(trajectory)
         self._score(trajectory.id, trajectory.length, prompt.id)
 
-    def _submit_reference(self, trajectory: FinishedTrajectory) -> None:
+    def _submit_reference(self, trajectory: TrajectoryRef) -> None:
         self._refer(trajectory.id, trajectory.length)
 
     # ---- life
@@ -987,7 +987,7 @@ class Repacker:
         self._remaining = RemainingTokens(cap)
         self._previous: dict[int, int] = {}
 
-    def finished(self, trajectory: FinishedTrajectory) -> None:
+    def finished(self, trajectory: TrajectoryRef) -> None:
         """Learn from a response that ended."""
         self.ended(trajectory.length, capped=trajectory.finish_reason is FinishReason.LENGTH)
 

@@ -92,12 +92,13 @@ class _TokenLogprobs(Function):
         support: Support | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies [N] of `labels`; logits exist for `chunk` rows at a time."""
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         compute = _compiled_if_possible(_logprobs_of_labels, hidden.device)
         for rows in _chunks(len(labels), chunk):
-            found = compute(_logits(hidden, weight, rows, support), labels[rows].clone(), temperature)
-            logprobs[rows], entropy[rows], normalizer[rows] = found
+            results = compute(_logits(hidden, weight, rows, support), labels[rows].clone(), temperature)
+            logprobs[rows], entropy[rows], normalizer[rows] = results
         ctx.save_for_backward(hidden, weight, labels, entropy, normalizer)
         ctx.temperature, ctx.support, ctx.chunk = temperature, support, chunk
         ctx.set_materialize_grads(False)  # entropy is often only measured; its backward then costs nothing
@@ -107,6 +108,7 @@ class _TokenLogprobs(Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        """Compute logits again by chunks; return gradients of `hidden` and, unless frozen, of `weight`."""
         hidden, weight, labels, entropy, normalizer = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]  # not where it is frozen, as with adapters: a product of three saved

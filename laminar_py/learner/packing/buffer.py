@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.learner.packing.balance import Bin, Entry, fit_bins, make_entry
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 
 CATCH_UP = 4  # groups staged at each arrival, while fewer than a step are: so no call takes long
 LOOSE_BINS = 32  # loose sequences are packed when they could fill so many bins: choice enough, and little is left
@@ -32,7 +32,7 @@ class ReadyGroup:
     oldest_version: int
     arrival: int
     group_id: str = field(compare=False)
-    members: list[FinishedTrajectory] = field(compare=False, default_factory=list)
+    members: list[TrajectoryRef] = field(compare=False, default_factory=list)
     silent_tokens: tuple[int, ...] = field(
         compare=False, default=()
     )  # trained tokens of each member without signal
@@ -65,7 +65,7 @@ class Buffer:
     async def add_group(
         self,
         group_id: str,
-        members: list[FinishedTrajectory],
+        members: list[TrajectoryRef],
         *,
         oldest_version: int,
         silent_tokens: tuple[int, ...] = (),
@@ -130,13 +130,13 @@ class StreamPacker:
 
     def clear(self) -> None:
         """Remove all sequences."""
-        self._full: dict[Bin[FinishedTrajectory], None] = {}
-        self._bin_of: dict[str, Bin[FinishedTrajectory]] = {}  # by id, of sequences in full bins
-        self._loose: dict[str, Entry[FinishedTrajectory]] = {}  # by id
+        self._full: dict[Bin[TrajectoryRef], None] = {}
+        self._bin_of: dict[str, Bin[TrajectoryRef]] = {}  # by id, of sequences in full bins
+        self._loose: dict[str, Entry[TrajectoryRef]] = {}  # by id
         self._loose_tokens = 0
         self._pack_at = LOOSE_BINS * self._max_tokens  # loose tokens
 
-    def add(self, trajectory: FinishedTrajectory) -> None:
+    def add(self, trajectory: TrajectoryRef) -> None:
         """Add a sequence. Raises ValueError if it is longer than `max_tokens`."""
         id, entry = trajectory.id, make_entry(trajectory)
         if entry.num_tokens > self._max_tokens:
@@ -156,18 +156,19 @@ class StreamPacker:
                 self._loosen(entry)
         self._loose_tokens -= self._loose.pop(id).num_tokens
 
-    def bins(self) -> list[Bin[FinishedTrajectory]]:
+    def bins(self) -> list[Bin[TrajectoryRef]]:
         """Bins of all sequences."""
         return [*self._full, *self._pack_loose()]
 
-    def _loosen(self, entry: Entry[FinishedTrajectory]) -> None:
+    def _loosen(self, entry: Entry[TrajectoryRef]) -> None:
         self._loose[entry.trajectory.id] = entry
         self._loose_tokens += entry.num_tokens
 
-    def _pack_loose(self) -> list[Bin[FinishedTrajectory]]:
+    def _pack_loose(self) -> list[Bin[TrajectoryRef]]:
         return fit_bins(list(self._loose.values()), max_tokens=self._max_tokens)
 
     def _keep_full_bins(self) -> None:
+        """Pack the loose sequences, and keep the bins that are nearly full; other sequences stay loose."""
         for packed in self._pack_loose():
             if (self._max_tokens - packed.num_tokens) * FULL_SHARE < self._max_tokens:
                 self._full[packed] = None
@@ -224,13 +225,13 @@ class StagedGroups:
             self._add(self._buffer[self.num_staged])
             self.num_staged += 1
 
-    def group_shrunk(self, place: int, dropped: Iterable[FinishedTrajectory], *, gone: bool) -> None:
+    def group_shrunk(self, place: int, dropped: Iterable[TrajectoryRef], *, gone: bool) -> None:
         """Remove members that the group at this place has lost; `gone` says that the group left the buffer."""
         if place < self.num_staged:
             self._remove(dropped)
             self.num_staged -= gone
 
-    def pack_groups(self, chosen: Collection[ReadyGroup]) -> list[Bin[FinishedTrajectory]]:
+    def pack_groups(self, chosen: Collection[ReadyGroup]) -> list[Bin[TrajectoryRef]]:
         """Bins of exactly these groups, which the caller then removes from the buffer; nothing stays staged."""
         staged = self._buffer.first(self.num_staged)
         wanted, here = ({group.group_id for group in groups} for groups in (chosen, staged))
@@ -249,7 +250,7 @@ class StagedGroups:
         for trajectory in group.members:
             self._packer.add(trajectory)
 
-    def _remove(self, members: Iterable[FinishedTrajectory]) -> None:
+    def _remove(self, members: Iterable[TrajectoryRef]) -> None:
         for trajectory in members:
             self._packer.remove(trajectory.id)
 
@@ -309,22 +310,22 @@ class PackQueue:
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         # Bounded by the trajectories that finish during one pass of the model, so adding never waits.
-        self._waiting: deque[FinishedTrajectory] = deque()
+        self._waiting: deque[TrajectoryRef] = deque()
         self._filled = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add_trajectory(self, trajectory: FinishedTrajectory) -> None:
+    def add_trajectory(self, trajectory: TrajectoryRef) -> None:
         """Queue a trajectory."""
         self._waiting.append(trajectory)
         self._filled.set()
 
-    async def next_batch(self, *, wanted: Callable[[str], bool]) -> list[FinishedTrajectory]:
+    async def next_batch(self, *, wanted: Callable[[str], bool]) -> list[TrajectoryRef]:
         """Wait for trajectories whose ids are still `wanted`; returns one, or more of `max_tokens` together."""
         while True:
             await self._filled.wait()
-            batch: list[FinishedTrajectory] = []
+            batch: list[TrajectoryRef] = []
             room = self._max_tokens
             while self._waiting and (not batch or self._waiting[0].num_tokens <= room):
                 trajectory = self._waiting.popleft()

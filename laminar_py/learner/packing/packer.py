@@ -105,6 +105,7 @@ def _tokens(path: TokenPath, trajectory: Trajectory) -> list[IntArray]:
 
 
 def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> PlacedResponse:
+    """Return where the own tokens of each path stand in a microbatch, for a tree packed from `start` on."""
     rows, places = [], []
     for path in paths:
         before = prompt if path.has_prompt else 0
@@ -246,10 +247,9 @@ def step_terms(
 ) -> StepTerms:
     """Compute the terms of a step with these bins; `normalises` its advantages by their mean and deviation.
 
-    `silent_tokens` are the trained tokens of responses without signal. Such responses are left out, since their
-    advantage is 0 (`algorithm.overlong_tokens` does not count for them). They still count in every mean, so that
-    the gradient is as with them, and a group weighs the same beside many of them as beside few. Otherwise a
-    group's weight would depend on which groups happened to finish at the same time.
+    `silent_tokens` are the trained tokens of dropped responses with advantage 0 (`algorithm.overlong_tokens` does
+    not count for them). Dropped zero-advantage responses stay in every denominator, so the gradient does not
+    change. Otherwise a group's weight would depend on which other groups finish at the same time.
     """
     entries = [entry for item in bins for entry in item.entries]
     mean, scale = _normalisation(entries) if normalises else (0.0, 1.0)

@@ -305,10 +305,10 @@ class FiguresCheck(Check):
         return []
 
 
-class LossCheck(Check):
+class LostDataCheck(Check):
     """Checks that recorded archive files exist, and that every lost piece is recorded as lost.
 
-    `audit.verify` compares the bytes of the files.
+    It only looks for the files; `audit.verify` compares their bytes with the recorded digests.
     """
 
     event_types = (Archived, TokensLost)

@@ -69,6 +69,7 @@ def export(run: Path, out: Path, *, responses: bool = False) -> int:
 
 
 def _response(prompt: Prompt | None, payload: Payload) -> ExportedResponse:
+    """Return the exported columns of a response; columns of a missing prompt are empty."""
     return ExportedResponse(
         prompt_text=prompt.text if prompt else "",
         answer=prompt.answer if prompt else "",
@@ -96,6 +97,7 @@ def _write_jsonl(path: Path, rows: Iterator[ExportRow]) -> int:
 
 
 def _write_parquet(path: Path, rows: Iterator[ExportRow], schema: "pa.Schema") -> int:
+    """Write rows in blocks to a Parquet file, and return their number."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -108,6 +110,7 @@ def _write_parquet(path: Path, rows: Iterator[ExportRow], schema: "pa.Schema") -
 
 
 def _schema(responses: bool) -> "pa.Schema":
+    """Return the Parquet columns of a trajectory, with columns of its response if `responses`."""
     import pyarrow as pa
 
     numbers = {int: pa.int64(), float: pa.float64()}

@@ -132,6 +132,7 @@ class Replay:
         self._again.close()
 
     def _one_by_one(self, block: list[tuple[int, float, float, str, bytes]]) -> Iterator[Stamped]:
+        """Yield the readable events of a block; note a violation for each unreadable event."""
         for seq, wall, mono, kind, body in block:
             if kind not in KINDS:
                 self.unknown[kind] += 1
@@ -154,6 +155,7 @@ class Replay:
             row.length = event.spans[-1].end
 
     def _compare(self, row: LiveTrajectory) -> None:
+        """Compare a replayed trajectory with its stored row, and note each difference as a violation."""
         while self._read < row.number:
             block = self._stored.fetchmany(_AT_ONCE)
             self._ahead.update((stored[0], stored) for stored in block)
@@ -173,6 +175,7 @@ class Replay:
                 yield Violation(Rule.ROWS, row.id, f"{column} is {found!r}, the events say {expected!r}")
 
     def _compare_tables(self) -> Iterator[Violation]:
+        """Yield a violation for each row of a side table that the replay does not give."""
         for table in SIDE_TABLES:
             stored, replayed = (
                 {row[0]: row for row in connection.execute(f"SELECT * FROM {table}")}
@@ -184,6 +187,7 @@ class Replay:
                     yield Violation(Rule.ROWS, f"{table} of event {seq}", f"is {found}, the events say {expected}")
 
     def _compare_accounting(self) -> Iterator[Violation]:
+        """Yield violations if the counts of the rows differ from the replay, or do not add up."""
         events = self._machine.accounting()
         try:
             rows = read_accounting(self._connection)

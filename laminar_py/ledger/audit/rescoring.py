@@ -46,8 +46,8 @@ class RecordedScore:
         same_terms = now.keys() == self.terms.keys()
         for name in now if same_terms else ():
             if abs(now[name] - self.terms[name]) > roundings.of_value(name) * max(1.0, abs(self.terms[name])):
-                told = f"{name} {self.terms[name]:g} on record, {now[name]:g} now"
-                return f"{score.trajectory_id}: {told} (reward {self.reward:g}, {score.value:g})"
+                difference = f"{name} {self.terms[name]:g} on record, {now[name]:g} now"
+                return f"{score.trajectory_id}: {difference} (reward {self.reward:g}, {score.value:g})"
         is_known = same_terms and len(now) > 0
         allowed = roundings.of_sum(now) if is_known else roundings.largest * max(1.0, abs(self.reward))
         if abs(self.reward - score.value) <= allowed:
@@ -95,6 +95,7 @@ def recorded_scores(run: Path) -> Iterator[RecordedScore]:
 
 
 def _request(row: TrajectoryRow, prompt: Prompt, payload: Payload) -> ScoringRequest:
+    """Make the scoring request of a finished response from its stored tokens."""
     assert row.finish_reason is not None, "only finished responses are scored"
     return ScoringRequest(
         trajectory_id=row.id,

@@ -56,9 +56,9 @@ class ResponseCheck:
     def check_file(self, path: Path) -> None:
         """Check the pieces in an archive file."""
         pieces = file_pieces(path)
-        one = next(pieces, None)
-        if one is not None:
-            self._check_pieces(chain((one,), pieces), one.row.trajectory, 2**62, in_file=True)
+        first = next(pieces, None)
+        if first is not None:
+            self._check_pieces(chain((first,), pieces), first.row.trajectory, 2**62, in_file=True)
 
     def check_rows_apart(self, numbers: Iterable[int]) -> None:
         """Check the responses of trajectories whose pieces are in several archive files."""
@@ -89,9 +89,9 @@ class ResponseCheck:
 
 
 def _is_plainly_right(pieces: list[StoredPiece], row: TrajectoryRow) -> bool:
-    """Whether a finished response of one piece, without environment and recordings, is right.
+    """Whether the response is of the simplest kind (one piece, no environment, no recordings) and is right.
 
-    False means that `_check` must decide.
+    The test is quick and spares most responses the full check. After False, `_check` decides.
     """
     if len(pieces) != 1 or row.digest is None or row.spans is None or row.restamped is not None:
         return False
@@ -127,6 +127,7 @@ def _check_counted(stored: list[StoredPiece], row: TrajectoryRow) -> Iterator[Vi
 
 
 def _check(connection: sqlite3.Connection, stored: list[StoredPiece], row: TrajectoryRow) -> Iterator[Violation]:
+    """Yield violations in the stored pieces of a response: damage, wrong tokens, masks or experts."""
     tokens, columns = split(stored)
     for piece in columns:
         if fault := _fault(piece, row):
@@ -170,6 +171,7 @@ def _final_spans(response: Payload, row: TrajectoryRow) -> tuple[Span, ...]:
 
 
 def _check_tokens(response: Payload, digests: list[bytes], row: TrajectoryRow) -> Iterator[str]:
+    """Yield faults where stored tokens differ from the length, digest or spans of the trajectory's end."""
     if len(response.ids) != row.length:
         yield f"{len(response.ids)} of its {row.length} tokens are stored"
     if row.digest is None:
@@ -218,6 +220,7 @@ def _has_its_token(mask: SamplingMask, ids: IntArray) -> BoolArray:
 
 
 def _check_experts(connection: sqlite3.Connection, response: Payload, row: TrajectoryRow) -> Iterator[str]:
+    """Yield faults where recorded experts do not cover every position that the engine read."""
     experts = response.routed_experts
     if experts is None:
         return

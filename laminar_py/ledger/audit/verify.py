@@ -23,7 +23,7 @@ from laminar_py.ledger.audit.checks import (
     Check,
     ConsumptionCheck,
     FiguresCheck,
-    LossCheck,
+    LostDataCheck,
     Rule,
     StepCheck,
     Violation,
@@ -85,6 +85,7 @@ def prove(run: Path, *, processes: int | None = None) -> Proof:
 
 
 def _check_seal(folder: Path, proof: Proof) -> None:
+    """Compare sizes and digests of the run's files with its seal, and note the findings in `proof`."""
     try:
         seal = read_seal(folder)
     except LedgerError as error:
@@ -98,6 +99,7 @@ def _check_seal(folder: Path, proof: Proof) -> None:
 
 
 def _check_ledger(run: Path, proof: Proof, *, processes: int) -> None:
+    """Run all checks of the ledger on `processes`, and note their findings in `proof`."""
     with reading(run) as connection:
         (events,) = connection.execute("SELECT coalesce(max(seq), 0) FROM event").fetchone()
         (trajectories,) = connection.execute("SELECT coalesce(max(number), 0) FROM trajectory").fetchone()
@@ -166,7 +168,7 @@ def _check_events(run: Path) -> Proof:
     """Replay all events: check every rule along the log, and the tables that follow from it."""
     with reading(run) as connection:
         checks: list[Check] = [ConsumptionCheck(), WeightsCheck(), StepCheck(), FiguresCheck()]
-        checks.append(LossCheck(ledger_path(run).parent, connection))
+        checks.append(LostDataCheck(ledger_path(run).parent, connection))
         by_type: dict[type[Event], list[Check]] = {}
         for check in checks:
             for kind in check.event_types:
@@ -234,6 +236,7 @@ def _check_prompts(run: Path) -> Proof:
 
 
 def _prompt_violations(connection: sqlite3.Connection) -> Iterator[Violation]:
+    """Yield violations for prompts that were changed, are missing, or are stored with another place."""
     for id, ids, text, answer, task, fields, digest in connection.execute(
         "SELECT id, ids, text, answer, task, fields, digest FROM prompt"
     ):

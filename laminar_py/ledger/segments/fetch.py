@@ -68,11 +68,15 @@ class StoreClient:
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
-            for connection in (one for kept in self._idle.values() for one in kept):
+            for connection in (idle for kept in self._idle.values() for idle in kept):
                 connection.close()
             self._idle.clear()
 
     def _fetch(self, store: str, refs: Sequence[PieceRef]) -> list[bytes]:
+        """Request pieces of a store, and retry with growing pauses while the store is away.
+
+        Raises `StoreAwayError` after `retry_s`, and `PayloadLostError` if the store lacks a piece.
+        """
         body, sizes = encode(wire.make_request(refs)), [ref.num_bytes for ref in refs]
         away_since, pause_s = None, FIRST_PAUSE_S
         while True:
@@ -117,7 +121,7 @@ class StoreClient:
                 raise ConnectionError("the process that answers does not have the run's key")
             if status == AnswerStatus.PIECES and size != sum(sizes):
                 raise ConnectionError(f"{size} bytes instead of {sum(sizes)}")
-            pieces = [_receive(connection, one) for one in sizes] if status == AnswerStatus.PIECES else []
+            pieces = [_receive(connection, size) for size in sizes] if status == AnswerStatus.PIECES else []
         except OSError:
             connection.close()
             raise

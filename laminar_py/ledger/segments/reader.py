@@ -17,7 +17,7 @@ from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
 from laminar_py.records.spans import sampled_mask
-from laminar_py.records.trajectory import BaseTrajectory, FinishedTrajectory, Trajectory
+from laminar_py.records.trajectory import BaseTrajectory, Trajectory, TrajectoryRef
 
 OPEN_FILES = 64  # kept open per reader
 
@@ -48,7 +48,7 @@ class Loaded:
     def response(self, tokens: Iterable[TokensRef]) -> Payload:
         """Join pieces to a response. Raises `PayloadLostError` if one is lost or they do not fit together."""
         try:
-            return join(self._piece_of(Piece, one.at) for one in tokens)
+            return join(self._piece_of(Piece, ref.at) for ref in tokens)
         except ValueError as error:
             raise PayloadLostError(str(error)) from error
 
@@ -109,6 +109,11 @@ class PayloadReader:
             return error
 
     def _read(self, ref: PieceRef) -> bytes:
+        """Read the bytes of a piece from a segment in this folder.
+
+        Raises `PayloadLostError` if the bytes are gone, and `ElsewhereError` if the segment may be on another
+        host.
+        """
         with self._lock:  # no other thread may close the file meanwhile
             try:
                 file = self._open(ref.segment)
@@ -136,6 +141,7 @@ class PayloadReader:
         return self._files[segment]
 
     def _fetched(self, store: str, refs: Sequence[PieceRef]) -> dict[PieceRef, bytes | PayloadLostError]:
+        """Fetch pieces of a store together; after a loss, fetch each alone, since the others may exist."""
         assert self._fetch is not None, f"{refs[0].segment} is of another host, of which this reader knows none"
         fetch = self._fetch
         try:
@@ -149,21 +155,21 @@ class PayloadReader:
 
 
 def complete_all(
-    finished: Sequence[FinishedTrajectory], reader: PayloadReader, *, stores: Mapping[str, str]
+    finished: Sequence[TrajectoryRef], reader: PayloadReader, *, stores: Mapping[str, str]
 ) -> tuple[dict[str, Trajectory], dict[str, str]]:
     """Read the tokens of trajectories together; return trajectories by id, and reasons of lost ones by id."""
-    loaded = reader.load((ref for one in finished for ref in one.refs), stores=stores)
+    loaded = reader.load((ref for trajectory in finished for ref in trajectory.refs), stores=stores)
     complete: dict[str, Trajectory] = {}
     lost: dict[str, str] = {}
-    for one in finished:
+    for trajectory in finished:
         try:
-            complete[one.id] = complete_one(one, loaded)
+            complete[trajectory.id] = complete_one(trajectory, loaded)
         except PayloadLostError as error:
-            lost[one.id] = str(error)
+            lost[trajectory.id] = str(error)
     return complete, lost
 
 
-def complete_one(finished: FinishedTrajectory, loaded: Loaded) -> Trajectory:
+def complete_one(finished: TrajectoryRef, loaded: Loaded) -> Trajectory:
     """Return a trajectory with its tokens. Raises `PayloadLostError`."""
     response = loaded.response(finished.tokens)
     length = len(response.ids)

@@ -82,13 +82,14 @@ class PieceStore:
         with self._lock:
             self._closed = True
             ending = [*self._connections, *([] if self._listener is None else [self._listener])]
-        for one in ending:
+        for ending_socket in ending:
             with suppress(OSError):  # it may be closed already
-                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+                ending_socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
         if self._listener is not None:
             self._listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
+        """Serve each accepted connection in a thread of its own; close a connection above the limit."""
         while not self._closed:
             try:
                 connection, _ = listener.accept()
@@ -202,9 +203,9 @@ def check_request(body: bytes) -> PieceRequest:
 def map_pieces(folder: Path, wanted: PieceRequest) -> list[memoryview]:
     """Map the requested pieces into memory; a mapping outlives the deletion of its file.
 
-    Only system calls may touch the memory: if a file has become shorter they fail with EFAULT, while a process
-    that reads it itself is killed. Raises `PayloadLostError` if a piece does not exist, and `OSError` if nothing
-    is known of the pieces.
+    Only system calls may touch the memory. If a file has become shorter, a system call fails with EFAULT, while a
+    direct read kills the process. Raises `PayloadLostError` if a piece does not exist, and `OSError` if a file
+    cannot be opened for another reason.
     """
     files = [_map(folder, segment) for segment in wanted.segments]
     pieces = []
@@ -217,6 +218,11 @@ def map_pieces(folder: Path, wanted: PieceRequest) -> list[memoryview]:
 
 
 def _map(folder: Path, segment: str) -> memoryview:
+    """Map a segment into memory, read-only.
+
+    Raises `PayloadLostError` if it does not exist or is no regular file, and `OSError` if it cannot be opened. The
+    flags refuse a link, and do not block on a pipe, that somebody puts in the segment's place.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.open(folder / f"{segment}{SEGMENT}", flags)
@@ -225,10 +231,10 @@ def _map(folder: Path, segment: str) -> memoryview:
             raise
         raise PayloadLostError(f"{segment}: {error.strerror}") from None
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise PayloadLostError(f"{segment}: not a regular file")
-        return memoryview(mmap.mmap(file, found.st_size, prot=mmap.PROT_READ) if found.st_size else b"")
+        return memoryview(mmap.mmap(file, status.st_size, prot=mmap.PROT_READ) if status.st_size else b"")
     finally:
         os.close(file)
 

@@ -27,7 +27,7 @@ _AT_ONCE = 512  # buffers per call; the kernel takes 1,024
 class SegmentWriter:
     """Writes segments of one process, e.g. `SegmentWriter(folder, "replica-3")`; with another suffix a `Journal`.
 
-    A piece creates the first file.
+    The first piece creates the first file, so a process without pieces leaves no file.
     """
 
     def __init__(self, folder: Path, part: str, *, roll_bytes: int = ROLL_BYTES, suffix: str = SEGMENT) -> None:

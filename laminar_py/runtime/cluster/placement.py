@@ -77,7 +77,7 @@ class Needs:
             shared_nodes=cluster.shared_nodes,
             hosts=engine.hosts,
             placed_by=engine.placed_by,
-            reference=config.algorithm.refers_in_stage,
+            reference=config.algorithm.reference_in_own_process,
             servers=tuple((pool, config.reward.servers[pool].gpus) for pool, _ in config.reward.launched),
         )
 

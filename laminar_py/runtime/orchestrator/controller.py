@@ -26,7 +26,7 @@ Each loop is a function below. Each queue is bounded so that no circle of waits 
     lines      Order                  runtime.link.hub                work that replicas have room for
     reports    list[(Line, Report)]   `Handoff` here                  one; the hub waits until it is taken in
     unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
-    to refer   FinishedTrajectory     learner.packing.buffer          live trajectories
+    to refer   TrajectoryRef          learner.packing.buffer          live trajectories
     scores     list[Score]            `Handoff` here                  one; a scorer waits until it is taken in
     ready      ReadyGroup             learner.packing.buffer          live trajectories
     copied     version                versions                        one: the learner completes it before the next
@@ -58,7 +58,7 @@ from laminar_py.records.events import Evaluated, RunEnded
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, FinishedTrajectory, Kind, Prompt
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.link.hub import Line
@@ -228,7 +228,9 @@ class Controller:
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._payload = payload = PayloadHosts(incarnation)
         self._reference = (
-            ReferenceStage(incarnation, payload=payload) if incarnation.config.algorithm.refers_in_stage else None
+            ReferenceStage(incarnation, payload=payload)
+            if incarnation.config.algorithm.reference_in_own_process
+            else None
         )
         self._scheduler = scheduler = make_scheduler(
             incarnation,
@@ -564,7 +566,7 @@ class Controller:
     def _issue(self) -> None:
         issue(self._scheduler, replicas=self._replicas, issuing=self._issuing, stats=self._incarnation.stats)
 
-    def _finished(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+    def _finished(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Send a finished response to the scorers."""
         if self._learning is not None and trajectory.kind is Kind.TRAIN:
             self._learning.migration.finished(trajectory)

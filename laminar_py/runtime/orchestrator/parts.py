@@ -18,7 +18,7 @@ from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered, first_events
 from laminar_py.ledger.seal import seal_run
-from laminar_py.records.trajectory import FinishedTrajectory, Prompt
+from laminar_py.records.trajectory import Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.trainer import Trainer
@@ -69,7 +69,7 @@ class Learning:
 def make_scheduler(
     incarnation: Incarnation,
     *,
-    submit_score: Callable[[FinishedTrajectory, Prompt], None],
+    submit_score: Callable[[TrajectoryRef, Prompt], None],
     reference: ReferenceStage | None,
     versions_return: bool = False,
     fail: Callable[[str], None],

@@ -26,7 +26,7 @@ from laminar_py.records.scoring import (
     Unscored,
 )
 from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import FinishedTrajectory, Prompt, Status
+from laminar_py.records.trajectory import Prompt, Status, TrajectoryRef
 from laminar_py.reward.failures import ScoreFailures, trials
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs
@@ -129,7 +129,7 @@ class Scoring:
         """Enlarge the queue by the number of trajectories that an earlier incarnation left."""
         self._ready.grow(self._most + number)
 
-    def submit_response(self, trajectory: FinishedTrajectory, prompt: Prompt) -> None:
+    def submit_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Queue a finished response for a score."""
         self._ready.submit_response(
             Unscored(

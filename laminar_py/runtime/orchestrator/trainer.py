@@ -22,7 +22,7 @@ from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import read_totals
 from laminar_py.records.events import RolledBack
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
@@ -198,7 +198,7 @@ class Trainer:
         finally:
             self._stats.end_step()
 
-    async def _learn_packed(self, packed: Packed[FinishedTrajectory]) -> StepOutcome:
+    async def _learn_packed(self, packed: Packed[TrajectoryRef]) -> StepOutcome:
         lost = await self._learner.fetch(packed)
         if lost:
             raise BatchLostError(lost)

@@ -24,8 +24,8 @@ from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
 from laminar_py.data.problems import ProblemSet, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.sources import DataSource
+from laminar_py.data.statistics import UnknownWords, unknown_words
 from laminar_py.data.stream import PromptStream
-from laminar_py.data.survey import UnknownWords, unknown_words
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.launch import check_pool
@@ -226,7 +226,7 @@ def _line_of(script: Path, traceback: str) -> str:
 
 
 def _check_model(config: RunConfig) -> None:
-    reference = config.algorithm.reference if config.algorithm.refers else None
+    reference = config.algorithm.reference if config.algorithm.has_reference else None
     if reference is not None and not list(reference.glob("*.safetensors")):
         raise ConfigError(f"algorithm.reference={reference}: no *.safetensors in it; name a folder with a model")
     path = config.model.path

@@ -165,7 +165,7 @@ def _of_layer(shape: ModelShape) -> float:
 def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
     """Return the shape of a separate reference model inside the learner, if there is one."""
     algorithm = config.algorithm
-    if not algorithm.refers or algorithm.refers_in_stage:
+    if not algorithm.has_reference or algorithm.reference_in_own_process:
         return None
     if algorithm.reference is not None:
         return read_shape(algorithm.reference) or shape

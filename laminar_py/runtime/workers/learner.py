@@ -17,7 +17,7 @@ from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepTerms
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar
@@ -142,7 +142,7 @@ class LearnerLink:
             raise PartCrashedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
         return f"tcp://{ip}:{port}"
 
-    async def fetch(self, packed: Packed[FinishedTrajectory]) -> dict[str, str]:
+    async def fetch(self, packed: Packed[TrajectoryRef]) -> dict[str, str]:
         """Have each rank read the tokens of its next step; return lost trajectories with reasons.
 
         Raises PartCrashedError.
@@ -239,7 +239,7 @@ class ReferenceStage:
         )
         self._keeper = Keeper(spec, incarnation)
 
-    def submit_trajectory(self, trajectory: FinishedTrajectory) -> None:
+    def submit_trajectory(self, trajectory: TrajectoryRef) -> None:
         """Queue a finished trajectory for the reference model."""
         self._queue.add_trajectory(trajectory)
 
@@ -258,7 +258,7 @@ class ReferenceStage:
         """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
         return await self._run_pass(await self._queue.next_batch(wanted=wanted))
 
-    async def _run_pass(self, bundle: Sequence[FinishedTrajectory]) -> ReferenceAnswer:
+    async def _run_pass(self, bundle: Sequence[TrajectoryRef]) -> ReferenceAnswer:
         """Run one packed pass, again in a new process if one crashes during it."""
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:

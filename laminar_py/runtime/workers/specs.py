@@ -7,7 +7,7 @@ from laminar_py.observe.trackers import Opening
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import FinishedTrajectory
+from laminar_py.records.trajectory import TrajectoryRef
 
 
 class PartStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class WeightsSpec(PartStart, frozen=True, kw_only=True):
 class FetchRequest(msgspec.Struct, frozen=True):
     """Trajectories of a rank's next step, whose tokens it reads; its answer has the lost ones with reasons."""
 
-    bundles: list[list[FinishedTrajectory]]  # one for each microbatch
+    bundles: list[list[TrajectoryRef]]  # one for each microbatch
     stores: dict[str, str]  # segment on another host -> name of its store
 
 
@@ -141,7 +141,7 @@ class ReferenceSpec(PayloadStart, frozen=True, kw_only=True):
 class ReferenceRequest(msgspec.Struct, frozen=True):
     """Trajectories for one packed pass of the reference model."""
 
-    trajectories: list[FinishedTrajectory]
+    trajectories: list[TrajectoryRef]
     stores: dict[str, str]  # addresses of segments that are of other hosts
 
 

@@ -149,7 +149,7 @@ def changed(**fields):
         (changed(r=5), r"lora_A\.weight has shape \(4, 64\), the adapters \(5, 64\)"),
         (changed(target_modules=["lm_head"]), r"adapters of lm_head"),
         (changed(use_dora=True), r"adapter_config\.json: .*use_dora"),
-        (changed(revision="0" * 64), r"the weights here are not those of the learner"),
+        (changed(revision="0" * 64), r"the weights here differ from the learner's"),
         (changed(base_model_name_or_path="/none", revision="0" * 64), r"base=/none: no \*\.safetensors"),
     ],
     ids=["tensor missing", "tensor too many", "rank", "target", "dora", "other base", "no base"],

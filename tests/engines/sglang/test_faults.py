@@ -432,7 +432,7 @@ async def test_the_base_that_is_checked_is_the_one_served_wherever_the_learner_h
     server = AdapterServer()
     async with server.client(loaded=False, base=good) as engine:
         await engine.load_weights(elsewhere, 1)
-        with pytest.raises(ValueError, match=r"base=.*good: the weights here are not those of the learner"):
+        with pytest.raises(ValueError, match=r"base=.*good: the weights here differ from the learner's"):
             await engine.load_weights(wrong, 2)
         assert engine.status().version == 1
     assert server.calls.count("/load_lora_adapter") == 1

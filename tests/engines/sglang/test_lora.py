@@ -109,7 +109,7 @@ async def test_requests_that_run_keep_their_adapter_and_a_partial_goes_on_under_
     ("rank", "fields", "fault"),
     [
         (8, {}, "has other tensors than the version before"),
-        (4, {"revision": "0" * 64}, "the weights here are not those of the learner"),
+        (4, {"revision": "0" * 64}, "the weights here differ from the learner's"),
     ],
     ids=["rank", "base"],
 )

@@ -152,7 +152,7 @@ def _real_learner(
 ) -> tuple[Learner, LearnerStarted]:
     device = config.learner_device.value
     model = config.model
-    refers_to_start = config.algorithm.refers and config.algorithm.reference is None
+    refers_to_start = config.algorithm.has_reference and config.algorithm.reference is None
     begins = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
     if config.warm_start is not None and begins:
         if spec.rank == 0:
@@ -165,7 +165,7 @@ def _real_learner(
         config.algorithm,
         temperature=config.rollout.sampling.temperature,
         seed=config.seed,
-        num_steps=config.steps,
+        total_steps=config.steps,
         mesh=mesh,
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())

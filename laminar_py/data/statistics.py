@@ -121,10 +121,10 @@ def unknown_words(
     if not encoder.tokenizer.has_unknown:
         return {}
     found: dict[str, UnknownWords | None] = {}
-    for one in problems:
-        places = range(0, len(one), _step(len(one), most))
-        rows = ((one.source.place(one.row(at)), (one.text(at),)) for at in places)
-        found[one.source.field] = _find_unknown(rows, encoder.tokenizer, num_rows=len(one))
+    for problem_set in problems:
+        places = range(0, len(problem_set), _step(len(problem_set), most))
+        rows = ((problem_set.source.place(problem_set.row(at)), (problem_set.text(at),)) for at in places)
+        found[problem_set.source.field] = _find_unknown(rows, encoder.tokenizer, num_rows=len(problem_set))
     if demonstrations is not None:
         source, num_rows = demonstrations.source, len(demonstrations.all)
         texts = read_texts(source, encoder=encoder, every=_step(num_rows, most))
