@@ -24,7 +24,7 @@ from laminar_lab.launcher.progress import (
     unfinished_runs,
 )
 from laminar_py.config import ConfigError
-from laminar_py.runtime.preflight import TELL_S, check_inputs, check_shared_memory
+from laminar_py.runtime.preflight import COMMAND_TIMEOUT_S, check_inputs, check_shared_memory
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOOK_S = 1.0  # between two looks at a lock
@@ -74,7 +74,9 @@ def visible_gpus() -> list[str]:
         return [name for name in chosen.split(",") if name and name != "-1"]
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TELL_S, check=True).stdout.split()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True
+        ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return []
 

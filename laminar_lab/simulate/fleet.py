@@ -334,7 +334,7 @@ class SimulatedFleet:
         await reports.on_replica_lost(index, found, reason=REPLICA_CRASHED)
         self._scheduler.book.record(PartCrashed(f"replica-{index}", FAILED))
         self._stats.next_report.set()  # `stop` may wait for the trajectories of the crashed replica
-        self._tick.at_once()
+        self._tick.run_now()
 
     # ---- reports and orders
 
@@ -348,7 +348,7 @@ class SimulatedFleet:
         self._stats.on_report(report)
         self._stats.set_generating(views.in_flight > 0)
         if views.by_index[report.replica].idle or report.status.version != version:
-            self._tick.at_once()
+            self._tick.run_now()
         else:
             self._tick.wake()
 

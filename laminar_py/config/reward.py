@@ -126,7 +126,7 @@ class ServedReward(Protocol):
     """An `async` function that the scorer calls in its own process."""
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """Number of responses that it works on at the same time; others wait."""
         ...
 

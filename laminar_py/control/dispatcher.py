@@ -153,7 +153,7 @@ class Tick:
         """Request a call; requests until it happens share it."""
         self._due.set()
 
-    def at_once(self) -> None:
+    def run_now(self) -> None:
         """Call `act` now, which also answers earlier requests."""
         self._due.clear()
         self._last_s = asyncio.get_running_loop().time()
@@ -163,9 +163,9 @@ class Tick:
         """Serve requests until cancelled."""
         while True:
             await self._due.wait()
-            await asyncio.sleep(self._rest_s)  # further requests share the call; `at_once` may make it needless
+            await asyncio.sleep(self._rest_s)  # further requests share the call; `run_now` may make it needless
             if self._due.is_set() and not self._rest_s:
-                self.at_once()
+                self.run_now()
 
     @property
     def _rest_s(self) -> float:

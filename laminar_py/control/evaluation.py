@@ -128,7 +128,7 @@ class Evaluations:
             for evaluation in self._by_id.values()
         )
 
-    def take_up(self, trajectory: LiveTrajectory) -> bool:
+    def restore_member(self, trajectory: LiveTrajectory) -> bool:
         """Continue a member of a crashed controller's pass; return False if no such pass was requested again."""
         evaluation = self._by_id.get(trajectory.group_id)
         if evaluation is None:

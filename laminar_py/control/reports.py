@@ -122,10 +122,10 @@ class Reports:
         for trajectory_id in sorted(self._book.views.forget(replica)):
             trajectory = self._book.live.get(trajectory_id)
             if trajectory is not None and trajectory.status is Status.RUNNING:
-                self.take_over(trajectory, salvaged_by_id.get(trajectory_id))
+                self.restore_salvaged(trajectory, salvaged_by_id.get(trajectory_id))
                 self._requeue(trajectory, reason, self._waiting.append_displaced)
 
-    def take_over(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
+    def restore_salvaged(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
         """Append tokens that a crashed replica had stored but not reported, if there are any."""
         if salvaged is not None and salvaged.tokens.start == trajectory.length:
             self._grow(

@@ -66,7 +66,7 @@ async def restore(
     evaluations.next_index = max(evaluations.next_index, recovered.next_evaluation)
     for trajectory in recovered.live:
         book.recorder.machine.adopt(trajectory)
-        if trajectory.kind is Kind.EVAL and not evaluations.take_up(trajectory):
+        if trajectory.kind is Kind.EVAL and not evaluations.restore_member(trajectory):
             evaluations.abandon(trajectory)
             continue
         if trajectory.kind is Kind.TRAIN:
@@ -77,7 +77,7 @@ async def restore(
             )
             group.members[trajectory.id] = trajectory
         if trajectory.status is Status.RUNNING:
-            reports.take_over(trajectory, more.get(trajectory.id))
+            reports.restore_salvaged(trajectory, more.get(trajectory.id))
             book.record(trajectory.interrupted("controller_crashed"))
         if trajectory.status in (Status.QUEUED, Status.INTERRUPTED):
             waiting.append(trajectory)

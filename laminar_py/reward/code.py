@@ -363,7 +363,7 @@ class CodeReward:
     def __init__(self, term: CodeTerm, pool: SandboxPool, *, slots: int) -> None:
         self._term = term
         self._pool = pool
-        self.at_once = slots
+        self.concurrency = slots
 
     async def __call__(self, request: ScoringRequest) -> Reward:
         """Return 1.0, 0.0, or the share of passed tests, with the first failure as text.

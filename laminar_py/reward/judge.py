@@ -211,7 +211,7 @@ class Judge:
     def __init__(self, term: JudgeTerm, servers: Servers) -> None:
         self._term = term
         self._servers = servers
-        self.at_once = term.at_once
+        self.concurrency = term.at_once
 
     async def __call__(self, request: ScoringRequest) -> Reward:
         """Return 1.0 or 0.0, with the end of the judge's reply as text."""

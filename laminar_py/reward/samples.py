@@ -92,7 +92,7 @@ async def score_all(scorer: Scorer, requests: Iterable[ScoringRequest]) -> Async
     """Score requests with unique ids, as many at a time as the scorer works on, and yield scores as they come."""
     waiting, in_hand, left = iter(requests), 0, True
     while left or in_hand:
-        while left and in_hand < scorer.at_once:
+        while left and in_hand < scorer.concurrency:
             request = next(waiting, None)
             left = request is not None
             if request is not None:

@@ -129,19 +129,19 @@ def add_up(
     columns: Sequence[Column],
     roles: Sequence[RoleCredit] = (),
     length: int,
-    at_once: float,
+    concurrency: float,
 ) -> tuple[Score, dict[str, TokenValues]]:
     """Add up the outcomes of all terms for a response of `length` tokens.
 
     Returns the score, and the columns [L] that the terms gave. The score has no value if a term has none. If a
     term gives a number for each token, the result has one for each, and other terms count at the last token.
-    `columns` names the columns that the algorithm needs. `roles` have the environment's rewards. `at_once` is the
+    `columns` names the columns that the algorithm needs. `roles` have the environment's rewards. `concurrency` is the
     number of responses that the scorer worked on at the same time.
     """
 
     def score(value: float | None, **fields: Any) -> Score:
         elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
-        return Score(trajectory_id=trajectory_id, value=value, elapsed_s=elapsed_s, at_once=at_once, **fields)
+        return Score(trajectory_id=trajectory_id, value=value, elapsed_s=elapsed_s, at_once=concurrency, **fields)
 
     def failed(reason: DropReason, detail: str) -> tuple[Score, dict[str, TokenValues]]:
         return score(None, failure=reason, detail=detail), {}
@@ -296,7 +296,7 @@ class Scorer:
         await self._stack.aclose()
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """Number of responses in work at a time: as many as the term with the most room can take."""
         return min(CALLS_AT_ONCE, max(self._room.values()))
 
@@ -338,7 +338,7 @@ class Scorer:
             with REWARDS.naming_package(term.kind):
                 context = replace(self._context, timeout_s=limit_s)
                 function = await stack.enter_async_context(kind.serve(term, context))
-            self._room[key] = function.at_once
+            self._room[key] = function.concurrency
             if term.looks_ahead:
                 assert isinstance(function, ForesightedReward), f"{term.kind}: has no look_ahead"
                 self._foresighted[key] = function
@@ -353,7 +353,7 @@ class Scorer:
         )
         pool = CallPool(spec, name=f"{self._name}.{len(self._calls)}", processes=term.processes)
         await stack.enter_async_context(pool)
-        self._room[key] = pool.at_once
+        self._room[key] = pool.concurrency
         return pool.call
 
     async def _look_ahead(self, unfinished: Unfinished) -> None:
@@ -406,7 +406,7 @@ class Scorer:
             columns=() if request.set_name else self._columns,  # an evaluation needs no columns
             roles=request.roles,
             length=len(request.response_ids),
-            at_once=self._concurrency(outcomes),
+            concurrency=self._concurrency(outcomes),
         )
         if not columns or self._payload is None:
             return score
@@ -431,7 +431,7 @@ class Scorer:
     def _concurrency(self, outcomes: Sequence[tuple[TermConfig, Outcome]]) -> float:
         """Return how many responses like this one fit into work at a time; the busiest term bounds it."""
         busiest = max(of.elapsed_s / self._room[term.model_dump_json()] for term, of in outcomes)
-        return sum(of.elapsed_s for _, of in outcomes) / busiest if busiest else float(self.at_once)
+        return sum(of.elapsed_s for _, of in outcomes) / busiest if busiest else float(self.concurrency)
 
 
 async def _call_with_retries(call: Call, request: ScoringRequest) -> Outcome:
@@ -460,7 +460,7 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
     Errors that it does not declare are mistakes of ours, or of the package that brings the term.
     """
 
-    room = asyncio.Semaphore(function.at_once)
+    room = asyncio.Semaphore(function.concurrency)
 
     async def call(request: ScoringRequest) -> Outcome:
         """Call the served function within its limits; errors and timeouts become failed outcomes."""

@@ -28,7 +28,7 @@ class ScorerHandle(Protocol):
     """A scorer, in whatever process it runs. The scoring stage calls it."""
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """Number of responses that it works on at the same time."""
         ...
 
@@ -51,16 +51,16 @@ class ScorerLoad:
     It gets as many as it works on at a time, and `AHEAD_S` seconds of further work if scores are quick.
     """
 
-    def __init__(self, at_once: int) -> None:
+    def __init__(self, concurrency: int) -> None:
         self.requests: dict[str, Unscored] = {}  # by trajectory
-        self._at_once = at_once
+        self._concurrency = concurrency
         self._mean_s = AHEAD_S
 
     @property
     def room(self) -> int:
         """Number of responses that the scorer may get now."""
-        ahead = int(self._at_once * AHEAD_S / max(self._mean_s, 1e-4))
-        return max(self._at_once, min(ahead, MOST_IN_HAND)) - len(self.requests)
+        ahead = int(self._concurrency * AHEAD_S / max(self._mean_s, 1e-4))
+        return max(self._concurrency, min(ahead, MOST_IN_HAND)) - len(self.requests)
 
     def remove_scored(self, score: Score) -> None:
         """Remove a response that has its score, and update the mean time of a score."""
@@ -88,7 +88,7 @@ class ScoringStage:
         one_by_one: Callable[[], bool] = lambda: False,
     ) -> None:
         self._scorers = list(scorers)
-        self._loads = [ScorerLoad(scorer.at_once) for scorer in scorers]
+        self._loads = [ScorerLoad(scorer.concurrency) for scorer in scorers]
         self._most = queue
         self._wanted = wanted
         self._deliver = deliver
@@ -150,7 +150,7 @@ class ScoringStage:
                 log.warning("scorer %d is replaced, %d responses wait again: %r", index, len(lost), errors)
                 self._waiting.extendleft(reversed(lost))
                 self._scorers[index] = scorer = await self._restart(index)
-                self._loads[index] = ScorerLoad(scorer.at_once)
+                self._loads[index] = ScorerLoad(scorer.concurrency)
                 self._news.set()
 
     async def _feed(self, index: int) -> None:

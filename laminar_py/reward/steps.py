@@ -93,7 +93,7 @@ class StepsReward:
         self._servers = servers
         self._decode = decode
         self._known = OrderedDict[str, Steps]()  # by trajectory
-        self.at_once = term.at_once
+        self.concurrency = term.at_once
 
     async def __call__(self, request: ScoringRequest) -> Reward:
         """Return rewards [L]: the score of each step at its last token, and 0 elsewhere."""

@@ -54,8 +54,8 @@ class Outbox:
         )
         self.urgent.set()
 
-    def at_once(self) -> None:
-        """Let the next report leave without gathering."""
+    def flush_now(self) -> None:
+        """Let the next report leave now, without gathering more news."""
         self.urgent.set()
         self._awaited.set()
 

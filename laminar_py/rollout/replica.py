@@ -221,7 +221,7 @@ class Replica:
 
     def report_soon(self) -> None:
         """Let the next report leave without gathering more news."""
-        self._out.at_once()
+        self._out.flush_now()
 
     def journal_partials(self) -> None:
         """Write new tokens of running trajectories to the journal, as every `partial_interval_s`."""
@@ -285,7 +285,7 @@ class Replica:
         self._hand_back_pinned(trajectory_ids)
         with self._watching_for_loss():
             await self._streams.give_up(trajectory_ids)
-        self._out.at_once()
+        self._out.flush_now()
 
     # ---- loops of the process
 
@@ -350,7 +350,7 @@ class Replica:
         """After a trajectory left: wake the loading of weights if it is due; report at once if idle."""
         if not self._running:
             self._weights_wanted.set()
-            self._out.at_once()
+            self._out.flush_now()
         elif self._may_swap():
             self._weights_wanted.set()
 
@@ -364,7 +364,7 @@ class Replica:
             return  # a trajectory that ran now would delay the first weights
         # trajectories that arrived during the load begin under the new weights
         self._admission.begin_batch(admitted=sum(is_new(item.assignment) for item in self._running.values()))
-        self._out.at_once()
+        self._out.flush_now()
 
     async def _load_pinned(self) -> None:
         """Load the version of the first pinned trajectories; admit new ones only if it is the newest."""

@@ -44,11 +44,11 @@ def test_at_any_rate_of_wakes_it_acts_at_most_once_in_an_interval():
 
 
 def test_an_act_at_once_answers_all_that_had_asked():
-    assert acts_of("wake", 0.005, "wake", 0.005, "at_once") == [0.0, 0.01]
+    assert acts_of("wake", 0.005, "wake", 0.005, "run_now") == [0.0, 0.01]
 
 
 def test_after_an_act_at_once_an_interval_begins():
-    assert acts_of("at_once", 0.005, "wake") == [0.0, EVERY_S]
+    assert acts_of("run_now", 0.005, "wake") == [0.0, EVERY_S]
 
 
 async def test_what_an_act_raises_ends_the_loop():

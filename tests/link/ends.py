@@ -71,7 +71,7 @@ class Commands:
 
 
 class Desk:
-    """A hub, and what it has taken in: labels of lines and numbers of reports."""
+    """A hub, and what it has taken in: labels of connections and numbers of reports."""
 
     def __init__(self, patience_s):
         self.post = PeerServer(KEYS, LOOPBACK)
@@ -83,11 +83,11 @@ class Desk:
 
     async def _take(self, reports):
         await self.may_take.wait()
-        self.taken += [(line.label, report.generated) for line, report in reports]
+        self.taken += [(connection.label, report.generated) for connection, report in reports]
         self._news.set()
 
     def of(self, label):
-        """Numbers of reports of one line that were taken in."""
+        """Numbers of reports of one connection that were taken in."""
         return [number for name, number in self.taken if name == label and number]
 
     async def until(self, holds):
@@ -115,7 +115,7 @@ async def serving(*, patience_s=PATIENCE_S, limit_s=PATIENCE_S):
 
 @asynccontextmanager
 async def linked(endpoint, label, replica, *, attach=None, quiet_s=PATIENCE_S):
-    """The other end of a line, of a scripted replica; what ends it is raised here."""
+    """The other end of a connection, of a scripted replica; what ends it is raised here."""
     wire = peer_sockets(KEYS)
     link = ReplicaLink(
         PeerClient(wire, endpoint, label), label, replica, attach=attach or (lambda relay: None), quiet_s=quiet_s
@@ -144,12 +144,12 @@ class Hand:
         while not self.peer.send(frame):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    async def report(self, number, *, orders_received=0, answers=()):
+    async def report(self, number, *, commands_received=0, answers=()):
         await self.say(
             Up(
                 label=self.label,
                 number=number,
-                orders_received=orders_received,
+                commands_received=commands_received,
                 report=make_report(number),
                 answers=answers,
             )
@@ -159,11 +159,11 @@ class Hand:
         """The next word of the hub."""
         return decode(Down, await self.peer.receive())
 
-    async def orders(self):
-        """Numbers of the orders in the next word that has any."""
-        while not (down := await self.down()).orders:
+    async def commands(self):
+        """Numbers of the commands in the next word that has any."""
+        while not (down := await self.down()).commands:
             pass
-        return list(range(down.first, down.first + len(down.orders)))
+        return list(range(down.first, down.first + len(down.commands)))
 
     async def told(self, number):
         """Once a report is told."""

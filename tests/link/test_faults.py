@@ -33,12 +33,12 @@ async def _report(replica, rng):
         await asyncio.sleep(rng.uniform(0, 0.03))
 
 
-async def _order(line, rng):
-    """Orders of all sizes: some fill frames, most do not."""
+async def _command(connection, rng):
+    """Commands of all sizes: some fill frames, most do not."""
     for number in range(1, NUM_ORDERS + 1):
         size = rng.choice([1, 1, 1, 1000, 200_000])
         name = str(number)
-        line.send_order(CallOff([name]) if size == 1 else Submit([make_assignment(name, size)]))
+        connection.send_command(CallOff([name]) if size == 1 else Submit([make_assignment(name, size)]))
         await asyncio.sleep(rng.uniform(0, 0.03))
 
 
@@ -64,20 +64,20 @@ async def test_no_fault_on_the_way_loses_doubles_or_reorders_anything(seed):
     rng = random.Random(seed)
     async with serving() as desk, AsyncExitStack() as stack:
         labels = [f"replica-{index}-1-{index}" for index in range(NUM_REPLICAS)]
-        lines = [desk.hub.open(label, index) for index, label in enumerate(labels)]
+        connections = [desk.hub.open(label, index) for index, label in enumerate(labels)]
         replicas = [Commands() for _ in labels]
         proxies = [await stack.enter_async_context(proxied(desk.hub.endpoint)) for _ in labels]
         for label, replica, proxy in zip(labels, replicas, proxies, strict=True):
             await stack.enter_async_context(linked(proxy.endpoint, label, replica, quiet_s=0.2))
-        asking = asyncio.create_task(_ask(lines, rng))
+        asking = asyncio.create_task(_ask(connections, rng))
         await asyncio.gather(
             _fail(proxies, rng),
             *(_report(replica, rng) for replica in replicas),
-            *(_order(line, rng) for line in lines),
+            *(_command(connection, rng) for connection in connections),
         )
         asked = await asking
         await desk.until(lambda: all(len(desk.of(label)) >= NUM_REPORTS for label in labels))
-        while any(line.has_unacknowledged for line in lines):  # noqa: ASYNC110
+        while any(connection.has_unacknowledged for connection in connections):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for label, replica in zip(labels, replicas, strict=True):
         assert desk.of(label) == list(range(1, NUM_REPORTS + 1))
@@ -86,10 +86,10 @@ async def test_no_fault_on_the_way_loses_doubles_or_reorders_anything(seed):
     assert sum(proxy.cuts for proxy in proxies) >= 10
 
 
-async def _ask(lines, rng):
+async def _ask(connections, rng):
     """Surveys meanwhile, each of which is answered."""
     answers = []
     for _ in range(10):
-        answers.append(await rng.choice(lines).request_survey())
+        answers.append(await rng.choice(connections).request_survey())
         await asyncio.sleep(rng.uniform(0, 0.05))
     return answers

@@ -1,4 +1,4 @@
-"""Many lines on one hub, and a hub whose event loop stands still: replicas are in a thread of their own."""
+"""Many connections on one hub, and a hub whose event loop stands still: replicas are in a thread of their own."""
 
 import asyncio
 import threading
@@ -69,31 +69,31 @@ class Crowd:
 async def test_a_hub_that_stood_still_does_not_take_its_replicas_for_silent():
     async with serving(patience_s=PATIENCE_S) as desk:
         labels = [f"replica-{index}-1-{index}" for index in range(5)]
-        lines = [desk.hub.open(label, index) for index, label in enumerate(labels)]
+        connections = [desk.hub.open(label, index) for index, label in enumerate(labels)]
         with Crowd(desk.hub.endpoint, labels, quiet_s=0.1).living():
-            await desk.until(lambda: all(line.reports_received for line in lines))
+            await desk.until(lambda: all(connection.reports_received for connection in connections))
             for still_s in (3 * PATIENCE_S, 0.7 * PATIENCE_S, 0.4 * PATIENCE_S):
                 time.sleep(still_s)  # noqa: ASYNC251
                 await asyncio.sleep(0.3)
-                assert not any(line.lost.done() for line in lines), still_s
-        assert await lines[0].lost == "no report in 1 s"
+                assert not any(connection.lost.done() for connection in connections), still_s
+        assert await connections[0].lost == "no report in 1 s"
 
 
 async def test_a_thousand_lines_are_all_served_and_cost_little_while_nothing_is_said():
     async with serving(limit_s=LIMIT_S) as desk:
         labels = [f"replica-{index}-1-{index}" for index in range(MANY)]
-        lines = [desk.hub.open(label, index) for index, label in enumerate(labels)]
+        connections = [desk.hub.open(label, index) for index, label in enumerate(labels)]
         crowd = Crowd(desk.hub.endpoint, labels, quiet_s=LIMIT_S)
         with crowd.living():
             crowd.report(1)
-            await desk.until(lambda: all(line.reports_received for line in lines))
+            await desk.until(lambda: all(connection.reports_received for connection in connections))
             assert await _share(asyncio.sleep(2.0)) < 0.05
             for number in range(2, 6):
                 crowd.report(number)
-            for line in lines:
-                line.send_order(CallOff(["x"]))
-            await desk.until(lambda: all(line.reports_received == 5 for line in lines))
-            while any(line.has_unacknowledged for line in lines):  # noqa: ASYNC110
+            for connection in connections:
+                connection.send_command(CallOff(["x"]))
+            await desk.until(lambda: all(connection.reports_received == 5 for connection in connections))
+            while any(connection.has_unacknowledged for connection in connections):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert all(replica.did == [("call_off", "x")] for replica in crowd.replicas)
     taken = defaultdict(list)
@@ -118,7 +118,7 @@ async def test_one_that_speaks_without_end_does_not_keep_others_waiting():
                 await hand.report(1)
                 await hand.told(1)
             for _ in range(50_000):
-                loud.peer.send(encode(Up(label="loud", number=1, orders_received=0)))
+                loud.peer.send(encode(Up(label="loud", number=1, commands_received=0)))
             for number in range(2, 12):
                 await low.report(number)
                 await low.told(number)

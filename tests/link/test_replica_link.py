@@ -38,8 +38,8 @@ class ByHand:
             pass
         return up
 
-    def say(self, told, first=0, *orders):
-        data = encode(Down(told, first, tuple(msgspec.Raw(encode(order)) for order in orders)))
+    def say(self, told, first=0, *commands):
+        data = encode(Down(told, first, tuple(msgspec.Raw(encode(command)) for command in commands)))
         assert self.post.send(A.encode(), data)
 
 
@@ -83,14 +83,14 @@ async def test_a_report_is_sent_until_it_is_told_and_the_next_one_only_then(monk
 
 async def test_orders_that_come_twice_or_out_of_order_are_obeyed_once_and_in_order(monkeypatch):
     async with hand_in_hand(monkeypatch) as (hand, replica, _):
-        orders = [CallOff([str(number)]) for number in range(1, 7)]
+        commands = [CallOff([str(number)]) for number in range(1, 7)]
         for first, last in ((1, 2), (1, 2), (4, 5), (2, 3), (6, 6), (1, 3), (4, 6), (4, 6), (1, 6)):
-            hand.say(1, first, *orders[first - 1 : last])
-        while (await hand.up()).orders_received < 6:
+            hand.say(1, first, *commands[first - 1 : last])
+        while (await hand.up()).commands_received < 6:
             pass
         assert replica.did == [("call_off", str(number)) for number in range(1, 7)]
-        hand.say(1, 4, *orders[3:])
-        assert (await hand.up()).orders_received == 6, "it comes again, so it is told of again"
+        hand.say(1, 4, *commands[3:])
+        assert (await hand.up()).commands_received == 6, "it comes again, so it is told of again"
         assert len(replica.did) == 6
 
 
@@ -100,7 +100,7 @@ async def test_a_report_tells_of_orders_that_then_need_no_word_of_their_own(monk
         hand.say(1, 1, CallOff(["1"]))
         await done(replica, 1)
         replica.reports.put_nowait(make_report(2))
-        assert (await hand.report()).orders_received == 1
+        assert (await hand.report()).commands_received == 1
         hand.say(2)
         await asyncio.sleep(2 * replica_link.ACKNOWLEDGE_S)
         replica.reports.put_nowait(make_report(3))
@@ -178,30 +178,30 @@ async def test_a_replica_whose_hub_is_gone_tries_on_and_ends_when_it_is_told_to(
 async def test_it_follows_the_relay_that_it_is_told_of():
     async with serving() as desk:
         relays = asyncio.Queue()
-        line = desk.hub.open(A, 0)
+        connection = desk.hub.open(A, 0)
         async with linked(desk.hub.endpoint, A, Commands(), attach=relays.put_nowait, quiet_s=0.05):
-            line.send_order(Follow("tcp://there"))
+            connection.send_command(Follow("tcp://there"))
             assert await relays.get() == "tcp://there"
 
 
 async def test_orders_of_many_megabytes_arrive_whole_and_in_order():
     size = 2**20  # tokens, of 4 bytes
     async with serving() as desk:
-        line, replica = desk.hub.open(A, 0), Commands()
+        connection, replica = desk.hub.open(A, 0), Commands()
         for number in range(12):
-            line.send_order(Submit([make_assignment(str(number), prompt=[number] * size)]))
+            connection.send_command(Submit([make_assignment(str(number), prompt=[number] * size)]))
         async with linked(desk.hub.endpoint, A, replica, quiet_s=0.05):
             await done(replica, 12)
-            while line.has_unacknowledged:  # noqa: ASYNC110
+            while connection.has_unacknowledged:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert replica.did == [("submit", str(number)) for number in range(12)]
 
 
 async def test_one_order_that_needs_most_of_a_frame_arrives():
     async with serving() as desk:
-        line, replica = desk.hub.open(A, 0), Commands()
-        line.send_order(Abort(["x" * (60 * 2**20)]))
-        line.send_order(CallOff(["y"]))
+        connection, replica = desk.hub.open(A, 0), Commands()
+        connection.send_command(Abort(["x" * (60 * 2**20)]))
+        connection.send_command(CallOff(["y"]))
         async with linked(desk.hub.endpoint, A, replica, quiet_s=0.05):
             await done(replica, 2)
     assert [name for name, _ in replica.did] == ["abort", "call_off"]

@@ -129,7 +129,7 @@ async def test_a_resumed_run_goes_on_with_open_passes_as_of_their_moments_and_do
         OpenPass(id="e5-rare", version=None, step=None, answers={}),
         OpenPass(id="e6-gone", version=1, step=4, answers={}),  # a set that the config has no more
     ]
-    evaluator.take_up(passes, results=[], requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={4: 40.0})
+    evaluator.restore(passes, results=[], requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={4: 40.0})
     evaluator.version_came(Moment(1, 5, 51.0))
     assert await evaluate_all(fleet) == ["often", "rare"]
     async with asyncio.timeout(PATIENCE_S):
@@ -151,7 +151,7 @@ async def test_a_resumed_run_does_no_pass_again_that_is_on_record_but_those_of_s
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()
     evaluator, _, _ = make_evaluator(fleet)
-    evaluator.take_up([], results=results, requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={})
+    evaluator.restore([], results=results, requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={})
     evaluator.version_came(Moment(0, 5, 50.0))
     assert await evaluate_until_done(fleet, evaluator.finish(Moment(0, 5, 50.0))) == ["rare"]
     evaluator.version_came(Moment(1, 7, 70.0))
@@ -163,7 +163,7 @@ async def test_a_run_that_was_stopped_in_its_first_evaluation_goes_on_with_that(
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()
     evaluator, published, _ = make_evaluator(fleet)
-    evaluator.take_up(
+    evaluator.restore(
         [OpenPass(id="e3-often", version=0, step=0, answers={})],
         results=[make_evaluated(set_name="rare", step=0)],
         requests=ASKED,
@@ -181,5 +181,5 @@ async def test_a_pass_of_a_set_that_is_asked_otherwise_now_is_left():
     evaluator, _, _ = make_evaluator(fleet)
     before = requests_of(make_config("eval.sets.often={path: often.jsonl, samples: 4, temperature: 1}"))
     passes = [OpenPass(id=f"e{place}-{name}", version=0, step=4, answers={}) for place, name in enumerate(before)]
-    evaluator.take_up(passes, results=[], requests=before, now=Moment(-1, 4, 40.0), passed_s={4: 40.0})
+    evaluator.restore(passes, results=[], requests=before, now=Moment(-1, 4, 40.0), passed_s={4: 40.0})
     assert await evaluate_all(fleet) == ["rare"]

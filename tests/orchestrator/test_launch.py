@@ -21,7 +21,7 @@ def opened(folder, settings):
     run = RunFolder(folder)
     run.logs.mkdir()
     config = load_config(REPO / "configs/quickstart.yaml", settings)
-    return launch.Opened(config=config, run=run, placement=None, inputs=None, resumed=False)
+    return launch.RunStart(config=config, run=run, placement=None, inputs=None, resumed=False)
 
 
 BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"

@@ -17,7 +17,7 @@ from laminar_py.records.host import SystemClock
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind
 from laminar_py.runtime.orchestrator import scoring as scoring_module
-from laminar_py.runtime.orchestrator.controller import score
+from laminar_py.runtime.orchestrator.controller import collect_scores
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.orchestrator.scoring import AT_A_TIME, Foresight, Scoring
@@ -34,7 +34,7 @@ STEP = 32
 class Scorers:
     """Stands for the processes; `reward` gives a value or None."""
 
-    at_once = 64
+    concurrency = 64
 
     def __init__(self, reward):
         self._reward = reward
@@ -96,7 +96,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
     )
     await scoring.start()
     issuing = SimpleNamespace(wake=fleet.woken.set)
-    loop = score(scores, scheduler=fleet.scheduler, scoring=scoring, issuing=issuing)
+    loop = collect_scores(scores, scheduler=fleet.scheduler, scoring=scoring, issuing=issuing)
     task = asyncio.gather(scoring.run(), loop)
     try:
         yield scoring, fleet, scorers, told, ends

@@ -14,9 +14,9 @@ from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.errors import PartBugError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, make_plan
-from laminar_py.runtime.preflight import survey
+from laminar_py.runtime.preflight import node_checks
 from laminar_py.runtime.preflight.doctor import _rows, fit
-from laminar_py.runtime.preflight.survey import Sight, faults, inspect_node
+from laminar_py.runtime.preflight.node_checks import NodeReport, faults, inspect_node
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import LAMINAR, REPO
 
@@ -86,9 +86,9 @@ async def test_what_a_node_lacks_is_named_with_the_node():
 def test_a_node_that_lacks_the_package_of_a_backend_an_algorithm_or_a_planner_says_so(section, named, tmp_path):
     settings = json.loads(with_model(tmp_path, "configs/quickstart").model_dump_json())
     told = json.dumps({**settings, section: {**settings[section], **named}})
-    sight = decode(Sight, inspect_node("", told, "runs", "replica"))
-    assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", sight.fault)
-    assert sight.model
+    report = decode(NodeReport, inspect_node("", told, "runs", "replica"))
+    assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", report.fault)
+    assert report.model
 
 
 def test_a_config_that_does_not_fit_this_machine_is_one_line_and_exit_code_2():
@@ -106,9 +106,15 @@ def test_what_the_engines_lack_is_found_where_the_run_starts_them_too(tmp_path):
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (survey.RemoteCallError("TypeError: planted", is_bug=True), pytest.raises(PartBugError, match="planted")),
-        (survey.RemoteCallError("No module named laminar_py", is_bug=False), nullcontext("cannot run laminar_py")),
-        (survey.NoAnswerError("gone"), nullcontext("cannot run laminar_py")),
+        (
+            node_checks.RemoteCallError("TypeError: planted", is_bug=True),
+            pytest.raises(PartBugError, match="planted"),
+        ),
+        (
+            node_checks.RemoteCallError("No module named laminar_py", is_bug=False),
+            nullcontext("cannot run laminar_py"),
+        ),
+        (node_checks.NoAnswerError("gone"), nullcontext("cannot run laminar_py")),
     ],
     ids=["bug", "environment", "node"],
 )
@@ -116,10 +122,10 @@ async def test_a_mistake_of_ours_on_a_node_is_no_complaint_about_the_node(monkey
     async def on_node(*arguments):
         raise error
 
-    monkeypatch.setattr(survey, "on_node", on_node)
+    monkeypatch.setattr(node_checks, "on_node", on_node)
     plan = make_plan(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0), [Node(id="a", ip="10.0.0.4")])
     with outcome as words:
-        (line,) = await survey._faults_of(
+        (line,) = await node_checks._faults_of(
             with_model(tmp_path, "configs/quickstart"), plan, "a", "10.0.0.4", "witness"
         )
         assert f"node 10.0.0.4 {words}" in line

@@ -19,7 +19,7 @@ from laminar_py.runtime.preflight.inputs import (
     store_field,
     version_bytes,
 )
-from laminar_py.runtime.preflight.survey import faults
+from laminar_py.runtime.preflight.node_checks import faults
 from laminar_py.sandbox.inside import kernel
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 from tests.runs.fake_cluster import FakeCluster, joined

@@ -25,7 +25,7 @@ def no_ray(monkeypatch):
         raise AssertionError("Ray is started")
 
     monkeypatch.setattr("laminar_py.runtime.preflight.doctor.open_cluster", refuse)
-    monkeypatch.setattr("laminar_py.runtime.preflight.survey.on_node", refuse)
+    monkeypatch.setattr("laminar_py.runtime.preflight.node_checks.on_node", refuse)
 
 
 def config_7b(folder, *settings, name="7b_24gpu"):

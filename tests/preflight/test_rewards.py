@@ -46,7 +46,7 @@ def test_a_server_that_says_nothing_in_time_is_named(monkeypatch):
 
 
 def test_it_is_said_how_far_a_long_look_at_the_problems_is(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(rewards, "TELL_S", -1.0)
+    monkeypatch.setattr(rewards, "PROGRESS_S", -1.0)
     reward = RewardConfig.model_validate_json('{"use": {"kind": "length", "most": 9}}')
     check_rewards(reward, [read(written(tmp_path / "a.jsonl", GOOD))], sandbox=None)
     assert f"looking at the problems of data.train={tmp_path / 'a.jsonl'}: 1 of 1" in caplog.text

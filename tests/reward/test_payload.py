@@ -186,12 +186,12 @@ async def test_no_score_is_lost_that_comes_while_others_are_taken(tmp_path, monk
 
     serve(monkeypatch, quick)
     monkeypatch.setattr(scorer_module, "CALLS_AT_ONCE", 1)
-    monkeypatch.setattr("tests.reward.test_scorer.Many.at_once", 1)
+    monkeypatch.setattr("tests.reward.test_scorer.Many.concurrency", 1)
     writer, count = replica(tmp_path), 300
     unscored = [by_reference(response(str(index), index=index), writer) for index in range(count)]
     found: dict[str, float | None] = {}
     async with scorer_of(tmp_path, {"use": ["served"]}) as scorer:
-        assert scorer.at_once == 1
+        assert scorer.concurrency == 1
         scorer.submit_responses(unscored)
         async with asyncio.timeout(PATIENCE_S):
             while len(found) < count:

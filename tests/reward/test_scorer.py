@@ -97,7 +97,7 @@ async def scores_of(scorer: Scorer, *requests: Unscored) -> list[Score]:
 class Many:
     """A served function that takes many at once."""
 
-    at_once = 256
+    concurrency = 256
 
     def __init__(self, function: Callable, look_ahead: Callable | None = None) -> None:
         self._function = function
@@ -135,7 +135,7 @@ async def test_a_term_that_takes_one_at_a_time_does_not_hold_back_those_that_tak
     (tmp_path / "mine.py").write_text("import time\ndef score(request): time.sleep(0.1); return 1.0")
     async with scorer_of(tmp_path, {"use": ["served", f"{tmp_path}/mine.py:score"]}) as scorer:
         (found,) = await score(scorer, make_request("a"))
-    assert scorer.at_once == 256
+    assert scorer.concurrency == 256
     assert 1.0 <= found.at_once < 8.0  # what the narrow one lets through in the time of both
 
 

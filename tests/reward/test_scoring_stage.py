@@ -16,8 +16,8 @@ PATIENCE_S = 60.0
 class GatedScorer:
     """Scores what it has when its gate is open; remembers what it got together. Crashes over "crash"."""
 
-    def __init__(self, at_once: int = 4, elapsed_s: float = 9.0) -> None:
-        self.at_once = at_once
+    def __init__(self, concurrency: int = 4, elapsed_s: float = 9.0) -> None:
+        self.concurrency = concurrency
         self.batches: list[list[str]] = []
         self.seen: list[str] = []  # ahead of their end
         self.gate = asyncio.Event()
@@ -41,8 +41,8 @@ class GatedScorer:
         return [await self._scores.get()]
 
 
-def open_scorer(at_once: int = 4, elapsed_s: float = 9.0) -> GatedScorer:
-    scorer = GatedScorer(at_once, elapsed_s)
+def open_scorer(concurrency: int = 4, elapsed_s: float = 9.0) -> GatedScorer:
+    scorer = GatedScorer(concurrency, elapsed_s)
     scorer.gate.set()
     return scorer
 
@@ -107,7 +107,7 @@ async def settle() -> None:
 
 
 async def test_a_scorer_gets_as_many_as_it_works_on_and_more_as_it_has_room() -> None:
-    scorer, inbox = GatedScorer(at_once=2), Inbox()
+    scorer, inbox = GatedScorer(concurrency=2), Inbox()
     stage = make_stage([scorer], inbox)
     async with running(stage, *"abcde"):
         assert (scorer.batches, stage.num_waiting, stage.num_unscored) == ([["a", "b"]], 3, 5)
@@ -119,7 +119,7 @@ async def test_a_scorer_gets_as_many_as_it_works_on_and_more_as_it_has_room() ->
 
 
 async def test_a_scorer_whose_scores_are_quick_gets_some_in_advance() -> None:
-    scorer, inbox = open_scorer(at_once=1, elapsed_s=0.0), Inbox()
+    scorer, inbox = open_scorer(concurrency=1, elapsed_s=0.0), Inbox()
     stage = make_stage([scorer], inbox, queue=1000)
     async with running(stage, *"abcdefgh" * 40):
         await inbox.wait(320)
@@ -128,7 +128,7 @@ async def test_a_scorer_whose_scores_are_quick_gets_some_in_advance() -> None:
 
 
 async def test_what_comes_for_a_scorer_that_has_work_comes_in_one_call() -> None:
-    scorer, inbox = GatedScorer(at_once=4), Inbox()
+    scorer, inbox = GatedScorer(concurrency=4), Inbox()
     stage = make_stage([scorer], inbox)
     first, *others = unscored(*"abc")
     async with running(stage, "z"):
@@ -178,7 +178,7 @@ async def test_what_a_crashed_scorer_had_is_scored_once_by_the_next_before_what_
             await self.gate.wait()
             raise ScorerCrashedError
 
-    crashing, successor, inbox = Crashing(at_once=2), open_scorer(at_once=2), Inbox()
+    crashing, successor, inbox = Crashing(concurrency=2), open_scorer(concurrency=2), Inbox()
 
     async def restart(index: int) -> ScorerHandle:
         return successor
@@ -200,7 +200,7 @@ async def test_one_by_one_takes_one_and_leaves_the_others_in_the_queue() -> None
 
 
 async def test_a_scorer_rests_while_its_score_is_being_delivered() -> None:
-    scorer, rest = open_scorer(at_once=1), asyncio.Event()
+    scorer, rest = open_scorer(concurrency=1), asyncio.Event()
 
     async def deliver(scores: Sequence[Score]) -> None:
         await rest.wait()

@@ -53,7 +53,7 @@ class Life:
         self.keeper = Keeper(
             PartSpec(
                 names=[f"part-{index}" for index in range(len(places))],
-                actor=Actor,
+                actor_class=Actor,
                 concurrency=1,
                 timeout_s=1.0,
                 places=lambda: self.room.places,

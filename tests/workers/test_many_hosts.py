@@ -25,7 +25,7 @@ from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers import payload as payload_module
 from laminar_py.runtime.workers.incarnation import Supervisor
-from laminar_py.runtime.workers.payload import PayloadHosts, take_up
+from laminar_py.runtime.workers.payload import PayloadHosts, restore_live
 from laminar_py.runtime.workers.replicas import Replicas
 from tests.control.fleet import Fleet, make_piece
 from tests.ledger.runs import begin, checkpoint, consume, open_ledger
@@ -302,7 +302,7 @@ async def test_a_run_of_64_hosts_is_resumed_where_three_of_them_never_come_back(
             run = Incarnation(cluster, ledger, number=2)
             run.fleet.scheduler.pause()
             await run.start()
-            await take_up(recovered, run.payload, run.fleet.scheduler)
+            await restore_live(recovered, run.payload, run.fleet.scheduler)
             assert not run.payload.stores.name_of(make_node(HOSTS + len(GONE)).id), "nobody needs one there"
             lengths = {one.length for one in run.fleet.scheduler.book.live.values()}
             assert {2, 8} <= lengths, "what the journals had, alone and after what was told"

@@ -14,7 +14,7 @@ from laminar_py.records.events import Dropped, Interrupted
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
 from laminar_py.runtime.workers import payload as payload_module
-from laminar_py.runtime.workers.payload import PayloadHosts, take_up
+from laminar_py.runtime.workers.payload import PayloadHosts, restore_live
 from tests.control.fleet import Fleet, make_piece
 from tests.ledger.runs import begin, open_ledger
 from tests.segments.pieces import random_piece
@@ -87,7 +87,7 @@ async def taken_up(monkeypatch, run, *, went_back=False):
         fleet.scheduler.pause()
         payload = hosts(monkeypatch, run, ledger)
         payload._run.went_back = went_back
-        await take_up(recovered, payload, fleet.scheduler)
+        await restore_live(recovered, payload, fleet.scheduler)
         await ledger.commit()
         return fleet, recorder.events
 

@@ -164,7 +164,7 @@ async def test_a_host_that_hangs_counts_like_one_that_died_when_versions_are_loo
     relays._hosts[0] = "a"
     await write(relays, 0, chunk_bytes=SMALLEST_CHUNK_BYTES)
     assert [manifest.version for manifest in await relays.published()] == [0]
-    monkeypatch.setattr(relays_module, "LOOK_S", 0.2)
+    monkeypatch.setattr(relays_module, "NODE_TIMEOUT_S", 0.2)
     hangs = True
     assert await relays.published() == []
     assert "relay-0: no answer in 0.2 s from node a" in caplog.text

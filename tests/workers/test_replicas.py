@@ -27,7 +27,7 @@ from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
-from laminar_py.runtime.orchestrator.controller import generate, issue
+from laminar_py.runtime.orchestrator.controller import issue, process_reports
 from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.workers import replicas as replicas_module
 from laminar_py.runtime.workers.incarnation import Supervisor
@@ -196,7 +196,7 @@ class World:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.replicas.keep())
             tasks.create_task(self.issuing.run())
-            tasks.create_task(generate(self.reports, scheduler=self.scheduler, **loop))
+            tasks.create_task(process_reports(self.reports, scheduler=self.scheduler, **loop))
 
     def _make(self, name):
         self.actors.append(Replica(int(name[-1]), self.may_start))
@@ -313,7 +313,7 @@ async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_
         first.die()
         third = await world.next()
         aborts[0] = ["g0.0"]
-        world.issuing.at_once()
+        world.issuing.run_now()
         await asyncio.sleep(0.1)
         assert third.actor.did.empty()
         world.may_start.set()

@@ -200,7 +200,9 @@ class Generators:
         self._count = count
         self._actors: list[Process] = []
 
-    def make(self, name: str, kind: type | str, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+    def make(
+        self, name: str, actor_class: type | str, *, concurrency: int, timeout_s: float, place: Place
+    ) -> Part:
         """Make a replica's part with this name."""
         if len(self._actors) < self._count:
             self._actors.append(cluster().start(GeneratorActor, title="generator", concurrency=CALLS, place=place))

@@ -16,7 +16,7 @@ from laminar_lab.bench.control.generator import Generators, ReadingScorerActor
 from laminar_py.config import load_config
 from laminar_py.observe import View
 from laminar_py.runtime.orchestrator import Controller, Result, lead
-from laminar_py.runtime.workers import Opened, PartKinds
+from laminar_py.runtime.workers import PartKinds, RunStart
 
 CONFIG = Path("configs/emulation/control.yaml")
 GROUP = 16  # samples of a prompt
@@ -81,10 +81,10 @@ def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
     console = Console(file=sys.stderr)
     samples = ProcessSamples()
 
-    def make(opened: Opened) -> SampledLeader:
+    def make(start: RunStart) -> SampledLeader:
         kinds = PartKinds(replica=Generators(NUM_GENERATORS).make, scorer=ReadingScorerActor)
-        opened = replace(opened, kinds=kinds)
-        controller = Controller(opened, view=View(console, steps=steps))
+        start = replace(start, kinds=kinds)
+        controller = Controller(start, view=View(console, steps=steps))
         return SampledLeader(controller, samples)
 
     lead(config, make, what=f"{replicas} emulated replicas", resume=None, console=console)

@@ -119,7 +119,7 @@ async def _verify_all(answers: list[GivenAnswer], term: TermConfig) -> tuple[flo
             todo, times_s = iter(answers), list[float]()
             began = time.perf_counter()
             async with asyncio.TaskGroup() as group:
-                for _ in range(pool.at_once):
+                for _ in range(pool.concurrency):
                     group.create_task(_verify_each(pool, todo, times_s), name="verifications")
             return time.perf_counter() - began, times_s
 

@@ -82,7 +82,7 @@ def check_start(config: RunConfig) -> None:
     section = section_of(config)
     if section.urls:
         asyncio.run(_check_servers(config, section))
-    elif config.cluster.address is None:  # else `preflight.survey` checks the nodes of replicas
+    elif config.cluster.address is None:  # else `preflight.node_checks` checks the nodes of replicas
         check_node(config)
 
 

@@ -70,7 +70,7 @@ class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
 class CallStarted(msgspec.Struct, frozen=True):
     """Answer to `CallSpec`: how many responses the function takes at a time, or a fault for the user."""
 
-    at_once: int = 1
+    concurrency: int = 1
     fault: str | None = None
 
 
@@ -98,10 +98,10 @@ def main() -> None:
         except ConfigError as error:
             control.sendall(call_frame(number, encode(CallStarted(fault=str(error)))))
             return
-        control.sendall(call_frame(number, encode(CallStarted(at_once=function.at_once))))
+        control.sendall(call_frame(number, encode(CallStarted(concurrency=function.concurrency))))
         limit_s = spec.timeout_s + LATE_S
         watch = partial(faulthandler.dump_traceback_later, limit_s, file=hangs)  # works while a call holds the GIL
-        if function.at_once > 1:
+        if function.concurrency > 1:
             asyncio.run(_serve_many(function, control, watch, pause_s=limit_s / 2))
         else:
             _serve_each(function, control, watch)
@@ -173,7 +173,7 @@ class LimitedFunction:
         self._function = function
         self._timeout_s = timeout_s
         self._columns = columns
-        self.at_once = CALLS_AT_ONCE if any(map(inspect.iscoroutinefunction, called)) else 1
+        self.concurrency = CALLS_AT_ONCE if any(map(inspect.iscoroutinefunction, called)) else 1
 
     def call(self, request: ScoringRequest) -> Outcome:
         """Call the function for one response, from the main thread, and return its outcome."""

@@ -36,11 +36,11 @@ WAIT_S = 0.05  # a call waits so long for a free worker before it starts another
 class RewardWorker:
     """A process that calls the function (`calls.child`)."""
 
-    def __init__(self, process: HostedProcess, *, at_once: int, hang_log: Path) -> None:
+    def __init__(self, process: HostedProcess, *, concurrency: int, hang_log: Path) -> None:
         self._process = process
         self._hang_log = hang_log
-        self.at_once = at_once
-        self.takes_many = at_once > 1  # also if the pool gives it one call at a time
+        self.concurrency = concurrency
+        self.takes_many = concurrency > 1  # also if the pool gives it one call at a time
         self.num_calls = 0
 
     @classmethod
@@ -67,7 +67,7 @@ class RewardWorker:
         except BaseException:  # also when the start is cancelled
             await process.end()
             raise
-        return cls(process, at_once=started.at_once, hang_log=spec.hang_log)
+        return cls(process, concurrency=started.concurrency, hang_log=spec.hang_log)
 
     @property
     def is_lost(self) -> bool:
@@ -77,7 +77,7 @@ class RewardWorker:
     @property
     def has_room(self) -> bool:
         """True if the process can take another call."""
-        return not self.is_lost and self.num_calls < self.at_once
+        return not self.is_lost and self.num_calls < self.concurrency
 
     async def call(self, request: ScoringRequest, *, limit_s: float) -> Outcome:
         """Call the function for a response and return its outcome.
@@ -130,14 +130,14 @@ class CallPool:
         self._opening = asyncio.Lock()  # guards `_suspects`
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """Number of calls that can run at a time."""
         return self._most * self._lanes
 
     async def __aenter__(self) -> "CallPool":
         worker = await self._start_worker()
         await self._release_worker(worker)
-        self._lanes = worker.at_once
+        self._lanes = worker.concurrency
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -154,7 +154,7 @@ class CallPool:
                 worker = await self._acquire_worker()
             except ConfigError as error:  # e.g. the user changed the file meanwhile
                 return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
-            alone = worker.at_once == 1
+            alone = worker.concurrency == 1
             try:
                 return await worker.call(request, limit_s=self._limit_s)
             except TimeoutError:
@@ -251,7 +251,7 @@ class CallPool:
             self._num_starting -= 1
             async with self._changed:
                 self._changed.notify_all()
-        worker.at_once = min(worker.at_once, self._lanes)
+        worker.concurrency = min(worker.concurrency, self._lanes)
         worker.num_calls = 1
         self._workers.append(worker)
         return worker

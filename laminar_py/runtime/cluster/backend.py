@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.calls import Answer, Kind, Scalar
+from laminar_py.runtime.cluster.calls import ActorClass, Answer, Scalar
 from laminar_py.runtime.cluster.forked import ForkedCluster
 from laminar_py.runtime.cluster.placement import Node, Place
 
@@ -35,8 +35,8 @@ class Cluster(Protocol):
 
     here: str  # this process's node
 
-    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> Process:
-        """Start a process that hosts an object of `kind`, and return it; `ps` and `top` show its `title`."""
+    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> Process:
+        """Start a process that hosts an object of `actor_class`, and return it; `ps` and `top` show its `title`."""
         ...
 
     def nodes(self) -> list[Node]:

@@ -33,7 +33,7 @@ MAX_FRAME = 1 << 30  # bytes; the largest frames are a learner's requests of som
 
 Scalar: TypeAlias = bytes | str | int | float | bool | None
 SCALARS = (bytes, str, int, float, bool, type(None))
-Kind: TypeAlias = type | str
+ActorClass: TypeAlias = type | str
 """A class, or "module:Class" where the caller should not import the module, e.g. because it imports torch."""
 
 
@@ -157,9 +157,9 @@ class Shell:
     If the class has coroutine methods, all methods run on the event loop; otherwise on `concurrency` threads.
     """
 
-    def __init__(self, kind: type, *, concurrency: int) -> None:
-        self._part = kind()
-        methods = inspect.getmembers(kind, inspect.isfunction)
+    def __init__(self, actor_class: type, *, concurrency: int) -> None:
+        self._part = actor_class()
+        methods = inspect.getmembers(actor_class, inspect.isfunction)
         is_async = any(inspect.iscoroutinefunction(method) for _, method in methods)
         self._threads = None if is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="calls")
 
@@ -197,16 +197,16 @@ def open_shell(path: str, *, concurrency: int) -> Shell | Refusal:
     """Import the class at "module:Class", make an object of it, and host it; a `Refusal` if either raises."""
     try:
         module, _, name = path.partition(":")
-        kind: object = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-        assert isinstance(kind, type), f"{path} is a class"
-        return Shell(kind, concurrency=concurrency)
+        actor_class: object = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        assert isinstance(actor_class, type), f"{path} is a class"
+        return Shell(actor_class, concurrency=concurrency)
     except Exception as error:  # noqa: BLE001 - the caller judges it
         return Refusal(error)
 
 
-def class_path(kind: Kind) -> str:
+def class_path(actor_class: ActorClass) -> str:
     """The "module:Class" of a class, e.g. "tests.cluster.test_part:Faulty"."""
-    return kind if isinstance(kind, str) else f"{kind.__module__}:{kind.__qualname__}"
+    return actor_class if isinstance(actor_class, str) else f"{actor_class.__module__}:{actor_class.__qualname__}"
 
 
 def set_title(title: str) -> None:

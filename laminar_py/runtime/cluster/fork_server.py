@@ -54,7 +54,7 @@ PRELOADED = (  # modules of processes, and what engines import; without modules 
 class StartProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Start of a process that hosts an object of a class."""
 
-    kind: str  # "module:Class"
+    actor_class: str  # "module:Class"
     title: str  # that `ps` shows
     concurrency: int
     environment: dict[str, str]
@@ -199,7 +199,7 @@ async def _serve(start: StartProcess, connection: socket.socket) -> None:
     """Host the object until the client is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
-    shell = open_shell(start.kind, concurrency=start.concurrency)
+    shell = open_shell(start.actor_class, concurrency=start.concurrency)
     await serve(shell, reader, writer)
 
 

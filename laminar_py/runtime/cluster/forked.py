@@ -25,7 +25,16 @@ from typing import TypeVar
 import msgspec
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.runtime.cluster.calls import HEAD, Answer, Caller, Kind, Scalar, class_path, read_frame, value_of
+from laminar_py.runtime.cluster.calls import (
+    HEAD,
+    ActorClass,
+    Answer,
+    Caller,
+    Scalar,
+    class_path,
+    read_frame,
+    value_of,
+)
 from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.fork_server import GUARD, STATUS, Started, StartProcess
 from laminar_py.runtime.cluster.placement import Node, Place
@@ -60,10 +69,10 @@ class ForkedCluster:
         if SHARED not in os.environ:
             self._start_server()
 
-    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> "ForkedProcess":
-        """Start a process that hosts an object of `kind`, once its GPUs are free; it sees no other GPUs."""
+    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> "ForkedProcess":
+        """Start a process that hosts an object of `actor_class`, once its GPUs are free; it sees no other GPUs."""
         start = StartProcess(
-            kind=class_path(kind),
+            actor_class=class_path(actor_class),
             title=title,
             concurrency=concurrency,
             environment=dict(os.environ),

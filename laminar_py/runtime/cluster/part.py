@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.backend import Process, cluster
-from laminar_py.runtime.cluster.calls import Answer, Failure, FailureKind, Kind, Raised, Scalar, as_scalar
+from laminar_py.runtime.cluster.calls import ActorClass, Answer, Failure, FailureKind, Raised, Scalar, as_scalar
 from laminar_py.runtime.cluster.errors import (
     NoAnswerError,
     PartBugError,
@@ -36,7 +36,7 @@ class Part:
     def __init__(
         self,
         name: str,
-        kind: Kind,
+        actor_class: ActorClass,
         *,
         concurrency: int,
         timeout_s: float,
@@ -46,7 +46,7 @@ class Part:
         self.place = place
         self._timeout_s = timeout_s
         self._bug: PartBugError | None = None  # raised by a call of `send`
-        self._process: Process = cluster().start(kind, title=name, concurrency=concurrency, place=place)
+        self._process: Process = cluster().start(actor_class, title=name, concurrency=concurrency, place=place)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
         """Call a method, and return its answer. Raises PartCrashedError after `timeout_s`, or after a crash.
@@ -73,11 +73,13 @@ class Part:
         value: Scalar = answer.value
         return value
 
-    async def call_for(self, kind: type[T], method: str, *arguments: object, timeout_s: float | None = None) -> T:
+    async def call_for(
+        self, answer_type: type[T], method: str, *arguments: object, timeout_s: float | None = None
+    ) -> T:
         """Call a method whose answer is a typed record, and decode the answer; errors as in `call`."""
         answer = await self.call(method, *arguments, timeout_s=timeout_s)
         assert isinstance(answer, bytes), f"{method} answers bytes"
-        return decode(kind, answer)
+        return decode(answer_type, answer)
 
     def send(self, method: str, *arguments: object) -> None:
         """Call a method without waiting; a crash or a bug shows at a later `call`, other errors in the log."""
@@ -116,7 +118,9 @@ class Part:
 class MakePart(Protocol):
     """Makes a part; `Part` itself is one."""
 
-    def __call__(self, name: str, kind: Kind, *, concurrency: int, timeout_s: float, place: Place) -> Part:
+    def __call__(
+        self, name: str, actor_class: ActorClass, *, concurrency: int, timeout_s: float, place: Place
+    ) -> Part:
         """Start the process of a part."""
         ...
 

@@ -23,8 +23,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.calls import (
+    ActorClass,
     Answer,
-    Kind,
     Scalar,
     answer_of,
     class_path,
@@ -51,15 +51,15 @@ class RayCluster:
     def __init__(self) -> None:
         self.here = ray.get_runtime_context().get_node_id()
 
-    def start(self, kind: Kind, *, title: str, concurrency: int, place: Place) -> "RayProcess":
-        """Start an actor that hosts an object of `kind`. Ray never restarts it, and reserves no CPU for it.
+    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> "RayProcess":
+        """Start an actor that hosts an object of `actor_class`. Ray never restarts it, and reserves no CPU for it.
 
         If its place names a node, it runs there or nowhere, and sees its own GPUs only.
         """
 
         def start() -> "ray.actor.ActorHandle":
             strategy = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
-            path = class_path(kind)
+            path = class_path(actor_class)
             options = _ray_class(path.rpartition(":")[2]).options(
                 num_cpus=0,
                 num_gpus=place.gpus,
@@ -159,7 +159,7 @@ def joined_ray(address: str) -> Iterator[RayCluster]:
     folder = os.getcwd()
 
     def enter() -> None:
-        with contextlib.suppress(OSError):  # `preflight.survey` reports a node without it
+        with contextlib.suppress(OSError):  # `preflight.node_checks` reports a node without it
             os.chdir(folder)
 
     try:

@@ -1,4 +1,4 @@
-"""Reports and orders between controller and replicas."""
+"""Reports and commands between controller and replicas."""
 
 from typing import TYPE_CHECKING
 

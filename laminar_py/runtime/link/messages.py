@@ -1,11 +1,11 @@
-"""Frames between the controller and its replicas, and the orders in them. No behaviour.
+"""Frames between the controller and its replicas, and the commands in them. No behaviour.
 
-A replica sends the first frame. In one life of a replica, reports and orders are numbered from 1. Each side
+A replica sends the first frame. In one life of a replica, reports and commands are numbered from 1. Each side
 resends until the other acknowledges, and ignores duplicates and frames that follow a lost one.
 
-    Up(label, number)           -> Down(first, orders)      the replica is up: orders that waited for it are sent
+    Up(label, number)           -> Down(first, commands)      the replica is up: commands that waited for it are sent
     Up(label, number, report)   -> Down(reports_received)   resent until acknowledged, one report at a time
-    Down(first, orders)         -> Up(orders_received)      resent until acknowledged, in order
+    Down(first, commands)         -> Up(commands_received)      resent until acknowledged, in order
     Look(id), Expect(id)        -> Up(report, answers)      answers travel with a report that is sent at once
 """
 
@@ -20,53 +20,53 @@ MOST_LABEL = 100  # characters, and bytes: what a peer may be named
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_LABEL)]
 
 
-class Command(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
-    """Base of the orders that the controller sends to a replica."""
+class CommandBase(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
+    """Base of the commands that the controller sends to a replica."""
 
 
-class Submit(Command, frozen=True):
+class Submit(CommandBase, frozen=True):
     """Start these trajectories."""
 
     assignments: list[Assignment]
 
 
-class Abort(Command, frozen=True):
+class Abort(CommandBase, frozen=True):
     """End these trajectories, whether they wait or run."""
 
     trajectory_ids: list[str]
 
 
-class GiveUp(Command, frozen=True):
+class GiveUp(CommandBase, frozen=True):
     """End these trajectories and report them at once: they continue on other replicas."""
 
     trajectory_ids: list[str]
 
 
-class CallOff(Command, frozen=True):
+class CallOff(CommandBase, frozen=True):
     """Stop waiting for these trajectories, and for further ones of these evaluation passes."""
 
     names: list[str]
 
 
-class Stop(Command, frozen=True):
+class Stop(CommandBase, frozen=True):
     """Interrupt all training, and evaluations too if `evaluations`."""
 
     evaluations: bool
 
 
-class Follow(Command, frozen=True):
+class Follow(CommandBase, frozen=True):
     """Pull weights from the relay at this endpoint from now on."""
 
     relay: str
 
 
-class Look(Command, frozen=True):
+class Look(CommandBase, frozen=True):
     """Answer with a survey of all running and waiting trajectories."""
 
     id: Count
 
 
-class Expect(Command, frozen=True):
+class Expect(CommandBase, frozen=True):
     """Answer whether the replica keeps `version` until these trajectories have arrived or are called off."""
 
     id: Count
@@ -74,7 +74,7 @@ class Expect(Command, frozen=True):
     trajectory_ids: list[str]
 
 
-Order: TypeAlias = Submit | Abort | GiveUp | CallOff | Stop | Follow | Look | Expect
+Command: TypeAlias = Submit | Abort | GiveUp | CallOff | Stop | Follow | Look | Expect
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -88,19 +88,19 @@ class Reply(msgspec.Struct, frozen=True):
 class Up(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Frame of a replica, with or without a report.
 
-    E.g. `Up(label="replica-0-1-3", number=0, orders_received=0)`.
+    E.g. `Up(label="replica-0-1-3", number=0, commands_received=0)`.
     """
 
     label: Label  # of the replica's life, as of its segments
     number: Count  # of the report
-    orders_received: Count  # number of the last order that came
+    commands_received: Count  # number of the last command that came
     report: ReplicaReport | None = None
     answers: tuple[Reply, ...] = ()
 
 
 class Down(msgspec.Struct, frozen=True, array_like=True):
-    """Frame of the controller: the number of the last report that it took in, and orders numbered from `first`."""
+    """Frame of the controller: the number of the last report that it took in, and commands numbered from `first`."""
 
     reports_received: Count
     first: Count = 0
-    orders: tuple[msgspec.Raw, ...] = ()
+    commands: tuple[msgspec.Raw, ...] = ()

@@ -1,8 +1,8 @@
-"""A replica's end of the link: it sends reports, one at a time, and receives orders.
+"""A replica's end of the link: it sends reports, one at a time, and receives commands.
 
 Owned by the replica's process. A report is resent, after ever longer waits, until the controller acknowledges it.
-Meanwhile news gathers for the next report, so reports become fewer when the controller has more to do. Orders
-begin once, in the order in which the controller sent them (`tests/link/test_replica_link.py`).
+News gathers at the same time for the next report, so reports become fewer when the controller has more to do. Commands
+start once, in the order in which the controller sent them (`tests/link/test_replica_link.py`).
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from laminar_py.relay.sockets import PeerClient, read_record
 from laminar_py.runtime.link.messages import (
     Abort,
     CallOff,
+    Command,
     Down,
     Expect,
     Follow,
     GiveUp,
     Look,
-    Order,
     Reply,
     Stop,
     Submit,
@@ -30,11 +30,11 @@ from laminar_py.runtime.link.messages import (
 
 UNSENT_S = 0.05  # before the first retry of a frame that could not be sent
 RESEND_S = 1.0  # before a report without an acknowledgement is first sent again
-ACKNOWLEDGE_S = 0.5  # to wait for a report that acknowledges orders, before a frame of its own does
+ACKNOWLEDGE_S = 0.5  # to wait for a report that acknowledges commands, before a frame of its own does
 
 
-class Commanded(Protocol):
-    """The methods of `rollout.replica.Replica` that orders call."""
+class ObeysCommands(Protocol):
+    """The methods of `rollout.replica.Replica` that commands call."""
 
     def start_assignments(self, assignments: Sequence[Assignment]) -> None:
         """Start these trajectories."""
@@ -80,7 +80,7 @@ class ReplicaLink:
         self,
         peer: PeerClient,
         label: str,
-        replica: Commanded,
+        replica: ObeysCommands,
         *,
         attach: Callable[[str], None],
         quiet_s: float,
@@ -92,8 +92,8 @@ class ReplicaLink:
         self._quiet_s = quiet_s
         self._number = 0  # of the last report
         self._reports_received = 0
-        self._orders_received = 0  # orders
-        self._acknowledged = 0  # orders that a sent frame has acknowledged
+        self._commands_received = 0  # commands
+        self._acknowledged = 0  # commands that a sent frame has acknowledged
         self._acknowledged_event = asyncio.Event()
         self._answers: list[Reply] = []
 
@@ -104,7 +104,7 @@ class ReplicaLink:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._listen(tasks), name="orders")
+                tasks.create_task(self._listen(tasks), name="commands")
                 tasks.create_task(self._send_reports(), name="reports")
         except ExceptionGroup as group:
             error = group.exceptions[0]
@@ -121,7 +121,7 @@ class ReplicaLink:
             await self._send_report(report, tuple(answers))
 
     async def _announce(self) -> None:
-        """Send a first frame, since orders wait for it."""
+        """Send a first frame, since commands wait for it."""
         while not self._peer.send(self._frame()):  # noqa: ASYNC110 (no event says when the connection is up)
             await asyncio.sleep(UNSENT_S)
 
@@ -143,19 +143,19 @@ class ReplicaLink:
                 await self._acknowledged_event.wait()
 
     def _frame(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
-        self._acknowledged = self._orders_received
+        self._acknowledged = self._commands_received
         up = Up(
             label=self._label,
             number=self._number,
-            orders_received=self._orders_received,
+            commands_received=self._commands_received,
             report=report,
             answers=answers,
         )
         return encode(up)
 
     def _acknowledge(self) -> None:
-        """Acknowledge orders that no report has acknowledged yet."""
-        if self._acknowledged < self._orders_received and not self._peer.closed:
+        """Acknowledge commands that no report has acknowledged yet."""
+        if self._acknowledged < self._commands_received and not self._peer.closed:
             self._peer.send(self._frame())
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
@@ -166,19 +166,19 @@ class ReplicaLink:
             self._reports_received = max(self._reports_received, down.reports_received)
             if self._reports_received >= self._number:
                 self._acknowledged_event.set()
-            if down.orders:
+            if down.commands:
                 self._acknowledged = min(self._acknowledged, down.first - 1)  # these are resent
-            for number, order in enumerate(down.orders, down.first):
-                if number == self._orders_received + 1:
-                    self._orders_received = number
-                    await self._begin_order(decode(Order, order), tasks)  # type: ignore[arg-type]
-            if down.orders:
+            for number, data in enumerate(down.commands, down.first):
+                if number == self._commands_received + 1:
+                    self._commands_received = number
+                    await self._start_command(decode(Command, data), tasks)  # type: ignore[arg-type]
+            if down.commands:
                 asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge)
 
-    async def _begin_order(self, order: Order, tasks: asyncio.TaskGroup) -> None:
-        """Begin an order; it may still run when the next one begins."""
+    async def _start_command(self, command: Command, tasks: asyncio.TaskGroup) -> None:
+        """Start a command; it may still run when the next command starts."""
         replica = self._replica
-        match order:
+        match command:
             case Submit(assignments):
                 replica.start_assignments(assignments)
             case CallOff(names):
@@ -188,11 +188,11 @@ class ReplicaLink:
             case Expect(id, version, trajectory_ids):
                 self._answer(Reply(id, promised=replica.expect(version, trajectory_ids)))
             case Abort() | GiveUp() | Stop() | Look():
-                tasks.create_task(self._carry_out(order))
-                await asyncio.sleep(0)  # it begins now
+                tasks.create_task(self._carry_out(command))
+                await asyncio.sleep(0)  # it starts now
 
-    async def _carry_out(self, order: Abort | GiveUp | Stop | Look) -> None:
-        match order:
+    async def _carry_out(self, command: Abort | GiveUp | Stop | Look) -> None:
+        match command:
             case Abort(trajectory_ids):
                 await self._replica.abort(trajectory_ids)
             case GiveUp(trajectory_ids):

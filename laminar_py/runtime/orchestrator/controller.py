@@ -2,18 +2,18 @@
 
     prompts of the data
           |
-          v          assignments                reports
-       +-------+  [lines of replicas]  .........  [reports]  +----------+
-       | issue | --------------------> : replicas: ---------> | generate |
-       +-------+                       ..........            +----------+
+          v         assignments                  reports
+       +-------+    [commands]    ............   [reports]   +-----------------+
+       | issue | ---------------> : replicas : ------------> | process_reports |
+       +-------+                  ............               +-----------------+
           ^   ^                         ^ weights              |      | finished responses
           |   '---[waiting]-- partial responses ---------------'      v
-          |                             |             [unscored] --> scorers --> [scores]
-          | room for groups             |             [to refer] --> reference      |
-          |                             |                                |          v
-       +-------+       [ready]          |                             +-------+ +-------+
-       | train | <----------------------|---------------------------- | refer | | score |
-       +-------+     groups with        |                             +-------+ +-------+
+          |                             |             [unscored] --> scorers ----> [scores]
+          | room for groups             |             [to refer] --> reference         |
+          |                             |                                |             v
+       +-------+       [ready]          |       +----------------------------+ +----------------+
+       | train | <----------------------|------ | collect_reference_logprobs | | collect_scores |
+       +-------+     groups with        |       +----------------------------+ +----------------+
           |          advantages         |
           | version [copied]       +---------+
           '----------------------> | publish | --> relays --> replicas
@@ -23,17 +23,17 @@ Each loop is a function below. Each queue is bounded so that no circle of waits 
 
     queue      type                   owner                           bound
     waiting    LiveTrajectory         control.waiting                 live trajectories: `buffer.capacity`
-    lines      Order                  runtime.link.hub                work that replicas have room for
-    reports    list[(Line, Report)]   `Handoff` here                  one; the hub waits until it is taken in
+    commands   Command                runtime.link.hub                work that replicas have room for
+    reports    `Reports`              `Handoff` here                  one; the hub waits until it is taken in
     unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
     to refer   TrajectoryRef          learner.packing.buffer          live trajectories
     scores     list[Score]            `Handoff` here                  one; a scorer waits until it is taken in
     ready      ReadyGroup             learner.packing.buffer          live trajectories
     copied     version                versions                        one: the learner completes it before the next
 
-An evaluation has no learner: `train`, `refer` and `publish` are missing, the weights stay version 0, and each set
-is evaluated once. Beside the data path, `processes` keeps all processes alive and `housekeeping` does timed
-chores.
+An evaluation has no learner: the loops `train`, `collect_reference_logprobs` and `publish` are missing, the weights
+stay version 0, and each set is evaluated once. Beside the data path, `processes` keeps all processes alive and
+`housekeeping` does timed chores.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
 process of `laminar train` or `laminar eval`; each part in a process of its own has a keeper in `workers`.
@@ -61,7 +61,7 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
-from laminar_py.runtime.link.hub import Line
+from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
@@ -84,16 +84,16 @@ from laminar_py.runtime.orchestrator.sources import (
 from laminar_py.runtime.orchestrator.trainer import BatchLostError, StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
-from laminar_py.runtime.workers.incarnation import Opened, open_incarnation
+from laminar_py.runtime.workers.incarnation import RunStart, open_incarnation
 from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage, WeightFolder
-from laminar_py.runtime.workers.payload import PayloadHosts, take_up
+from laminar_py.runtime.workers.payload import PayloadHosts, restore_live
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
 from laminar_py.runtime.workers.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
-Reports: TypeAlias = Sequence[tuple[Line, ReplicaReport]]
+Reports: TypeAlias = Sequence[tuple[ReplicaConnection, ReplicaReport]]
 Result: TypeAlias = Summary | EvalSummary
 
 SCORES_AT_ONCE = 16  # taken in before the event loop gets its turn
@@ -104,20 +104,20 @@ PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 
 
 def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, stats: Stats) -> None:
-    """Send orders to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuing`."""
+    """Send commands to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuing`."""
     replicas.update_places()
     for index, trajectory_ids in scheduler.book.take_aborts().items():
-        replicas.send_order(index, Abort(list(trajectory_ids)))
+        replicas.send_command(index, Abort(list(trajectory_ids)))
     for index, assignments in scheduler.dispatcher.dispatch().items():
         replicas.assign(index, assignments)
     for index, trajectory_ids in scheduler.moves.take_called_off().items():
-        replicas.send_order(index, CallOff(list(trajectory_ids)))
+        replicas.send_command(index, CallOff(list(trajectory_ids)))
     stats.set_generating(scheduler.views.in_flight > 0)
     if scheduler.dispatcher.has_more:
         issuing.wake()
 
 
-async def generate(
+async def process_reports(
     reports: Handoff[Reports],
     *,
     scheduler: TrajectoryScheduler,
@@ -125,52 +125,52 @@ async def generate(
     issuing: Tick,
     stats: Stats,
 ) -> None:
-    """Take in the reports of replicas: tokens of responses, finished ones, and how much room there is.
+    """Process the reports of replicas: new tokens, finished responses, and how much room each replica has.
 
-    Finished responses go to the scorers and the reference. If a replica may be idle, the loop `issue` runs at
-    once; otherwise it runs within `DISPATCH_S`.
+    Finished responses go to the scorers and the reference. If a replica may be idle, the loop `issue` runs
+    immediately; otherwise it runs within `DISPATCH_S`.
     """
-    async for several in reports.items():
+    async for batch in reports.items():
         is_urgent = False
-        for line, report in several:
-            views, index = scheduler.views, line.replica
+        for connection, report in batch:
+            views, index = scheduler.views, connection.replica
             version = views.by_index[index].version
             if replicas.is_killed(index):
                 continue
             await scheduler.reports.on_report(report)
             stats.on_report(report)
-            replicas.check_weights(line, report)
+            replicas.check_weights(connection, report)
             is_urgent |= views.by_index[index].idle or report.status.version != version
         stats.set_generating(scheduler.views.in_flight > 0)
         if is_urgent:
-            issuing.at_once()
+            issuing.run_now()
         else:
             issuing.wake()
 
 
-async def score(
+async def collect_scores(
     scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, issuing: Tick
 ) -> None:
-    """Take in scores: a group with all scores goes to the learner, or is dropped and makes room for another."""
-    async for several in scores.items():
-        of_responses = scoring.without_trials(several)
-        lost = {one.trajectory_id: one.detail for one in of_responses if one.failure is DropReason.HOST_LOST}
+    """Record scores. A group with all its scores goes to the learner, or is dropped and makes room for another."""
+    async for batch in scores.items():
+        of_responses = scoring.without_trials(batch)
+        lost = {it.trajectory_id: it.detail for it in of_responses if it.failure is DropReason.HOST_LOST}
         if lost:
             await scheduler.lost_tokens.drop_trajectories(lost)
-        for place, one in enumerate(of_responses, 1):
-            if place % SCORES_AT_ONCE == 0:
+        for number, score in enumerate(of_responses, 1):
+            if number % SCORES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            if one.trajectory_id in lost:
+            if score.trajectory_id in lost:
                 continue
-            trajectory = scheduler.book.live.get(one.trajectory_id)
+            trajectory = scheduler.book.live.get(score.trajectory_id)
             if trajectory is not None:
-                scoring.count_score(one, trajectory)
-            await scheduler.closing.on_score(one)
+                scoring.count_score(score, trajectory)
+            await scheduler.closing.on_score(score)
         issuing.wake()  # the last score of a batch makes room for another batch
 
 
-async def refer(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
-    """Take in log-probabilities of the reference model, which groups need before they go to the learner."""
+async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
+    """Record log-probabilities of the reference model, which groups need before they go to the learner."""
     while True:
         answer = await reference.next_answer(wanted=scheduler.is_live)
         for trajectory_id, logprobs in answer.logprobs.items():
@@ -213,13 +213,13 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
 class Controller:
     """Leads a run, or the evaluation of a `source`, from its start or a resume to its end."""
 
-    def __init__(self, opened: Opened, *, view: View, source: EvalSource | None = None) -> None:
-        config, run = opened.config, opened.run
-        goes_on, ledger = opened.resumed and run.has_ledger, run.live_ledger
+    def __init__(self, start: RunStart, *, view: View, source: EvalSource | None = None) -> None:
+        config, run = start.config, start.run
+        goes_on, ledger = start.resumed and run.has_ledger, run.live_ledger
         self._recovered: Recovered | None = recover(run.path, ledger=ledger, exists=run.has) if goes_on else None
         self._evaluations = read_evaluations(ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
-        self._incarnation = incarnation = open_incarnation(opened, recovered=self._recovered)
+        self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
         self._source, self._view = source, view
         self._stop = StopRequest()
         self._reports: Handoff[Reports] = Handoff()
@@ -259,6 +259,7 @@ class Controller:
         self._stop.asked.set()
 
     def _make_scoring(self) -> Scoring:
+        """Make the scoring of responses; its scores go to the loop `collect_scores`."""
         return Scoring(
             self._incarnation,
             scheduler=self._scheduler,
@@ -270,6 +271,7 @@ class Controller:
         )
 
     def _make_evaluator(self) -> Evaluator:
+        """Make the evaluator of held-out sets; its results go to the ledger, the view and the trackers."""
         return Evaluator(
             self._incarnation,
             scheduler=self._scheduler,
@@ -282,6 +284,7 @@ class Controller:
         )
 
     def _make_learning(self) -> Learning:
+        """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
         learner = LearnerLink(incarnation, relays=self._relays, payload=self._payload, show=self._view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
@@ -349,7 +352,7 @@ class Controller:
         if self._recovered is not None and self._learning is not None:
             self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger before
             await self._ask_for_open_passes(self._recovered)
-            await self._take_up()
+            await self._restore()
             self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts
 
     def _loops(self) -> dict[str, Coroutine[object, object, None]]:
@@ -358,10 +361,12 @@ class Controller:
         loops: dict[str, Coroutine[object, object, None]] = {
             "processes": self._keep_processes(),
             "issue": issuing.run(),
-            "generate": generate(
+            "process-reports": process_reports(
                 self._reports, scheduler=scheduler, replicas=self._replicas, issuing=issuing, stats=stats
             ),
-            "score": score(self._scores, scheduler=scheduler, scoring=self._scoring, issuing=issuing),
+            "collect-scores": collect_scores(
+                self._scores, scheduler=scheduler, scoring=self._scoring, issuing=issuing
+            ),
             "housekeeping": self._keep_house(),
         }
         if self._learning is not None:
@@ -375,7 +380,7 @@ class Controller:
         await learning.trainer.start()
         if self._reference is not None:
             await self._reference.start()
-            yield "refer", refer(self._reference, scheduler=self._scheduler)
+            yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
         yield "pauses", keep_pauses_short()
         if self._incarnation.config.repacks:
             speed = await self._replicas.speed()
@@ -390,7 +395,7 @@ class Controller:
         stats.set_rl_phase(True)
         if scheduler.book.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
             scheduler.admit()
-            self._issuing.at_once()
+            self._issuing.run_now()
         await train(trainer, scheduler=scheduler)
         stats.set_rl_phase(False)
         scheduler.pause()
@@ -419,7 +424,7 @@ class Controller:
         passes = self._evaluator.every_set(
             Moment(published.version, self._source.step, 0.0), done=done, answers=answers
         )
-        await self._take_up()
+        await self._restore()
         self._issuing.wake()
         return await self._unless_stopped(self._finish_passes(passes))
 
@@ -489,7 +494,7 @@ class Controller:
     async def _ask_for_open_passes(self, recovered: Recovered) -> None:
         """Continue evaluations that were under way when the earlier controller ended."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
-        self._evaluator.take_up(
+        self._evaluator.restore(
             await asyncio.to_thread(open_passes, run.live_ledger),
             results=self._evaluations,
             requests=recovered.eval_requests,
@@ -497,10 +502,10 @@ class Controller:
             passed_s={0: 0.0} | {row.step: row.rl_s for row in read_rows(run.metrics, StepRow)},
         )
 
-    async def _take_up(self) -> None:
+    async def _restore(self) -> None:
         """Continue the trajectories that an earlier controller left, if there was one."""
         if self._recovered is not None:
-            await take_up(self._recovered, self._payload, self._scheduler)
+            await restore_live(self._recovered, self._payload, self._scheduler)
             self._recovered = None
 
     # ---- beside the data path
@@ -543,6 +548,7 @@ class Controller:
                 self._view.notice(line)
 
     def _refresh(self, trainer: Trainer) -> None:
+        """Show the present step and the counts that explain waits: ready groups, running trajectories, replicas."""
         stats, scheduler, version = self._incarnation.stats, self._scheduler, trainer.version
         waits = Waits(
             in_rl=stats.in_rl,

@@ -77,7 +77,7 @@ class Evaluator:
         """Names of all sets."""
         return list(self._inputs.sets)
 
-    def take_up(
+    def restore(
         self,
         passes: Iterable[OpenPass],
         *,
@@ -91,17 +91,16 @@ class Evaluator:
         `results` are on record; `requests` are the earlier settings, as in `EvalConfig.requests`; `passed_s` has
         the seconds of RL by step.
         """
-        self._results |= {(one.step, one.set_name) for one in results}
-        for one in passes:
-            name = set_of(one.id)
+        self._results |= {(result.step, result.set_name) for result in results}
+        for left in passes:
+            name = set_of(left.id)
             if name not in self._requests or self._requests[name] != requests.get(name):
                 continue
-            step = now.step if one.step is None else one.step
-            moment = Moment(
-                now.version if one.version is None else one.version, step, passed_s.get(step, now.rl_s)
-            )
+            step = now.step if left.step is None else left.step
+            version = now.version if left.version is None else left.version
+            moment = Moment(version, step, passed_s.get(step, now.rl_s))
             self._running.add(
-                self._begin(moment, name, one.version, index=pass_number(one.id), answers=one.answers)
+                self._begin(moment, name, left.version, index=pass_number(left.id), answers=left.answers)
             )
 
     async def first(self, moment: Moment) -> None:
@@ -208,15 +207,19 @@ class Evaluator:
         self._issuing.wake()
         return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
 
-    async def _finish(self, moment: Moment, name: str, asked: "asyncio.Future[Evaluation]") -> None:
+    async def _finish(self, moment: Moment, name: str, requested: "asyncio.Future[Evaluation]") -> None:
+        """Wait for a requested pass, and publish its result.
+
+        A pass that lost its trajectories is logged and left out; without training it raises `RunFailedError`.
+        """
         try:
-            evaluation = await asked
+            evaluation = await requested
         except EvaluationLostError as error:
             if not self._trains:
                 raise RunFailedError(f"{name}: {error} is lost; go on with --resume") from None
             log.warning("evaluation of %s at step %d is left out: %s is lost", name, moment.step, error)
             return
-        if evaluation.replica is not None and evaluation.version is not None:  # which was left to that
+        if evaluation.replica is not None and evaluation.version is not None:  # its replica chose the version
             moment = self._moments.get(evaluation.version, moment)
         result = await _evaluated(evaluation, name, moment)
         if result is None:

@@ -237,7 +237,7 @@ class ElasticFleet:
                 await self._plan()
             leaving = [index for index in self._leaving if not self._replicas.is_ending(index)]
             if leaving:
-                self._issuing.at_once()  # partial responses that only they can continue go to them first
+                self._issuing.run_now()  # partial responses that only they can continue go to them first
             for index in leaving:
                 if not self._views.by_index[index].in_flight and not self._scheduler.moves.expected(index):
                     self._replicas.remove(index)

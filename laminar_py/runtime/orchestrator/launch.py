@@ -55,8 +55,8 @@ from laminar_py.runtime.orchestrator.sources import (
     settings_of,
 )
 from laminar_py.runtime.preflight.inputs import Inputs, check_inputs
-from laminar_py.runtime.preflight.survey import delete_everywhere, place_parts
-from laminar_py.runtime.workers.incarnation import Opened
+from laminar_py.runtime.preflight.node_checks import delete_everywhere, place_parts
+from laminar_py.runtime.workers.incarnation import RunStart
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
     with ExitStack() as views:
         summary = lead(
             config,
-            lambda opened: make_controller(opened, console, views),
+            lambda start: make_controller(start, console, views),
             what=what,
             resume=resume,
             console=console,
@@ -134,7 +134,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     assert source is not None, f"{run.path} has not begun"
     summary = lead(
         config,
-        lambda opened: Controller(opened, view=View(console, steps=0), source=source),
+        lambda start: Controller(start, view=View(console, steps=0), source=source),
         what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
         resume=run if resumed else None,
         begun=None if resumed else run,
@@ -148,19 +148,19 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     return summary
 
 
-def make_controller(opened: Opened, console: Console, views: ExitStack) -> Controller:
+def make_controller(start: RunStart, console: Console, views: ExitStack) -> Controller:
     """Make the controller of a run, with a view that `views` closes."""
-    config = opened.config
+    config = start.config
     if config.staleness.unbounded(config.schedule):
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
     views.callback(view.close)
-    return Controller(opened, view=view)
+    return Controller(start, view=view)
 
 
 def lead(
     config: RunConfig,
-    make: Callable[[Opened], Leader],
+    make: Callable[[RunStart], Leader],
     *,
     what: str,
     resume: RunFolder | None,
@@ -176,7 +176,7 @@ def lead(
     disk = ledger_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check_inputs(config, trains=trains)
     if resume:
-        _take_up(resume, inputs, console, disk=disk)
+        _prepare_resume(resume, inputs, console, disk=disk)
     with open_cluster(config.cluster.address):
         # a run that cannot be placed leaves no folder
         placement = asyncio.run(place_parts(config, resume=resume is not None))
@@ -187,14 +187,14 @@ def lead(
             _settle_ledger(run, disk, console)
         console.print(f"run {run.path}: {what}")
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
-        opened = Opened(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
-        ending = _lead_logged(opened, make)
+        start = RunStart(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
+        ending = _lead_logged(start, make)
         if ending.finished:
             asyncio.run(delete_everywhere(placement, run.shm(config.relay.shm)))
     return ending
 
 
-def _take_up(run: RunFolder, inputs: Inputs, console: Console, *, disk: Path | None) -> None:
+def _prepare_resume(run: RunFolder, inputs: Inputs, console: Console, *, disk: Path | None) -> None:
     """Lock a run to resume, end processes of a killed controller, check the run. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
@@ -213,9 +213,9 @@ def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
+def _lead_logged(start: RunStart, make: Callable[[RunStart], Leader]) -> Result:
     """Run the controller with a log in the run's folder; turn any error into one line for the user."""
-    run = opened.run
+    run = start.run
     logging.raiseExceptions = False  # else a full disk prints an error for each line of the log
     logging.basicConfig(
         filename=run.logs / CONTROLLER_LOG,
@@ -223,16 +223,16 @@ def _lead_logged(opened: Opened, make: Callable[[Opened], Leader]) -> Result:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
-        return asyncio.run(_lead(make(opened)))
+        return asyncio.run(_lead(make(start)))
     except asyncio.CancelledError:
         raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
     except Exception as error:
         bug, errors = bug_in(error), list(errors_in(error))
-        unwritten = next(filter(None, (_why_unwritten(one, run) for one in errors)), None)
+        unwritten = next(filter(None, (_why_unwritten(error, run) for error in errors)), None)
         if unwritten is not None:
             log.critical("the run ends", exc_info=error)
             raise RunFailedError(_needs(run, unwritten)) from None
-        known = next((one for one in errors if isinstance(one, (RunFailedError, ConfigError))), None)
+        known = next((error for error in errors if isinstance(error, (RunFailedError, ConfigError))), None)
         if bug is None and known is not None:
             raise known from None
         log.critical("the run ends", exc_info=error)
@@ -263,6 +263,10 @@ def _needs(run: RunFolder, reason: str) -> str:
 
 
 async def _lead(controller: Leader) -> Result:
+    """Run the controller to its end. A signal interrupts the run; a second SIGINT cancels it.
+
+    A third signal kills all processes below this one.
+    """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -270,6 +274,7 @@ async def _lead(controller: Leader) -> Result:
     asked: tuple[signal.Signals, float] | None = None
 
     def stop(number: signal.Signals) -> None:
+        """Handle a signal: interrupt the run, or cancel it at a second SIGINT."""
         nonlocal asked
         if asked is None:
             asked = number, loop.time()

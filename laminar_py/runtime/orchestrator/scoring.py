@@ -1,7 +1,7 @@
 """Scoring of a run: finished trajectories go to the scoring stage, and failures of the reward are counted.
 
-Owned by the controller, whose loop `score` takes in the scores. A response that cannot be scored is reported at
-once. Before RL, trials of the reward find such errors. A run in which no response can be scored ends.
+Owned by the controller, whose loop `collect_scores` records the scores. A response that cannot be scored is
+reported at once. Before RL, trials of the reward find such errors. A run in which no response can be scored ends.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class Scoring:
         Raises RunFailedError if one never starts.
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._ready.run(), name="scoring-stage")
+            tasks.create_task(self._open_stage.run(), name="scoring-stage")
             tasks.create_task(self._servers.keep(), name="keep-reward-servers")
             if self._foresight.is_wanted:
                 tasks.create_task(self._look_ahead(), name="look-ahead")
@@ -123,15 +123,15 @@ class Scoring:
 
     def grow(self, queue: int) -> None:
         """Enlarge the queue to `queue` trajectories, for a larger fleet."""
-        self._ready.grow(queue)
+        self._open_stage.grow(queue)
 
     def grow_by(self, number: int) -> None:
         """Enlarge the queue by the number of trajectories that an earlier incarnation left."""
-        self._ready.grow(self._most + number)
+        self._open_stage.grow(self._most + number)
 
     def submit_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Queue a finished response for a score."""
-        self._ready.submit_response(
+        self._open_stage.submit_response(
             Unscored(
                 tokens=trajectory.tokens,
                 request=ScoringRequest(
@@ -154,7 +154,7 @@ class Scoring:
         """Show scorers now and then some of the responses that still generate."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._ready.look_ahead(self._foresight.choose(self._scheduler.book.live))
+            self._open_stage.look_ahead(self._foresight.choose(self._scheduler.book.live))
 
     @property
     def waits(self) -> str:
@@ -164,14 +164,15 @@ class Scoring:
         return f"scores of {self._stage.num_unscored} responses, the oldest {self._stage.oldest_s:.0f} s"
 
     @property
-    def _ready(self) -> ScoringStage:
+    def _open_stage(self) -> ScoringStage:
+        """The stage, once `start` has made it."""
         assert self._stage is not None, "scoring is used after `start`"
         return self._stage
 
     def _try_next(self) -> None:
         """Begin the next trial of the reward; one at a time, so that a hanging reward is reported once."""
         if self._trials:
-            self._ready.submit_response(Unscored(request=self._trials[0].request))
+            self._open_stage.submit_response(Unscored(request=self._trials[0].request))
 
     def _wanted(self, trajectory_id: str) -> bool:
         return self._is_trial(trajectory_id) or self._scheduler.is_live(trajectory_id)

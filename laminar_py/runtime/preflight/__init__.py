@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from laminar_py.runtime.preflight.inputs import check_inputs as check_inputs
     from laminar_py.runtime.preflight.inputs import check_shared_memory as check_shared_memory
     from laminar_py.runtime.preflight.inputs import prepare as prepare
+    from laminar_py.runtime.preflight.memory import COMMAND_TIMEOUT_S as COMMAND_TIMEOUT_S
     from laminar_py.runtime.preflight.memory import SPARE_SHARE as SPARE_SHARE
-    from laminar_py.runtime.preflight.memory import TELL_S as TELL_S
     from laminar_py.runtime.preflight.memory import Parts as Parts
     from laminar_py.runtime.preflight.memory import engine_memory as engine_memory
     from laminar_py.runtime.preflight.memory import learner_memory as learner_memory

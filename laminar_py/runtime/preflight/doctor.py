@@ -17,7 +17,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, Plan
-from laminar_py.runtime.preflight import survey
+from laminar_py.runtime.preflight import node_checks
 from laminar_py.runtime.preflight.gpus import Gpu, read_group
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
@@ -65,8 +65,8 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
             config,
             nodes,
             gpu_bytes=gpu_bytes,
-            smallest_gpus=lambda held: asyncio.run(survey.gpu_bytes(held)),
-            find_faults=lambda placement: asyncio.run(survey.faults(config, placement)),
+            smallest_gpus=lambda held: asyncio.run(node_checks.gpu_bytes(held)),
+            find_faults=lambda placement: asyncio.run(node_checks.faults(config, placement)),
         )
 
 
@@ -98,7 +98,7 @@ def _fit(
     needs, seen = Needs.from_config(config), list_nodes()
     try:
         placement, unplaced = Placement(needs, list_nodes), None
-        held = survey.gpu_nodes(placement.plan)
+        held = node_checks.gpu_nodes(placement.plan)
     except ConfigError as error:
         placement, unplaced = None, error
         held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}

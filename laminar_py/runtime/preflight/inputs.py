@@ -152,7 +152,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     reward = config.reward if trains else _of_sets(config.reward, problems)
     check_rewards(reward, problems.all, sandbox=config.sandbox if config.cluster.address is None else None)
     check_engine(config)
-    if config.cluster.address is None:  # else `preflight.survey` looks at the nodes themselves
+    if config.cluster.address is None:  # else `preflight.node_checks` looks at the nodes themselves
         for pool in config.reward.servers:
             check_pool(config.reward, pool)
         check_shared_memory(config)

@@ -23,7 +23,7 @@ HEAD_TOKENS = 2048  # tokens with logits at the same time: `learner.losses.logpr
 SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
 MOST_RANKS = 1024
 KINDS = ("learner", "engine")  # of GPUs
-TELL_S = 10.0
+COMMAND_TIMEOUT_S = 10.0  # for `nvidia-smi`
 
 Parts = dict[str, float]
 """Bytes by use."""
@@ -67,9 +67,11 @@ def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Col
 
 def smallest_gpu() -> bytes:
     """Return the encoded bytes of this host's smallest GPU, by nvidia-smi; 0 if there is none."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        printed = subprocess.run(asked, capture_output=True, text=True, timeout=TELL_S, check=True).stdout
+        printed = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True
+        ).stdout
         return encode(min(int(line) for line in printed.split()) * 2**20)
     except (OSError, subprocess.SubprocessError, ValueError):
         return encode(0)
@@ -173,6 +175,7 @@ def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
 
 
 def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
+    """Return an error line if the learner does not fit, with the cheapest settings that fit; else None."""
     if column.total <= gpu_bytes:
         return None
     learner, needs = config.learner, _needs(column, gpu_bytes)

@@ -30,7 +30,7 @@ from laminar_py.sandbox.records import SandboxTier
 ANSWER_S = 5.0  # for a server to answer
 SETS = "eval.sets."
 MOST = 50_000  # problems of a source that are checked; each takes up to a millisecond
-TELL_S = 5.0  # between lines on the progress of the check
+PROGRESS_S = 5.0  # between lines on the progress of the check
 log = logging.getLogger(__name__)
 
 
@@ -127,7 +127,7 @@ def _telling(problems: ProblemSet) -> Iterator[Prompt]:
     number = min(len(problems), MOST)
     for index in range(number):
         yield problems.without_prompt(index * len(problems) // number)
-        if time.monotonic() - told_s > TELL_S:
+        if time.monotonic() - told_s > PROGRESS_S:
             told_s = time.monotonic()
             of = f"{source.field}={source.path}"
             log.warning("looking at the problems of %s: %d of %d", of, index + 1, number)

@@ -78,7 +78,7 @@ class EnvironmentProcesses:
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"environment-{index}"],
-            actor="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
+            actor_class="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
             concurrency=4,
             timeout_s=PATIENCE_S,
             places=lambda: [self._incarnation.placement.scorer_place(index)],

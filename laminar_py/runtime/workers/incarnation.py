@@ -61,14 +61,14 @@ class PartKinds:
     """Parts that a benchmark replaces by its own; None: the parts of any run."""
 
     replica: MakePart | None = None
-    scorer: type | None = None  # an actor
+    scorer: type | None = None  # an actor class
 
 
 NO_KINDS = PartKinds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class RunStart:
     """A run that is about to start, or to resume; the argument of `Controller`."""
 
     config: RunConfig
@@ -96,9 +96,9 @@ class Incarnation:
     checkpoint: Checkpointed | None = None  # from which the learner continues
 
 
-def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnation:
+def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarnation:
     """Open a run's first incarnation, or the next one after the state that was `recovered` from its ledger."""
-    config, run, inputs = opened.config, opened.run, opened.inputs
+    config, run, inputs = start.config, start.run, start.inputs
     if recovered is not None and inputs.stream.learns:
         for group in closed_groups(run.live_ledger):
             inputs.stream.record_group(group)
@@ -110,13 +110,13 @@ def open_incarnation(opened: Opened, *, recovered: Recovered | None) -> Incarnat
     return Incarnation(
         config=config,
         run=run,
-        placement=opened.placement,
+        placement=start.placement,
         inputs=inputs,
         clock=clock,
         ledger=ledger,
         stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
-        kinds=opened.kinds,
+        kinds=start.kinds,
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,
     )

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from laminar_py.runtime.cluster.calls import Kind
+from laminar_py.runtime.cluster.calls import ActorClass
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError, for_memory
 from laminar_py.runtime.cluster.part import MakePart, Part
 from laminar_py.runtime.cluster.placement import Place
@@ -43,7 +43,7 @@ class PartSpec:
     """Describes a part: its processes, and what its owner does when they start and crash."""
 
     names: Sequence[str]  # of its processes, which start and end together, e.g. the ranks of a learner
-    actor: Kind  # that each process hosts
+    actor_class: ActorClass  # of the object that each process hosts
     concurrency: int
     timeout_s: float  # of a call
     places: Callable[[], Sequence[Place | None]]  # of each process by the plan in force; None without room
@@ -81,7 +81,9 @@ class Keeper:
             if len(places) == len(spec.names):
                 make = spec.make or Part
                 self.parts = [
-                    make(name, spec.actor, concurrency=spec.concurrency, timeout_s=spec.timeout_s, place=place)
+                    make(
+                        name, spec.actor_class, concurrency=spec.concurrency, timeout_s=spec.timeout_s, place=place
+                    )
                     for name, place in zip(spec.names, places, strict=True)
                 ]
         return bool(self.parts)

@@ -1,9 +1,9 @@
 """The learner's ranks, called and restarted together, and the two parts beside them that hold a model.
 
 Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
-the scheduler submits finished trajectories, the loop `refer` takes log-probabilities in, and neither waits for the
-other. A submitted trajectory that is still wanted gets its log-probabilities once, also if the process crashes
-(law 6). `WeightFolder` publishes the weights of an evaluation, which has no learner.
+the scheduler submits finished trajectories, the loop `collect_reference_logprobs` records its answers, and neither
+waits for the other. A submitted trajectory that is still wanted gets its log-probabilities once, also if the
+process crashes (law 6). `WeightFolder` publishes the weights of an evaluation, which has no learner.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class LearnerLink:
         self._checkpoint: Path | None = None
         spec = PartSpec(
             names=[f"learner-{rank}" for rank in range(incarnation.config.learner.world_size)],
-            actor=ACTOR,
+            actor_class=ACTOR,
             concurrency=CALLS,
             timeout_s=START_S,
             places=lambda: incarnation.placement.plan.learner,
@@ -230,7 +230,7 @@ class ReferenceStage:
         self._starts = 0
         spec = PartSpec(
             names=[REFERENCE],
-            actor="laminar_py.runtime.workers.processes.learner:ReferenceActor",
+            actor_class="laminar_py.runtime.workers.processes.learner:ReferenceActor",
             concurrency=2,
             timeout_s=START_S,
             places=lambda: [incarnation.placement.plan.reference],
@@ -305,7 +305,7 @@ class WeightFolder:
         self._relays = relays
         spec = PartSpec(
             names=["weights"],
-            actor="laminar_py.runtime.workers.processes.learner:WeightsActor",
+            actor_class="laminar_py.runtime.workers.processes.learner:WeightsActor",
             concurrency=1,
             timeout_s=PUBLISH_S,
             places=lambda: incarnation.placement.plan.learner[:1],

@@ -156,26 +156,27 @@ class PayloadHosts:
 
     async def archive(self, step: int, scheduler: TrajectoryScheduler) -> int:
         """Archive the pieces that no rollback to `step` or later needs; return how many trajectories moved."""
-        by_node: dict[str, list[PieceRow]] = {}
+        rows_by_node: dict[str, list[PieceRow]] = {}
         for row in await self._ledger.settled_pieces(step):
-            by_node.setdefault(self._node_of(row.segment), []).append(row)
-        files = [(node, rows) for node, mine in by_node.items() for rows in _at_most(mine, ROWS_AT_ONCE)]
+            rows_by_node.setdefault(self._node_of(row.segment), []).append(row)
+        files = [
+            (node, rows) for node, all_rows in rows_by_node.items() for rows in _at_most(all_rows, ROWS_AT_ONCE)
+        ]
         seq = self._ledger.seq
         answers = await asyncio.gather(
-            *(self._archive(node, file_name(seq, place), rows) for place, (node, rows) in enumerate(files))
+            *(self._archive(node, file_name(seq, index), rows) for index, (node, rows) in enumerate(files))
         )
         written = [answer for answer in answers if answer is not None]
-        unreadable = {number: why for answer in written for number, why in answer.unreadable.items()}
-        asked = [
-            (answer, {row.trajectory for row in rows}) for answer, (_, rows) in zip(answers, files, strict=True)
-        ]
-        moved = set[int]().union(*(numbers for answer, numbers in asked if answer is not None))
-        moved = moved.difference(unreadable, *(numbers for answer, numbers in asked if answer is None))
-        await self._ledger.archived([one.event for one in written], sorted(moved))
+        unreadable = {number: reason for answer in written for number, reason in answer.unreadable.items()}
+        archived, failed = set[int](), set[int]()  # trajectories with a piece in a written file, in a failed file
+        for answer, (_, rows) in zip(answers, files, strict=True):
+            (failed if answer is None else archived).update(row.trajectory for row in rows)
+        moved = archived - failed - unreadable.keys()
+        await self._ledger.archived([answer.event for answer in written], sorted(moved))
         if unreadable:
-            first = next(iter(unreadable.values()))
-            log.error("pieces of %d trajectories cannot be read: %s", len(unreadable), first)
-            await self._ledger.record_lost_pieces(unreadable.keys(), first)
+            reason = next(iter(unreadable.values()))
+            log.error("pieces of %d trajectories cannot be read: %s", len(unreadable), reason)
+            await self._ledger.record_lost_pieces(unreadable.keys(), reason)
         await self._tidy(scheduler, settles_s=SETTLES_S)
         return len(moved)
 
@@ -336,7 +337,7 @@ class PayloadHosts:
         return None
 
 
-async def take_up(recovered: Recovered, payload: PayloadHosts, scheduler: TrajectoryScheduler) -> None:
+async def restore_live(recovered: Recovered, payload: PayloadHosts, scheduler: TrajectoryScheduler) -> None:
     """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
     gone = await payload.find_segments(recovered)
     await scheduler.restore(recovered, salvaged=await payload.salvage_all(recovered.live))

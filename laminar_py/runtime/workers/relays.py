@@ -40,7 +40,7 @@ from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartC
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.preflight.inputs import version_bytes
-from laminar_py.runtime.preflight.survey import LOOK_S
+from laminar_py.runtime.preflight.node_checks import NODE_TIMEOUT_S
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, PartSpec
 from laminar_py.runtime.workers.specs import RelaySpec
@@ -197,10 +197,10 @@ class Relays:
 
         async def look(node: int, host: str) -> list[Manifest]:
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(NODE_TIMEOUT_S):
                     return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))
             except TimeoutError:
-                reason = f"no answer in {LOOK_S:g} s"
+                reason = f"no answer in {NODE_TIMEOUT_S:g} s"
             except RemoteCallError as error:
                 if error.is_bug:
                     raise PartBugError(f"relay-{node}: {error}") from error
@@ -222,7 +222,7 @@ class Relays:
             self._keepers[node] = Keeper(
                 PartSpec(
                     names=[f"relay-{node}"],
-                    actor="laminar_py.runtime.workers.processes.relay:RelayActor",
+                    actor_class="laminar_py.runtime.workers.processes.relay:RelayActor",
                     concurrency=4,
                     timeout_s=self._config.supervisor.heartbeat_timeout_s,
                     places=partial(self._places, node),

@@ -1,9 +1,9 @@
-"""The replicas' processes: their start, their lines to the controller, and their restart with the work they had.
+"""The replicas' processes: their start, their connections to the controller, and their restart.
 
-Owned by the controller: its loop `issue` sends orders through here, and its loop `generate` gets the reports. The
-trajectories of a crashed replica continue on others (law 1). A replica whose weights differ from another's under
-the same version counts as crashed (law 3). Replicas join and leave while others run; a number is never used again.
-A replica that joins and does not start leaves again, and does not end the run.
+Owned by the controller: its loop `issue` sends commands through here, and its loop `process_reports` gets the
+reports. The trajectories of a crashed replica continue on others (law 1). A replica whose weights differ from
+another's under the same version counts as crashed (law 3). Replicas join and leave while others run; a number is
+never used again. A replica that joins and does not start leaves again, and does not end the run.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from laminar_py.runtime.cluster.backend import LOOPBACK
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place, Plan
-from laminar_py.runtime.link.hub import Line, ReplicaHub
-from laminar_py.runtime.link.messages import Follow, GiveUp, Order, Stop, Submit
+from laminar_py.runtime.link.hub import ReplicaConnection, ReplicaHub
+from laminar_py.runtime.link.messages import Command, Follow, GiveUp, Stop, Submit
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
 from laminar_py.runtime.workers.payload import PayloadHosts
@@ -68,7 +68,7 @@ class _LeftError(Exception):
 
 
 class Replicas:
-    """Keeps the processes of all replicas alive, sends orders to them, and passes their reports on.
+    """Keeps the processes of all replicas alive, sends commands to them, and passes their reports on.
 
     `issuing` wakes the loop that sends assignments; `on_reports` is awaited with the reports that arrive together.
     """
@@ -81,7 +81,7 @@ class Replicas:
         relays: Relays,
         payload: PayloadHosts,
         issuing: Tick,
-        on_reports: Callable[[Sequence[tuple[Line, ReplicaReport]]], Awaitable[None]],
+        on_reports: Callable[[Sequence[tuple[ReplicaConnection, ReplicaReport]]], Awaitable[None]],
     ) -> None:
         self._payload = payload
         self._labels: dict[int, str] = {}  # label of the segments that each replica writes
@@ -95,7 +95,7 @@ class Replicas:
         self._issuing = issuing
         self._on_reports = on_reports
         self._running_hub: ReplicaHub | None = None
-        self._lines: dict[int, Line] = {}  # to each replica from its start to its end
+        self._connections: dict[int, ReplicaConnection] = {}  # to each replica from its start to its end
         self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum, its replica
         self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
@@ -130,45 +130,45 @@ class Replicas:
 
     # ---- what the loops of the controller call
 
-    def send_order(self, index: int, order: Order) -> None:
-        """Send an order to a replica that runs or starts; for any other replica the order has no meaning."""
-        line = self._lines.get(index)
-        if line is not None:
-            line.send_order(order)
+    def send_command(self, index: int, command: Command) -> None:
+        """Send a command to a replica that runs or starts; for any other replica the command has no meaning."""
+        connection = self._connections.get(index)
+        if connection is not None:
+            connection.send_command(command)
 
     def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
         """Send assignments to a replica, with the stores of tokens that are on other hosts."""
         for located in self._with_stores(index, assignments):
-            self.send_order(index, Submit([located]))
+            self.send_command(index, Submit([located]))
 
     def is_killed(self, index: int) -> bool:
         """Return True if a replica was killed on purpose: others continue its work from its segments."""
         return index in self._restarting
 
-    def check_weights(self, line: Line, report: ReplicaReport) -> None:
+    def check_weights(self, connection: ReplicaConnection, report: ReplicaReport) -> None:
         """Lose a replica whose weights differ from another's, and send it the present address of its relay.
 
         A replica whose relay moved to another host is lost, too.
         """
-        self._compare_weights(line, report.loads)
+        self._compare_weights(connection, report.loads)
         try:
-            relay = self._relays.endpoint_for(line.replica)
+            relay = self._relays.endpoint_for(connection.replica)
         except PartCrashedError as error:
-            line.lose(error.reason)
+            connection.lose(error.reason)
             return
-        if relay != self._relay_sent[line.replica]:
-            self._relay_sent[line.replica] = relay
-            line.send_order(Follow(relay))
+        if relay != self._relay_sent[connection.replica]:
+            self._relay_sent[connection.replica] = relay
+            connection.send_command(Follow(relay))
 
-    def _compare_weights(self, line: Line, loads: Sequence[VersionLoaded]) -> None:
+    def _compare_weights(self, connection: ReplicaConnection, loads: Sequence[VersionLoaded]) -> None:
         """Lose a replica whose checksum of a version differs from the first one in the same layout."""
         for load in loads:
             if load.checksum is None:
                 continue
             layout = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, line.replica))
+            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, connection.replica))
             if agreed != load.checksum:
-                line.lose(f"its weights of version {load.version} differ from those of replica-{first}")
+                connection.lose(f"its weights of version {load.version} differ from those of replica-{first}")
         for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
             del self._checksums[key]
 
@@ -235,7 +235,7 @@ class Replicas:
         self._stats.remove_replica(index)
         self._incarnation.ledger.append(ReplicaLeft(index, reason))
         self.left[index] = reason
-        self._issuing.at_once()  # its trajectories wait for others
+        self._issuing.run_now()  # its trajectories wait for others
 
     # ---- repacking
 
@@ -250,17 +250,17 @@ class Replicas:
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        line = self._lines.get(replica)
-        return None if line is None else await line.request_survey(within_s=self._answer_s)
+        connection = self._connections.get(replica)
+        return None if connection is None else await connection.request_survey(within_s=self._answer_s)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
-        line = self._lines.get(replica)
-        return line is not None and await line.expect(version, trajectory_ids, within_s=self._answer_s)
+        connection = self._connections.get(replica)
+        return connection is not None and await connection.expect(version, trajectory_ids, within_s=self._answer_s)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
         """See `migration.ReplicaFleet.give_up`."""
-        self.send_order(replica, GiveUp(list(trajectory_ids)))
+        self.send_command(replica, GiveUp(list(trajectory_ids)))
 
     @property
     def _answer_s(self) -> float:
@@ -288,7 +288,7 @@ class Replicas:
         views = self._scheduler.views
         for index, keeper in enumerate(self._keepers):
             if keeper.is_up:
-                self.send_order(index, Stop(evaluations))
+                self.send_command(index, Stop(evaluations))
             elif keeper.parts:
                 self._end(index)
         while views.in_flight:
@@ -310,7 +310,7 @@ class Replicas:
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"replica-{index}"],
-            actor="laminar_py.runtime.workers.processes.replica:ReplicaActor",
+            actor_class="laminar_py.runtime.workers.processes.replica:ReplicaActor",
             concurrency=16,
             timeout_s=self._config.supervisor.heartbeat_timeout_s,
             places=lambda: [self._place(index)],
@@ -362,7 +362,7 @@ class Replicas:
             await self._payload.salvaged(label, answer)
 
     async def _rest(self, failures: int) -> None:
-        self._issuing.at_once()
+        self._issuing.run_now()
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
@@ -370,7 +370,7 @@ class Replicas:
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
         await self._close_line(index)  # of a failed start
-        self._lines[index], self._relay_sent[index] = self._hub.open(label, index), relay
+        self._connections[index], self._relay_sent[index] = self._hub.open(label, index), relay
         self.update_places()
         spec = ReplicaSpec(
             config=self._config.model_dump_json(),
@@ -394,21 +394,21 @@ class Replicas:
         await parts[0].call("start", spec, timeout_s=limit)
 
     async def _serve(self, index: int, parts: Sequence[Part]) -> None:
-        """Wait until a replica ends or its line is lost. Raises PartCrashedError."""
+        """Wait until a replica ends or its connection is lost. Raises PartCrashedError."""
         self._unproven.discard(index)
         await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost(index))
 
     async def _until_lost(self, index: int) -> None:
-        """Wait until the line of a started replica is lost, and raise PartCrashedError."""
-        line = self._lines[index]
-        self._hub.mark_started(line)
-        raise PartCrashedError(f"replica-{index}", await line.lost)
+        """Wait until the connection of a started replica is lost, and raise PartCrashedError."""
+        connection = self._connections[index]
+        self._hub.mark_started(connection)
+        raise PartCrashedError(f"replica-{index}", await connection.lost)
 
     async def _close_line(self, index: int) -> None:
-        """Close the line to a replica, if there is one."""
-        line = self._lines.pop(index, None)
-        if line is not None:
-            await self._hub.close(line)
+        """Close the connection to a replica, if there is one."""
+        connection = self._connections.pop(index, None)
+        if connection is not None:
+            await self._hub.close(connection)
 
     @property
     def _hub(self) -> ReplicaHub:

@@ -37,10 +37,10 @@ SERVER_FIRST_STARTS = 2  # failed first starts after which the run ends
 class RemoteScorer:
     """Calls one scoring process; see `reward.stage.ScorerHandle`."""
 
-    def __init__(self, part: Part, at_once: int, payload: PayloadHosts) -> None:
+    def __init__(self, part: Part, concurrency: int, payload: PayloadHosts) -> None:
         self._part = part
         self._payload = payload
-        self.at_once = at_once
+        self.concurrency = concurrency
 
     async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Send responses to the scorer. Raises `ScorerCrashedError` if the process is gone."""
@@ -90,7 +90,7 @@ class Scorers:
         self._incarnation = incarnation
         self._payload = payload
         workers = range(incarnation.config.reward.workers)
-        self._at_once = [1 for _ in workers]
+        self._concurrency = [1 for _ in workers]
         self._addresses = PoolAddresses(0, {})
         self._keepers = [Keeper(self._spec(index), incarnation) for index in workers]
 
@@ -128,12 +128,13 @@ class Scorers:
 
     async def _scorer(self, index: int) -> ScorerHandle:
         (part,) = await self._keepers[index].bring_up()
-        return RemoteScorer(part, self._at_once[index], self._payload)
+        return RemoteScorer(part, self._concurrency[index], self._payload)
 
     def _spec(self, index: int) -> PartSpec:
         return PartSpec(
             names=[f"scorer-{index}"],
-            actor=self._incarnation.kinds.scorer or "laminar_py.runtime.workers.processes.scorer:ScorerActor",
+            actor_class=self._incarnation.kinds.scorer
+            or "laminar_py.runtime.workers.processes.scorer:ScorerActor",
             concurrency=CALLS,
             timeout_s=START_S,
             places=lambda: [self._incarnation.placement.scorer_place(index)],
@@ -149,10 +150,10 @@ class Scorers:
             label=await self._payload.new_label(f"scorer-{index}", parts[0].place.node),
             store_key=self._payload.key,
         )
-        at_once = await parts[0].call("start", spec)
+        concurrency = await parts[0].call("start", spec)
         parts[0].send("reach", self._addresses)
-        assert isinstance(at_once, int)
-        self._at_once[index] = at_once
+        assert isinstance(concurrency, int)
+        self._concurrency[index] = concurrency
 
 
 # ---- servers that terms of the reward ask
@@ -190,7 +191,7 @@ class RewardServers:
     def _spec(self, place: int, pool: str, index: int) -> PartSpec:
         return PartSpec(
             names=[server_name(pool, index)],
-            actor="laminar_py.runtime.workers.processes.services:ServerActor",
+            actor_class="laminar_py.runtime.workers.processes.services:ServerActor",
             concurrency=2,
             timeout_s=SERVER_PATIENCE_S,
             places=lambda: [self._incarnation.placement.plan.servers[place]],

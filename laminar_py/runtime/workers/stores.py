@@ -104,7 +104,7 @@ class Stores:
     def _spec(self, name: str, node: str) -> PartSpec:
         return PartSpec(
             names=[name],
-            actor="laminar_py.runtime.workers.processes.services:StoreActor",
+            actor_class="laminar_py.runtime.workers.processes.services:StoreActor",
             concurrency=2,
             timeout_s=self._timeout_s,
             places=lambda: [Place(node)],

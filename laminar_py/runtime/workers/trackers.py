@@ -55,7 +55,7 @@ class TrackerLink:
         self._task: asyncio.Task[None] | None = None
         spec = PartSpec(
             names=[f"tracker-{opening.kind}"],
-            actor="laminar_py.runtime.workers.processes.services:TrackerActor",
+            actor_class="laminar_py.runtime.workers.processes.services:TrackerActor",
             concurrency=1,
             timeout_s=START_S,
             places=lambda: [incarnation.placement.here],

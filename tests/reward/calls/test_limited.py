@@ -253,7 +253,7 @@ async def test_an_async_function_is_called_for_many_at_once_and_each_has_its_own
     assert (
         outcomes[1].detail == f"no value within 0.1 s, by reward.timeout_s or its own limit (at {__file__}:{line})"
     )
-    assert LimitedFunction(wait_or_fail, timeout_s=1.0).at_once == CALLS_AT_ONCE
+    assert LimitedFunction(wait_or_fail, timeout_s=1.0).concurrency == CALLS_AT_ONCE
 
 
 async def test_a_busy_server_is_no_last_word_and_a_wrong_value_is() -> None:

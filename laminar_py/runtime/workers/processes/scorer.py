@@ -32,7 +32,7 @@ class ScorerActor(PartActor):
             payload=ScoredPayload(open_reader(spec), open_writer(spec)),
         )
         await self._scorer.__aenter__()  # until `stop`; its resources end with the process too
-        return self._scorer.at_once
+        return self._scorer.concurrency
 
     async def reach(self, addresses: PoolAddresses) -> None:
         """Use these addresses of launched servers from now on."""

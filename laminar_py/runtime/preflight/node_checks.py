@@ -25,11 +25,11 @@ from laminar_py.runtime.preflight.memory import GPU_BYTES, gpu_memory, memory_fa
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 60.0  # includes the start of a process on the node
+NODE_TIMEOUT_S = 60.0  # includes the start of a process on the node
 
 
-class Sight(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings of `inspect_node`, e.g. `Sight(shared=True, model=True, shm_free=540 << 30)`."""
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings of `inspect_node`, e.g. `NodeReport(shared=True, model=True, shm_free=540 << 30)`."""
 
     shared: bool  # whether the node sees a file that the controller has just written
     model: bool
@@ -39,7 +39,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inspect_node(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
-    """Inspect this node, and return an encoded `Sight`; `settings` is the config as JSON.
+    """Inspect this node, and return an encoded `NodeReport`; `settings` is the config as JSON.
 
     `store` is the setting with the folder of its segments. `serving` is empty for a node without replicas. `pools`
     are the pools of `reward.servers` with servers here, separated by commas. Reading the config imports the
@@ -60,7 +60,7 @@ def inspect_node(witness: str, settings: str, store: str, serving: str, pools: s
     free = shutil.disk_usage(shm).free if shm.is_dir() else None
     room = room_fault(store, Path(tree[store]))
     seen, has_model = Path(witness).is_file(), (model / "config.json").is_file()
-    return encode(Sight(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
+    return encode(NodeReport(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
 
 async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
@@ -100,7 +100,7 @@ async def gpu_bytes(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
 
 async def _smallest_gpu(node: str) -> int:
     try:
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(NODE_TIMEOUT_S):
             return decode(int, await on_node(node, smallest_gpu))
     except (NoAnswerError, TimeoutError):  # `faults` reports that node
         return 0
@@ -111,7 +111,7 @@ async def delete_everywhere(placement: Placement, folder: Path) -> None:
 
     async def clear_on(node: str) -> None:
         with contextlib.suppress(NoAnswerError, TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(NODE_TIMEOUT_S):
                 await on_node(node, delete_folder, str(folder))
 
     await asyncio.gather(*map(clear_on, placement.used))
@@ -129,43 +129,47 @@ async def faults(config: RunConfig, placement: Placement) -> list[str]:
     folder = next(path for path in (config.runs, *config.runs.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".laminar-") as witness:
         seen = str(folder / Path(witness.name).name)
-        calls = [_faults_of(config, plan, node, placement.ip(node), seen) for node in sorted(plan.nodes)]
+        calls = [_node_faults(config, plan, node, placement.ip(node), seen) for node in sorted(plan.nodes)]
         return [line for lines in await asyncio.gather(*calls) for line in lines]
 
 
-async def _faults_of(config: RunConfig, plan: Plan, node: str, ip: str, witness: str) -> list[str]:
+async def _node_faults(config: RunConfig, plan: Plan, node: str, ip: str, witness: str) -> list[str]:
+    """Inspect a node, and return an error line for each thing that it lacks; one line if it does not answer.
+
+    Raises `PartBugError` if `inspect_node` itself fails there.
+    """
     serving = "replica" if any(place is not None and place.node == node for place in plan.replicas) else ""
     launched = zip(config.reward.launched, plan.servers, strict=False)
     pools = ",".join({pool for (pool, _), place in launched if place is not None and place.node == node})
     try:
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(NODE_TIMEOUT_S):
             settings = config.model_dump_json()
             answer = await on_node(node, inspect_node, witness, settings, store_field(config), serving, pools)
-            sight = decode(Sight, answer)
+            report = decode(NodeReport, answer)
     except (NoAnswerError, TimeoutError) as error:
         if isinstance(error, RemoteCallError) and error.is_bug:
             raise PartBugError(str(error)) from error  # the node works, and our function does not
-        reason = (str(error).strip().splitlines() or [f"no answer in {LOOK_S:g} s"])[-1]
+        reason = (str(error).strip().splitlines() or [f"no answer in {NODE_TIMEOUT_S:g} s"])[-1]
         return [
             f"cluster.address={config.cluster.address}: node {ip} cannot run laminar_py ({reason}); install the"
             " environment of this machine there"
         ]
     lines = []
-    if not sight.shared:
+    if not report.shared:
         lines.append(
             f"runs={config.runs}: node {ip} does not see what is written there; put the working directory and the"
             " run folder on a file system that all nodes share"
         )
-    if not sight.model and config.data.prepare is None:
+    if not report.model and config.data.prepare is None:
         lines.append(f"model.path={config.model.path}: no config.json in it on node {ip}; put the model there")
-    if sight.fault:
-        lines.append(f"{sight.fault} (on node {ip})")
-    if sight.room is not None:
-        lines.append(f"{sight.room} (on node {ip})")
-    if sight.shm_free is None:
+    if report.fault:
+        lines.append(f"{report.fault} (on node {ip})")
+    if report.room is not None:
+        lines.append(f"{report.room} (on node {ip})")
+    if report.shm_free is None:
         lines.append(f"relay.shm={config.relay.shm}: no such folder on node {ip}; name one in shared memory")
-    elif sight.model:
-        fault = memory_fault(config, _share_of(plan, node), free=sight.shm_free, where=f" on node {ip}")
+    elif report.model:
+        fault = memory_fault(config, _share_of(plan, node), free=report.shm_free, where=f" on node {ip}")
         lines += [fault] if fault is not None else []
     return lines
 

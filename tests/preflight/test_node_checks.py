@@ -9,9 +9,9 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import encode
 from laminar_py.runtime.cluster.placement import Node
-from laminar_py.runtime.preflight import survey
+from laminar_py.runtime.preflight import node_checks
 from laminar_py.runtime.preflight.memory import memory_faults, smallest_gpu
-from laminar_py.runtime.preflight.survey import place_parts
+from laminar_py.runtime.preflight.node_checks import place_parts
 from tests.preflight.test_memory import QWEN_7B, shipped
 from tests.runs.runs import REPO
 
@@ -26,8 +26,8 @@ def tells(monkeypatch, **sizes):
         return encode(int(sizes[node] * 1e9))
 
     found = [Node(id=name, ip=name, gpus=8, cpus=64, here=name == "a") for name in sizes]
-    monkeypatch.setattr(survey, "nodes", lambda: found)
-    monkeypatch.setattr(survey, "on_node", on_node)
+    monkeypatch.setattr(node_checks, "nodes", lambda: found)
+    monkeypatch.setattr(node_checks, "on_node", on_node)
     return asked
 
 
