@@ -24,7 +24,7 @@ from laminar_py.config import RunConfig
 from laminar_py.engines import response_limit
 from laminar_py.records import FinishReason, GenerateRequest
 from laminar_py.records.codec import IntArray
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
 from laminar_py.records.spans import Span, num_turns
 
 LOGPROB = -0.5  # of every token
@@ -238,7 +238,7 @@ class EmulatedEnvironments:
         await asyncio.sleep(self._due[name][1] - now_s)
         return EnvironmentTurn(ids=self._answer, elapsed_s=takes_s)
 
-    def hear(self, parts: Sequence[TurnPart]) -> None:
+    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
         """Ignore partial turns."""
 
     async def forget(self, trajectory_id: str) -> None:

@@ -46,7 +46,7 @@ from laminar_py.environment.protocol import (
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray, decode, encode
 from laminar_py.records.credit import credits_of
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
 from laminar_py.records.spans import NEW_CONVERSATION, Span, context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
@@ -175,26 +175,26 @@ class EnvironmentHost:
             self._sessions.move_to_end(name)
         return await asyncio.shield(session.answer)
 
-    def hear(self, parts: Sequence[TurnPart]) -> None:
+    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
         """Pass new tokens of running turns to environments that listen.
 
         An environment whose `receive_tokens` raises gets no more tokens of that turn until the turn is finished.
         """
-        for part in parts:
-            session = self._sessions.get(part.trajectory_id)
+        for delta in deltas:
+            session = self._sessions.get(delta.trajectory_id)
             environment = None if session is None else session.environment
             if (
                 session is not None
-                and session.turn_start == part.turn_start
+                and session.turn_start == delta.turn_start
                 and isinstance(environment, TokenListener)
             ):
                 try:
-                    environment.receive_tokens(part.place, part.ids, part.logprobs)
+                    environment.receive_tokens(delta.place, delta.ids, delta.logprobs)
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; the turn continues
                     session.turn_start = -1
                     reason = str(error) or type(error).__name__
                     log.warning(
-                        "%s: receive_tokens failed, so no more tokens of this turn: %s", part.trajectory_id, reason
+                        "%s: receive_tokens failed, so no more tokens of this turn: %s", delta.trajectory_id, reason
                     )
 
     def forget(self, trajectory_ids: list[str]) -> None:

@@ -38,15 +38,15 @@ class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray = np.empty(0, np.float32)  # [n] of the model's last turn
 
 
-class TurnPart(msgspec.Struct, frozen=True, kw_only=True):
+class TurnDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a turn that the model is still sampling, e.g. its tokens 5 to 8 behind 41 response tokens:
 
-    `TurnPart(trajectory_id="g3.1", turn_start=41, place=5, ids=ids, logprobs=logprobs)`.
+    `TurnDelta(trajectory_id="g3.1", turn_start=41, place=5, ids=ids, logprobs=logprobs)`.
     """
 
     trajectory_id: str
     turn_start: int  # response tokens before the turn
-    place: int  # tokens of the turn before this part
+    place: int  # tokens of the turn before this delta
     ids: IntArray  # [n]
     logprobs: FloatArray  # [n]
 
@@ -80,7 +80,7 @@ class Environments(Protocol):
         """
         ...
 
-    def hear(self, parts: Sequence[TurnPart]) -> None:
+    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
         """Pass sampled tokens on to environments that listen, without waiting.
 
         A part that is lost on the way does no harm: the environment gets the whole turn with `answer`.

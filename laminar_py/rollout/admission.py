@@ -43,7 +43,10 @@ class ReplicaAdmission:
         return self.state in (ReplicaState.CLOSED, ReplicaState.OPEN)
 
     def begin_batch(self, *, admitted: int) -> None:
-        """Open for the newest version; `admitted` trajectories that arrived during its load count already."""
+        """Start admission for a version that was just loaded, unless the replica stops or lost its engine.
+
+        `admitted` is the number of new trajectories that arrived during the load; they count towards the batch.
+        """
         self._admitted = admitted
         if self.trains:
             self.state = ReplicaState.OPEN

@@ -83,6 +83,10 @@ class WeightLoader:
         self._out.urgent.set()
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
+        """Load a pulled version into the engine, and report the load with its duration since `began`.
+
+        A checksum is computed at the first version after every `_verify_every` versions.
+        """
         await self._engine.load_weights(Path(pulled.path), pulled.version)
         checksum = None
         if self._verify_every and pulled.version >= self._next_verified:
@@ -321,6 +325,11 @@ class Replica:
                     await self._refresh()
 
     async def _refresh(self) -> None:
+        """Load weights if the replica may: under its running trajectories, or between two batches.
+
+        An idle replica keeps its version while it expects trajectories or members of evaluation passes. It then
+        loads the version of pinned trajectories first, and otherwise starts a new batch under the newest version.
+        """
         if self._running:
             if not self._pinned and self._may_swap():
                 await self._loader.swap(self._policy, may_swap=self._may_swap)
@@ -332,6 +341,7 @@ class Replica:
             await self._begin_batch()
 
     async def _watch_partials(self) -> None:
+        """Journal or report new tokens every `_partial_interval_s`, and abort overdue trajectories."""
         while True:
             await asyncio.sleep(self._partial_interval_s)
             if self._max_seconds is not None:

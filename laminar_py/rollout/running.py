@@ -20,7 +20,7 @@ import numpy as np
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.credit import RoleCredit
 from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.environment import ModelTurn, TurnPart
+from laminar_py.records.environment import ModelTurn, TurnDelta
 from laminar_py.records.pieces import (
     Piece,
     RoutedExperts,
@@ -115,8 +115,8 @@ class RunningTrajectory:
     reward: float | None = None  # from its environment
     roles: tuple[RoleCredit, ...] = ()  # roles to which its environment gave rewards
     listens: bool = False  # its environment gets the current turn token by token
-    listened_from: int = 0  # response tokens before the current turn
-    heard: int = 0  # leading response tokens that its environment got
+    streamed_from: int = 0  # response tokens before the current turn
+    streamed: int = 0  # leading response tokens that its environment got
     task: "asyncio.Task[None] | None" = None  # brings it into the engine, and may read its stream
     is_open: bool = False  # an engine stream has not ended
     over: "asyncio.Future[None] | None" = None  # done at the end of that stream, if somebody waits
@@ -187,10 +187,10 @@ class RunningTrajectory:
             self.masks.append(delta.sampling_mask)
             self.length = end
         if delta.finish_reason is not None:
-            self._end_stream(delta)
+            self._apply_corrections(delta)
 
-    def _end_stream(self, delta: Delta) -> None:
-        """Take corrected versions and experts from the last delta of the current stream."""
+    def _apply_corrections(self, delta: Delta) -> None:
+        """Replace the stream's spans by the corrected spans of its last delta, and keep the delta's experts."""
         name, experts = self.assignment.trajectory_id, delta.routed_experts
         if delta.spans:
             corrected = shift_spans(delta.spans, self.stream)
@@ -277,19 +277,19 @@ class RunningTrajectory:
         )
 
     def begin_turn(self, *, listens: bool) -> None:
-        """Begin a turn; if its environment `listens`, `pop_part` returns its tokens as they are sampled."""
-        self.listens, self.listened_from, self.heard = listens, self.length, self.length
+        """Begin a turn; if its environment `listens`, `pop_turn_delta` returns its tokens as they are sampled."""
+        self.listens, self.streamed_from, self.streamed = listens, self.length, self.length
 
-    def pop_part(self) -> TurnPart | None:
+    def pop_turn_delta(self) -> TurnDelta | None:
         """Return tokens of the current turn that its environment has not got, None if there are none."""
-        count = self.length - self.heard
+        count = self.length - self.streamed
         if not count:
             return None
-        place, self.heard = self.heard - self.listened_from, self.length
+        place, self.streamed = self.streamed - self.streamed_from, self.length
         prefix = _NO_IDS if self.prefix is None else self.prefix
-        return TurnPart(
+        return TurnDelta(
             trajectory_id=self.assignment.trajectory_id,
-            turn_start=self.listened_from,
+            turn_start=self.streamed_from,
             place=place,
             ids=_last(self.ids, count, prefix),
             logprobs=_last(self.logprobs, count, self.prefix_logprobs),

@@ -90,10 +90,14 @@ class SegmentStore:
                 await asyncio.to_thread(self._segment.sync)
 
     def _read(self, assignment: Assignment) -> Payload:
-        loaded = self._reader.load((one.at for one in assignment.tokens), stores=assignment.stores)
+        loaded = self._reader.load((ref.at for ref in assignment.tokens), stores=assignment.stores)
         response = loaded.response(assignment.tokens)
         if len(response.ids) != assignment.length:
-            raise PayloadLostError(f"{len(response.ids)} tokens of {assignment.length}")
+            segments = ", ".join(dict.fromkeys(ref.at.segment for ref in assignment.tokens))
+            raise PayloadLostError(
+                f"{assignment.trajectory_id}: {len(response.ids)} tokens in segments {segments or 'none'},"
+                f" {assignment.length} expected"
+            )
         return response
 
     @contextlib.contextmanager

@@ -89,21 +89,26 @@ class Listeners:
         self._clock = clock
         self._callbacks = callbacks
         self._lost = lost
-        self._heard: dict[str, RunningTrajectory] = {}  # with tokens not sent yet
+        self._with_new_tokens: dict[str, RunningTrajectory] = {}  # with tokens not sent yet
 
     def sampled(self, running: RunningTrajectory) -> None:
         """Schedule the sending of a trajectory's new tokens, together with tokens of other trajectories."""
         if self._environments is None:
             return
-        if not self._heard:
+        if not self._with_new_tokens:
             asyncio.get_running_loop().call_soon(self._send, self._environments)
-        self._heard[running.assignment.trajectory_id] = running
+        self._with_new_tokens[running.assignment.trajectory_id] = running
 
     def _send(self, environments: Environments) -> None:
-        heard, self._heard = self._heard, {}
+        """Send the tokens that trajectories have sampled since the last call to their environments.
+
+        The journal gets the tokens first, so that an environment never knows tokens that a crash could lose. If
+        the journal cannot be written, the engine counts as lost and the environments get nothing.
+        """
+        sampled, self._with_new_tokens = self._with_new_tokens, {}
         if self._callbacks.ended:
             return
-        inside = [running for running in heard.values() if running.state is StreamState.IN_ENGINE]
+        inside = [running for running in sampled.values() if running.state is StreamState.IN_ENGINE]
         with self._callbacks.guarded():
             pieces = [running.pop_unjournaled(self._clock.now()) for running in inside]
             try:
@@ -111,9 +116,9 @@ class Listeners:
             except EngineLostError as error:
                 self._lost(error)
                 return
-            parts = [part for running in inside if (part := running.pop_part()) is not None]
-            if parts:
-                environments.hear(parts)
+            deltas = [delta for running in inside if (delta := running.pop_turn_delta()) is not None]
+            if deltas:
+                environments.receive_deltas(deltas)
 
 
 log = logging.getLogger(__name__)
@@ -228,6 +233,7 @@ class Streams:
                 await self._abort(running)
 
     async def _abort(self, running: RunningTrajectory) -> None:
+        """Abort a trajectory: in the engine, whose last delta then ends it, or here if no request runs."""
         if running.state is StreamState.ENDED:
             return  # it ended meanwhile
         if running.state is StreamState.IN_ENGINE:
@@ -469,6 +475,10 @@ class Streams:
         failure: DropReason | None = None,
         detail: str = "",
     ) -> None:
+        """Store the trajectory's unreported tokens in the segment, and add its progress to the next report.
+
+        `reason` is set if the response has finished. The store raises `StoreFullError`.
+        """
         now = self._out.clock.now()
         piece = running.unreported(now)
         tokens = None if piece is None else self._store.keep(piece)

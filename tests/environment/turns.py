@@ -17,7 +17,7 @@ from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.environment.writer import PlainWriter
-from laminar_py.records.environment import ModelTurn, Problem, TurnPart
+from laminar_py.records.environment import ModelTurn, Problem, TurnDelta
 from laminar_py.records.spans import Span, add_span
 
 LETTERS = "abcd"
@@ -140,7 +140,7 @@ async def hear(host, turn, ids, logprobs, *, pause_s=0.0):
     for place in range(len(ids) - 1):
         part = slice(place, place + 1)
         tokens = {"place": place, "ids": ids[part], "logprobs": logprobs[part]}
-        host.hear([TurnPart(trajectory_id=turn.trajectory_id, turn_start=len(turn.response_ids), **tokens)])
+        host.receive_deltas([TurnDelta(trajectory_id=turn.trajectory_id, turn_start=len(turn.response_ids), **tokens)])
         await asyncio.sleep(pause_s)
 
 

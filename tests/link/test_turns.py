@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
 from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
 from laminar_py.runtime.link import turns
-from laminar_py.runtime.link.turns import AskedTurn, PartsFrame, RemoteEnvironments, TurnServer
+from laminar_py.runtime.link.turns import AskedTurn, DeltaFrame, RemoteEnvironments, TurnServer
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
@@ -22,9 +22,9 @@ LOOPBACK = "127.0.0.1"
 NAMES = [f"g{number}.0" for number in range(8)]
 
 
-def part(place, *, name="g0.0"):
+def delta(place, *, name="g0.0"):
     ids = np.array([place], np.int32)
-    return TurnPart(trajectory_id=name, turn_start=4, place=place, ids=ids, logprobs=np.zeros(1, np.float32))
+    return TurnDelta(trajectory_id=name, turn_start=4, place=place, ids=ids, logprobs=np.zeros(1, np.float32))
 
 
 def turn(*ids, name="g0.0"):
@@ -32,7 +32,7 @@ def turn(*ids, name="g0.0"):
 
 
 class Process:
-    """An environment process that answers a turn with its tokens, after `way_s`; `busy_s` delays its parts."""
+    """An environment process that answers a turn with its tokens, after `way_s`; `busy_s` delays its deltas."""
 
     def __init__(self, run, index=0, *, busy_s=0.0, way_s=0.0):
         self.places, self.names, self.forgotten, self.frames, self.turns = [], [], [], 0, 0
@@ -45,10 +45,10 @@ class Process:
         await asyncio.sleep(self._way_s)
         return EnvironmentTurn(ids=asked.response_ids, elapsed_s=0.01)
 
-    def hear(self, parts):
+    def receive_deltas(self, deltas):
         self.frames += 1
-        self.places += [one.place for one in parts]
-        self.names += [one.trajectory_id for one in parts]
+        self.places += [one.place for one in deltas]
+        self.names += [one.trajectory_id for one in deltas]
         self._came.set()
         time.sleep(self._busy_s)
 
@@ -94,7 +94,7 @@ async def test_the_time_of_an_answer_includes_its_way(tmp_path):
 async def test_turns_and_parts_wait_for_a_process_that_starts_later(tmp_path):
     async with environments(tmp_path) as remote:
         waiting = asyncio.create_task(remote.answer(turn(7)))
-        remote.hear([part(3)])
+        remote.receive_deltas([delta(3)])
         await asyncio.sleep(0.1)
         assert not waiting.done()
         process = Process(tmp_path)
@@ -112,7 +112,7 @@ async def test_a_turn_goes_to_the_process_that_replaces_a_crashed_one(tmp_path):
         after = Process(tmp_path)
         assert (await waiting).ids.tolist() == [7]
         assert (before.turns, after.turns) == (1, 1)
-        remote.hear([part(1)])
+        remote.receive_deltas([delta(1)])
         await after.heard(1)
         await after.end()
 
@@ -158,7 +158,7 @@ async def test_each_process_has_the_trajectories_of_its_own(tmp_path):
     async with environments(tmp_path, *processes, workers=2) as remote:
         for name in NAMES:
             await remote.answer(turn(1, name=name))
-        remote.hear([part(0, name=name) for name in NAMES])
+        remote.receive_deltas([delta(0, name=name) for name in NAMES])
         for process in processes:
             await process.heard(0)
             assert process.turns == len(process.names), "a part goes where its turn goes"
@@ -174,7 +174,7 @@ async def test_a_missing_process_holds_up_no_turn_of_another(tmp_path):
     process = Process(tmp_path, 0)
     async with environments(tmp_path, process, workers=2) as remote:
         answers = [asyncio.create_task(remote.answer(turn(1, name=name))) for name in NAMES]
-        remote.hear([part(0, name=name) for name in NAMES])
+        remote.receive_deltas([delta(0, name=name) for name in NAMES])
         await process.heard(0)
         await asyncio.sleep(0.2)
         assert sum(answer.done() for answer in answers) == len(process.names) < len(NAMES)
@@ -186,7 +186,7 @@ async def test_parts_arrive_in_order(tmp_path):
     process = Process(tmp_path)
     async with environments(tmp_path, process) as remote:
         for place in range(0, 100, 2):
-            remote.hear([part(place), part(place + 1)])
+            remote.receive_deltas([delta(place), delta(place + 1)])
             await asyncio.sleep(0.001)
         await process.heard(99)
         assert process.places == list(range(100))
@@ -196,11 +196,11 @@ async def test_parts_for_a_busy_process_gather_in_the_replica(tmp_path):
     process = Process(tmp_path, busy_s=0.005)
     async with environments(tmp_path, process) as remote:
         for place in range(1000):
-            remote.hear([part(place)])
+            remote.receive_deltas([delta(place)])
             await asyncio.sleep(0)
         await process.heard(999)
         assert process.places == list(range(1000))
-        assert process.frames < 300, "gathered parts share a frame"
+        assert process.frames < 300, "gathered deltas share a frame"
 
 
 async def test_a_process_that_acknowledges_nothing_gets_a_bounded_number_of_frames(tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ async def test_a_process_that_acknowledges_nothing_gets_a_bounded_number_of_fram
     TurnServer(KEYS, LOOPBACK, run_dir=tmp_path, index=0)
     async with environments(tmp_path) as remote:
         for place in range(200):
-            remote.hear([part(place)])
+            remote.receive_deltas([delta(place)])
             await asyncio.sleep(0.001)
         frames = 0
         while frames < turns.MOST_AHEAD:
@@ -222,7 +222,7 @@ async def test_a_process_that_acknowledges_nothing_gets_a_bounded_number_of_fram
 
 async def test_a_stranger_is_not_heard_and_damaged_frames_cost_nothing(tmp_path):
     process, stranger = Process(tmp_path), peer_sockets(RelayKeys.generate())
-    lists = PartsFrame(1, [msgspec.structs.replace(part(6), ids=[1, 2])])  # in the place of an array's bytes
+    lists = DeltaFrame(1, [msgspec.structs.replace(delta(6), ids=[1, 2])])  # in the place of an array's bytes
     async with environments(tmp_path, process) as remote:
         await remote.answer(turn(1))
         connect = partial(PeerClient, endpoint=remote._links[0]._endpoint)
@@ -234,13 +234,13 @@ async def test_a_stranger_is_not_heard_and_damaged_frames_cost_nothing(tmp_path)
             b"\x91\xff",
             encode(["no part"]),
             encode(lists),
-            encode(PartsFrame(8, [part(5)])),
+            encode(DeltaFrame(8, [delta(5)])),
         ):
             while not junk.send(frame):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not other.send(encode(AskedTurn(1, turn(6)))), "its connection was refused"
         await process.heard(5)
-        remote.hear([part(7)])
+        remote.receive_deltas([delta(7)])
         await process.heard(7)
         assert (process.places, process.turns) == ([5, 7], 1)
         assert not process.task.done()

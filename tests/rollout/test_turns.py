@@ -41,9 +41,9 @@ class Scripted:
         self.go, self.held = asyncio.Event(), asyncio.Event()
         self.heard, self.turns = {}, []
 
-    def hear(self, parts):
-        for part in parts:
-            self.heard.setdefault((part.trajectory_id, self.taken(part.trajectory_id)), []).append(part)
+    def receive_deltas(self, deltas):
+        for delta in deltas:
+            self.heard.setdefault((delta.trajectory_id, self.taken(delta.trajectory_id)), []).append(delta)
 
     def taken(self, trajectory_id):
         return max(turns for name, turns, _ in self.asked if name == trajectory_id)
@@ -110,18 +110,18 @@ async def test_one_that_listens_hears_a_turn_in_parts_and_the_same_whole(folders
         await story.until(lambda s: set("abc") <= set(s.ended))
     assert not [key for key in environments.heard if key[1] == 1], "nobody listened to the second"
     assert {name for name, _ in environments.heard} == set("abc")
-    for (name, taken), parts in environments.heard.items():
+    for (name, taken), deltas in environments.heard.items():
         [whole] = [
             turn
             for turn in environments.turns
             if turn.trajectory_id == name and num_turns(turn.spans) == taken + 1
         ]
-        heard = np.concatenate([part.ids for part in parts])
-        assert [part.place for part in parts] == np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).tolist()
+        heard = np.concatenate([delta.ids for delta in deltas])
+        assert [delta.place for delta in deltas] == np.cumsum([0, *(len(delta.ids) for delta in deltas[:-1])]).tolist()
         own = whole.response_ids[len(whole.response_ids) - len(whole.logprobs) :]
         assert heard.tolist() == own[: len(heard)].tolist()
         assert 0 < len(heard) < len(own), "the end comes with the whole"
-        values = np.concatenate([part.logprobs for part in parts])
+        values = np.concatenate([delta.logprobs for delta in deltas])
         assert values.tolist() == whole.logprobs[: len(heard)].tolist()
 
 
@@ -407,7 +407,7 @@ async def test_time_in_environments_is_told(folders):
 class Deaf(Scripted):
     """Environments that cannot be told what is sampled, by a mistake."""
 
-    def hear(self, parts):
+    def receive_deltas(self, deltas):
         raise TypeError("a mistake of our own")
 
 

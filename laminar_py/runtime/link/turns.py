@@ -2,16 +2,16 @@
 
     replica -> process  AskedTurn(number, turn)    sent again to the next process, or after a while, until answered
     process -> replica  TurnAnswer(number, turn)   the same answer to each repetition
-    replica -> process  PartsFrame(number, parts)  tokens of a running turn, for environments that listen
-    process -> replica  PartsHeard(number)         for every eighth frame
+    replica -> process  DeltaFrame(number, deltas) tokens of a running turn, for environments that listen
+    process -> replica  DeltaAck(number)           for every eighth frame
     replica -> process  Forget(trajectory_ids)     these trajectories have ended
 
 A process leaves the address of its socket in the run's folder. A replica finds a process that restarted there. All
 replicas choose the same process for a trajectory, so a turn that moved to another replica reaches the same
 environment.
 
-A replica stays at most `MOST_AHEAD` frames of parts ahead; tokens gather meanwhile for the next frame. So a busy
-process gets fewer frames, and no socket holds more than these. A lost part costs nothing, since the asked turn has
+A replica stays at most `MOST_AHEAD` frames of deltas ahead; tokens gather meanwhile for the next frame. So a busy
+process gets fewer frames, and no socket holds more than these. A lost delta costs nothing, since the asked turn has
 all tokens (`tests/link/test_turns.py`).
 """
 
@@ -28,10 +28,10 @@ from blake3 import blake3
 
 from laminar_py.ledger.segments.wire import find_address, leave_address
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnPart
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
 from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketFactory, read_record
 
-ACKNOWLEDGE_EVERY = 8  # frames of parts
+ACKNOWLEDGE_EVERY = 8  # frames of deltas
 MOST_AHEAD = 4 * ACKNOWLEDGE_EVERY  # far below what a socket takes in before it stops reading
 MOST_FRAMES = 16  # received before the event loop gets its turn
 UNSENT_S = 0.02  # between two tries to send over a connection that is not up yet
@@ -48,11 +48,11 @@ class AskedTurn(msgspec.Struct, frozen=True, tag="turn"):
     turn: ModelTurn
 
 
-class PartsFrame(msgspec.Struct, frozen=True, tag="parts"):
-    """Parts of turns, in a frame with its number; the first is 1."""
+class DeltaFrame(msgspec.Struct, frozen=True, tag="deltas"):
+    """Deltas of turns, in a frame with its number; the first is 1."""
 
     number: int
-    parts: list[TurnPart]
+    deltas: list[TurnDelta]
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
@@ -68,14 +68,14 @@ class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
     turn: EnvironmentTurn
 
 
-class PartsHeard(msgspec.Struct, frozen=True, tag="heard"):
-    """Acknowledges all frames of parts up to this number, e.g. `PartsHeard(8)`."""
+class DeltaAck(msgspec.Struct, frozen=True, tag="delta_ack"):
+    """Acknowledges all frames of deltas up to this number, e.g. `DeltaAck(8)`."""
 
     number: int
 
 
-ToProcess: TypeAlias = AskedTurn | PartsFrame | Forget
-ToReplica: TypeAlias = TurnAnswer | PartsHeard
+ToProcess: TypeAlias = AskedTurn | DeltaFrame | Forget
+ToReplica: TypeAlias = TurnAnswer | DeltaAck
 
 
 class AnswersTurns(Protocol):
@@ -85,7 +85,7 @@ class AnswersTurns(Protocol):
         """Answer a turn; a repeated turn gets the same answer."""
         ...
 
-    def hear(self, parts: Sequence[TurnPart]) -> None:
+    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
         """Pass new tokens of running turns to environments that listen."""
         ...
 
@@ -127,10 +127,10 @@ class TurnServer:
             case AskedTurn(number, turn) if (sender, number) not in self._answering:
                 self._answering.add((sender, number))
                 tasks.create_task(self._answer(sender, number, turn, host), name=f"turn-{turn.trajectory_id}")
-            case PartsFrame(number, parts):
-                host.hear(parts)
+            case DeltaFrame(number, deltas):
+                host.receive_deltas(deltas)
                 if number % ACKNOWLEDGE_EVERY == 0:
-                    self._server.send(sender, encode(PartsHeard(number)))
+                    self._server.send(sender, encode(DeltaAck(number)))
             case Forget(trajectory_ids):
                 host.forget(trajectory_ids)
 
@@ -153,8 +153,8 @@ class EnvironmentLink:
         self._endpoint = ""
         self._asked: dict[int, tuple[bytes, asyncio.Future[EnvironmentTurn]]] = {}  # frame, answer
         self._unsent: dict[int, bytes] = {}  # frames of asked turns, by number
-        self._gathered: list[TurnPart] = []
-        self._sent = self._heard = 0  # frames of parts: sent, acknowledged
+        self._gathered: list[TurnDelta] = []
+        self._sent = self._acknowledged = 0  # frames of deltas: sent, acknowledged
         self._numbers = count()
         self._resend_s = 0.0  # when asked turns are sent again
         self._looked_s = 0.0  # when the address was read last
@@ -173,9 +173,9 @@ class EnvironmentLink:
             del self._asked[number]
             self._unsent.pop(number, None)
 
-    def send_parts(self, parts: Sequence[TurnPart]) -> None:
-        """Send parts in their order: at once, or as soon as the process takes them."""
-        self._gathered += parts
+    def send_deltas(self, deltas: Sequence[TurnDelta]) -> None:
+        """Send deltas in their order: at once, or as soon as the process takes them."""
+        self._gathered += deltas
         self._send_due()
 
     def forget(self, trajectory_id: str) -> None:
@@ -191,7 +191,7 @@ class EnvironmentLink:
             self._peer.close()
 
     def _send_due(self) -> None:
-        """Send turns and parts as far as the connection takes them; its task sends the rest."""
+        """Send turns and deltas as far as the connection takes them; its task sends the rest."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"environment-{self._name}")
         if self._task.done():
@@ -202,14 +202,14 @@ class EnvironmentLink:
             if not self._peer.send(frame):
                 return
             del self._unsent[number]
-        if self._has_parts_due and self._peer.send(encode(PartsFrame(self._sent + 1, self._gathered))):
+        if self._has_deltas_due and self._peer.send(encode(DeltaFrame(self._sent + 1, self._gathered))):
             self._sent += 1
             self._gathered = []
 
     @property
-    def _has_parts_due(self) -> bool:
-        """True if the process may get another frame of parts now."""
-        return bool(self._gathered) and self._sent - self._heard < MOST_AHEAD
+    def _has_deltas_due(self) -> bool:
+        """True if the process may get another frame of deltas now."""
+        return bool(self._gathered) and self._sent - self._acknowledged < MOST_AHEAD
 
     async def _run(self) -> None:
         """Follow the address of the process, send, and receive answers until cancelled."""
@@ -219,7 +219,7 @@ class EnvironmentLink:
                 self._send_due_again()
                 if self._peer is None:
                     await asyncio.sleep(FIND_S)
-                elif await self._peer.wait(UNSENT_S if self._unsent or self._has_parts_due else LOOK_S):
+                elif await self._peer.wait(UNSENT_S if self._unsent or self._has_deltas_due else LOOK_S):
                     for frame in self._peer.drain(MOST_FRAMES):
                         self._receive(read_record(ToReplica, frame))  # type: ignore[arg-type]
                     await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
@@ -243,7 +243,7 @@ class EnvironmentLink:
             if self._peer is not None:
                 self._peer.close()
                 self._gathered = []  # its environments do not listen before they have a turn
-            self._peer, self._endpoint, self._heard = self._connect(endpoint), endpoint, self._sent
+            self._peer, self._endpoint, self._acknowledged = self._connect(endpoint), endpoint, self._sent
             self._resend_s = now
 
     def _send_due_again(self) -> None:
@@ -255,8 +255,8 @@ class EnvironmentLink:
 
     def _receive(self, message: ToReplica | None) -> None:
         match message:
-            case PartsHeard(number):
-                self._heard = max(self._heard, min(number, self._sent))
+            case DeltaAck(number):
+                self._acknowledged = max(self._acknowledged, min(number, self._sent))
             case TurnAnswer(number, turn) if number in self._asked:
                 answer = self._asked[number][1]
                 if not answer.done():
@@ -275,13 +275,13 @@ class RemoteEnvironments:
         answer = await self._link_of(turn.trajectory_id).send_turn(turn)
         return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
 
-    def hear(self, parts: Sequence[TurnPart]) -> None:
-        """Stream parts of turns to environments that listen, without waiting."""
-        by_link: dict[EnvironmentLink, list[TurnPart]] = {}
-        for part in parts:
-            by_link.setdefault(self._link_of(part.trajectory_id), []).append(part)
-        for link, its in by_link.items():
-            link.send_parts(its)
+    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
+        """Stream deltas of turns to environments that listen, without waiting."""
+        by_link: dict[EnvironmentLink, list[TurnDelta]] = {}
+        for delta in deltas:
+            by_link.setdefault(self._link_of(delta.trajectory_id), []).append(delta)
+        for link, its_deltas in by_link.items():
+            link.send_deltas(its_deltas)
 
     async def forget(self, trajectory_id: str) -> None:
         """Have the environment of a trajectory that has ended and is stored deleted."""

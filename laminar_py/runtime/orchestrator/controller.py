@@ -548,7 +548,7 @@ class Controller:
                 self._view.notice(line)
 
     def _refresh(self, trainer: Trainer) -> None:
-        """Show the present step and the counts that explain waits: ready groups, running trajectories, replicas."""
+        """Show the present step, and the counts that explain waits: ready groups, running trajectories."""
         stats, scheduler, version = self._incarnation.stats, self._scheduler, trainer.version
         waits = Waits(
             in_rl=stats.in_rl,

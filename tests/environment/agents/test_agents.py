@@ -32,7 +32,7 @@ from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import Observation, SampledTurn
 from laminar_py.environment.writer import open_writer
-from laminar_py.records.environment import Problem, TurnPart
+from laminar_py.records.environment import Problem, TurnDelta
 from laminar_py.records.spans import NEW_CONVERSATION, sequences_of
 from laminar_py.records.trajectory import DropReason
 from tests.data.templates import TEMPLATES, make_chat_encoder
@@ -633,8 +633,8 @@ async def test_tokens_of_the_current_turn_are_heard_until_that_fails(tmp_path, f
     host = story.host_of(lambda: listener)
     start = len((await host.answer(story.turn)).ids)
     for turn_start, place in ((start, 7), (0, 1), (start + 1, 2), (start, 8), (start, 9)):
-        host.hear(
-            [TurnPart(trajectory_id="g0.0", turn_start=turn_start, place=place, ids=ids, logprobs=-ids / 1.0)]
+        host.receive_deltas(
+            [TurnDelta(trajectory_id="g0.0", turn_start=turn_start, place=place, ids=ids, logprobs=-ids / 1.0)]
         )
     assert listener.places == heard
 
