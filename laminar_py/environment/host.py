@@ -50,7 +50,11 @@ from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
 from laminar_py.records.spans import NEW_CONVERSATION, Span, context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
+log = logging.getLogger(__name__)
+
 SUFFIX, ATTEMPTS = ".environment", ".attempts"  # of a trajectory's files
+MOST_ATTEMPTS = 3  # at a turn over which the process crashes each time
+_NO_LOGPROBS = np.empty(0, np.float32)
 
 
 def environments_path(run: Path) -> Path:
@@ -79,10 +83,10 @@ class SavedTurns:
     def save(self, trajectory_id: str, saved: SavedTurn) -> None:
         """Replace the saved turn of a trajectory, and forget its attempts."""
         path, attempts = self._paths(trajectory_id)
-        partial = path.with_name(f"{path.name}.new")
-        partial.write_bytes(encode(saved))
+        unfinished = path.with_name(f"{path.name}.new")
+        unfinished.write_bytes(encode(saved))
         with suppress(FileNotFoundError):  # the controller may forget a dropped trajectory at this moment
-            os.replace(partial, path)
+            os.replace(unfinished, path)
         attempts.unlink(missing_ok=True)
 
     def count_attempt(self, trajectory_id: str, digest: bytes) -> None:
@@ -112,18 +116,12 @@ class SavedTurns:
         """Delete the files of these trajectories."""
         for name in trajectory_ids:
             path, attempts = self._paths(name)
-            for found in (path, path.with_name(f"{path.name}.new"), attempts):
-                found.unlink(missing_ok=True)
+            for file in (path, path.with_name(f"{path.name}.new"), attempts):
+                file.unlink(missing_ok=True)
 
     def _paths(self, trajectory_id: str) -> tuple[Path, Path]:
         """Return the files of a trajectory: of its saved turn, and of attempts at the next one."""
         return self._folder / f"{trajectory_id}{SUFFIX}", self._folder / f"{trajectory_id}{ATTEMPTS}"
-
-
-log = logging.getLogger(__name__)
-
-_NO_LOGPROBS = np.empty(0, np.float32)
-MOST_ATTEMPTS = 3  # at a turn over which the process crashes each time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,7 +192,9 @@ class EnvironmentHost:
                     session.turn_start = -1
                     reason = str(error) or type(error).__name__
                     log.warning(
-                        "%s: receive_tokens failed, so no more tokens of this turn: %s", delta.trajectory_id, reason
+                        "%s: receive_tokens failed, so no more tokens of this turn: %s",
+                        delta.trajectory_id,
+                        reason,
                     )
 
     def forget(self, trajectory_ids: list[str]) -> None:
@@ -214,21 +214,28 @@ class EnvironmentHost:
         """Run `work` and set the session's answer from it. A `CallFailedError` becomes an answer, too."""
         began = time.monotonic()
         try:
-            found = await work
+            answer = await work
         except CallFailedError as error:
             elapsed_s = time.monotonic() - began
-            found = EnvironmentTurn(failure=error.reason, detail=str(error), elapsed_s=elapsed_s)
+            answer = EnvironmentTurn(failure=error.reason, detail=str(error), elapsed_s=elapsed_s)
             self._close_environment(session)
         except BaseException as error:
-            self._sessions = OrderedDict((n, one) for n, one in self._sessions.items() if one is not session)
+            self._sessions = OrderedDict(
+                (name, other) for name, other in self._sessions.items() if other is not session
+            )
             session.answer.set_exception(error)
             session.answer.exception()  # mark it as retrieved: perhaps no other request awaits it
             raise
-        session.answer.set_result(found)
+        session.answer.set_result(answer)
         if session.is_forgotten:
             self._close_environment(session)
 
     async def _answer_turn(self, turn: ModelTurn, session: Session, before: Session | None) -> EnvironmentTurn:
+        """Answer a turn that this process has not answered, and save the answer before returning it.
+
+        A turn that an earlier process answered gets its saved answer. `before` is the trajectory's session of the
+        turn before. Raises `CallFailedError`, also after `MOST_ATTEMPTS` crashes over this turn.
+        """
         is_here = before is not None and before.environment is not None
         saved, attempts = (None, 0) if is_here else self._saved.load(turn.trajectory_id, session.response_digest)
         if saved is not None and saved.response_digest == session.response_digest:
@@ -330,7 +337,7 @@ class EnvironmentHost:
         if isinstance(returned, End):
             if is_first:
                 raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "reset returned End; return an Observation")
-            return _encode_end(returned, num_turns=len(turn_ends(spans)), elapsed_s=elapsed_s)
+            return _encode_trajectory_end(returned, num_turns=len(turn_ends(spans)), elapsed_s=elapsed_s)
         if isinstance(returned, Observation) and not is_first and not returned.messages:
             raise CallFailedError(
                 DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
@@ -385,7 +392,7 @@ class EnvironmentHost:
             self._calls.close_environment(environment)
 
 
-def _encode_end(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTurn:
+def _encode_trajectory_end(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTurn:
     """Encode the end of a trajectory. Raises `CallFailedError` if its roles do not match its turns or rewards."""
     if not isinstance(end.reward, Mapping):
         return EnvironmentTurn(ends=True, reward=end.reward, elapsed_s=elapsed_s)
@@ -454,11 +461,13 @@ async def open_class(
     settings: ClassEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
     """Load `path/to/file.py:Class` and return a function that makes its environments. Raises `ConfigError`."""
-    found = load_from_file(settings.path, field="environment.path")
-    missing = next((name for name in ("reset", "step") if not callable(getattr(found, name, None))), None)
+    environment_class = load_from_file(settings.path, field="environment.path")
+    missing = next(
+        (name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))), None
+    )
     if missing is not None:
         raise ConfigError(f"environment.path={settings.path}: has no {missing}; name a class with reset and step")
-    yield cast(Callable[[], Environment], partial(found, **settings.arguments))
+    yield cast(Callable[[], Environment], partial(environment_class, **settings.arguments))
 
 
 CLASS_KIND = EnvironmentKind(settings=ClassEnvironment, open=open_class)

@@ -156,7 +156,7 @@ def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
         read, end = DECODER.raw_decode(text, start if found is None else found.end())
     except (ValueError, RecursionError) as error:
         fault = error.msg if isinstance(error, json.JSONDecodeError) else "too deep or with too large a number"
-        return BrokenCall(f"it is no JSON ({fault})"), None
+        return BrokenCall(f"it is not JSON ({fault})"), None
     if isinstance(read, dict) and isinstance(read.get("name"), str):
         arguments = next((read[key] for key in keys if key in read), None)
         if isinstance(arguments, dict):

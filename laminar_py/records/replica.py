@@ -72,9 +72,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return self.start if self.tokens is None else self.tokens.end
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A training trajectory on a replica, e.g. `Held("g3.1", 441, 41)`: 400 tokens of prompt and 41 of
-    response."""
+class TrajectorySummary(msgspec.Struct, frozen=True, array_like=True):
+    """A training trajectory on a replica, running or waiting, as its survey describes it.
+
+    E.g. `TrajectorySummary("g3.1", 441, 41)`: 400 tokens of prompt and 41 of response.
+    """
 
     trajectory_id: str
     context: int  # tokens of prompt and response: its size in the KV cache while it runs
@@ -84,7 +86,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """State of a replica at one moment, by which repacking is planned, e.g. replica 2 with one trajectory:
 
-    `Survey(replica=2, version=7, slots=64, kv_used=441, kv_capacity=131072, running=(Held("g3.1", 441, 41),))`.
+    `Survey(replica=2, version=7, slots=64, kv_used=441, kv_capacity=131072, running=(summary,))`.
     """
 
     replica: int
@@ -92,8 +94,8 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     slots: int  # sequences that its engine decodes at a time
     kv_used: int  # tokens
     kv_capacity: int  # tokens
-    running: tuple[Held, ...]
-    waiting: tuple[Held, ...] = ()  # without a token from this replica, in order of arrival
+    running: tuple[TrajectorySummary, ...]
+    waiting: tuple[TrajectorySummary, ...] = ()  # without a token from this replica, in order of arrival
     settled: bool = True  # False while it loads, stops or evaluates: nothing may move to or from it
     held_s: float = 0.0  # seconds that it kept its version only for trajectories whose environments work
 

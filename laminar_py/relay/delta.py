@@ -91,12 +91,14 @@ def apply(payload: Buffer, base: Buffer, out: memoryview) -> None:
     sizes = [num_changed] * _GAP_WIDTH + [-(-num_changed // 8)] + [num_changed] * width
     planes, tail = _read_planes(memoryview(payload)[_HEADER.size :], sizes)
     if len(tail) != len(base) % width:
-        raise DeltaError(f"{len(tail)} bytes after the planes, {len(base) % width} belong there")
+        raise DeltaError(f"damaged delta: {len(tail)} bytes after its planes, {len(base) % width} expected")
     positions = _join(planes[:_GAP_WIDTH]).view("<u4").astype(np.intp)
     positions[1:] += 1
     np.cumsum(positions, out=positions)
     if num_changed and positions[-1] >= len(base) // width:
-        raise DeltaError(f"a change at element {positions[-1]} of {len(base) // width}")
+        raise DeltaError(
+            f"damaged delta: it changes element {positions[-1]}, but the chunk has {len(base) // width} elements"
+        )
     steps = _join(planes[_GAP_WIDTH + 1 :]).view(_DTYPES[width]) + _DTYPES[width].type(1)
     falling = np.unpackbits(np.frombuffer(planes[_GAP_WIDTH], np.uint8), count=num_changed).astype(steps.dtype)
     steps ^= -falling  # with the next line: negate the steps that fell

@@ -310,7 +310,7 @@ class Downloads:
         match decision:
             case Decision.START:
                 try:
-                    self._start(announce)
+                    self._start_download(announce)
                 except (NoRoomError, BrokenVersionError) as error:
                     self._give_up(version, str(error))
             case Decision.RESUME:
@@ -347,8 +347,12 @@ class Downloads:
         if announce is not None:
             self.handle_announce(announce)
 
-    def _start(self, announce: m.Announce) -> None:
-        """Start a download. Raises `NoRoomError`, `BrokenVersionError`."""
+    def _start_download(self, announce: m.Announce) -> None:
+        """Start to download an announced version, and announce it to children.
+
+        If it is the newest version, it replaces running downloads of versions that no child or subscriber wants.
+        Raises `NoRoomError`, `BrokenVersionError`.
+        """
         manifest = announce.manifest
         self._check_manifest(manifest)
         overtaken = []
@@ -371,6 +375,7 @@ class Downloads:
         self._fill_window(download)
 
     def _check_manifest(self, manifest: m.Manifest) -> None:
+        """Raise `BrokenVersionError` if a manifest contradicts itself, or has larger chunks than this node."""
         if manifest.digest != version_digest(manifest.files):
             raise BrokenVersionError(f"version {manifest.version}: its digest is not that of its files")
         if len({entry.name for entry in manifest.files}) < len(manifest.files):
@@ -382,6 +387,10 @@ class Downloads:
             )
 
     def _accept(self, download: Download, chunk: m.Chunk) -> None:
+        """Write a chunk and forward it to children; commit the version after its last verified file.
+
+        A damaged chunk is fetched again. Raises `BrokenVersionError` if files of the version are gone.
+        """
         outcome = download.accept(chunk, keep_delta=self._downlink.has_children)
         if outcome is ChunkOutcome.DAMAGED:
             self._send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
@@ -394,7 +403,10 @@ class Downloads:
             self._fill_window(download)
             return
         if not download.stored.has_all_files():
-            raise BrokenVersionError(f"version {download.version}: files of it were deleted while it arrived")
+            folder = download.stored.folder
+            raise BrokenVersionError(
+                f"version {download.version}: files in {folder} were deleted while it arrived"
+            )
         self._store.commit(download.stored)
         del self._downloads[download.version]
         self._send(m.Done(download.version))

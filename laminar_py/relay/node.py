@@ -171,6 +171,7 @@ class RelayNode:
             self._handle_below(sender, message)
 
     def _handle_below(self, sender: bytes, message: m.ToParent) -> None:
+        """Handle a record of a child node or of a subscriber on this host."""
         match message:
             case m.Fetch():
                 self._handle_fetch(sender, message)
@@ -201,6 +202,10 @@ class RelayNode:
             self._downlink.send(child, failure)
 
     def _handle_fetch(self, child: bytes, fetch: m.Fetch) -> None:
+        """Queue the chunks that a child asks for, as far as its credits reach.
+
+        A child that asks for a version without a copy here gets `Lost`, unless a parent still looks for it.
+        """
         stored = self._versions.find(fetch.version)
         if stored is None:
             if fetch.version not in self._downlink.wanted:  # else nodes above still look for it
@@ -239,7 +244,7 @@ class RelayNode:
             os.close(watch)
 
     async def _check_regularly(self) -> None:
-        """Every few seconds, find versions and crashed children of which no event told."""
+        """Every few seconds, find versions and crashed children whose event was lost."""
         while True:
             await asyncio.sleep(self._remind_s)
             self._versions.check()
@@ -397,7 +402,7 @@ class NodeVersions:
 
     def retire_surplus(self) -> None:
         """Retire versions beyond those to keep that nobody needs."""
-        self._forget_old_deltas()
+        self._stop_old_encoders()
         bases = {stored.base for stored in self._store.complete.values() if stored.unencoded}
         needed = {base for base in bases | self.downloads.bases if base is not None}
         for stored in self._store.surplus(self._downlink.wanted | needed):
@@ -405,10 +410,10 @@ class NodeVersions:
             self._downlink.forget_version(stored.manifest.version)
             self._discard(stored)
 
-    def _forget_old_deltas(self) -> None:
-        """Keep deltas of wanted versions, of the newest one, and of the second newest if all of its are made.
+    def _stop_old_encoders(self) -> None:
+        """Stop encoders of old versions and drop their deltas, so that their bases can leave the store.
 
-        While deltas of a version are made, its base must stay in the store.
+        Deltas remain for wanted versions, for the newest version, and for the second newest once it is complete.
         """
         newest = sorted(self._store.complete)[-2:]
         for version, stored in self._store.complete.items():
@@ -471,10 +476,15 @@ class DeltaEncoder:
         group.create_task(self._encode(stored, base), name=f"encode-{stored.manifest.version}")
 
     async def _encode(self, stored: StoredVersion, base: StoredVersion) -> None:
+        """Encode all chunks of a version in `ENCODERS` tasks, and forward each chunk as soon as it is encoded.
+
+        If the first `VAIN_DELTAS` deltas save nothing, encoding stops and the version goes out in full.
+        """
         chunks = iter(sorted(stored.unencoded))
         num_vain = 0
 
-        async def work() -> None:
+        async def encode_chunks() -> None:
+            """Take chunks from the common iterator until none is left or encoding stops."""
             nonlocal num_vain
             for file, index in chunks:
                 try:
@@ -491,7 +501,7 @@ class DeltaEncoder:
 
         async with asyncio.TaskGroup() as workers:
             for _ in range(ENCODERS):
-                workers.create_task(work())
+                workers.create_task(encode_chunks())
         self._done()
 
     def stop(self, stored: StoredVersion) -> None:

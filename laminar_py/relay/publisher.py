@@ -157,6 +157,7 @@ class Publisher:
     def _write_shards(
         self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
     ) -> None:
+        """Write tensors into safetensors files of at most `_shard_bytes`, and append the files to `files`."""
         shard: Shard | None = None
         for name, tensor in tensors:
             if shard is None or not shard.add(name, tensor, shard_bytes=self._shard_bytes):

@@ -244,6 +244,7 @@ class SocketFactory:
         return socket
 
     def _socket(self, kind: int, *, max_frame_bytes: int) -> zmq.asyncio.Socket:
+        """Make a socket with the keys, heartbeat and limits of all relay sockets; a `ROUTER` is the server."""
         socket = self._context.socket(kind)
         if self._keys is not None:
             socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()

@@ -120,7 +120,8 @@ class Shape:
     def __post_init__(self) -> None:
         if min(self.members, self.heads) < 1:
             raise ConfigError(
-                f"relay.fanout={min(self.members, self.heads)}: a node needs room for a child; set at least 1"
+                f"relay.fanout: {self.members} children of a node within its zone and {self.heads} zones below"
+                " a zone; each must be at least 1"
             )
 
     def describe(self, *, num_zones: int) -> str:

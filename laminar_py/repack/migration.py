@@ -121,18 +121,19 @@ class Migration:
     async def _round(
         self, speed: EngineSpeed, kind: Callable[[PlanningContext], Planner], recording: asyncio.TaskGroup
     ) -> None:
+        """Survey some replicas, plan moves among replicas of the same version, and carry the moves out."""
         chosen = choose(self._scheduler.views.by_version(), most=MOST_SURVEYED, turn=self._turn)
         self._turn += 1
         surveys = await self._surveys(chosen)
-        by_version: dict[int, list[Survey]] = {}
+        surveys_by_version: dict[int, list[Survey]] = {}
         for survey in surveys:
-            by_version.setdefault(survey.version, []).append(survey)
+            surveys_by_version.setdefault(survey.version, []).append(survey)
         context = self._context(speed, surveys)
         planned: dict[int, list[Move]] = {}
         with PLANNERS.naming_package(self._settings.planner):
             planner = kind(context)
-            for version, group in by_version.items():
-                planned[version] = planner.plan(group)
+            for version, same_version in surveys_by_version.items():
+                planned[version] = planner.plan(same_version)
                 await asyncio.sleep(0)
         await asyncio.gather(*(self.carry_out(version, moves, recording) for version, moves in planned.items()))
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
@@ -151,7 +152,8 @@ class Migration:
         return await self._fleet.survey(replica)
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
-        self._remaining.update([held.length for survey in surveys for held in survey.running])
+        """Return the state of the run that the planner uses, after adding the response lengths in `surveys`."""
+        self._remaining.update([summary.length for survey in surveys for summary in survey.running])
         if self._growth is None:  # before the first move: the tokens of one interval
             self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
         return PlanningContext(
@@ -188,6 +190,7 @@ class Migration:
         await asyncio.wait([recorded], timeout=self._settings.interval_s)
 
     async def _record(self, moving: Round, began: float) -> None:
+        """Wait until every move of a round has ended, then record a `Repacked` event unless all failed."""
         await moving.settled.wait()
         if moving.growth:
             self._growth = max(mean(moving.growth), FORGET * (self._growth or 0.0))

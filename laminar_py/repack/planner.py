@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from typing import Protocol
 
-from laminar_py.records.replica import Held, Move, Survey
+from laminar_py.records.replica import Move, Survey, TrajectorySummary
 from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown
 
 
 class Forecast(Protocol):
     """A prediction of remaining response tokens, e.g. `signals.GroupForecast`."""
 
-    def __call__(self, held: Sequence[Held], /) -> Numbers:
+    def __call__(self, held: Sequence[TrajectorySummary], /) -> Numbers:
         """Return [n] expected remaining tokens of each response."""
         ...
 
@@ -43,12 +43,12 @@ class Planner(Protocol):
     `config.rollout.PLANNERS` registers the classes.
     """
 
-    def plan(self, group: Sequence[Survey]) -> list[Move]:
-        """Return moves among replicas that serve the same version."""
+    def plan(self, surveys: Sequence[Survey]) -> list[Move]:
+        """Return moves among the replicas in `surveys`, which serve the same version."""
         ...
 
 
-def move_of(held: Held, source: Survey, destination: int) -> Move:
+def move_of(held: TrajectorySummary, source: Survey, destination: int) -> Move:
     """Return the move of a running trajectory, which costs a prefill of its context."""
     return Move(held.trajectory_id, source.replica, destination, held.context)
 
@@ -89,9 +89,11 @@ class PaperPlanner:
     def __init__(self, context: PlanningContext) -> None:
         self._ramp_down = RampDown(context.previous_kv, context.speed.roofline_batch)
 
-    def plan(self, group: Sequence[Survey]) -> list[Move]:
-        """Return moves among replicas that serve the same version."""
-        candidates = [s for s in group if s.settled and s.running and self._ramp_down.is_idle(s)]
+    def plan(self, surveys: Sequence[Survey]) -> list[Move]:
+        """Return moves among the replicas in `surveys`, which serve the same version."""
+        candidates = [
+            survey for survey in surveys if survey.settled and survey.running and self._ramp_down.is_idle(survey)
+        ]
         candidates.sort(key=lambda survey: (survey.kv_used, survey.replica))
         used = {survey.replica: survey.kv_used for survey in candidates}
         count = {survey.replica: len(survey.running) for survey in candidates}

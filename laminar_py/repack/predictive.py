@@ -6,7 +6,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.records.replica import Held, Move, Survey
+from laminar_py.records.replica import Move, Survey, TrajectorySummary
 from laminar_py.repack.planner import PlanningContext, move_of
 from laminar_py.repack.signals import Numbers
 
@@ -35,9 +35,9 @@ class PredictivePlanner:
         self._hold_s = context.hold_s
         self._has_demand = context.has_demand
 
-    def plan(self, group: Sequence[Survey]) -> list[Move]:
-        """Return moves among replicas that serve the same version."""
-        settled = [survey for survey in group if survey.settled]
+    def plan(self, surveys: Sequence[Survey]) -> list[Move]:
+        """Return moves among the replicas in `surveys`, which serve the same version."""
+        settled = [survey for survey in surveys if survey.settled]
         donors = {survey.replica: _fresh(survey) for survey in settled if survey.waiting}
         takers = [survey for survey in settled if survey.running and not survey.waiting]
         shared, filled = self._share(donors, takers)
@@ -46,7 +46,9 @@ class PredictivePlanner:
 
     # ---- waiting trajectories
 
-    def _share(self, donors: dict[int, list[Held]], takers: Sequence[Survey]) -> tuple[list[Move], set[int]]:
+    def _share(
+        self, donors: dict[int, list[TrajectorySummary]], takers: Sequence[Survey]
+    ) -> tuple[list[Move], set[int]]:
         """Return moves of waiting trajectories, longest queue first, and the replicas that receive any."""
         moves: list[Move] = []
         filled: set[int] = set()
@@ -74,11 +76,15 @@ class PredictivePlanner:
     # ---- running trajectories
 
     def _consolidate(self, tail: Sequence[Survey]) -> list[Move]:
+        """Return moves that empty the replicas whose trajectories gain by running elsewhere.
+
+        A source moves all its running trajectories or none.
+        """
         ordered = sorted(tail, key=lambda survey: (survey.kv_used, survey.replica))
         if len(ordered) < 2:
             return []
         gains = self._gains(ordered)
-        first = next((place for place, gain in enumerate(gains) if gain > 0), len(ordered))
+        first = next((index for index, gain in enumerate(gains) if gain > 0), len(ordered))
         ordered, gains = ordered[first:], gains[first:]  # the earlier ones end soon by themselves
         free = {survey.replica: self._free(survey) for survey in ordered}
         sources = self._sources(ordered, gains, free)
@@ -198,6 +204,6 @@ def _harmonic(counts: npt.NDArray[np.int64]) -> Numbers:
     return out
 
 
-def _fresh(survey: Survey) -> list[Held]:
+def _fresh(survey: Survey) -> list[TrajectorySummary]:
     """Waiting trajectories without response tokens."""
     return [held for held in survey.waiting if not held.length]

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.records.replica import Held, Survey
+from laminar_py.records.replica import Survey, TrajectorySummary
 
 Numbers = npt.NDArray[np.float64]
 
@@ -154,7 +154,7 @@ class GroupForecast:
         self._remaining = remaining
         self._finished = finished  # lengths of finished samples in a trajectory's group
 
-    def __call__(self, held: Sequence[Held], /) -> Numbers:
+    def __call__(self, held: Sequence[TrajectorySummary], /) -> Numbers:
         """Return [n] expected remaining tokens of each response."""
         expected = self._remaining.expected(np.array([item.length for item in held], np.float64))
         average = self._remaining.of_new

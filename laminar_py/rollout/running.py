@@ -31,7 +31,7 @@ from laminar_py.records.pieces import (
     pack_experts,
     pack_mask,
 )
-from laminar_py.records.replica import Assignment, Held, Progress
+from laminar_py.records.replica import Assignment, Progress, TrajectorySummary
 from laminar_py.records.spans import (
     Span,
     add_span,
@@ -152,12 +152,12 @@ class RunningTrajectory:
         )
         return in_context(whole, self.all_spans) if self._is_tree else whole
 
-    def held(self, length: int) -> Held:
+    def held(self, length: int) -> TrajectorySummary:
         """Return its entry in a survey, with `length` response tokens."""
         context = len(self.assignment.prompt_ids) + length
         if self._is_tree:
             context = context_tokens(len(self.assignment.prompt_ids), self.all_spans) + length - self.length
-        return Held(self.assignment.trajectory_id, context, length)
+        return TrajectorySummary(self.assignment.trajectory_id, context, length)
 
     @property
     def queues(self) -> bool:

@@ -73,6 +73,11 @@ class SandboxSession:
                     self._slot.abandon()
 
     async def _run(self, code: str) -> SandboxResult:
+        """Run a piece of code in the session's program, and pause the program after its answer.
+
+        A program that exits or exceeds `wall_s` is ended; the next call starts a new one. Raises
+        `ProcessLostError` if the zygote is gone.
+        """
         live = await self._resume()
         files, end = live.files, live.end
         files.clear()
@@ -110,6 +115,7 @@ class SandboxSession:
         return self._live
 
     async def _begin(self) -> LiveProgram:
+        """Start a program and connect to it by a socket pair. Raises `ProcessLostError`."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
@@ -130,7 +136,10 @@ class SandboxSession:
             live.run.cancel()
         await asyncio.wait({live.end}, timeout=GRACE_S)
         if not live.end.done():
-            raise ProcessLostError("it does not answer", "its program was to end")
+            raise ProcessLostError(
+                f"the sandbox's zygote sent no exit status within {GRACE_S:g} s",
+                "its program was cancelled before",
+            )
         return live.end.result()
 
 

@@ -166,7 +166,9 @@ class SandboxSlot:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
                     news = await read_news(call)
             except TimeoutError as error:
-                raise ProcessLostError("it does not answer", "its program's time is over") from error
+                raise ProcessLostError(
+                    "the sandbox's zygote does not answer", "its program exceeded wall_s"
+                ) from error
             return self.result(files, limits, before=before, news=news)
 
     def result(

@@ -14,7 +14,7 @@ from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.placement import Needs
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.node_checks import NodeReport, inspect_node
-from laminar_py.runtime.workers.processes.replica import _raising_bugs
+from laminar_py.runtime.workers.processes.replica import _unwrapping_bugs
 from tests.runs.runs import REPO
 
 MINIMAL = {
@@ -104,7 +104,7 @@ async def use(settings):
     check_engine(config)
     if fault := decode(NodeReport, inspect_node("", config.model_dump_json(), "runs", "replica")).fault:
         raise ConfigError(fault)
-    with _raising_bugs(config):
+    with _unwrapping_bugs(config):
         await BACKENDS.get(config.rollout.engine.kind).open(config, None)
 
 

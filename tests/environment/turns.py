@@ -140,7 +140,9 @@ async def hear(host, turn, ids, logprobs, *, pause_s=0.0):
     for place in range(len(ids) - 1):
         part = slice(place, place + 1)
         tokens = {"place": place, "ids": ids[part], "logprobs": logprobs[part]}
-        host.receive_deltas([TurnDelta(trajectory_id=turn.trajectory_id, turn_start=len(turn.response_ids), **tokens)])
+        host.receive_deltas(
+            [TurnDelta(trajectory_id=turn.trajectory_id, turn_start=len(turn.response_ids), **tokens)]
+        )
         await asyncio.sleep(pause_s)
 
 

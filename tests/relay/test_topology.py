@@ -124,7 +124,9 @@ def test_what_is_not_one_tree_below_node_0_is_no_topology(parents: tuple[int | N
         Topology(parents)
 
 
-@pytest.mark.parametrize(("nodes", "fanout", "name"), [(0, 2, "relay.nodes=0"), (3, 0, "relay.fanout=0")])
+@pytest.mark.parametrize(
+    ("nodes", "fanout", "name"), [(0, 2, "relay.nodes=0"), (3, 0, "relay.fanout: 0 children")]
+)
 def test_an_impossible_tree_is_refused_by_name(nodes: int, fanout: int, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         build(TopologyKind.KARY, num_nodes=nodes, fanout=fanout)

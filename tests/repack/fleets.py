@@ -1,6 +1,6 @@
 """Surveys of pretend replicas, for planners."""
 
-from laminar_py.records.replica import Held, Survey
+from laminar_py.records.replica import Survey, TrajectorySummary
 from laminar_py.repack.signals import EngineSpeed
 
 SPEED = EngineSpeed(
@@ -11,9 +11,9 @@ KV, SLOTS, PROMPT = 120_000, 64, 400
 
 def make_survey(replica, lengths, *, waiting=0, continued=(), version=7, settled=True, kv=KV, slots=SLOTS):
     """A replica that runs responses of these lengths; `waiting` have not begun, `continued` wait with theirs."""
-    running = tuple(Held(f"r{replica}.{i}", PROMPT + n, n) for i, n in enumerate(lengths))
-    moved = tuple(Held(f"c{replica}.{i}", PROMPT + n, n) for i, n in enumerate(continued))
-    fresh = tuple(Held(f"w{replica}.{i}", PROMPT, 0) for i in range(waiting))
+    running = tuple(TrajectorySummary(f"r{replica}.{i}", PROMPT + n, n) for i, n in enumerate(lengths))
+    moved = tuple(TrajectorySummary(f"c{replica}.{i}", PROMPT + n, n) for i, n in enumerate(continued))
+    fresh = tuple(TrajectorySummary(f"w{replica}.{i}", PROMPT, 0) for i in range(waiting))
     used = sum(held.context for held in running)
     return Survey(
         replica=replica,

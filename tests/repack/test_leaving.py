@@ -5,13 +5,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.records.replica import Held, Survey
+from laminar_py.records.replica import Survey, TrajectorySummary
 from laminar_py.repack.planner import plan_leaving
 
 
 def survey(*, replica=9, running=(), waiting=()):
-    held = [Held(f"{replica}r{place}", context, context) for place, context in enumerate(running)]
-    queued = [Held(f"{replica}w{place}", context, 0) for place, context in enumerate(waiting)]
+    held = [TrajectorySummary(f"{replica}r{place}", context, context) for place, context in enumerate(running)]
+    queued = [TrajectorySummary(f"{replica}w{place}", context, 0) for place, context in enumerate(waiting)]
     return Survey(
         replica=replica, version=3, slots=4, kv_used=0, kv_capacity=1, running=tuple(held), waiting=tuple(queued)
     )

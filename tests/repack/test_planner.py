@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.config.rollout import PLANNERS
-from laminar_py.records.replica import Held, Survey
+from laminar_py.records.replica import Survey, TrajectorySummary
 from laminar_py.repack.planner import PaperPlanner, PlanningContext
 from laminar_py.repack.predictive import PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed
@@ -251,7 +251,7 @@ def test_the_forecast_is_asked_for_what_runs():
         return long(held)
 
     predictive(to_come).plan([make_survey(0, [7]), make_survey(1, [9000])])
-    assert set(asked) == {Held("r0.0", 407, 7), Held("r1.0", 9400, 9000)}
+    assert set(asked) == {TrajectorySummary("r0.0", 407, 7), TrajectorySummary("r1.0", 9400, 9000)}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("paper", PaperPlanner), ("predictive", PredictivePlanner)])

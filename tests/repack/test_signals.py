@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from laminar_py.records.replica import Held
+from laminar_py.records.replica import TrajectorySummary
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
 from tests.repack.fleets import SPEED, make_survey
 
@@ -71,7 +71,11 @@ def test_responses_that_still_run_count_so_the_short_ones_do_not_make_all_look_s
 
 def test_a_prompt_whose_finished_samples_were_long_makes_the_others_look_longer():
     model = trained(drawn(2000))
-    held = [Held("a", 1400, 1000), Held("b", 1400, 1000), Held("c", 1400, 1000)]
+    held = [
+        TrajectorySummary("a", 1400, 1000),
+        TrajectorySummary("b", 1400, 1000),
+        TrajectorySummary("c", 1400, 1000),
+    ]
     average = model.of_new
 
     def finished(name: str) -> list[int]:

@@ -117,7 +117,9 @@ async def test_one_that_listens_hears_a_turn_in_parts_and_the_same_whole(folders
             if turn.trajectory_id == name and num_turns(turn.spans) == taken + 1
         ]
         heard = np.concatenate([delta.ids for delta in deltas])
-        assert [delta.place for delta in deltas] == np.cumsum([0, *(len(delta.ids) for delta in deltas[:-1])]).tolist()
+        assert [delta.place for delta in deltas] == np.cumsum(
+            [0, *(len(delta.ids) for delta in deltas[:-1])]
+        ).tolist()
         own = whole.response_ids[len(whole.response_ids) - len(whole.logprobs) :]
         assert heard.tolist() == own[: len(heard)].tolist()
         assert 0 < len(heard) < len(own), "the end comes with the whole"

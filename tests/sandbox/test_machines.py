@@ -29,7 +29,7 @@ def known(offers):
     [
         (["unshare"], "landlock", "unshare: Operation not permitted"),
         (["mount"], "landlock", "Operation not permitted"),
-        (["unshare", CREATE_RULESET], "none", "Landlock is not in this kernel, or off"),
+        (["unshare", CREATE_RULESET], "none", "this kernel has no Landlock, or it is disabled at boot"),
     ],
 )
 def test_a_machine_that_refuses_calls_offers_less_and_says_why(known, refused, taken, why):

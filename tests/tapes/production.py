@@ -66,7 +66,7 @@ from laminar_py.records.pieces import (
     unpack_experts,
     unpack_mask,
 )
-from laminar_py.records.replica import Held, Move, Progress, ReplicaReport, Survey
+from laminar_py.records.replica import Move, Progress, ReplicaReport, Survey, TrajectorySummary
 from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import (
@@ -284,7 +284,7 @@ def _spans(said: Said) -> tuple[Span, ...]:
 
 def survey(look: Look) -> Survey:
     """Survey of a replica."""
-    running, waiting = (tuple(Held(*held) for held in some) for some in (look.running, look.waiting))
+    running, waiting = (tuple(TrajectorySummary(*held) for held in some) for some in (look.running, look.waiting))
     return Survey(
         replica=look.replica,
         version=look.version,

@@ -8,7 +8,7 @@ import numpy as np
 
 from laminar_lab.bench.lengths import log_normal_lengths
 from laminar_lab.bench.report import Row
-from laminar_py.records.replica import Held, Survey
+from laminar_py.records.replica import Survey, TrajectorySummary
 from laminar_py.repack import EngineSpeed, GroupForecast, PlanningContext, PredictivePlanner, RemainingTokens
 
 ROWS = "plan_256x8192_ms"
@@ -72,8 +72,8 @@ def _lengths(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def _survey(replica: int, lengths: Sequence[int], *, waiting: int = 0) -> Survey:
-    held = tuple(Held(f"g{replica}.{i}", 400 + n, n) for i, n in enumerate(lengths))
-    queue = tuple(Held(f"w{replica}.{i}", 400, 0) for i in range(waiting))
+    held = tuple(TrajectorySummary(f"g{replica}.{i}", 400 + n, n) for i, n in enumerate(lengths))
+    queue = tuple(TrajectorySummary(f"w{replica}.{i}", 400, 0) for i in range(waiting))
     used = sum(item.context for item in held)
     return Survey(
         replica=replica,

@@ -68,9 +68,12 @@ class ServerConnection:
         self.heard_s = self._loop.time()
 
     async def close(self) -> None:
-        """End all calls, streams and connections. The server keeps running."""
+        """End all calls and streams, and wait until the connections are closed. The server keeps running.
+
+        Later calls raise `EngineLostError`, as after `lose`.
+        """
         self._end("closed")
-        assert self._closing is not None, "it has ended"
+        assert self._closing is not None, "`_end` starts to close the session"
         await self._closing
 
     def lose(self, reason: str) -> EngineLostError:
@@ -83,6 +86,7 @@ class ServerConnection:
         return self._end(reason)
 
     def _end(self, reason: str) -> EngineLostError:
+        """Fail everything in flight with an `EngineLostError`, and return it; later calls return the first error."""
         if self._lost is None:
             self._lost = EngineLostError(f"server {self._url}: {reason}")
             self.ended.set()
@@ -116,6 +120,11 @@ class ServerConnection:
     async def _call(
         self, method: str, name: str, body: dict[str, object] | None, limit_s: float | None = None
     ) -> bytes:
+        """Send a request and return the body of its answer.
+
+        Raises `RefusedError` for a status of 4xx. Any other failure or a timeout marks the server as lost, and
+        raises `EngineLostError`.
+        """
         self.raise_if_lost()
         limit_s = self.timeout_s if limit_s is None else limit_s
         content = None if body is None else msgspec.json.encode(body)

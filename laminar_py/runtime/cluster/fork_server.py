@@ -117,6 +117,10 @@ def _reap(guards: dict[int, socket.socket]) -> None:
 def _fork(
     connection: socket.socket, guards: dict[int, socket.socket], *, inherited: tuple[socket.socket, ...]
 ) -> None:
+    """Fork the process that a connection requests; its guard socket goes into `guards` by process id.
+
+    The child closes the server's sockets and never returns. A bad request closes the connection.
+    """
     guard: socket.socket | None = None
     try:
         guard = _guard(connection)
@@ -147,7 +151,7 @@ def _guard(connection: socket.socket) -> socket.socket:
     connection.settimeout(REQUEST_S)
     _, descriptors, _, _ = socket.recv_fds(connection, len(GUARD), 1)
     if not descriptors:
-        raise ValueError("a request without a guard")
+        raise ValueError("the request has no guard socket")
     os.set_inheritable(descriptors[0], False)  # or programs that the process starts would hold it
     return socket.socket(fileno=descriptors[0])
 

@@ -3,9 +3,9 @@
 A replica sends the first frame. In one life of a replica, reports and commands are numbered from 1. Each side
 resends until the other acknowledges, and ignores duplicates and frames that follow a lost one.
 
-    Up(label, number)           -> Down(first, commands)      the replica is up: commands that waited for it are sent
+    Up(label, number)           -> Down(first, commands)    the replica is up: the waiting commands are sent
     Up(label, number, report)   -> Down(reports_received)   resent until acknowledged, one report at a time
-    Down(first, commands)         -> Up(commands_received)      resent until acknowledged, in order
+    Down(first, commands)       -> Up(commands_received)    resent until acknowledged, in order
     Look(id), Expect(id)        -> Up(report, answers)      answers travel with a report that is sent at once
 """
 
@@ -99,7 +99,7 @@ class Up(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Down(msgspec.Struct, frozen=True, array_like=True):
-    """Frame of the controller: the number of the last report that it took in, and commands numbered from `first`."""
+    """Frame of the controller: the number of the last accepted report, and commands numbered from `first`."""
 
     reports_received: Count
     first: Count = 0

@@ -1,8 +1,8 @@
 """A replica's end of the link: it sends reports, one at a time, and receives commands.
 
 Owned by the replica's process. A report is resent, after ever longer waits, until the controller acknowledges it.
-News gathers at the same time for the next report, so reports become fewer when the controller has more to do. Commands
-start once, in the order in which the controller sent them (`tests/link/test_replica_link.py`).
+News gathers at the same time for the next report, so reports become fewer when the controller has more to do.
+Commands start once, in the order in which the controller sent them (`tests/link/test_replica_link.py`).
 """
 
 import asyncio

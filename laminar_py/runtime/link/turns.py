@@ -11,8 +11,8 @@ replicas choose the same process for a trajectory, so a turn that moved to anoth
 environment.
 
 A replica stays at most `MOST_AHEAD` frames of deltas ahead; tokens gather meanwhile for the next frame. So a busy
-process gets fewer frames, and no socket holds more than these. A lost delta costs nothing, since the asked turn has
-all tokens (`tests/link/test_turns.py`).
+process gets fewer frames, and no socket holds more than these. A lost delta costs nothing, since the asked turn
+has all tokens (`tests/link/test_turns.py`).
 """
 
 import asyncio

@@ -113,7 +113,7 @@ class Relays:
         while True:
             planned = self._placement.plan.replicas[replica]
             if planned is None or planned.node != place.node:
-                raise PartCrashedError(f"replica-{replica}", "its node is gone")
+                raise PartCrashedError(f"replica-{replica}", f"its node {place.node} is gone")
             node = self._placement.plan.relay_of(replica, self.tree)
             if self._is_up(node):
                 self._attached[replica] = node, self._hosts[node]

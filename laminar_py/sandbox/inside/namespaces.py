@@ -21,9 +21,10 @@ ST_KEPT = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC  # flags of a mo
 
 
 def enter(setup: SlotSetup, control: socket.socket, *, readable: list[str], map_users: Callable[[], None]) -> None:
-    """Fork into new namespaces. Only the child returns, as their root; the parent waits for the child and exits.
+    """Move into new mount, user and process namespaces, with only `readable` paths in sight, and fork there.
 
-    `map_users` asks the owner to write the user map of this process.
+    Only the child returns, as the root of the namespaces; the parent waits for the child and exits. `map_users`
+    asks the owner to write the user map of this process.
     """
     if setup.uids:
         kernel.unshare(kernel.CLONE_NEWNS)
@@ -69,6 +70,7 @@ def _build(folder: str, *, readable: list[str]) -> None:
 
 
 def _bind(source: str, target: str) -> None:
+    """Bind a file or folder at `target`, read-only and without setuid; copy a symlink as it is."""
     os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
     if os.path.islink(source):
         os.symlink(os.readlink(source), target)

@@ -55,7 +55,7 @@ class UserReaper:
         """Let the helper signal all processes by one call, which is atomic in the kernel."""
         self._helper.sendall(bytes([number]))
         if not self._helper.recv(1):
-            raise OSError("the helper that ends programs is gone")
+            raise OSError("the helper process that ends programs has exited, so this slot can end no program")
 
 
 def _run_helper(orders: socket.socket, helper: int, user: int) -> None:

@@ -97,6 +97,10 @@ class Zygote:
                         self._answer(number, SlotNews(kind="done"))  # its program has ended before
 
     def _run(self, number: int, order: SlotOrder, descriptors: list[int]) -> None:
+        """Fork a program, wait for its end within its limits, kill its processes, and report the outcome.
+
+        The home folder is reset before and after the run.
+        """
         self._reset_home(order)
         before, start = _children_cpu_s(), time.monotonic()
         child = os.fork()
@@ -195,7 +199,10 @@ class Zygote:
 
 
 def main() -> None:
-    """Set up the fences of the first call and serve. Report a fault to the owner, then exit."""
+    """Serve runs in the fences that the owner's first call asks for, until the owner closes the socket or ends.
+
+    If the fences cannot be set up, send the reason to the owner and return. Returns at once if no call comes.
+    """
     control = own_control()
     owner = os.pidfd_open(os.getppid())
     call = receive_call(control)
@@ -204,6 +211,7 @@ def main() -> None:
     number, setup, _ = call
 
     def map_users() -> None:
+        """Ask the owner to write the user map of this process, and wait for it. Raises `OwnerGoneError`."""
         nonlocal number
         control.sendall(news_frame(number, SlotNews(kind="map")))
         mapped = receive_call(control)
@@ -221,6 +229,10 @@ def main() -> None:
 
 
 def _set_up(control: socket.socket, setup: SlotSetup, owner: int, map_users: Callable[[], None]) -> Zygote:
+    """Enter the cgroups and the tier of `setup`, and return the zygote with its fences, home and reaper.
+
+    Raises `OSError` if the kernel lacks something that the tier needs.
+    """
     for path in setup.cgroups:
         with open(path, "w") as file:
             file.write("0")
@@ -230,7 +242,7 @@ def _set_up(control: socket.socket, setup: SlotSetup, owner: int, map_users: Cal
     readable = [*library, os.path.realpath(sys.executable), *setup.readable]
     walls = setup.tier != "none"
     if setup.tier == "landlock" and not landlock.version():
-        raise OSError("Landlock is not in this kernel, or off")
+        raise OSError("tier landlock: this kernel has no Landlock, or it is disabled at boot")
     user = (namespaces.USER if setup.tier == "namespaces" else setup.uids[1]) if setup.uids and walls else None
     shared = setup.tier == "landlock"
     fences = Fences(user=user, walls=walls, shared=shared, alone=setup.alone, counted=setup.counted)

@@ -112,7 +112,7 @@ def test_tags_stand_in_text_and_other_tags_are_text():
     ("form", "turn", "fault"),
     [
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "no </tool_call> after it"),
-        ("hermes", "<tool_call>add(1)</tool_call>", "it is no JSON (Expecting value)"),
+        ("hermes", "<tool_call>add(1)</tool_call>", "it is not JSON (Expecting value)"),
         (
             "hermes",
             '<tool_call>{"name": "add", "parameters": {}}</tool_call>',
@@ -128,17 +128,17 @@ def test_tags_stand_in_text_and_other_tags_are_text():
         (
             "hermes",
             f"<tool_call>{'[' * 100_000}</tool_call>",
-            "it is no JSON (too deep or with too large a number)",
+            "it is not JSON (too deep or with too large a number)",
         ),
         (
             "hermes",
             f"<tool_call>{'9' * 100_000}</tool_call>",
-            "it is no JSON (too deep or with too large a number)",
+            "it is not JSON (too deep or with too large a number)",
         ),
-        ("hermes", '<tool_call>{"name": NaN}</tool_call>', "it is no JSON"),
-        ("llama", '{"name": "add", "parameters": {"a": 1}', "it is no JSON (Expecting ',' delimiter)"),
-        ("llama", "<|python_tag|>print(1)", "it is no JSON (Expecting value)"),
-        ("llama", "<|python_tag|>", "it is no JSON (Expecting value)"),
+        ("hermes", '<tool_call>{"name": NaN}</tool_call>', "it is not JSON"),
+        ("llama", '{"name": "add", "parameters": {"a": 1}', "it is not JSON (Expecting ',' delimiter)"),
+        ("llama", "<|python_tag|>print(1)", "it is not JSON (Expecting value)"),
+        ("llama", "<|python_tag|>", "it is not JSON (Expecting value)"),
         ("llama", '{"name": "add"}', 'write {"name": "...", "parameters": {...}}'),
         ("tags", "<calculator>12*3", "no </calculator> after <calculator>"),
     ],

@@ -71,7 +71,7 @@ async def test_llama_calls_are_answered(environment_of):
         (turn(("odd", {"number": 1})), "error: odd: PydanticSerializationError: Unable to serialize unknown type"),
         (
             "<tool_call>{</tool_call>",
-            "error: not a call: it is no JSON (Expecting property name enclosed in double",
+            "error: not a call: it is not JSON (Expecting property name enclosed in double",
         ),
         ("<tool_call>" + '{"a":' * 10**5, "error: not a call: no </tool_call> after it"),
     ],

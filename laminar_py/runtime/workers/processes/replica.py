@@ -56,7 +56,7 @@ class ReplicaActor(PartActor):
             secret=spec.secret,
             server=spec.server,
         )
-        with _raising_bugs(config):
+        with _unwrapping_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         keys = RelayKeys(spec.public_key, spec.secret_key)
         wire = peer_sockets(keys)
@@ -101,7 +101,7 @@ class ReplicaActor(PartActor):
         """Wait until the replica ends, and raise the error that ended it, once its last report was delivered."""
         tasks = {self._link, self._task, self._listening}
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        with _raising_bugs(self._config):
+        with _unwrapping_bugs(self._config):
             for task in (self._task, self._listening, self._link):
                 if task.done():
                     log.error("%s ended", task.get_name(), exc_info=task.exception())
@@ -116,8 +116,12 @@ def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> 
 
 
 @contextlib.contextmanager
-def _raising_bugs(config: RunConfig) -> Iterator[None]:
-    """Raise a bug as itself, also where it ended the engine; a bug in an installed backend names its package."""
+def _unwrapping_bugs(config: RunConfig) -> Iterator[None]:
+    """Raise the bug behind an error of the block as itself, and any other error unchanged.
+
+    A bug in the engine arrives as the cause of an `EngineLostError`, which would count as a crash of the engine.
+    The message of a bug in an installed backend names its package.
+    """
     try:
         yield
     except Exception as error:
