@@ -57,6 +57,10 @@ class EnvironmentCalls:
             return await self._limited(function, *arguments)
 
     async def _limited(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the user, in a thread unless it is `async`, and return its result.
+
+        Raises `CallFailedError` if it raises anything, or takes longer than `environment.timeout_s`.
+        """
         try:
             async with asyncio.timeout(self._settings.timeout_s) as limit:
                 if inspect.iscoroutinefunction(function):
@@ -112,6 +116,10 @@ class EnvironmentCalls:
         self._hung -= 1
 
     def _check_answer(self, name: str, returned: object) -> Answer:
+        """Return an answer as one of our own types; `name` is the method that returned it.
+
+        Raises `CallFailedError` if it is no valid answer.
+        """
         fault = self._find_fault(returned)
         if fault:
             raise CallFailedError(DropReason.ENVIRONMENT_FAILED, f"{name} returned {fault}")
@@ -148,6 +156,7 @@ class EnvironmentCalls:
         return self._fault_of_texts(returned.texts)
 
     def _fault_of_rewrite(self, messages: object, tools: object) -> str:
+        """Say why a `Rewrite` of these is invalid, for the end of a sentence; "" if it is valid."""
         given = ((Role.USER, messages),) if isinstance(messages, str) else messages
         if not isinstance(given, tuple) or not isinstance(tools, tuple):
             return "a Rewrite whose messages or tools are no tuple; give a text, or a tuple of (role, text)"
@@ -163,6 +172,7 @@ class EnvironmentCalls:
             return "a Rewrite of messages or tools that are no JSON"
 
     def _fault_of_texts(self, texts: object) -> str:
+        """Say why an observation is no text or too large, for the end of a sentence; "" if it is valid."""
         given = (texts,) if isinstance(texts, str) else texts
         if not isinstance(given, tuple) or not all(isinstance(text, str) for text in given):
             return "texts that are no text; give a string, or a tuple of strings"

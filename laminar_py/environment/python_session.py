@@ -68,6 +68,10 @@ class PythonSession:
         await self._stack.aclose()
 
     async def _run(self, code: str) -> str:
+        """Run code in the trajectory's session and return its output as on a terminal.
+
+        If an earlier call was cancelled, the output begins with a note that its variables are lost.
+        """
         async with self._turn:
             if self._session is None:
                 self._session = await self._stack.enter_async_context(self._pool.session())

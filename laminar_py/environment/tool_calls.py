@@ -178,9 +178,11 @@ def check_pattern(pattern: str | None) -> None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise ConfigError(f"pattern={pattern!r}: not a regular expression ({error}); mend it") from None
+        raise ConfigError(
+            f"environment.pattern={pattern!r}: not a regular expression ({error}); mend it"
+        ) from None
     if not groups:
-        raise ConfigError(f"pattern={pattern!r}: has no group; put what counts in parentheses")
+        raise ConfigError(f"environment.pattern={pattern!r}: has no group; put what counts in parentheses")
 
 
 def last_group(pattern: re.Pattern[str], text: str) -> str | None:

@@ -90,13 +90,13 @@ class SegmentStore:
                 await asyncio.to_thread(self._segment.sync)
 
     def _read(self, assignment: Assignment) -> Payload:
+        """Read the response that an assignment continues. Raises `PayloadLostError` if it has another length."""
         loaded = self._reader.load((ref.at for ref in assignment.tokens), stores=assignment.stores)
         response = loaded.response(assignment.tokens)
         if len(response.ids) != assignment.length:
             segments = ", ".join(dict.fromkeys(ref.at.segment for ref in assignment.tokens))
             raise PayloadLostError(
-                f"{assignment.trajectory_id}: {len(response.ids)} tokens in segments {segments or 'none'},"
-                f" {assignment.length} expected"
+                f"{len(response.ids)} tokens of {assignment.length} are in segments {segments or 'none'}"
             )
         return response
 

@@ -168,6 +168,7 @@ class HostedProcess:
         self._writer.close()
 
     async def _listen(self) -> None:
+        """Pass each answer of the process to its call; kill the process if its socket closes or sends too much."""
         try:
             while True:
                 size, number = CALL.unpack(await self._reader.readexactly(CALL.size))

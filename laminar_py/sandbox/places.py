@@ -123,6 +123,7 @@ def remove_cgroup(folder: Path) -> None:
 
 
 def _end_cgroup(folder: Path) -> None:
+    """Kill all processes of a cgroup and wait until it is empty. Raises `SandboxError` after `END_S`."""
     deadline = time.monotonic() + END_S
     while processes := (folder / "cgroup.procs").read_text().split():
         for process in processes:

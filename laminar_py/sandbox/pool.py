@@ -96,6 +96,10 @@ class SandboxPool:
         return self._slots[0].weaknesses
 
     async def __aenter__(self) -> "SandboxPool":
+        """Choose a tier, start all slots, and return the open pool.
+
+        If a slot does not start, all slots are closed and its error is raised.
+        """
         try:
             await asyncio.to_thread(self._prepare)
             await self._choose()
@@ -170,6 +174,11 @@ class SandboxPool:
         files: Mapping[str, bytes] | None,
         limits: SandboxLimits | None,
     ) -> SandboxResult:
+        """Run a program in a free slot, and again if its sandbox crashed or a SIGKILL ended it.
+
+        After `ATTEMPTS` such runs the result is a crash. The kernel may have sent the SIGKILL for want of memory, so
+        one SIGKILL does not count as the program's own fault.
+        """
         packed = pack(payload, files or {})
         given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin
         detail = f"its sandbox was ended with it, {ATTEMPTS} times"

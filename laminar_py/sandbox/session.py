@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from laminar_py.sandbox.hosted import HostedCall, ProcessLostError
-from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder
+from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotCommand, SlotNews
 from laminar_py.sandbox.records import SandboxLabel, SandboxResult
 from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, read_news
 
@@ -91,7 +91,7 @@ class SandboxSession:
             call.cancel()
             await asyncio.wait({call})
         if answered:
-            self._slot.send_order(SlotOrder(kind="pause"))
+            self._slot.send_command(SlotCommand(kind="pause"))
             result = self._slot.result(files, self._limits, before=before, news=None)
         else:
             if not timed_out:  # the program seems to exit by itself: let its own status be the result
@@ -106,7 +106,7 @@ class SandboxSession:
         """Resume the program, or start a new one if the last has ended. Raises `ProcessLostError`."""
         if self._live is not None:
             if not self._live.end.done():
-                self._slot.send_order(SlotOrder(kind="resume"))
+                self._slot.send_command(SlotCommand(kind="resume"))
                 return self._live
             if self._live.end.exception():
                 self._live.end.result()
@@ -120,9 +120,12 @@ class SandboxSession:
         with theirs:
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
-            files, order = RunFiles(self._packed, b""), SlotOrder(kind="run", limits=self._limits, session=True)
+            files, command = (
+                RunFiles(self._packed, b""),
+                SlotCommand(kind="run", limits=self._limits, session=True),
+            )
             try:
-                run = self._slot.send_order(order, [*files.descriptors, theirs.fileno()])
+                run = self._slot.send_command(command, [*files.descriptors, theirs.fileno()])
             except ProcessLostError:
                 writer.close()
                 files.close()

@@ -23,7 +23,7 @@ import msgspec
 from laminar_py.sandbox.hosted import HostedCall, HostedProcess, ProcessLostError
 from laminar_py.sandbox.inside.namespaces import USER
 from laminar_py.sandbox.inside.program import ProgramPayload
-from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotNews, SlotOrder, SlotSetup
+from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotCommand, SlotNews, SlotSetup
 from laminar_py.sandbox.interpreter import shared_libraries, zygote_command, zygote_environment
 from laminar_py.sandbox.places import CgroupCounts, SlotPlace
 from laminar_py.sandbox.records import (
@@ -161,7 +161,7 @@ class SandboxSlot:
         """Run a program to its end and return its result. Raises `ProcessLostError`."""
         with closing(RunFiles(packed or pack(payload, {}), stdin)) as files:
             before = self.set_limits(limits)
-            call = self.send_order(SlotOrder(kind="run", limits=limits), files.descriptors)
+            call = self.send_command(SlotCommand(kind="run", limits=limits), files.descriptors)
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
                     news = await read_news(call)
@@ -216,11 +216,11 @@ class SandboxSlot:
         """Read the counts of the cgroup; zeros without a cgroup."""
         return CgroupCounts(0, 0) if self._place.cgroup is None else self._place.cgroup.counts()
 
-    def send_order(self, order: SlotOrder | SlotSetup, descriptors: Sequence[int] = ()) -> HostedCall:
-        """Send an order to the zygote. Raises `ProcessLostError` if the slot has abandoned it."""
+    def send_command(self, command: SlotCommand | SlotSetup, descriptors: Sequence[int] = ()) -> HostedCall:
+        """Send a command to the zygote. Raises `ProcessLostError` if the slot has abandoned it."""
         if self._zygote is None:
             raise ProcessLostError("the slot abandoned it", "it ends")
-        return self._zygote.begin_call(msgspec.json.encode(order), descriptors)
+        return self._zygote.begin_call(msgspec.json.encode(command), descriptors)
 
     def abandon(self) -> None:
         """Close the connection to the zygote, which then kills its program and exits.
@@ -237,6 +237,10 @@ class SandboxSlot:
         await self._end()
 
     async def _start(self) -> None:
+        """Start the slot's zygote, set up its tier, and run a trial program in it.
+
+        Raises `ProcessLostError`, and `SandboxError` if the tier cannot be set up or the trial fails.
+        """
         environment = zygote_environment(self._home)
         self._zygote = zygote = await HostedProcess.start(zygote_command(), environment=environment, cwd="/")
         users, cgroup = self._place.users, self._place.cgroup
@@ -251,10 +255,10 @@ class SandboxSlot:
             alone=self.alone,
             counted=cgroup is not None,
         )
-        news = await read_news(self.send_order(setup))
+        news = await read_news(self.send_command(setup))
         while news.kind == "map":
             _map_users(zygote.pid, users)
-            news = await read_news(self.send_order(SlotOrder(kind="mapped")))
+            news = await read_news(self.send_command(SlotCommand(kind="mapped")))
         if news.kind != "ready":
             raise SandboxError(f"slot {self._place.number} does not start: {news.detail}")
         if cgroup is not None:
@@ -272,7 +276,7 @@ class SandboxSlot:
 
 
 async def read_news(call: HostedCall) -> SlotNews:
-    """Wait for the zygote's answer to an order. Raises `ProcessLostError`."""
+    """Wait for the zygote's answer to a command. Raises `ProcessLostError`."""
     return msgspec.json.decode(await call.answer, type=SlotNews)
 
 

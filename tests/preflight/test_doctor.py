@@ -125,7 +125,7 @@ async def test_a_mistake_of_ours_on_a_node_is_no_complaint_about_the_node(monkey
     monkeypatch.setattr(node_checks, "on_node", on_node)
     plan = make_plan(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0), [Node(id="a", ip="10.0.0.4")])
     with outcome as words:
-        (line,) = await node_checks._faults_of(
+        (line,) = await node_checks._node_faults(
             with_model(tmp_path, "configs/quickstart"), plan, "a", "10.0.0.4", "witness"
         )
         assert f"node 10.0.0.4 {words}" in line

@@ -155,7 +155,7 @@ def test_a_payload_that_is_cut_anywhere_is_refused(width: int) -> None:
     for length in range(1, len(payload)):
         with pytest.raises(DeltaError):
             applied(payload[:length], base)
-    with pytest.raises(DeltaError, match="after the planes"):
+    with pytest.raises(DeltaError, match="after its planes"):
         applied(payload + b"\0", base)
 
 

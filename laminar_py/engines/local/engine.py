@@ -155,6 +155,10 @@ class LocalEngine(StreamingEngine[Scheduler]):
     # ---- the engine's thread
 
     def _live(self, ended: Future[None]) -> None:
+        """Run the engine's thread until it closes: carry out commands, generate a step, pass the deltas on.
+
+        `ended` gets the error that stopped the thread, or None.
+        """
         try:
             torch.set_flush_denormal(True)  # in this thread: products with denormal weights are 100 times slower
             with torch.inference_mode():

@@ -95,6 +95,7 @@ class PrefillQueue:
         return batch, lengths
 
     def _compute(self, batch: Sequence[Prefill], lengths: Indices) -> None:
+        """Prefill the next `lengths` tokens of each request in one padded batch, and write their KV cache."""
         starts = np.array([prefill.done for prefill in batch])
         slots = np.array([prefill.slots[0] for prefill in batch])
         ids = np.zeros((len(batch), int(lengths.max())), np.int64)

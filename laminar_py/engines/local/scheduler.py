@@ -194,6 +194,7 @@ class Scheduler(RequestScheduler[Job]):
         return Job(ticket=ticket, request=request, response=request.prefix_ids)
 
     def _send(self, job: Job, finish_reason: FinishReason | None = None) -> None:
+        """Pass on the unsent tokens of a job; the last delta has the finish reason and the routed experts."""
         ids, logprobs = self._slots.take_unsent(job.slot)
         if len(ids) or finish_reason:
             self._add_delta(

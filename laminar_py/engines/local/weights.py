@@ -176,6 +176,10 @@ class _Folder:
 
 
 def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights:
+    """Read the weights of a layer, packed as the CPU kernels need them.
+
+    Query, key and value share one matrix, as do up and gate. A tensor of another shape than `spec` raises.
+    """
     hidden, intermediate, head_dim, mixture = spec.hidden, spec.intermediate, spec.head_dim, spec.mixture
     size_q, size_kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
 

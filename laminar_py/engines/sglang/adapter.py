@@ -60,8 +60,8 @@ class ServerAdapters:
                 f"version {version} in {path} has other tensors than the version before; publish the same"
             )
         name = f"{self._client}-{version}-{next(self._count)}"
-        order = {"lora_name": name, "lora_path": str(path)}
-        answer = await self._server.post_and_decode("load_lora_adapter", _Loaded, limit_s=self._limit_s, **order)
+        fields = {"lora_name": name, "lora_path": str(path)}
+        answer = await self._server.post_and_decode("load_lora_adapter", _Loaded, limit_s=self._limit_s, **fields)
         if answer.loaded_adapters.get(name) != str(path):
             raise RefusedError(
                 f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead"

@@ -105,6 +105,7 @@ def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, a
 
 
 def _model_fault(answers: Answers, sizes: ModelSizes) -> str | None:
+    """Say how the server's model differs from `model.path`, for the end of a sentence; None if it does not."""
     theirs, ours = (answers.model.architectures or [])[:1], (sizes.architectures or [])[:1]
     if not theirs or not ours:
         theirs, ours = [answers.model.model_type or "nothing"], [sizes.model_type or "nothing"]
@@ -138,6 +139,7 @@ def _swap_fault(server: ServerInfo, on_new_weights: OnNewWeights) -> str | None:
 
 
 def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
+    """Say which recording of `rollout.record` the server lacks, for the end of a sentence; None if none."""
     if Recording.ROUTED_EXPERTS in rollout.record and not server.enable_return_routed_experts:
         return "does not record routed_experts of rollout.record; start it with --enable-return-routed-experts"
     # The server ends a request with a longer mask. Ties with the last kept token make a mask longer than top_k.
@@ -150,6 +152,10 @@ def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
 
 
 async def _request_answers(url: str, api_key: str | None) -> Answers:
+    """Ask a running server for its settings and its model. Raises `ConfigError` if it does not answer.
+
+    It also resumes a server that an earlier client left paused.
+    """
     connection = ServerConnection(url, api_key=api_key, timeout_s=ANSWER_S)
     try:
         server = await connection.get("server_info", ServerInfo)

@@ -42,6 +42,7 @@ def check(config: RunConfig) -> None:
 
 
 def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> None:
+    """Raise `ConfigError` for settings that SGLang cannot combine with LoRA adapters."""
     rollout = config.rollout
     if config.warm_start is not None:
         raise ConfigError(
@@ -95,6 +96,7 @@ def check_node(config: RunConfig) -> None:
 
 
 async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:
+    """Raise `ConfigError` if a running server is on another host, or unfit for this config."""
     from laminar_py.engines.sglang.attach import check_server
 
     for url in section.urls:

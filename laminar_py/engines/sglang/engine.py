@@ -145,6 +145,11 @@ class SGLangEngine:
                     wait.cancel()
 
     async def _deltas(self, stream: Stream) -> AsyncIterator[Delta]:
+        """Yield the deltas of a stream until its last.
+
+        A request that the server refuses raises `RefusedError`. A broken stream marks the server as lost, and
+        raises `EngineLostError`.
+        """
         rid, finished = stream.request.rid, False
         cache = f"{self._client}-{self._version}"
         body = stream.generate_body(self._version, cache=cache, adapter=self._adapters.current)
@@ -278,6 +283,10 @@ class SGLangEngine:
             self._open_gate()
 
     async def _load_whole(self, path: Path, version: int, running: Sequence[Stream]) -> None:
+        """Load a full version into the paused server, and stamp it on the running streams.
+
+        Raises `RefusedError` if the version has other tensors than the version before.
+        """
         recomputes = self._paused is PauseMode.RETRACT
         layout = await asyncio.to_thread(weights_layout, path)
         if self._layout not in (None, layout):
@@ -292,6 +301,7 @@ class SGLangEngine:
             stream.loaded(version, recomputed=recomputes)
 
     async def _update(self, path: Path, version: int) -> None:
+        """Have the server read a version from its folder. Raises `RefusedError` if the server cannot."""
         answer = await self._server.post_and_decode(
             "update_weights_from_disk",
             UpdateAnswer,

@@ -1,10 +1,10 @@
 """Ends one SGLang server with all its processes on request, when its owner ends, or when the server has ended.
 
-`SGLangServer` runs this file as a script. Standard input brings one line, an `Order` as JSON, and stays open; its
-end means stop. After the guard has ended, no process of the server is left, inside or outside its process group,
+`SGLangServer` runs this file as a script. Standard input brings one line, a `GuardRequest` as JSON, and stays open;
+its end means stop. After the guard has ended, no process of the server is left, inside or outside its process group,
 and no file of it in shared memory or the folder for temporary files (`tests/engines/sglang/test_guard.py`).
 
-    starting --order--> watching --input closed | owner, stand-in or server ended--> ending --no child--> ended
+    starting --request--> watching --input closed | owner, stand-in or server ended--> ending --no child--> ended
 
 The guard is a grandchild of the owner: Ray kills the children of an ending process, and a killed child has no time
 to clean up. The child is a stand-in that waits for the guard and returns its exit code. Both import few modules,
@@ -34,38 +34,38 @@ LEFT_BEHIND = re.compile(r"/dev/shm/sglang_loads_\w+\.shm")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Command to run, e.g. `Order(["python", "-m", "sglang.launch_server"], {"api-key": "..."})`."""
+class GuardRequest:
+    """Command to run, e.g. `GuardRequest(["python", "-m", "sglang.launch_server"], {"api-key": "..."})`."""
 
     command: list[str]
     config: dict[str, str]  # secret flags, passed by a private file, since other users can read command lines
 
 
 def main() -> int:
-    """Run the server of the order on standard input. Returns its exit code as a shell would: 128 + signal."""
+    """Run the server of the request on standard input. Returns its exit code as a shell would: 128 + signal."""
     line = sys.stdin.readline()
     if not line:
         return 1
-    order = Order(**json.loads(line))
+    request = GuardRequest(**json.loads(line))
     stand_in, owner = os.getpid(), os.getppid()
     guard = os.fork()
     if guard:
         return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
     os.setsid()
     with tempfile.TemporaryDirectory(prefix="laminar-sglang-") as scratch:
-        return _run(order, Path(scratch), stand_in, owner)
+        return _run(request, Path(scratch), stand_in, owner)
 
 
-def _run(order: Order, scratch: Path, *reasons: int) -> int:
+def _run(request: GuardRequest, scratch: Path, *reasons: int) -> int:
     """Start the server. End it when standard input closes, or a process in `reasons` or the server ends.
 
     Returns the server's exit code.
     """
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process, so none escapes
     config = scratch / "config.yaml"
-    config.write_text(json.dumps(order.config))  # JSON is YAML
+    config.write_text(json.dumps(request.config))  # JSON is YAML
     server = subprocess.Popen(
-        [*order.command, "--config", str(config)],
+        [*request.command, "--config", str(config)],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(scratch)},  # deleting the folder deletes its sockets
         preexec_fn=kernel.end_with_parent,  # in case the guard is killed

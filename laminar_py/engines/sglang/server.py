@@ -22,7 +22,7 @@ from typing import BinaryIO, Self
 import aiohttp
 import psutil
 
-from laminar_py.engines.sglang.guard import Order
+from laminar_py.engines.sglang.guard import GuardRequest
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.launch import LOOPBACK, ServerSpec
 from laminar_py.records.engine import EngineLostError
@@ -100,6 +100,10 @@ class SGLangServer:
         return f"the process ended with code {await self._guard.wait()}"
 
     async def _launch(self) -> None:
+        """Start the server below a guard process, which ends the server when this process ends.
+
+        The key goes through the guard's input, so that no other user sees it on a command line.
+        """
         self._port = _free_port(self.spec.host)
         with _open_private(self.spec.log) as log:  # SGLang writes its key into it
             self._log_start = log.tell()
@@ -113,13 +117,14 @@ class SGLangServer:
                 env=self.spec.environment(),
                 start_new_session=True,
             )
-        order = Order(self.spec.command(self._port), {"api-key": self.api_key})
+        request = GuardRequest(self.spec.command(self._port), {"api-key": self.api_key})
         assert self._guard.stdin is not None, "the guard has an input"
-        self._guard.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        self._guard.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
         with suppress(ConnectionError):  # it has ended already; `_wait_until_up` finds it
             await self._guard.stdin.drain()
 
     async def _wait_until_up(self) -> None:
+        """Return when the server answers. Raises `EngineLostError` with the end of its log if it exits first."""
         ended = asyncio.create_task(self._ended())
         up = asyncio.create_task(self._answers())
         try:
@@ -132,6 +137,7 @@ class SGLangServer:
             up.cancel()
 
     async def _answers(self) -> None:
+        """Ask the server for its model again and again, and return when it answers."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         async with aiohttp.ClientSession(headers=headers(self.api_key), timeout=timeout) as session:
             while True:

@@ -48,6 +48,7 @@ class SGLangConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Refuse URLs that are no addresses or are named twice, and tensor parallelism on CPUs."""
         for url in self.urls:
             if not is_address(url):
                 raise ConfigError(

@@ -119,6 +119,10 @@ class Stream:
         return delta if meta.finish_reason is None else self._last(delta, meta, meta.finish_reason)
 
     def _last(self, delta: Delta, meta: Meta, finish: WireFinish) -> Delta:
+        """Complete the last delta of a stream with corrected versions, routed experts and the finish reason.
+
+        Raises `WireError` if the server sent something else than these.
+        """
         if self.adapter is None:
             delta = self._restamped(delta, parse_spans(meta, length=self.length))
         top_k = self.served.experts_top_k

@@ -271,6 +271,11 @@ class AgentEnvironment:
         self._inbox.put_nowait(None)  # wakes `_next_request`
 
     async def _next_request(self) -> Answer:
+        """Wait for the agent's next request, and return its new words; return `End` once the agent has ended.
+
+        A request that is too long is refused, and the wait continues. Raises `AgentFailedError` if the agent
+        failed.
+        """
         while True:
             given = await self._inbox.get()
             if isinstance(self._last, AgentFailedError):

@@ -184,6 +184,7 @@ class Bodies:
         return {"content": entries, "refusal": None}
 
     def _choice(self, answer: AgentAnswer, place: int, body: TurnRequest) -> dict[str, Any]:
+        """Build the choice number `place` of a response in the format that `body` asked for."""
         ids, values = answer.ids.tolist(), answer.logprobs.tolist()
         known = len(values) == len(ids)  # a replayed turn has no log-probabilities
         choice: dict[str, Any] = {"index": place, "finish_reason": finish_of(answer), "logprobs": None}

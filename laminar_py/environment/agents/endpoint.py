@@ -152,6 +152,10 @@ class AgentEndpoint:
         )
 
     async def _reward(self, request: web.Request) -> web.Response:
+        """Accept an agent's reward, which ends its trajectory.
+
+        A key of another trajectory is refused with status 403, too large a number with 400.
+        """
         agent = self._agent(request)
         named = request.match_info.get("trajectory")
         if named is not None and named != agent.trajectory_id:

@@ -84,6 +84,10 @@ class Launcher:
             _kill_group(pid)
 
     def _start_or_kill(self, number: int, body: bytes) -> None:
+        """Start the agent that `body` describes, under this number; an empty body kills the number's agent.
+
+        If no process can be forked, only this agent fails, with the reason in its log.
+        """
         if not body:
             for pid in [pid for pid, known in self._numbers.items() if known == number]:
                 _kill_group(pid)
@@ -143,6 +147,7 @@ class Launcher:
             os._exit(code & 0xFF)
 
     def _prepare_agent(self, order: dict[str, Any], parent: int) -> None:
+        """Make a forked process ready for its agent: group, signals, output, folder, variables and limits."""
         kernel.end_with_parent(parent=parent)
         os.setsid()
         signal.set_wakeup_fd(-1)

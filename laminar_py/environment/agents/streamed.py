@@ -118,6 +118,7 @@ class EventStream:
         calls: list[dict[str, Any]] | None = None,
         finish: str | None = None,
     ) -> bytes:
+        """Encode one event of a stream: new text with its ids and log-probabilities, tool calls, or the end."""
         wants = isinstance(self._body, ChatRequest) and bool(self._body.logprobs) and len(values) == len(ids)
         logprobs = self._bodies.token_logprobs(ids, values) if wants else None
         delta: dict[str, Any] = {"content": text or None if calls else text}

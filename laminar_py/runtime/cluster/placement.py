@@ -402,6 +402,10 @@ class Placement:
         return self._needs
 
     def _plan_anew(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
+        """Plan again if a node of the plan is gone, the needs were `scaled`, or a part has no place.
+
+        Parts on live nodes keep their places. Raises `RunFailedError` if the nodes have no room for the run.
+        """
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
         self._known = {id: node for id, node in self._known.items() if id in alive}  # new nodes are added below

@@ -58,6 +58,7 @@ class RayCluster:
         """
 
         def start() -> "ray.actor.ActorHandle":
+            """Start the actor, in the thread that calls Ray."""
             strategy = NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
             path = class_path(actor_class)
             options = _ray_class(path.rpartition(":")[2]).options(
@@ -286,6 +287,7 @@ def _start_thread() -> None:
 
 
 def _make_calls() -> None:
+    """Make the calls of Ray in the order of their requests, for ever; runs in a thread of its own."""
     while True:
         future, call = _asked.get()
         if not future.set_running_or_notify_cancel():

@@ -157,6 +157,7 @@ class ReplicaConnection:
         return Down(self.reports_received, first, tuple(map(msgspec.Raw, commands)))
 
     async def _request(self, id: int, question: Look | Expect, within_s: float | None) -> Reply | None:
+        """Send a question and return its answer; None if the connection closes or `within_s` passes first."""
         if self._closed:
             return None
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()

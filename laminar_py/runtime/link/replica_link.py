@@ -143,6 +143,7 @@ class ReplicaLink:
                 await self._acknowledged_event.wait()
 
     def _frame(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
+        """Encode a frame with a report, its answers, and the acknowledgement of all received commands."""
         self._acknowledged = self._commands_received
         up = Up(
             label=self._label,
@@ -159,6 +160,10 @@ class ReplicaLink:
             self._peer.send(self._frame())
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
+        """Receive frames of the controller until cancelled, and start each command once, in order.
+
+        Commands that no report acknowledges within `ACKNOWLEDGE_S` are acknowledged by a frame of their own.
+        """
         while True:
             down = read_record(Down, await self._peer.receive())
             if down is None:
@@ -192,6 +197,7 @@ class ReplicaLink:
                 await asyncio.sleep(0)  # it starts now
 
     async def _carry_out(self, command: Abort | GiveUp | Stop | Look) -> None:
+        """Carry out a command that waits for the engine; a `Look` answers with a survey."""
         match command:
             case Abort(trajectory_ids):
                 await self._replica.abort(trajectory_ids)

@@ -123,6 +123,10 @@ class TurnServer:
     def _receive(
         self, sender: bytes, message: ToProcess | None, host: AnswersTurns, tasks: asyncio.TaskGroup
     ) -> None:
+        """Handle a message of a replica. A repeated turn is ignored while its answer is in work.
+
+        Any other repetition is answered again, and the host returns the same answer.
+        """
         match message:
             case AskedTurn(number, turn) if (sender, number) not in self._answering:
                 self._answering.add((sender, number))

@@ -134,6 +134,10 @@ class Checkpoints:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _complete(self, folder: Path, step: int, version: int, *, began: float, stall_s: float) -> None:
+        """Wait until a checkpoint and its version are saved, and record the checkpoint.
+
+        Then delete checkpoints beyond the number to keep, and archive pieces that no remaining checkpoint needs.
+        """
         await self._saved()
         await self._recorded(version)
         path = str(folder.relative_to(self._run.path))

@@ -66,6 +66,7 @@ def _newest(run: RunFolder) -> Checkpointed:
 
 
 def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Exported:
+    """Export a checkpoint of a run to the folder `out`, as a plain Hugging Face model in `dtype`."""
     from laminar_py.learner.export import export_checkpoint
 
     step = read_marker(checkpoint).step

@@ -121,6 +121,10 @@ class ElasticFleet:
     # ---- requests
 
     async def _serve(self, request: ScaleRequest) -> ScaleAnswer:
+        """Check a request to change the fleet, carry it out, and return the answer for the user.
+
+        A request that fails its checks changes nothing.
+        """
         try:
             config = scaled(self._config, replicas=request.replicas, urls=request.urls)
             change = await self._checked(config)

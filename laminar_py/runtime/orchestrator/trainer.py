@@ -301,6 +301,10 @@ class Trainer:
     # ---- the learner's life
 
     async def _start(self) -> None:
+        """Start the learner from the last checkpoint, publish its weights, and record that version.
+
+        A new run also saves its first checkpoint here. Raises the error of a version that was lost.
+        """
         checkpoint = self._checkpoints.last
         started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
         # a step without signal counts, though the learner took none

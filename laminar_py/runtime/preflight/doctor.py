@@ -142,6 +142,7 @@ def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
+    """Return lines on GPUs that the plan uses badly: idle ones, or a learner with more than rollout has."""
     learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
     idle = (
         sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus - needs.server_gpus
@@ -217,6 +218,7 @@ def _sandbox() -> Finding:
 
 
 def _optional() -> list[Finding]:
+    """Return findings on optional packages, each with its version or with the command that installs it."""
     wanted = {
         "flash_attn": "pip install --no-build-isolation laminar-py[flash-attn] (CUDA only)",
         "sglang": "pip install laminar-py[sglang], or sglang in an environment of its own (rollout on GPUs)",

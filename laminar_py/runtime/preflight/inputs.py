@@ -226,6 +226,7 @@ def _line_of(script: Path, traceback: str) -> str:
 
 
 def _check_model(config: RunConfig) -> None:
+    """Raise `ConfigError` if the folder of the model or of the reference lacks its config or its weights."""
     reference = config.algorithm.reference if config.algorithm.has_reference else None
     if reference is not None and not list(reference.glob("*.safetensors")):
         raise ConfigError(f"algorithm.reference={reference}: no *.safetensors in it; name a folder with a model")
@@ -362,6 +363,7 @@ def _check_room(config: RunConfig) -> None:
 
 
 def _check_ports(config: RunConfig) -> None:
+    """Raise `ConfigError` if a port from `relay.base_port` on is taken on this host."""
     relay = config.relay
     if relay.base_port is None:
         return

@@ -94,6 +94,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _attention(self) -> int:
+        """Parameters in an attention layer: projections, biases and norms of the heads."""
         hidden, queries, keys = self.hidden_size, self.query_width, self.key_width
         attention = 2 * hidden * (queries + keys)
         if self.attention_bias or self.model_type in ("qwen2", "qwen2_moe"):

@@ -76,6 +76,7 @@ class EnvironmentProcesses:
             await parts[0].call("watch", WATCH_S)
 
     def _spec(self, index: int) -> PartSpec:
+        """Describe an environment process for its keeper."""
         return PartSpec(
             names=[f"environment-{index}"],
             actor_class="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
@@ -89,6 +90,7 @@ class EnvironmentProcesses:
         )
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
+        """Load the environments in a started process, which then listens for turns of replicas."""
         node = parts[0].place.node
         assert node is not None, "a plan names a node for every part"
         spec = EnvironmentSpec(

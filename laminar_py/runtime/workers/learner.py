@@ -100,6 +100,7 @@ class LearnerLink:
         self._keeper.kill()
 
     async def _start(self, parts: Sequence[Part]) -> None:
+        """Start all ranks together, from the checkpoint if there is one; they meet at a new rendezvous."""
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
         ranks_on = Counter(part.place.node for part in parts)
@@ -273,6 +274,7 @@ class ReferenceStage:
         return answer
 
     async def _start(self, parts: Sequence[Part]) -> None:
+        """Start the reference model in its process, with a rendezvous and a label of its own."""
         self._starts += 1
         run = self._incarnation.run.path
         rendezvous = run.resolve() / f"rendezvous-{REFERENCE}-{self._starts}"

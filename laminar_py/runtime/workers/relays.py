@@ -196,6 +196,10 @@ class Relays:
         """Return the complete versions in the stores of (node, host) pairs; ascending, each once."""
 
         async def look(node: int, host: str) -> list[Manifest]:
+            """Return the manifests that a node's store holds; none if its host is gone or does not answer.
+
+            Raises `PartBugError` if the function itself fails there.
+            """
             try:
                 async with asyncio.timeout(NODE_TIMEOUT_S):
                     return decode(list[Manifest], await on_node(host, stored_manifests, str(self.store(node))))

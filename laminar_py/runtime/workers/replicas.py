@@ -308,6 +308,7 @@ class Replicas:
         self._keepers[index].kill()
 
     def _spec(self, index: int) -> PartSpec:
+        """Describe the process of a replica for its keeper."""
         return PartSpec(
             names=[f"replica-{index}"],
             actor_class="laminar_py.runtime.workers.processes.replica:ReplicaActor",
@@ -334,7 +335,7 @@ class Replicas:
 
         A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
         """
-        await self._close_line(index)
+        await self._close_connection(index)
         await self._take_over(index)
         self._stats.next_report.set()  # `stop` may wait for its trajectories
         on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
@@ -366,10 +367,14 @@ class Replicas:
         await back_off(failures)
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
+        """Attach a replica to a relay, open its connection, and start it with the trajectories it continues.
+
+        The new life gets a new label, so reports of the life before are ignored. Raises `PartCrashedError`.
+        """
         self._stats.add_replica(index)
         relay = await self._relays.attach(index, parts[0].place)
         self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
-        await self._close_line(index)  # of a failed start
+        await self._close_connection(index)  # of a failed start
         self._connections[index], self._relay_sent[index] = self._hub.open(label, index), relay
         self.update_places()
         spec = ReplicaSpec(
@@ -404,7 +409,7 @@ class Replicas:
         self._hub.mark_started(connection)
         raise PartCrashedError(f"replica-{index}", await connection.lost)
 
-    async def _close_line(self, index: int) -> None:
+    async def _close_connection(self, index: int) -> None:
         """Close the connection to a replica, if there is one."""
         connection = self._connections.pop(index, None)
         if connection is not None:

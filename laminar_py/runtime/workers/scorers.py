@@ -131,6 +131,7 @@ class Scorers:
         return RemoteScorer(part, self._concurrency[index], self._payload)
 
     def _spec(self, index: int) -> PartSpec:
+        """Describe the process of a scorer for its keeper."""
         return PartSpec(
             names=[f"scorer-{index}"],
             actor_class=self._incarnation.kinds.scorer
@@ -142,6 +143,7 @@ class Scorers:
         )
 
     async def _start(self, index: int, parts: Sequence[Part]) -> None:
+        """Start a scorer in its process, send it the addresses of the servers, and note its concurrency."""
         config, run = self._incarnation.config, self._incarnation.run
         spec = ScorerSpec(
             config=config.model_dump_json(),
@@ -189,6 +191,7 @@ class RewardServers:
             await part.call("watch", SERVER_WATCH_S)
 
     def _spec(self, place: int, pool: str, index: int) -> PartSpec:
+        """Describe the process beside a server of a pool for its keeper; `place` is its index in the plan."""
         return PartSpec(
             names=[server_name(pool, index)],
             actor_class="laminar_py.runtime.workers.processes.services:ServerActor",
@@ -202,6 +205,7 @@ class RewardServers:
         )
 
     async def _start(self, pool: str, index: int, parts: Sequence[Part]) -> None:
+        """Start a server of a pool on its node, and publish its address to all scorers."""
         (part,) = parts
         node = part.place.node
         assert node is not None, "a plan names a node for every part"

@@ -83,6 +83,10 @@ class Fences:
         os.close(file)
 
     def _set_limits(self, limits: SandboxLimits, *, session: bool) -> None:
+        """Set the resource limits of this process from `limits`.
+
+        In a session each piece of code gets CPU time of its own, so the hard limit on CPU time stays open.
+        """
         seconds = math.ceil(limits.cpu_s)
         most = resource.RLIM_INFINITY if session else seconds + 1
         kernel.limit(resource.RLIMIT_CPU, seconds, most=most)

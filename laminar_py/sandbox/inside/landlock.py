@@ -67,6 +67,7 @@ def _known_rights() -> int:
 
 
 def _make_rules(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -> int:
+    """Make a ruleset with these rights by path, and return its descriptor; skip paths that do not exist."""
     fence = kernel.syscall(CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(size), ctypes.c_uint32(0))
     for path, rights in rules:
         try:

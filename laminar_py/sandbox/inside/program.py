@@ -149,6 +149,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def _kind(error: BaseException) -> str:
+    """Return which limit or fence caused an error: `memory`, `processes`, `network` or `files`; "" for none."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "memory"
     if isinstance(error, RuntimeError) and "start new thread" in str(error):

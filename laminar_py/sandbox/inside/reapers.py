@@ -58,16 +58,16 @@ class UserReaper:
             raise OSError("the helper process that ends programs has exited, so this slot can end no program")
 
 
-def _run_helper(orders: socket.socket, helper: int, user: int) -> None:
-    """Act as the helper: send each signal number from `orders` to all processes of a user."""
+def _run_helper(connection: socket.socket, helper: int, user: int) -> None:
+    """Act as the helper: send each signal number from `connection` to all processes of a user."""
     assert helper > 0 < user, "as root this would signal the whole machine"
     os.setgroups([])
     os.setresgid(helper, helper, helper)
     os.setresuid(helper, user, helper)
     assert os.getresuid() == (helper, user, helper), "as root this would signal the whole machine"
-    while order := orders.recv(1):
-        _send_signal(-1, order[0])
-        orders.sendall(order)
+    while number := connection.recv(1):
+        _send_signal(-1, number[0])
+        connection.sendall(number)
 
 
 class TreeReaper:

@@ -137,6 +137,7 @@ def _refusals(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
 
 
 def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
+    """Return the filter programs of calls that are allowed with some arguments only, by name of the call."""
     return {
         "clone": [*_clone_checks(), _op(RETURN, ALLOW)],
         "fcntl": _refuse_values(1, OWNERS),
@@ -178,6 +179,10 @@ def _metadata_answers(calls: Mapping[str, int], *, own_user: bool) -> dict[str, 
 
 
 def _single_process(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
+    """Return filter programs that refuse new processes, and signals to any process but `process`.
+
+    Threads stay allowed.
+    """
     threads = [
         *_clone_checks(),
         _op(ANY_BIT, THREAD, 1, 0),

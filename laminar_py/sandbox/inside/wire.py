@@ -4,9 +4,9 @@ A call is four bytes of length, four bytes of the call's number, then a body in 
 File descriptors may travel with it. The owner may send many calls at a time; each gets one answer with its number.
 An empty body cancels the call. A hosted process ends when its socket closes.
 
-**Zygotes** take JSON. The first call is a `SlotSetup`, each further one a `SlotOrder`. Each answer is a
+**Zygotes** take JSON. The first call is a `SlotSetup`, each further one a `SlotCommand`. Each answer is a
 `SlotNews`: `map` (write my user map, then call again), `ready`, `fault` (and it exits), `end` (of a run), `done`.
-Input and output of a program lie in files of their own, whose descriptors come with the order. So a program
+Input and output of a program lie in files of their own, whose descriptors come with the command. So a program
 cannot write into this socket, and the zygote reads nothing that a program wrote. This module imports only the
 standard library.
 """
@@ -65,8 +65,8 @@ class SlotSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotOrder:
-    """Order to the zygote: `run`, with five descriptors or a session's six, `pause`, `resume`, `mapped`."""
+class SlotCommand:
+    """Command to the zygote: `run`, with five descriptors or a session's six, `pause`, `resume`, `mapped`."""
 
     kind: str
     limits: SandboxLimits = DEFAULTS
@@ -90,10 +90,10 @@ def read_setup(body: bytes) -> SlotSetup:
     return SlotSetup(**json.loads(body))
 
 
-def read_order(body: bytes) -> SlotOrder:
-    """Decode an order of the owner."""
-    order = json.loads(body)
-    return SlotOrder(**{**order, "limits": SandboxLimits(**order["limits"])})
+def read_command(body: bytes) -> SlotCommand:
+    """Decode a command of the owner."""
+    command = json.loads(body)
+    return SlotCommand(**{**command, "limits": SandboxLimits(**command["limits"])})
 
 
 def own_control() -> socket.socket:

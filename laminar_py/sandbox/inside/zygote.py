@@ -1,7 +1,7 @@
 """The zygote: a warm interpreter inside its slot's fences, which forks a child for each program.
 
 A slot starts it with a socket to the owner. It never reads data of a program, so no run sees another run's data.
-It ends when its owner ends. Its states, by orders of the owner:
+It ends when its owner ends. Its states, by commands of the owner:
 
     setting up -> idle -> (run) running -> idle             a program ends, or is ended at its wall time
                           running -> (pause) paused -> (resume) running     between calls of a session
@@ -28,12 +28,12 @@ from laminar_py.sandbox.inside.fences import NUM_DESCRIPTORS, Fences
 from laminar_py.sandbox.inside.homes import FolderHome, Home, MemoryHome
 from laminar_py.sandbox.inside.reapers import NamespaceReaper, Reaper, TreeReaper, UserReaper, end_all
 from laminar_py.sandbox.inside.wire import (
+    SlotCommand,
     SlotNews,
-    SlotOrder,
     SlotSetup,
     news_frame,
     own_control,
-    read_order,
+    read_command,
     read_setup,
     receive_call,
 )
@@ -90,70 +90,70 @@ class Zygote:
         with contextlib.suppress(OwnerGoneError):
             while True:
                 if self._wait(None):
-                    number, order, descriptors = self._receive()
-                    if order is not None and order.kind == "run":
-                        self._run(number, order, descriptors)
-                    elif order is not None:
+                    number, command, descriptors = self._receive()
+                    if command is not None and command.kind == "run":
+                        self._run(number, command, descriptors)
+                    elif command is not None:
                         self._answer(number, SlotNews(kind="done"))  # its program has ended before
 
-    def _run(self, number: int, order: SlotOrder, descriptors: list[int]) -> None:
+    def _run(self, number: int, command: SlotCommand, descriptors: list[int]) -> None:
         """Fork a program, wait for its end within its limits, kill its processes, and report the outcome.
 
         The home folder is reset before and after the run.
         """
-        self._reset_home(order)
+        self._reset_home(command)
         before, start = _children_cpu_s(), time.monotonic()
         child = os.fork()
         if child == 0:
-            self._run_program(order, descriptors)
+            self._run_program(command, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self._status = None
         ended = ""
         try:
-            ended = self._await_end(child, order, start + order.limits.wall_s)
+            ended = self._await_end(child, command, start + command.limits.wall_s)
         finally:
             elapsed_s = time.monotonic() - start
             status = end_all(self._reaper, child, self._status)
         if not ended and self._home.is_full(
-            order.limits.file_bytes
+            command.limits.file_bytes
         ):  # measured again, now that no process can hide files
             ended = "folder"
         news = SlotNews(
             kind="end", status=status, ended=ended, cpu_s=_children_cpu_s() - before, elapsed_s=elapsed_s
         )
         self._answer(number, news)
-        self._reset_home(order)
+        self._reset_home(command)
 
-    def _reset_home(self, order: SlotOrder) -> None:
-        if self._home.reset(order.limits.file_bytes):
+    def _reset_home(self, command: SlotCommand) -> None:
+        if self._home.reset(command.limits.file_bytes):
             self._fences.allow_paths(readable=self._readable, home=self._home.path)
 
-    def _await_end(self, child: int, order: SlotOrder, deadline: float) -> str:
+    def _await_end(self, child: int, command: SlotCommand, deadline: float) -> str:
         """Wait until a child ends, or until there is a reason to end it. Returns the reason, or ""."""
         looks = isinstance(self._home, FolderHome)
         while not self._reap_child(child):
-            left = None if order.session else deadline - time.monotonic()
+            left = None if command.session else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return "wall"
             if self._wait(min(left or LOOK_S, LOOK_S) if looks else left):
-                number, order_now, _ = self._receive()
-                if order_now is None:
+                number, next_command, _ = self._receive()
+                if next_command is None:
                     return "asked"
-                paused = order_now.kind == "pause"
+                paused = next_command.kind == "pause"
                 self._reaper.signal_all(signal.SIGSTOP if paused else signal.SIGCONT, leader=child)
                 self._answer(number, SlotNews(kind="done"))
-            if self._home.is_full(order.limits.file_bytes):
+            if self._home.is_full(command.limits.file_bytes):
                 return "folder"
         return ""
 
     def _reap_child(self, child: int) -> bool:
-        found, status = os.waitpid(child, os.WNOHANG)
-        self._status = status if found else None
-        return bool(found)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        self._status = status if ended else None
+        return bool(ended)
 
     def _wait(self, seconds: float | None) -> bool:
-        """Wait for an order, for the end of a child, or for `seconds`. Returns True if an order is there.
+        """Wait for a command, for the end of a child, or for `seconds`. Returns True if a command has arrived.
 
         Raises `OwnerGoneError`.
         """
@@ -164,18 +164,18 @@ class Zygote:
             os.read(self._woken, 4096)
         return self._control.fileno() in found
 
-    def _receive(self) -> tuple[int, SlotOrder | None, list[int]]:
-        """Receive the next call; it has no order if it cancels the run. Raises `OwnerGoneError`."""
+    def _receive(self) -> tuple[int, SlotCommand | None, list[int]]:
+        """Receive the next call; it has no command if it cancels the run. Raises `OwnerGoneError`."""
         call = receive_call(self._control)
         if call is None:
             raise OwnerGoneError
         number, body, descriptors = call
-        return number, read_order(body) if body else None, descriptors
+        return number, read_command(body) if body else None, descriptors
 
     def _answer(self, number: int, news: SlotNews) -> None:
         self._control.sendall(news_frame(number, news))
 
-    def _run_program(self, order: SlotOrder, descriptors: list[int]) -> NoReturn:
+    def _run_program(self, command: SlotCommand, descriptors: list[int]) -> NoReturn:
         """Run the program in this forked child, then exit."""
         code = 70
         try:
@@ -184,11 +184,11 @@ class Zygote:
             os.chdir(self._home.path)
             _replace_environment(self._home.path)
             self._control.detach()
-            self._fences.apply(order.limits, session=order.session)
+            self._fences.apply(command.limits, session=command.session)
             _move_descriptors(descriptors[1:])
-            if order.session:
+            if command.session:
                 calls = socket.socket(fileno=STREAMS - 1)
-                code = program.converse(files, calls, cpu_s=math.ceil(order.limits.cpu_s))
+                code = program.converse(files, calls, cpu_s=math.ceil(command.limits.cpu_s))
             else:
                 code = program.run(payload, files, report=STREAMS - 2)
         except BaseException as error:  # noqa: BLE001 - a fence failed; the owner reads it in its first test run

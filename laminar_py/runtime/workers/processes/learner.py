@@ -150,6 +150,10 @@ class LearnerActor(ComputingActor):
 def _real_learner(
     config: RunConfig, spec: LearnerSpec, note: Callable[[LearnerProgress], None]
 ) -> tuple[Learner, LearnerStarted]:
+    """Join the group of ranks and make this rank's learner; return it with its sizes for the controller.
+
+    Rank 0 makes the warm start first, if the config has one and this start needs it. `note` gets its progress.
+    """
     device = config.learner_device.value
     model = config.model
     refers_to_start = config.algorithm.has_reference and config.algorithm.reference is None

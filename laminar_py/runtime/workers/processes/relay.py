@@ -25,6 +25,7 @@ class RelayActor(PartActor):
         self._events: list[RelayEvent] = []
 
         def make_node(port: int) -> RelayNode:
+            """Make the node with this port; port 0 takes any free port."""
             return RelayNode(
                 f"relay-{spec.node}",
                 store=Path(spec.store),
