@@ -160,7 +160,7 @@ class EnvironmentCalls:
         given = ((Role.USER, messages),) if isinstance(messages, str) else messages
         if not isinstance(given, tuple) or not isinstance(tools, tuple):
             return "a Rewrite whose messages or tools are no tuple; give a text, or a tuple of (role, text)"
-        if not given or not all(isinstance(one, Mapping) or _is_pair(one) for one in given):
+        if not given or not all(isinstance(message, Mapping) or _is_pair(message) for message in given):
             return "a Rewrite without messages; give a text, or a tuple of (role, text)"
         turns = Rewrite(given).turns
         if unknown := [turn.get("role") for turn in turns if turn.get("role") not in SPEAKERS]:

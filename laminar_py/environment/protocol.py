@@ -68,7 +68,8 @@ class Rewrite:
         if isinstance(self.messages, str):
             return ({"role": Role.USER.value, "content": self.messages},)
         return tuple(
-            one if isinstance(one, Mapping) else {"role": one[0], "content": one[1]} for one in self.messages
+            message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
+            for message in self.messages
         )
 
 

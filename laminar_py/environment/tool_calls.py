@@ -187,5 +187,5 @@ def check_pattern(pattern: str | None) -> None:
 
 def last_group(pattern: re.Pattern[str], text: str) -> str | None:
     """Return the first group of a pattern's last match, stripped; None without a match."""
-    found = [match[1] or "" for match in pattern.finditer(text)]
-    return found[-1].strip() if found else None
+    groups = [match[1] or "" for match in pattern.finditer(text)]
+    return groups[-1].strip() if groups else None

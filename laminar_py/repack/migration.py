@@ -141,12 +141,12 @@ class Migration:
     async def _surveys(self, replicas: Sequence[int]) -> list[Survey]:
         """Survey replicas, a few at a time so that the event loop serves others; return the answers."""
         async with asyncio.TaskGroup() as asking:
-            asked: list[asyncio.Task[Survey | None]] = []
+            surveys: list[asyncio.Task[Survey | None]] = []
             for first in range(0, len(replicas), ASKED_AT_ONCE):
-                some = replicas[first : first + ASKED_AT_ONCE]
-                asked += [asking.create_task(self._survey(replica), name="survey") for replica in some]
+                batch = replicas[first : first + ASKED_AT_ONCE]
+                surveys += [asking.create_task(self._survey(replica), name="survey") for replica in batch]
                 await asyncio.sleep(0)
-        return [survey for task in asked if (survey := task.result()) is not None]
+        return [survey for task in surveys if (survey := task.result()) is not None]
 
     async def _survey(self, replica: int) -> Survey | None:
         return await self._fleet.survey(replica)

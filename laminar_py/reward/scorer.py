@@ -135,8 +135,8 @@ def add_up(
 
     Returns the score, and the columns [L] that the terms gave. The score has no value if a term has none. If a
     term gives a number for each token, the result has one for each, and other terms count at the last token.
-    `columns` names the columns that the algorithm needs. `roles` have the environment's rewards. `concurrency` is the
-    number of responses that the scorer worked on at the same time.
+    `columns` names the columns that the algorithm needs. `roles` have the environment's rewards. `concurrency` is
+    the number of responses that the scorer worked on at the same time.
     """
 
     def score(value: float | None, **fields: Any) -> Score:

@@ -285,12 +285,12 @@ class RunningTrajectory:
         count = self.length - self.streamed
         if not count:
             return None
-        place, self.streamed = self.streamed - self.streamed_from, self.length
+        start, self.streamed = self.streamed - self.streamed_from, self.length
         prefix = _NO_IDS if self.prefix is None else self.prefix
         return TurnDelta(
             trajectory_id=self.assignment.trajectory_id,
             turn_start=self.streamed_from,
-            place=place,
+            place=start,
             ids=_last(self.ids, count, prefix),
             logprobs=_last(self.logprobs, count, self.prefix_logprobs),
         )

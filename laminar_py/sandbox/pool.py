@@ -176,8 +176,8 @@ class SandboxPool:
     ) -> SandboxResult:
         """Run a program in a free slot, and again if its sandbox crashed or a SIGKILL ended it.
 
-        After `ATTEMPTS` such runs the result is a crash. The kernel may have sent the SIGKILL for want of memory, so
-        one SIGKILL does not count as the program's own fault.
+        After `ATTEMPTS` such runs the result is a crash. The kernel may have sent the SIGKILL for want of memory,
+        so one SIGKILL does not count as the program's own fault.
         """
         packed = pack(payload, files or {})
         given = stdin.encode("utf-8", "replace") if isinstance(stdin, str) else stdin

@@ -86,7 +86,7 @@ class ServerConnection:
         return self._end(reason)
 
     def _end(self, reason: str) -> EngineLostError:
-        """Fail everything in flight with an `EngineLostError`, and return it; later calls return the first error."""
+        """Fail calls and streams with an `EngineLostError`, and return it; later calls return the same error."""
         if self._lost is None:
             self._lost = EngineLostError(f"server {self._url}: {reason}")
             self.ended.set()

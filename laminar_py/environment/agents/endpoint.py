@@ -161,9 +161,9 @@ class AgentEndpoint:
         if named is not None and named != agent.trajectory_id:
             raise HttpStatusError(403, f"the key is not that of {named}")
         value = (await _body(request, RewardRequest)).reward
-        for one in value.values() if isinstance(value, dict) else [value]:
-            if one is not None and abs(one) > LARGEST:
-                raise HttpStatusError(400, f"reward={one:g}: give a number up to {LARGEST:g}")
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if number is not None and abs(number) > LARGEST:
+                raise HttpStatusError(400, f"reward={number:g}: give a number up to {LARGEST:g}")
         agent.end_with_reward(value)
         return _json({"reward": value})
 

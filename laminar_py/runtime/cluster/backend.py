@@ -36,7 +36,7 @@ class Cluster(Protocol):
     here: str  # this process's node
 
     def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> Process:
-        """Start a process that hosts an object of `actor_class`, and return it; `ps` and `top` show its `title`."""
+        """Start a process that hosts an object of `actor_class`; `ps` and `top` show its `title`."""
         ...
 
     def nodes(self) -> list[Node]:

@@ -6,9 +6,9 @@ Owned by `workers.replicas`. A `ReplicaConnection` belongs to one life of a repl
     running -> lost     it was silent for too long, or its owner calls `lose`
     any     -> closed   its process has ended (`close`), or the hub has
 
-The hub takes in each report of an open connection once, in order, and only then acknowledges it. Commands reach the
-replica once, in the order of `send_command`, or are lost with its process. A closed connection delivers nothing more
-(`tests/link/test_faults.py`). The work of the hub grows with the number of frames, not of replicas.
+The hub accepts each report of an open connection once, in order, and only then acknowledges it. Commands reach the
+replica once, in the order of `send_command`, or are lost with its process. A closed connection delivers nothing
+more (`tests/link/test_faults.py`). The work of the hub grows with the number of frames, not of replicas.
 """
 
 import asyncio
@@ -86,14 +86,14 @@ class ReplicaConnection:
         return answer is not None and answer.promised
 
     def lose(self, reason: str) -> None:
-        """Tell the owner of the connection, by `lost`, to end the replica."""
+        """Set `lost` to the reason, by which the owner of the connection ends the replica."""
         if not self.lost.done():
             self.lost.set_result(reason)
 
     # ---- what the hub calls
 
     def receive(self, up: Up) -> bool:
-        """Take in a frame; return True if it has a report that is next in order."""
+        """Process a frame; return True if it has a report that is next in order."""
         self._is_there = True
         self.commands_received = max(self.commands_received, min(up.commands_received, self._number))
         while self._unacknowledged and self._unacknowledged[0][0] <= self.commands_received:
@@ -113,9 +113,9 @@ class ReplicaConnection:
         """Acknowledge the report of a frame, and pass its answers to the callers that wait for them."""
         self.reports_received = up.number
         for answer in up.answers:
-            asked = self._requests.pop(answer.id, None)
-            if asked is not None and not asked.done():
-                asked.set_result(answer)
+            future = self._requests.pop(answer.id, None)
+            if future is not None and not future.done():
+                future.set_result(answer)
         if not self._closed:
             self._hub.send_soon(self)
 
@@ -125,14 +125,14 @@ class ReplicaConnection:
             self._sent = self.commands_received
         commands = [(number, command) for number, command in self._unacknowledged if number > self._sent]
         self._sent = self._number
-        downs, some, size = list[Down](), list[bytes](), 0
+        downs, batch, size = list[Down](), list[bytes](), 0
         for number, command in commands:
-            if some and size + len(command) > FRAME_BYTES:
-                downs.append(self._down(number - len(some), some))
-                some, size = [], 0
-            some.append(command)
+            if batch and size + len(command) > FRAME_BYTES:
+                downs.append(self._down(number - len(batch), batch))
+                batch, size = [], 0
+            batch.append(command)
             size += len(command)
-        return [*downs, self._down(self._number + 1 - len(some), some)]
+        return [*downs, self._down(self._number + 1 - len(batch), batch)]
 
     def mark_disconnected(self) -> None:
         """Resend all unacknowledged commands with the next frame, since the frames sent before may be lost."""
@@ -142,9 +142,9 @@ class ReplicaConnection:
     def close(self) -> None:
         """End all waiting and later requests without an answer; drop later commands."""
         self._closed = True
-        for asked in self._requests.values():
-            if not asked.done():
-                asked.set_result(None)
+        for future in self._requests.values():
+            if not future.done():
+                future.set_result(None)
         self._requests.clear()
         self._unacknowledged.clear()
 
@@ -250,13 +250,13 @@ class ReplicaHub:
 
     def _drop(self, connection: ReplicaConnection) -> None:
         self._connections.pop(connection.label.encode(), None)
-        for of in (self._last_s, self._sent_s, self._to_send):
-            of.pop(connection, None)
+        for times in (self._last_s, self._sent_s, self._to_send):
+            times.pop(connection, None)
         connection.close()
 
     async def _receive(self) -> None:
         """Receive at most `MOST_FRAMES` frames, and take in their reports."""
-        came: list[tuple[ReplicaConnection, Up, ReplicaReport]] = []
+        frames: list[tuple[ReplicaConnection, Up, ReplicaReport]] = []
         now = self._loop.time()
         for sender, frame in self._server.drain(MOST_FRAMES):
             connection = self._connections.get(sender)
@@ -265,17 +265,20 @@ class ReplicaHub:
                 continue
             _move_to_end(self._last_s, connection, now)
             if self._receive_frame(connection, up, now) and up.report is not None:
-                came.append((connection, up, up.report))
+                frames.append((connection, up, up.report))
         async with self._taking:
-            for first in range(0, len(came), MOST_REPORTS):
-                some = came[first : first + MOST_REPORTS]
-                await self._on_reports([(connection, report) for connection, _, report in some])
-                for connection, up, _ in some:
+            for first in range(0, len(frames), MOST_REPORTS):
+                batch = frames[first : first + MOST_REPORTS]
+                await self._on_reports([(connection, report) for connection, _, report in batch])
+                for connection, up, _ in batch:
                     connection.acknowledge(up)
                 await asyncio.sleep(0)
 
     def _receive_frame(self, connection: ReplicaConnection, up: Up, now: float) -> bool:
-        """Pass a frame to its connection. If it acknowledges some commands, the time to resend the others starts again."""
+        """Pass a frame to its connection; return True if its report is next in order.
+
+        If the frame acknowledges commands, the time to resend the other commands starts again.
+        """
         received = connection.commands_received
         has_report = connection.receive(up)
         if (
@@ -287,7 +290,7 @@ class ReplicaHub:
         return has_report
 
     def _check_silence(self) -> None:
-        """Lose silent connections, and resend unacknowledged commands. Called when all received frames are taken in."""
+        """Lose silent connections, and resend commands without an acknowledgement, unless more frames wait."""
         now = self._loop.time()
         behind = self._server.has_more and now < self._checked_s + MOST_BEHIND_S
         if behind or now < self._checked_s + self._check_s:

@@ -298,5 +298,5 @@ class RemoteEnvironments:
 
     def _link_of(self, trajectory_id: str) -> EnvironmentLink:
         """Return the link to the process that has a trajectory."""
-        place = int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little") % len(self._links)
-        return self._links[place]
+        index = int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little") % len(self._links)
+        return self._links[index]

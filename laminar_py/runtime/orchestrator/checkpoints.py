@@ -157,7 +157,7 @@ class Checkpoints:
 
         A folder is renamed first, so that a reader finds all of it or nothing.
         """
-        kept = {self._run.path / one.path for one in self._kept}
+        kept = {self._run.path / checkpoint.path for checkpoint in self._kept}
         for folder in sorted(self._run.checkpoints.iterdir(), reverse=True):  # `x.gone` before an `x`
             if _OURS.fullmatch(folder.name) and folder not in kept:
                 log.info("deleting %s", folder)

@@ -31,7 +31,7 @@ Each loop is a function below. Each queue is bounded so that no circle of waits 
     ready      ReadyGroup             learner.packing.buffer          live trajectories
     copied     version                versions                        one: the learner completes it before the next
 
-An evaluation has no learner, and none of the loops `train`, `collect_reference_logprobs` and `publish`. The weights
+An evaluation has no learner: the loops `train`, `collect_reference_logprobs` and `publish` are missing. Weights
 stay version 0, and each set is evaluated once. Beside the data path, `processes` keeps all processes alive and
 `housekeeping` does timed chores.
 

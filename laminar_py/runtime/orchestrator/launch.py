@@ -270,16 +270,16 @@ async def _lead(controller: Leader) -> Result:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    # the first request; a second SIGINT ends at once, but no SIGTERM, which the kernel may send twice
-    asked: tuple[signal.Signals, float] | None = None
+    # a second SIGINT ends the run immediately, but no SIGTERM, which the kernel may send twice
+    first_signal: tuple[signal.Signals, float] | None = None
 
     def stop(number: signal.Signals) -> None:
         """Handle a signal: interrupt the run, or cancel it at a second SIGINT."""
-        nonlocal asked
-        if asked is None:
-            asked = number, loop.time()
+        nonlocal first_signal
+        if first_signal is None:
+            first_signal = number, loop.time()
             controller.interrupt()
-        elif number is signal.SIGINT and (asked[0] is number or loop.time() - asked[1] > SAME_S):
+        elif number is signal.SIGINT and (first_signal[0] is number or loop.time() - first_signal[1] > SAME_S):
             task.cancel()
             end_at_once = partial(_end_at_once, psutil.Process().children(recursive=True))
             for each in (signal.SIGINT, signal.SIGTERM):

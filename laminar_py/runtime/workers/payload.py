@@ -117,11 +117,11 @@ class PayloadHosts:
         }
         answers = await asyncio.gather(
             *(
-                self._salvage(node, "*", running, part=f"salvage-all-{place}")
-                for place, node in enumerate(self._all_nodes)
+                self._salvage(node, "*", running, part=f"salvage-all-{index}")
+                for index, node in enumerate(self._all_nodes)
             )
         )
-        return [one for answer in answers for one in answer.found]
+        return [tokens for answer in answers for tokens in answer.found]
 
     async def salvaged(self, label: str, answer: Salvage) -> None:
         """Delete the journals of a crashed part, once their tokens are on record."""
@@ -215,13 +215,13 @@ class PayloadHosts:
         needed, folder = await self._needed(scheduler), self._run.segments
         names = encode(segment_files(needed))
         await asyncio.gather(*(self._kept(node, names) for node in self._all_nodes))
-        place = str(folder.readlink())
+        local = str(folder.readlink())
         await asyncio.to_thread(lead_to_kept, folder, segment_files(needed))
         there = {file.name for file in decode(list[SegmentFile], segments_here(self._folder))}
         gone = needed - there
         await self._lose(gone, f"the host of segment {min(gone, default='')} is gone", scheduler)
         await asyncio.gather(
-            *(self._on(node, drop_local, place) for node in self._all_nodes if node not in self._silent)
+            *(self._on(node, drop_local, local) for node in self._all_nodes if node not in self._silent)
         )
 
     async def _kept(self, node: str, names: bytes) -> None:
@@ -275,8 +275,8 @@ class PayloadHosts:
         """Return the segments of each host that answers; all are asked at once, since each starts a process."""
         nodes = self._all_nodes
         answers = await asyncio.gather(*(self._on(node, segments_here, self._folder) for node in nodes))
-        found = zip(nodes, answers, strict=True)
-        return {node: decode(list[SegmentFile], answer) for node, answer in found if answer is not None}
+        answered = zip(nodes, answers, strict=True)
+        return {node: decode(list[SegmentFile], answer) for node, answer in answered if answer is not None}
 
     async def _salvage(self, node: str, pattern: str, running: Mapping[str, Known], *, part: str) -> Salvage:
         """Rescue tokens from the journals of a host; a store starts there only if some were found."""
@@ -285,13 +285,13 @@ class PayloadHosts:
             return nothing
         request = SalvageRequest(pattern, self._name(part, node), dict(running))
         answer = await self._on(node, salvage, self._folder, encode(request), limit_s=WRITE_S)
-        found = nothing if answer is None else decode(Salvage, answer)
-        if found.found and self._placement.spread:
+        rescued = nothing if answer is None else decode(Salvage, answer)
+        if rescued.found and self._placement.spread:
             try:
                 await self.stores.bring_up(node)
             except PartCrashedError:
                 return nothing
-        return found
+        return rescued
 
     async def _archive(self, node: str, name: str, rows: Sequence[PieceRow]) -> ArchiveAnswer | None:
         request = ArchiveRequest(str(self._incarnation.run.path), name, list(rows))
@@ -346,7 +346,7 @@ async def restore_live(recovered: Recovered, payload: PayloadHosts, scheduler: T
 
 def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:
     """Return which segment of a trajectory is missing, as a reason; "" if all are there."""
-    for ref in (*(one.at for one in entry.tokens), *(column.at for column in entry.columns.values())):
+    for ref in (*(tokens.at for tokens in entry.tokens), *(column.at for column in entry.columns.values())):
         if there.get(ref.segment, 0) < ref.offset + ref.num_bytes:
             return f"{ref.segment} is on no host, or ends before byte {ref.offset + ref.num_bytes}"
     return ""

@@ -182,7 +182,7 @@ class Replicas:
     def _with_stores(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return assignments with the stores of tokens that are on other hosts."""
         node = self._keepers[index].parts[0].place.node
-        refs = [[one.at for one in assignment.tokens] for assignment in assignments]
+        refs = [[tokens.at for tokens in assignment.tokens] for assignment in assignments]
         stores = [self._payload.stores_for(mine, node) for mine in refs]
         pairs = zip(assignments, stores, strict=True)
         return [msgspec.structs.replace(item, stores=of) if of else item for item, of in pairs]

@@ -44,20 +44,24 @@ class RemoteScorer:
 
     async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Send responses to the scorer. Raises `ScorerCrashedError` if the process is gone."""
-        located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
+        located = [
+            msgspec.structs.replace(response, stores=self._stores(response.tokens)) for response in responses
+        ]
         try:
-            for some in _by_size(located):
-                await self._part.call("submit_responses", some)
+            for batch in _by_size(located):
+                await self._part.call("submit_responses", batch)
         except PartCrashedError as error:
             raise ScorerCrashedError(str(error)) from error
 
     def look_ahead(self, responses: Sequence[Unfinished]) -> None:
         """Send the beginnings of responses, without an answer."""
-        located = [msgspec.structs.replace(one, stores=self._stores(one.tokens)) for one in responses]
+        located = [
+            msgspec.structs.replace(response, stores=self._stores(response.tokens)) for response in responses
+        ]
         self._part.send("look_ahead", located)
 
     def _stores(self, tokens: Sequence[TokensRef]) -> dict[str, str]:
-        return self._payload.stores_for((one.at for one in tokens), self._part.place.node)
+        return self._payload.stores_for((ref.at for ref in tokens), self._part.place.node)
 
     async def next_scores(self) -> list[Score]:
         """Wait for scores, and return them. Raises `ScorerCrashedError` if the process is gone or hangs."""
@@ -72,15 +76,15 @@ class RemoteScorer:
 
 def _by_size(requests: Sequence[Unscored]) -> Iterator[bytes]:
     """Yield the responses in messages, each closed as soon as it has `MESSAGE_BYTES`."""
-    some, size = list[msgspec.Raw](), 0
+    batch, size = list[msgspec.Raw](), 0
     for request in map(encode, requests):
-        some.append(msgspec.Raw(request))
+        batch.append(msgspec.Raw(request))
         size += len(request)
         if size >= MESSAGE_BYTES:
-            yield encode(some)
-            some, size = [], 0
-    if some:
-        yield encode(some)
+            yield encode(batch)
+            batch, size = [], 0
+    if batch:
+        yield encode(batch)
 
 
 class Scorers:

@@ -80,12 +80,12 @@ class TreeReaper:
     def signal_all(self, number: int, *, leader: int) -> None:
         """Stop descendants until no new ones appear, then signal each."""
         _send_signal(-leader, number)
-        found = set[int]()
-        while new := _descendants(os.getpid()) - found:
+        stopped = set[int]()
+        while new := _descendants(os.getpid()) - stopped:
             for process in new:
                 _send_signal(process, signal.SIGSTOP)
-            found |= new
-        for process in found:
+            stopped |= new
+        for process in stopped:
             _send_signal(process, number)
 
 
@@ -114,14 +114,14 @@ def _has_children() -> bool:
 
 def _descendants(process: int) -> set[int]:
     """Return all descendants of a process."""
-    found = set[int]()
+    children = set[int]()
     for path in glob.glob(f"/proc/{process}/task/*/children"):
         try:
             with open(path) as file:
-                found |= {int(word) for word in file.read().split()}
+                children |= {int(word) for word in file.read().split()}
         except (FileNotFoundError, ProcessLookupError):  # the process ended meanwhile
             continue
-    return found.union(*(_descendants(child) for child in found))
+    return children.union(*(_descendants(child) for child in children))
 
 
 def _send_signal(target: int, number: int) -> None:

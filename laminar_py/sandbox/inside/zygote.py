@@ -157,12 +157,12 @@ class Zygote:
 
         Raises `OwnerGoneError`.
         """
-        found = dict(self._poll.poll(None if seconds is None else max(0.0, seconds) * 1000 + 1))
-        if self._owner in found:
+        ready = dict(self._poll.poll(None if seconds is None else max(0.0, seconds) * 1000 + 1))
+        if self._owner in ready:
             raise OwnerGoneError
-        if self._woken in found:
+        if self._woken in ready:
             os.read(self._woken, 4096)
-        return self._control.fileno() in found
+        return self._control.fileno() in ready
 
     def _receive(self) -> tuple[int, SlotCommand | None, list[int]]:
         """Receive the next call; it has no command if it cancels the run. Raises `OwnerGoneError`."""
