@@ -1,8 +1,8 @@
 """Ends one SGLang server with all its processes on request, when its owner ends, or when the server has ended.
 
-`SGLangServer` runs this file as a script. Standard input brings one line, a `GuardRequest` as JSON, and stays open.
-The end of the input means stop. After the guard has ended, no process of the server is left, inside or outside its
-process group, and no file of it in shared memory or the folder for temporary files
+`SGLangServer` runs this file as a script. Standard input brings a `GuardRequest` as a line of JSON, and stays open.
+The end of the input means stop. After the guard has ended, no process of the server is left, inside or outside
+its process group, and no file of it in shared memory or the folder for temporary files
 (`tests/engines/sglang/test_guard.py`).
 
     starting --request--> watching --input closed | owner, stand-in or server ended--> ending --no child--> ended
