@@ -1,6 +1,6 @@
 """Ends one SGLang server with all its processes on request, when its owner ends, or when the server has ended.
 
-`SGLangServer` runs this file as a script. Standard input brings a `GuardRequest` as a line of JSON, and stays open.
+`SGLangServer` runs this file as a script. Its input brings a line of JSON, a `GuardRequest`, and stays open.
 The end of the input means stop. After the guard has ended, no process of the server is left, inside or outside
 its process group, and no file of it in shared memory or the folder for temporary files
 (`tests/engines/sglang/test_guard.py`).
