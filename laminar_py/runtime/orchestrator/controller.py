@@ -125,10 +125,9 @@ async def process_reports(
     issuing: Tick,
     stats: Stats,
 ) -> None:
-    """Process the reports of replicas: new tokens, finished responses, and how much room each replica has.
+    """Process reports of replicas; finished responses go to the scorers and the reference.
 
-    Finished responses go to the scorers and the reference. If a replica may be idle, the loop `issue` runs
-    immediately; otherwise it runs within `DISPATCH_S`.
+    If a replica may be idle, the loop `issue` runs immediately; otherwise it runs within `DISPATCH_S`.
     """
     async for batch in reports.items():
         is_urgent = False
@@ -179,7 +178,7 @@ async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: Tr
 
 
 async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
-    """Train on batches of ready groups until all steps are done or the run is to end, then save a checkpoint.
+    """Train on batches of ready groups until all steps are done or the run must end, then save a checkpoint.
 
     If the learner crashes, it restarts from its last checkpoint, and the batch is ready again.
     """
@@ -259,7 +258,6 @@ class Controller:
         self._stop.asked.set()
 
     def _make_scoring(self) -> Scoring:
-        """Make the scoring of responses; its scores go to the loop `collect_scores`."""
         return Scoring(
             self._incarnation,
             scheduler=self._scheduler,
