@@ -31,7 +31,13 @@ from laminar_lab.bench.runs import require_project_file
 from laminar_py.ledger import decode_event, reading
 from laminar_py.records.events import Stepped
 
-ROWS = "control_trajectories_per_s controller_cores_1024 loop_delay_p99_ms controller_bytes record_age_max_s"
+ROWS = (
+    "control_trajectories_per_s",
+    "controller_cores_1024",
+    "loop_delay_p99_ms",
+    "controller_bytes",
+    "record_age_max_s",
+)
 LOOK_S = 0.05  # between looks at the ledger
 WARM_STEPS = 10
 MODULE = "laminar_lab.bench.control.process"

@@ -30,7 +30,7 @@ from laminar_py.engines.local import LocalEngine
 from laminar_py.records import GenerateRequest, SamplingParams
 from laminar_py.records.codec import IntArray
 
-ROWS = "local_over_hf_c1 local_over_hf_c8 local_over_hf_c32"
+ROWS = ("local_over_hf_c1", "local_over_hf_c8", "local_over_hf_c32")
 PROMPT_LENGTHS = (16, 48)  # the shortest and the longest; uniform between them
 WARM_TOKENS = 8  # of each request before the clock starts: tracing, and first use of kernels
 RATE = "tokens per CPU-second"

@@ -18,7 +18,7 @@ from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner import Learner, choose_kernel, join_group, leave_group
 from laminar_py.records.metrics import StepMetrics
 
-ROWS = "mfu"
+ROWS = ("mfu",)
 WARM_STEPS = 2
 SETTINGS = LearnerConfig(recompute=Recompute.SELECTIVE)
 UNIT = "of the peak of dense bf16"

@@ -80,7 +80,7 @@ KINDS = (
 )
 
 
-ROWS = "math_verifications_per_s math_p95_ms"
+ROWS = ("math_verifications_per_s", "math_p95_ms")
 HANG_ONE_IN = 100
 TIMEOUT_S = 3.0
 THOUGHT = "We simplify both sides, put the roots back and see that only one case remains. " * 20
