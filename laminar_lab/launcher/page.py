@@ -95,6 +95,10 @@ def _count_seeds(results: Results, variant: str) -> str:
 
 
 def _headline(results: Results, progress: list[RunProgress]) -> list[Card]:
+    """Make the cards at the top: best variant, finished runs, device-hours, core-hours and trained tokens.
+
+    Only variants whose seeds all have a result compete for the best.
+    """
     compared, num_seeds = results.experiment.compared, len(results.experiment.settings.seeds)
     found = list[Card]()
     ends = {name: results.ends(name) for name in results.by_variant}
@@ -137,6 +141,7 @@ def _outcomes(results: Results) -> Sheet:
 
 
 def _costs(runs: list[RunResult]) -> list[str]:
+    """Return the mean costs of a variant's runs as five table cells, without the runs that made no step."""
     stepped = [one for one in runs if one.last is not None]
     lasts = [one.last for one in stepped if one.last is not None]
     if not lasts:
@@ -169,6 +174,7 @@ def _tails(results: Results) -> Sheet:
 
 
 def _charts(results: Results) -> list[Chart]:
+    """Make the charts of every evaluation set over hours, tokens and steps, then of reward and costs."""
     places: dict[str, Callable[[Point], float]] = {
         f"{results.device}-hours of RL": lambda point: point.device_hours,
         "trained tokens": lambda point: point.tokens,
@@ -213,6 +219,7 @@ def _runs(results: Results, progress: list[RunProgress]) -> Sheet:
 
 
 def _figures(one: RunResult, compared: str) -> list[str]:
+    """Return the figures of a run as six table cells; `compared` is the evaluation set of the first."""
     points, last, lengths = one.evaluations.get(compared, []), one.last, one.lengths
     return [
         f"{points[-1].value:.3f}" if points else NOTHING,

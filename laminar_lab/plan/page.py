@@ -171,7 +171,8 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
     is_async = placement.schedule is Schedule.ASYNC
     admits = f" admits {placement.batch_per_replica} trajectories under a version and" if is_async else ""
     yield (
-        f"each replica{admits} decodes at most {placement.max_batch} at a time; a microbatch has {placement.pack_tokens:,} tokens, recompute {placement.recompute}"
+        f"each replica{admits} decodes at most {placement.max_batch} at a time; a microbatch has"
+        f" {placement.pack_tokens:,} tokens, recompute {placement.recompute}"
     )
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])

@@ -138,6 +138,7 @@ def _ages(run: Path, looks: list[tuple[float, int]], window: CountedSteps) -> Se
 
 
 def _rate_row(run: Path, window: CountedSteps) -> Row:
+    """Return the row of trained trajectories per second; its conditions have tokens and live trajectories."""
     with reading(run) as connection:
         query = "SELECT count(*) FROM trajectory WHERE status NOT IN ('consumed', 'dropped')"
         (live,) = connection.execute(query).fetchone()
@@ -150,6 +151,7 @@ def _rate_row(run: Path, window: CountedSteps) -> Row:
 
 
 def _process_rows(samples: ProcessSamples, window: CountedSteps, *, replicas: int) -> list[Row]:
+    """Return the rows of cores, timer delays and memory of the controller's process within the counted steps."""
     delays = 1e3 * np.array([delay for at, delay in samples.delays if window.has(at)])
     uses = [use for use in samples.uses if window.has(use[0])]
     cores = (uses[-1][1] - uses[0][1]) / (uses[-1][0] - uses[0][0])

@@ -56,6 +56,7 @@ def rows(*, size: GpuStep = FULL) -> list[Row]:
 
 
 def _on_gpu(size: GpuStep) -> Row:
+    """Measure on the GPU; the row has no value where memory is short or the GPU's peak is unknown."""
     name = torch.cuda.get_device_name()
     try:
         with workplace() as folder:

@@ -32,6 +32,7 @@ def make_programs(number: int) -> list[SmallProgram]:
 
 
 def _sum_of_multiples(seed: int) -> SmallProgram:
+    """Make a function that sums multiples; `seed` changes code, arguments and result."""
     code = (
         "def solve(limit: int, step: int) -> int:\n"
         f'    """Sum of all multiples of step below limit, and {seed}."""\n'
@@ -45,6 +46,7 @@ def _sum_of_multiples(seed: int) -> SmallProgram:
 
 
 def _collatz(seed: int) -> SmallProgram:
+    """Make a script that reads a number and prints its Collatz steps plus `seed`."""
     code = (
         "def steps(n):\n    return 0 if n == 1 else 1 + steps(n // 2 if n % 2 == 0 else 3 * n + 1)\n\n"
         f"print(steps(int(input())) + {seed})\n"
@@ -57,6 +59,7 @@ def _collatz(seed: int) -> SmallProgram:
 
 
 def _stack(seed: int) -> SmallProgram:
+    """Make a script that pushes multiples of `seed` on a stack and prints the top two."""
     code = (
         "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
         "    def push(self, item):\n        self.items.append(item)\n\n"
@@ -69,6 +72,7 @@ def _stack(seed: int) -> SmallProgram:
 
 
 def _two_sum(seed: int) -> SmallProgram:
+    """Make a method that finds two numbers of a given sum; `seed` changes code and numbers."""
     code = (
         "from typing import List\n\n\nclass Solution:\n"
         "    def twoSum(self, nums: List[int], target: int) -> List[int]:\n"
