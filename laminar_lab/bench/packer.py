@@ -104,19 +104,21 @@ def by_reference(trajectories: Iterable[Trajectory]) -> list[TrajectoryRef]:
     """Make the controller's view of trajectories, each in one piece of a segment."""
     return [
         TrajectoryRef(
-            id=one.id,
-            prompt_id=one.prompt_id,
-            group_id=one.group_id,
-            sample_index=one.sample_index,
-            kind=one.kind,
-            prompt_ids=one.prompt_ids,
-            tokens=(TokensRef(0, len(one.response_ids), PieceRef("replica-3-1-17.18f2a.9e41", 0, 1, bytes(16))),),
-            num_trained=len(one.response_ids),
-            spans=one.spans,
-            finish_reason=one.finish_reason,
-            reward=one.reward,
+            id=trajectory.id,
+            prompt_id=trajectory.prompt_id,
+            group_id=trajectory.group_id,
+            sample_index=trajectory.sample_index,
+            kind=trajectory.kind,
+            prompt_ids=trajectory.prompt_ids,
+            tokens=(
+                TokensRef(0, len(trajectory.response_ids), PieceRef("replica-3-1-17.18f2a.9e41", 0, 1, bytes(16))),
+            ),
+            num_trained=len(trajectory.response_ids),
+            spans=trajectory.spans,
+            finish_reason=trajectory.finish_reason,
+            reward=trajectory.reward,
         )
-        for one in trajectories
+        for trajectory in trajectories
     ]
 
 
@@ -178,7 +180,7 @@ def stream_rows(*, sequences: int, seeds: int) -> list[Row]:
 
 def _pack_stream(trajectories: Sequence[Trajectory]) -> tuple[float, float, float]:
     """Return seconds to add all sequences, from then to the first microbatch, and from there to the last one."""
-    whole, references = {one.id: one for one in trajectories}, by_reference(trajectories)
+    whole, references = {trajectory.id: trajectory for trajectory in trajectories}, by_reference(trajectories)
     stream, began = StreamPacker(max_tokens=MAX_TOKENS), time.perf_counter()
     for reference in references:
         stream.add(reference)
@@ -186,7 +188,7 @@ def _pack_stream(trajectories: Sequence[Trajectory]) -> tuple[float, float, floa
     bins = stream.bins()
     terms = step_terms(bins, aggregation=Aggregation.SEQUENCE_MEAN)
     packed = assign_bins(bins, terms, max_tokens=MAX_TOKENS, ranks=RANKS, attention_share=QWEN_7B)
-    bundles = [[[whole[one.id] for one in bundle] for bundle in mine] for mine in packed.bundles]
+    bundles = [[[whole[trajectory.id] for trajectory in bundle] for bundle in mine] for mine in packed.bundles]
     microbatches(bundles[0], terms)[0]
     ready = time.perf_counter()
     for rank in range(RANKS):

@@ -90,8 +90,8 @@ def make_page(plan: RankedPlan) -> PlanPage:
         fleet=f"{fleet.nodes} x {fleet.per_node} {fleet.gpu.name}",
         price=request.price,
         words=list(describe_plan(plan)),
-        rows=[_row(plan, one) for one in plan.ranked],
-        formulas=[(one.name, one.text, one.result) for one in plan.best.estimate.formulas],
+        rows=[_row(plan, ranked) for ranked in plan.ranked],
+        formulas=[(formula.name, formula.text, formula.result) for formula in plan.best.estimate.formulas],
         by_bound=list(_by_bound(request)),
         by_gpus=list(_by_gpus(request)),
         considered=plan.considered,
@@ -149,8 +149,10 @@ def _by_gpus(request: PlanRequest) -> Iterator[TradeOff]:
 
 
 def _best(request: PlanRequest, label: str, *, only: Schedule | None) -> TradeOff:
-    found = [estimate(request, one) for one in placements(request) if only in (None, one.schedule)]
-    best = max(found, key=lambda one: one.tokens_per_s)
+    found = [
+        estimate(request, placement) for placement in placements(request) if only in (None, placement.schedule)
+    ]
+    best = max(found, key=lambda placement: placement.tokens_per_s)
     return TradeOff(
         label=label,
         tokens_per_s=best.tokens_per_s,
