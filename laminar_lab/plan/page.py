@@ -211,7 +211,7 @@ def _second(first: Ranked, second: Ranked) -> str:
 
 
 def _seconds_by_bottleneck(estimate: PlacementEstimate) -> dict[Bottleneck, float]:
-    """Return the seconds that each stage takes of a step by formula, keyed by the bottleneck that the stage can be."""
+    """Return the seconds of each stage in a step by formula, keyed by the bottleneck that the stage can be."""
     times = estimate.times
     return {
         Bottleneck.GENERATION: times.generation_s,
