@@ -96,7 +96,7 @@ schedules: $(INSTALLED)
 	$(BIN)/python experiments/schedules/run.py $(ARGS)
 
 repack: $(INSTALLED)
-	$(BIN)/laminar bench repack --only workload $(ARGS)
+	$(BIN)/laminar bench repack --only fleet $(ARGS)
 
 multi-turn-tails: $(INSTALLED)
 	$(BIN)/python experiments/multi_turn_tails/run.py $(ARGS)

@@ -16,15 +16,17 @@ from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StaleP
 from laminar_py.config.run import RunConfig
 from laminar_py.observe import Bottleneck, MeanStep, StageTimes, StepStage, compose, predict, without_bottleneck
 
-SMALL_MICROBATCHES = 4  # of a rank in a step; with more, larger ones are worth a try
-WORKERS = 8  # most times as many workers
-FULL = 0.5  # share of the room for turns above which turns wait for room
-SHARED = 4  # turns at a time in a process above which they may delay each other
-CROWDED = 0.3  # share of the time above which a larger decode batch is worth a try
-WIDEST = 8  # largest bound on staleness
-FIRST_BOUND = 4  # for a run without a bound
-MUCH_LOST = 0.25  # share of the data's weight above which no wider bound is advised
-SCALED = {  # settings that divide the seconds of a stage by as much as they grow
+MANY_MICROBATCHES = 4  # of a rank in a step; a rank with more may gain from larger microbatches
+MOST_WORKER_GROWTH = 8  # most reward workers that one remedy advises, over the present number
+FULL_ROOM_SHARE = 0.5  # of the room for turns; above this share, turns wait for room
+TURNS_PER_PROCESS = 4  # above so many turns at a time, turns of an environment process may delay each other
+CROWDED_SHARE = 0.3  # of the time with waiting requests; above this share, a larger decode batch may help
+WIDEST_BOUND = 8  # largest bound on staleness that a remedy advises
+FIRST_BOUND = 4  # bound on staleness that a remedy advises to a run without a bound
+MOST_LOST_SHARE = 0.25  # of the data's weight; above this share, no wider bound is advised
+REFERENCE_SHARE = 0.1  # of a learner's step; above this share, the reference pass may leave the learner
+LEAST_TIMEOUT_S = 0.1  # shortest limit that a remedy advises; jitter of the machine would cut below it
+STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much as they grow
     "rollout.replicas": StepStage.GENERATION,
     "rollout.max_batch": StepStage.GENERATION,
     "environment.workers": StepStage.ENVIRONMENT,
@@ -34,7 +36,7 @@ SCALED = {  # settings that divide the seconds of a stage by as much as they gro
     "packer.max_tokens": StepStage.LEARNER,
     "relay.max_bytes_per_s": StepStage.WEIGHTS,
 }
-IN_FLIGHT = (
+IN_FLIGHT_SETTINGS = (
     "rollout.batch_per_replica",
     "rollout.max_batch",
 )  # shorten waits for environments, if these are the bottleneck
@@ -72,8 +74,9 @@ def remedies(bottleneck: Bottleneck, config: RunConfig, step: MeanStep) -> tuple
 
 
 def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield a larger decode batch where requests wait, then more replicas, then the remedies of the engine."""
     rollout = config.rollout
-    if step.crowded_share > CROWDED:
+    if step.crowded_share > CROWDED_SHARE:
         yield from _larger_batch(config, step)
     yield Remedy(
         "rollout.replicas", f"{rollout.replicas} -> {2 * rollout.replicas}", "generation divides by their number"
@@ -83,12 +86,18 @@ def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _larger_batch(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield a decode batch four times as large."""
     change = f"{config.rollout.max_batch} -> {4 * config.rollout.max_batch}"
     why = f"replicas have more than they decode at a time, {step.crowded_share:.0%} of the time"
     yield Remedy("rollout.max_batch", change, why)
 
 
 def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield ways around the longest trajectories of a batch.
+
+    First, replicas that drain may resume instead or repack stragglers; then a wider staleness bound and a deadline
+    of groups; at last a lower cap on response tokens, which changes the data.
+    """
     rollout = config.rollout
     if rollout.on_new_weights is OnNewWeights.DRAIN:
         why = "partial rollout: a replica takes new prompts and weights beside its stragglers"
@@ -110,7 +119,7 @@ def _long_tail(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     cap = rollout.sampling.max_new_tokens
     if rollout.group_deadline_s is None and step.group_p90_s > 0:
         why = "groups close without stragglers"
-        yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * step.group_p90_s, 0.1):.1f}", why)
+        yield Remedy("rollout.group_deadline_s", f"none -> {max(2 * step.group_p90_s, LEAST_TIMEOUT_S):.1f}", why)
     yield Remedy("rollout.sampling.max_new_tokens", f"below {cap}", "a cap on all, logged with each that it cuts")
 
 
@@ -118,24 +127,25 @@ def _environment(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Yield more room for turns where it is full, else more trajectories in flight; then faster turns."""
     environment = config.environment  # emulated ones have no room of their own
     room = math.inf if environment is None else environment.workers * environment.at_once
-    told = f"about {step.away:.0f} are away at a time"
-    is_full = step.away > FULL * room
+    away = f"about {step.away:.0f} are away at a time"
+    is_full = step.away > FULL_ROOM_SHARE * room
     if environment is not None and is_full:  # more in flight would only wait longer
         at_once = environment.at_once
-        yield Remedy("environment.at_once", f"{at_once} -> {2 * at_once}", f"{told}, and {room} may work")
+        yield Remedy("environment.at_once", f"{at_once} -> {2 * at_once}", f"{away}, and {room} may work")
     else:
         yield from _more_in_flight(config)
         yield from _wider_bound(config, step, more=2, why="more may be under way while environments work")
     if environment is not None and _idle_cores(config, step) > 0:
         workers = environment.workers
-        if is_full or step.away > SHARED * workers:
-            why = f"{told}, which processes share"
+        if is_full or step.away > TURNS_PER_PROCESS * workers:
+            why = f"{away}, which processes share"
             yield Remedy("environment.workers", f"{workers} -> {2 * workers}", why)
     why = f"p95 of a turn is {step.turn_p95_s:.2f} s"
     yield Remedy("environment", "faster turns, e.g. a cache of repeated calls", why)
 
 
 def _more_in_flight(config: RunConfig) -> Iterator[Remedy]:
+    """Yield twice as many trajectories in flight, with the setting that the policy for new weights reads."""
     rollout, why = config.rollout, "those that are away hold no slot, and others can have it"
     if rollout.on_new_weights is OnNewWeights.DRAIN:
         change = f"{rollout.batch_per_replica} -> {2 * rollout.batch_per_replica}"
@@ -145,13 +155,18 @@ def _more_in_flight(config: RunConfig) -> Iterator[Remedy]:
 
 
 def _reward(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield more reward workers as long as they find cores, then a shorter limit, then a cache.
+
+    Enough workers make scoring as fast as generation or training, at most `MOST_WORKER_GROWTH` times as many.
+    Workers that wait for servers need no core.
+    """
     workers = config.reward.workers
     others = max(step.times.generation_s, step.times.learner_s, 1e-9)
-    needed = max(min(math.ceil(workers * step.times.reward_s / others), WORKERS * workers), 2 * workers)
+    needed = max(min(math.ceil(workers * step.times.reward_s / others), MOST_WORKER_GROWTH * workers), 2 * workers)
     most = needed if config.reward.waits_for_servers else min(needed, workers + _idle_cores(config, step))
     if most > workers:
         yield Remedy("reward.workers", f"{workers} -> {most}", "scoring divides by their number")
-    limit = max(2 * step.reward_p95_s, 0.1)
+    limit = max(2 * step.reward_p95_s, LEAST_TIMEOUT_S)
     if limit < config.reward.timeout_s:
         why = f"p95 of a reward is {step.reward_p95_s:.2f} s: a shorter limit frees workers from those that hang"
         yield Remedy("reward.timeout_s", f"{config.reward.timeout_s:g} -> {limit:.1f}", why)
@@ -166,15 +181,17 @@ def _idle_cores(config: RunConfig, step: MeanStep) -> int:
 
 
 def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield a reference pass outside of the learner, then none."""
     if config.algorithm.reference_pass is ReferencePass.LEARNER:
         yield Remedy("algorithm.reference_pass", "learner -> stage", "it runs beside scoring, off the learner")
     yield Remedy("algorithm.kl_coef", f"{config.algorithm.kl_coef:g} -> 0", "without a KL term there is no pass")
 
 
 def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield less work in a step, then more GPUs for it, compilation and adapters."""
     learner, algorithm = config.learner, config.algorithm
     yield from _less_work(config, step)
-    if step.reference_in_learner and step.reference_s > 0.1 * step.times.learner_s:
+    if step.reference_in_learner and step.reference_s > REFERENCE_SHARE * step.times.learner_s:
         yield Remedy("algorithm.reference_pass", "learner -> stage", f"{step.reference_s:.2f} s of its step")
     if algorithm.updates_per_step > 1:
         yield Remedy("algorithm.updates_per_step", f"{algorithm.updates_per_step} -> 1", "fewer optimizer steps")
@@ -186,7 +203,8 @@ def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    if step.microbatches > SMALL_MICROBATCHES:
+    """Yield larger microbatches where a rank has many, and activations that are computed once."""
+    if step.microbatches > MANY_MICROBATCHES:
         change = f"{config.packer.max_tokens} -> {2 * config.packer.max_tokens}"
         why = f"a rank computes {step.microbatches:.0f} microbatches a step"
         yield Remedy("packer.max_tokens", change, why)
@@ -196,6 +214,11 @@ def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield ways to bring a version to replicas sooner, or less often.
+
+    The relay's own limit and shape come first; then fewer or smaller versions; then a staleness bound that hides
+    the transfer; the network itself comes last.
+    """
     learner, relay = config.learner, config.relay
     if relay.max_bytes_per_s is not None:
         change = f"{relay.max_bytes_per_s:.0f} -> {10 * relay.max_bytes_per_s:.0f}, or none"
@@ -215,26 +238,31 @@ def _rarer_versions(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Yield half as many versions with the staleness bound that they need, unless data would be too old."""
     every, bound = 2 * config.learner.publish_every, config.staleness.enforced
     oldest = every - (config.schedule is not Schedule.ONE_STEP)
-    if oldest <= WIDEST and step.age.lost <= MUCH_LOST:
+    if oldest <= WIDEST_BOUND and step.age.lost <= MOST_LOST_SHARE:
         needed = f", with staleness.max_staleness={oldest}" if bound is not None and bound < oldest else ""
         change = f"{config.learner.publish_every} -> {every}"
         yield Remedy("learner.publish_every", change, f"fewer versions travel{needed}")
 
 
 def _wider_bound(config: RunConfig, step: MeanStep, *, more: int, why: str) -> Iterator[Remedy]:
-    """Yield a staleness bound wider by `more`, unless it is at `WIDEST` or the data is too old already."""
+    """Yield a staleness bound wider by `more`, unless it is at `WIDEST_BOUND` or the data is too old already."""
     bound = config.staleness.max_staleness
-    if bound is not None and bound < WIDEST and step.age.lost <= MUCH_LOST:
-        yield Remedy("staleness.max_staleness", f"{bound} -> {min(bound + more, WIDEST)}", why)
+    if bound is not None and bound < WIDEST_BOUND and step.age.lost <= MOST_LOST_SHARE:
+        yield Remedy("staleness.max_staleness", f"{bound} -> {min(bound + more, WIDEST_BOUND)}", why)
 
 
 def _freshness(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield ways to let more trajectories begin within the staleness bound.
+
+    A wider bound comes first, with corrections for older data; then smaller batches; then fewer replicas, because
+    a bound at `WIDEST_BOUND` leaves no work for more.
+    """
     bound, replicas = config.staleness.max_staleness, config.rollout.replicas
     capacity = Remedy("buffer.capacity", f"{config.capacity} -> {2 * config.capacity}", "it bounds what may begin")
     if bound is None and config.schedule is Schedule.ASYNC:
         yield capacity
     if bound is not None:
-        why = f"useful staleness ends at about 4 to {WIDEST}"
+        why = f"useful staleness ends at about 4 to {WIDEST_BOUND}"
         yield from _wider_bound(config, step, more=max(2, bound), why=why)
         if config.algorithm.correction is Correction.NONE:
             why = "corrects for what older weights drew; or algorithm.name=decoupled_ppo"
@@ -243,7 +271,7 @@ def _freshness(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
             why = f"{step.stale_share:.0%} of the tokens were dropped as too old"
             yield Remedy("staleness.policies", "drop -> reweight", why)
     yield from _smaller_batches(config)
-    if bound is not None and bound >= WIDEST and replicas > 1:
+    if bound is not None and bound >= WIDEST_BOUND and replicas > 1:
         why = f"no more work fits within {bound}, and half of them would do it"
         yield Remedy("rollout.replicas", f"{replicas} -> {replicas // 2}", why)
     elif bound is not None and config.schedule is Schedule.ASYNC:
@@ -251,14 +279,19 @@ def _freshness(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _smaller_batches(config: RunConfig) -> Iterator[Remedy]:
+    """Yield half of the batch that a draining replica must finish before it takes new weights."""
     batch = config.rollout.batch_per_replica
     if config.rollout.on_new_weights is OnNewWeights.DRAIN and batch > config.rollout.group_size:
         yield Remedy("rollout.batch_per_replica", f"{batch} -> {batch // 2}", "replicas take new weights sooner")
 
 
 def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield a narrower staleness bound with the publications that the bound needs, then corrections.
+
+    A lower learning rate comes last, since it slows learning of all data.
+    """
     bound, why = config.staleness.max_staleness, f"{step.age.lost:.0%} of the weight is gone"
-    narrower = FIRST_BOUND if bound is None else max(min(bound // 2, WIDEST), 1)
+    narrower = FIRST_BOUND if bound is None else max(min(bound // 2, WIDEST_BOUND), 1)
     every, rarest = config.learner.publish_every, narrower + (config.schedule is not Schedule.ONE_STEP)
     if every > rarest:
         yield Remedy("learner.publish_every", f"{every} -> {rarest}", f"{why}; the narrower bound needs it")
@@ -274,7 +307,7 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Yield savings of work, then other machines, since more processes would share the same cores."""
     generation_s, learner_s = step.times.generation_s, step.times.learner_s
-    if step.crowded_share > CROWDED and generation_s >= learner_s:
+    if step.crowded_share > CROWDED_SHARE and generation_s >= learner_s:
         yield from _larger_batch(config, step)
     elif learner_s >= generation_s:
         yield from _less_work(config, step)
@@ -289,6 +322,7 @@ def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
+    """Yield ways to more groups with a success: larger groups, refilled steps, easier prompts."""
     size = config.rollout.group_size
     yield Remedy("rollout.group_size", f"{size} -> {2 * size}", "a wider search finds the first right answer")
     if config.rollout.without_signal is not WithoutSignal.REFILL:
@@ -339,9 +373,9 @@ def what_if_set(step: MeanStep, bottleneck: Bottleneck, remedy: Remedy) -> float
 
 def scaled_by(bottleneck: Bottleneck, remedy: Remedy) -> StepStage | None:
     """Return the stage whose seconds a remedy divides by the growth of its setting; None: no stage."""
-    if bottleneck is Bottleneck.ENVIRONMENT and remedy.key in IN_FLIGHT:
+    if bottleneck is Bottleneck.ENVIRONMENT and remedy.key in IN_FLIGHT_SETTINGS:
         return StepStage.ENVIRONMENT
-    return SCALED.get(remedy.key)
+    return STAGE_OF_SETTING.get(remedy.key)
 
 
 def steps_under(step: MeanStep) -> dict[Schedule, tuple[float, StepStage]]:

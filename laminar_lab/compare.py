@@ -158,9 +158,9 @@ def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> It
     """Yield tables of speed, of staleness, of quality against time and device-hours, and of all sets by seeds."""
     heads, reports = short_names([run.report for run in runs]), [run.report for run in runs]
     speed = [
-        CompareRow(one.compared, [one.number(report) for report in reports], one.format)
-        for one in FIGURES
-        if one.compared
+        CompareRow(figure.compared, [figure.number(report) for report in reports], figure.format)
+        for figure in FIGURES
+        if figure.compared
     ]
     yield _table("Speed and tails", heads, [*speed, *_tail_rows(reports)])
     yield make_table("\nStaleness of consumed trajectories", "versions", heads, _staleness_rows(reports))
@@ -186,7 +186,9 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     """Return the names of the folders, or whole paths where two names are equal."""
     names = [Path(report.run).name for report in reports]
     shown = names if len(set(names)) == len(names) else [report.run for report in reports]
-    return [f"{name} (simulated)" if one.simulation else name for name, one in zip(shown, reports, strict=True)]
+    return [
+        f"{name} (simulated)" if report.simulation else name for name, report in zip(shown, reports, strict=True)
+    ]
 
 
 def _table(title: str, heads: list[str], rows: Sequence[CompareRow]) -> Group:
@@ -209,17 +211,23 @@ def _tail_rows(reports: Sequence[RunReport]) -> Iterator[CompareRow]:
         name, found = NAMES[measure], [report.tails.get(measure) for report in reports]
         if measure is Measure.ENVIRONMENT and not any(found):
             continue
-        yield CompareRow(f"{name} p50", [None if one is None else one.p50 for one in found], format_seconds)
-        yield CompareRow(f"{name} p95", [None if one is None else one.p95 for one in found], format_seconds)
-        yield CompareRow(f"{name} p95/p50", [None if one is None else one.tail for one in found], "{:.2f}".format)
+        yield CompareRow(f"{name} p50", [None if times is None else times.p50 for times in found], format_seconds)
+        yield CompareRow(f"{name} p95", [None if times is None else times.p95 for times in found], format_seconds)
+        yield CompareRow(
+            f"{name} p95/p50",
+            [None if times is None else times.tail for times in found],
+            "{:.2f}".format,
+        )
 
 
 def _staleness_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
     found = [report.staleness for report in reports]
-    yield ["mean", *("-" if one is None else f"{one.mean:.2f}" for one in found)]
-    yield ["max", *("-" if one is None else str(one.max) for one in found)]
-    for staleness in sorted({key for one in found if one is not None for key in one.counts}):
-        shares = [0.0 if one is None else one.counts.get(staleness, 0) / sum(one.counts.values()) for one in found]
+    yield ["mean", *("-" if ages is None else f"{ages.mean:.2f}" for ages in found)]
+    yield ["max", *("-" if ages is None else str(ages.max) for ages in found)]
+    for staleness in sorted({key for ages in found if ages is not None for key in ages.counts}):
+        shares = [
+            0.0 if ages is None else ages.counts.get(staleness, 0) / sum(ages.counts.values()) for ages in found
+        ]
         yield [str(staleness), *(f"{share:.1%} {'#' * round(10 * share):<10}" for share in shares)]
 
 

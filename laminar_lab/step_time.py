@@ -5,9 +5,9 @@
   of a long sequence cost more (`laminar_py.learner.packing.sequence_cost`).
 - A version takes its bytes over the slowest link, or travels by the relay's own cost model.
 
-`EngineTimes` and `LearnerTimes` of the core hold the coefficients, and the emulated engine and learner of the core
-compute with the same formulas. The coefficients come from measurements (`fit`) or from the rates below over the
-data sheet of a GPU (`engine_times`, `learner_times`).
+`EngineTimes` and `LearnerTimes` in `laminar_lab/emulation/settings.py` hold the coefficients, and the emulated
+engine and learner compute with the same formulas. The coefficients come from measurements (`fit`) or from the
+rates below over the data sheet of a GPU (`engine_times`, `learner_times`).
 """
 
 import math

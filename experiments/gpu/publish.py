@@ -16,22 +16,14 @@ from statistics import median
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from experiments.gpu.learner import TINY
 from laminar_lab.bench.learner.mfu import FULL, GpuStep, open_learner
 from laminar_lab.bench.learner.parts import draw_lengths, pack_here
-from laminar_lab.bench.relay.steps import (
-    BETAS,
-    FIRST_STEP,
-    LAST_STEP,
-    RATES,
-    WEIGHT_DECAY,
-    Words,
-    codec_rows,
-)
-from laminar_lab.bench.relay.tree import Tree, copy_s, raw
+from laminar_lab.bench.relay.tree import CHUNK_BYTES, Tree
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn, log_line, show
 from laminar_lab.bench.workplace import SHARED_MEMORY, count_parameters, workplace
 from laminar_lab.calibration.learner import make_trajectory
@@ -39,15 +31,20 @@ from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.trajectory import MicroBatch
-from laminar_py.relay import RelayKeys
+from laminar_py.relay import RelayKeys, apply, encode
 from laminar_py.relay.messages import VersionComplete
 
 SEQUENCES = 8  # of a step
-RATE_NAME, RATE = min(RATES.items(), key=lambda rate: rate[1])
+RATE_NAME, RATE = "1e6", 1e-6  # of learning; the name is part of the rows' names
+BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.01
+FIRST_STEP, LAST_STEP = 12, 15  # whose deltas count, each against the step before
 REPEATS, FULL_REFRESHES = 3, 3
 WARM_TURNS = 2  # of two publishes each: `WARM_VERSIONS`
 HELD_VERSIONS = 12  # in both stores together, at the most
 REFRESH = "from the beginning of the publish until a node in another process has verified the version"
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint16]  # weights in bf16, as integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +221,53 @@ def full_row(bench: Bench, *, setting: str) -> Row:
     shares = ", ".join(f"{arrival.share:.3f}" for arrival in arrivals)
     conditions = f"{REFRESH}; every weight 2 % larger, {shares} of the bytes over the wire; {setting}"
     return Row("refresh_full_s", seconds, "s", conditions)
+
+
+def codec_rows(base: Words, new: Words, *, repeats: int, rate: float) -> list[Row]:
+    """Measure the codec in bytes of the full version per CPU second of one thread."""
+    olds, news = _pieces(base), _pieces(new)
+    encoding, copying, applying = [], [], []
+    for _ in range(repeats + 1):  # the first warms up
+        began = time.thread_time()
+        payloads = [encode(piece, old, width=2) for piece, old in zip(news, olds, strict=True)]
+        encoded = time.thread_time()
+        copies = [memoryview(bytearray(old)) for old in olds]
+        copied = time.thread_time()
+        for payload, data in zip(payloads, copies, strict=True):
+            assert payload is not None, f"too much changed at {rate:g} for a delta"
+            apply(payload, data, data)
+        encoding.append(encoded - began)
+        copying.append(copied - encoded)
+        applying.append(time.thread_time() - copied)
+        assert copies == news, "a delta did not make the version that it was made of"
+    encode_s, copied_s, apply_s = (median(seconds[1:]) for seconds in (encoding, copying, applying))
+    gigabytes = new.nbytes / 1e9
+    conditions = (
+        f"{gigabytes * 1000:.0f} MB after an AdamW step at {rate:g}, chunks of {CHUNK_BYTES / 2**20:g} MiB, GB of"
+        " the full version per CPU-second of one thread; apply in place, into a copy of the base: the copy alone"
+        f" {gigabytes / copied_s:.1f} GB/s, both {gigabytes / (copied_s + apply_s):.1f} GB/s; median of {repeats}"
+    )
+    speeds = {"delta_encode_GBps": gigabytes / encode_s, "delta_apply_GBps": gigabytes / apply_s}
+    return [Row(name, speed, "GB/s", conditions) for name, speed in speeds.items()]
+
+
+def _pieces(words: Words) -> list[bytes]:
+    data = words.tobytes()
+    return [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+
+
+def raw(tensor: Tensor) -> Bytes:
+    """View a tensor as bytes; the last dimension is as many times longer as an element has bytes."""
+    data: Bytes = tensor.view(torch.uint8).numpy()
+    return data
+
+
+def copy_s(pairs: Sequence[tuple[Bytes, Bytes]]) -> float:
+    """Copy the first of each pair to the second and return the seconds."""
+    began = time.perf_counter()
+    for source, target in pairs:
+        np.copyto(target, source)
+    return time.perf_counter() - began
 
 
 def roomy(shm: Path, num_bytes: float) -> Path:

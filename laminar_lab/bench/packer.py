@@ -21,7 +21,6 @@ from laminar_py.learner.packing import (
     StreamPacker,
     assign_bins,
     attention_share,
-    choose_groups,
     microbatches,
     pack,
     sequence_cost,
@@ -32,13 +31,12 @@ from laminar_py.records.pieces import PieceRef, TokensRef
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Kind, TrajectoryRef
 
-ROWS = "fill capacity_used imbalance pack_2048_ms stream_us ready_ms look_ahead_8_capacity_used"
+ROWS = ("fill", "capacity_used", "imbalance", "pack_2048_ms", "stream_us", "ready_ms")
 MAX_TOKENS = 16_384
 RANKS = 8
 SEQUENCES = 2048
 PROMPT = 400
 QWEN_7B = attention_share(hidden_size=3584, num_layers=28, num_parameters=7_615_616_512)
-WINDOWS = (0, 4, 8, 16)  # groups that a small step may look ahead
 
 
 def draw_lengths(seed: int, count: int) -> list[int]:
@@ -106,19 +104,21 @@ def by_reference(trajectories: Iterable[Trajectory]) -> list[TrajectoryRef]:
     """Make the controller's view of trajectories, each in one piece of a segment."""
     return [
         TrajectoryRef(
-            id=one.id,
-            prompt_id=one.prompt_id,
-            group_id=one.group_id,
-            sample_index=one.sample_index,
-            kind=one.kind,
-            prompt_ids=one.prompt_ids,
-            tokens=(TokensRef(0, len(one.response_ids), PieceRef("replica-3-1-17.18f2a.9e41", 0, 1, bytes(16))),),
-            num_trained=len(one.response_ids),
-            spans=one.spans,
-            finish_reason=one.finish_reason,
-            reward=one.reward,
+            id=trajectory.id,
+            prompt_id=trajectory.prompt_id,
+            group_id=trajectory.group_id,
+            sample_index=trajectory.sample_index,
+            kind=trajectory.kind,
+            prompt_ids=trajectory.prompt_ids,
+            tokens=(
+                TokensRef(0, len(trajectory.response_ids), PieceRef("replica-3-1-17.18f2a.9e41", 0, 1, bytes(16))),
+            ),
+            num_trained=len(trajectory.response_ids),
+            spans=trajectory.spans,
+            finish_reason=trajectory.finish_reason,
+            reward=trajectory.reward,
         )
-        for one in trajectories
+        for trajectory in trajectories
     ]
 
 
@@ -135,10 +135,10 @@ def pack_here(
     )
 
 
-def rows(*, sequences: int = SEQUENCES, seeds: int = 100, steps: int = 400) -> list[Row]:
-    """Measure whole steps, sequences that arrive one by one (on a fifth of `seeds`), and small steps."""
+def rows(*, sequences: int = SEQUENCES, seeds: int = 100) -> list[Row]:
+    """Measure whole steps, and sequences that arrive one by one on a fifth of `seeds`."""
     streamed = stream_rows(sequences=sequences, seeds=max(1, seeds // 5))
-    return [*step_rows(sequences=sequences, seeds=seeds), *streamed, look_ahead_row(steps=steps)]
+    return [*step_rows(sequences=sequences, seeds=seeds), *streamed]
 
 
 def step_rows(*, sequences: int, seeds: int) -> list[Row]:
@@ -180,7 +180,7 @@ def stream_rows(*, sequences: int, seeds: int) -> list[Row]:
 
 def _pack_stream(trajectories: Sequence[Trajectory]) -> tuple[float, float, float]:
     """Return seconds to add all sequences, from then to the first microbatch, and from there to the last one."""
-    whole, references = {one.id: one for one in trajectories}, by_reference(trajectories)
+    whole, references = {trajectory.id: trajectory for trajectory in trajectories}, by_reference(trajectories)
     stream, began = StreamPacker(max_tokens=MAX_TOKENS), time.perf_counter()
     for reference in references:
         stream.add(reference)
@@ -188,44 +188,10 @@ def _pack_stream(trajectories: Sequence[Trajectory]) -> tuple[float, float, floa
     bins = stream.bins()
     terms = step_terms(bins, aggregation=Aggregation.SEQUENCE_MEAN)
     packed = assign_bins(bins, terms, max_tokens=MAX_TOKENS, ranks=RANKS, attention_share=QWEN_7B)
-    bundles = [[[whole[one.id] for one in bundle] for bundle in mine] for mine in packed.bundles]
+    bundles = [[[whole[trajectory.id] for trajectory in bundle] for bundle in mine] for mine in packed.bundles]
     microbatches(bundles[0], terms)[0]
     ready = time.perf_counter()
     for rank in range(RANKS):
         for _ in microbatches(bundles[rank], terms):
             continue  # each is freed before the next is written, as in the learner
     return added - began, ready - added, time.perf_counter() - ready
-
-
-def look_ahead_row(*, steps: int) -> Row:
-    """Measure small steps that may choose among the next groups."""
-    used = {window: _capacity(window, steps=steps) for window in WINDOWS}
-    conditions = (
-        f"64 trajectories a step (8 groups of 8, lengths as for fill), {RANKS} ranks, {steps} steps, seed 0; 2"
-        f" passes at most; by window {', '.join(f'{window}: {share:.3f}' for window, share in used.items())}"
-    )
-    return Row("look_ahead_8_capacity_used", used[8], "of tokens", conditions)
-
-
-def _capacity(window: int, *, steps: int, groups: int = 8, max_passes: int = 2) -> float:
-    """Return tokens over capacity of steps that may look `window` groups ahead."""
-    lengths = draw_lengths(0, 8 * (steps * groups + window))
-    ready = [lengths[start : start + 8] for start in range(0, len(lengths), 8)]
-    passes = [0] * len(ready)
-    waiting, tokens, used = list(range(len(ready))), 0, 0
-    for _ in range(steps):
-        seen = waiting[: groups + window]
-        places = choose_groups(
-            [sum(ready[group]) for group in seen],
-            due=[passes[group] >= max_passes for group in seen],
-            count=groups,
-            unit=RANKS * MAX_TOKENS,
-        )
-        for place in set(range(places[-1])) - set(places):
-            passes[seen[place]] += 1
-        taken = {seen[place] for place in places}
-        waiting = [group for group in waiting if group not in taken]
-        step = [length for group in taken for length in ready[group]]
-        tokens += sum(step)
-        used += RANKS * len(pack_here(make_trajectories(step)).bundles[0])
-    return tokens / (used * MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""Processes of a benchmark: each does one piece of work, and hears over a pipe when to begin.
+"""Processes of a benchmark: each does one piece of work, and receives over a pipe when to begin.
 
 Times that cross processes come from `time.monotonic`, which is one clock for a whole host. A process ends with its
 `Worker`, and with the process that made it.
@@ -15,7 +15,6 @@ import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator as in a run)
 
 PATIENCE_S = 120.0  # for any one answer
 END_S = 10.0
-READY = "ready"
 
 Answer = TypeVar("Answer")
 Work = Callable[[Connection], None]  # takes the end of a pipe to the process that started it
@@ -30,26 +29,17 @@ _context.set_forkserver_preload(PRELOADED)
 
 
 class Worker:
-    """A process that runs `work`, e.g. `Worker(partial(receive, path=path))`; a context that ends it.
+    """A process that runs `work`, e.g. `Worker(partial(receive, path=path))`; the end of the context ends it."""
 
-    The process calls `within` before its work, e.g. to enter a network namespace.
-    """
-
-    def __init__(self, work: Work, *, within: Callable[[], None] | None = None) -> None:
+    def __init__(self, work: Work) -> None:
         self._pipe, there = _context.Pipe()
-        self._process = _context.Process(target=_run, args=(work, there, within), daemon=True)
+        self._process = _context.Process(target=_run, args=(work, there), daemon=True)
         self._process.start()
         there.close()  # or the end of the process would not show
 
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        assert self._process.pid is not None, f"{self._process.name} has not started"
-        return self._process.pid
-
-    def send(self, word: object) -> None:
-        """Send a word to the process."""
-        self._pipe.send(word)
+    def send(self, message: object) -> None:
+        """Send a message to the process."""
+        self._pipe.send(message)
 
     def receive(self, kind: type[Answer]) -> Answer:
         """Return the next answer. Raises `TimeoutError`, or `EOFError` if the process crashed.
@@ -62,20 +52,10 @@ class Worker:
         assert isinstance(answer, kind), f"{self._process.name} sent {answer!r}, no {kind.__name__}"
         return answer
 
-    def request(self, word: object, kind: type[Answer]) -> Answer:
-        """Send a word and return the answer."""
-        self.send(word)
+    def request(self, message: object, kind: type[Answer]) -> Answer:
+        """Send a message and return the answer."""
+        self.send(message)
         return self.receive(kind)
-
-    def await_ready(self) -> None:
-        """Wait until the process sends `READY`."""
-        word = self.receive(str)
-        assert word == READY, f"{self._process.name} sent {word}"
-
-    def kill(self) -> None:
-        """Kill the process with SIGKILL, which gives it no time to clean up."""
-        self._process.kill()
-        self._process.join()
 
     def __enter__(self) -> Self:
         return self
@@ -86,18 +66,8 @@ class Worker:
         self._pipe.close()
 
 
-Start = Callable[[int, Work], Worker]  # starts a process on the host of that number
-
-
-def here(_: int, work: Work) -> Worker:
-    """Start a process on this host."""
-    return Worker(work)
-
-
-def _run(work: Work, pipe: Connection, within: Callable[[], None] | None) -> None:
+def _run(work: Work, pipe: Connection) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
-    if within is not None:
-        within()
     work(pipe)
 
 

@@ -1,4 +1,4 @@
-"""Measurement of a learner on steps of made-up trajectories. Called by `laminar calibrate`.
+"""Time learner steps on synthetic trajectories and fit `LearnerTimes`. Called by `laminar calibrate`.
 
 Steps of few and many microbatches, of short and mixed sequences, take turns. Each step ends with the copy of
 weights for a publication. The last version stays for the engine to load.

@@ -94,6 +94,7 @@ def calibrate(config: RunConfig, *, repeats: int, log: Callable[[str], None]) ->
 async def _measure_engine(
     config: RunConfig, learner: MeasuredLearner, *, repeats: int, log: Callable[[str], None]
 ) -> MeasuredEngine:
+    """Start the configured engine, measure its times on the learner's last version, and close it."""
     rollout, section = config.rollout, config.rollout.engine
     is_embedded = section.kind == EMBEDDED
     with TemporaryDirectory(prefix="laminar-calibrate-") as logs:

@@ -19,10 +19,10 @@ def measure_here(
     only: Annotated[str | None, typer.Option(help="One measurement of it")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object on stdout")] = False,
 ) -> None:
-    """Measure a part of the system on this machine. Most benchmarks take minutes, `plan` and `repack` hours.
+    """Measure a part of the system on this machine. Most benchmarks take minutes, `plan` and `repack` an hour.
 
-    A line on stderr names each measurement that this machine cannot make. Hosts with narrow links need root and
-    iproute2; other measurements need SGLang, a GPU, or the project's folder.
+    A line on stderr names each measurement that this machine cannot make. Some measurements need SGLang, a GPU, or
+    the project's folder.
     """
     if benchmark is None:
         Console().print(_list(find()))
@@ -32,6 +32,6 @@ def measure_here(
 
 def _list(measurements: list[Measurement]) -> Table:
     table = Table("benchmark", "--only", "about")
-    for one in measurements:
-        table.add_row(one.benchmark, one.name, one.about)
+    for measurement in measurements:
+        table.add_row(measurement.benchmark, measurement.name, measurement.about)
     return table

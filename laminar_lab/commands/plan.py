@@ -112,6 +112,7 @@ def _lengths(
 
 
 def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
+    """Print the ranking, memory and reasons of a plan, or one JSON object with everything."""
     from laminar_lab.plan.page import describe_plan, make_page
 
     if as_json:
@@ -126,6 +127,7 @@ def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
 
 
 def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: Path | None, quiet: bool) -> None:
+    """Write the config and the page that the command asks for, and print where they are, unless `quiet`."""
     from laminar_lab.plan.page import write_page
     from laminar_lab.plan.writing import write_config
 
@@ -149,6 +151,7 @@ def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: 
 
 
 def _ranking(plan: "RankedPlan") -> Table:
+    """Make the table of the best placements, `SHOWN` at most."""
     table = Table(box=None, pad_edge=False)  # fits 80 columns
     titles = ("", "learner +\nreplicas x TP", "admits", "tokens/s", "step, s", "stale,\nmost", "vers.\nalive")
     for title in (*titles, "binds, by\nformula", "1,000\nsteps"):

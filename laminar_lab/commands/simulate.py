@@ -70,6 +70,7 @@ def _control_rates(figures: "SimulatedFigures") -> str:
 
 
 def _table(figures: "SimulatedFigures") -> Table:
+    """Make the table that `laminar simulate` prints, of steps after the fleet has filled."""
     table = Table("simulated, of a step once under way", "")
     for name, value in (
         ("trained tokens/s", f"{figures.trained_tokens_per_s:,.0f}"),

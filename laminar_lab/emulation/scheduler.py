@@ -258,6 +258,10 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
     # ---- between two steps
 
     def _hold(self, *, paused: bool, loading: bool) -> None:
+        """Set the reasons to hold all requests, and hold or resume them.
+
+        A paused step is completed after the hold: it takes the rest of its time from then on.
+        """
         now = self._called_s
         if not self._held:
             self._owed_s = max(0.0, self._boundary_s - now)
@@ -326,6 +330,7 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
         self._is_known = False
 
     def _admit(self) -> None:
+        """Start as many waiting requests as slots and cache allow, and compute their prefills at once."""
         num_tokens = 0
         while self._has_room():
             job = self._waiting.popleft()
@@ -359,6 +364,7 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
     # ---- deltas and ends
 
     def _make_job(self, ticket: int, request: GenerateRequest) -> EmulatedJob:
+        """Make the job of a request; it continues where the request has tokens already."""
         length = len(request.prefix_ids)
         return EmulatedJob(
             ticket=ticket,

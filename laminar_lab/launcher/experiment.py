@@ -75,6 +75,7 @@ class ExperimentSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Refuse a grid beside variants, settings that the experiment decides itself, and repeated seeds."""
         if self.grid and self.variants:
             raise ConfigError(f"grid={', '.join(self.grid)}: variants are given too; keep one of the two")
         for where, keys in (("set", self.set), ("grid", self.grid), *((v.name, v.set) for v in self.variants)):

@@ -67,8 +67,10 @@ def write_page(experiment: Experiment, progress: list[RunProgress]) -> Path:
 def make_page(experiment: Experiment, progress: list[RunProgress]) -> ExperimentPage:
     """Make the contents of the page from the progress of every run."""
     results = Results(experiment, progress)
-    finished = sum(one.state is RunState.FINISHED for one in progress)
-    failed = [[one.run.name, one.reason, str(one.run.log)] for one in progress if one.state is RunState.FAILED]
+    finished = sum(entry.state is RunState.FINISHED for entry in progress)
+    failed = [
+        [entry.run.name, entry.reason, str(entry.run.log)] for entry in progress if entry.state is RunState.FAILED
+    ]
     first = [Sheet(title="Runs that failed", head=["run", "why", "log"], rows=failed, words=2)] if failed else []
     if results.left_out:
         note = "Their files cannot be read, or they were made with other settings."
@@ -89,12 +91,16 @@ def make_page(experiment: Experiment, progress: list[RunProgress]) -> Experiment
 def _count_seeds(results: Results, variant: str) -> str:
     """Return e.g. "2 of 3 seeds", or "" if all seeds count."""
     runs, every = results.counted(variant), len(results.experiment.settings.seeds)
-    if not all(one.is_finished for one in runs):
+    if not all(run.is_finished for run in runs):
         return f"{len(runs)} of {every} seeds, not finished"
     return f"{len(runs)} of {every} seeds" if len(runs) < every else ""
 
 
 def _headline(results: Results, progress: list[RunProgress]) -> list[Card]:
+    """Make the cards at the top: best variant, finished runs, device-hours, core-hours and trained tokens.
+
+    Only variants whose seeds all have a result compete for the best.
+    """
     compared, num_seeds = results.experiment.compared, len(results.experiment.settings.seeds)
     found = list[Card]()
     ends = {name: results.ends(name) for name in results.by_variant}
@@ -105,16 +111,16 @@ def _headline(results: Results, progress: list[RunProgress]) -> list[Card]:
         seeds = "one seed" if num_seeds == 1 else f"{num_seeds} seeds, ± half of the 95 % interval"
         note = f"{best}: the highest {results.name_of_results(compared)}, {seeds}"
         found.append(Card(f"best at the end: {compared}", format_mean(complete[best]), note))
-    counts = Counter(one.state for one in progress)
+    counts = Counter(run.state for run in progress)
     finished = counts.pop(RunState.FINISHED, 0)
     others = ", ".join(f"{counts[state]} {state}" for state in RunState if counts[state])
     found.append(Card("runs finished", f"{finished} of {len(progress)}", others or "all"))
-    hours = sum(one.device_hours for one in results.all)
+    hours = sum(run.device_hours for run in results.all)
     found.append(Card(f"{results.device}-hours", _amount(hours), "of RL, all runs"))
-    core_hours = [one.core_hours for one in results.all if one.core_hours is not None]
+    core_hours = [run.core_hours for run in results.all if run.core_hours is not None]
     if results.device == "process" and core_hours:
         found.append(Card("CPU core-hours", _amount(sum(core_hours)), "used in RL, all runs"))
-    trained = sum(one.last.trained_tokens for one in results.all if one.last is not None)
+    trained = sum(run.last.trained_tokens for run in results.all if run.last is not None)
     found.append(Card("trained tokens", f"{trained:,}", "all runs"))
     return found
 
@@ -128,23 +134,24 @@ def _outcomes(results: Results) -> Sheet:
     rows = []
     for variant, runs in results.by_variant.items():
         counted = results.counted(variant)
-        rewards = [one.reward[1][-1] for one in counted if one.steps]
+        rewards = [run.reward[1][-1] for run in counted if run.steps]
         values = (results.ends(variant), results.at_equal_hours(variant), rewards)
-        finished = f"{sum(one.is_finished for one in runs)} of {len(experiment.settings.seeds)}"
+        finished = f"{sum(run.is_finished for run in runs)} of {len(experiment.settings.seeds)}"
         rows.append([variant, finished, *map(format_mean, values), *_costs(counted)])
     note = f"{OF_SEEDS}, ± half of the 95 % t-interval; costs are those of the RL phase."
     return Sheet(title="Variants", note=note, head=head, rows=rows)
 
 
 def _costs(runs: list[RunResult]) -> list[str]:
-    stepped = [one for one in runs if one.last is not None]
-    lasts = [one.last for one in stepped if one.last is not None]
+    """Return the mean costs of a variant's runs as five table cells, without the runs that made no step."""
+    stepped = [run for run in runs if run.last is not None]
+    lasts = [run.last for run in stepped if run.last is not None]
     if not lasts:
         return [NOTHING] * 5
-    core_hours = [one.core_hours for one in stepped if one.core_hours is not None]
+    core_hours = [run.core_hours for run in stepped if run.core_hours is not None]
     return [
-        format_duration(fmean(one.costs.rl_s for one in stepped)),
-        _amount(fmean(one.device_hours for one in stepped)),
+        format_duration(fmean(run.costs.rl_s for run in stepped)),
+        _amount(fmean(run.device_hours for run in stepped)),
         _amount(fmean(core_hours)) if core_hours else NOTHING,
         f"{fmean(last.trained_tokens for last in lasts):,.0f}",
         f"{fmean(trained_per_s(last) for last in lasts):,.0f}",
@@ -156,12 +163,12 @@ def _tails(results: Results) -> Sheet:
     rows = []
     for variant in results.by_variant:
         runs = results.counted(variant)
-        tails = [(one.lengths.p50, one.lengths.p95, one.lengths.p99) for one in runs if one.lengths is not None]
+        tails = [(run.lengths.p50, run.lengths.p95, run.lengths.p99) for run in runs if run.lengths is not None]
         lengths = [f"{fmean(column):,.0f}" for column in zip(*tails, strict=True)] or [NOTHING] * 3
-        steps = [row for one in runs for row in one.steps]
+        steps = [row for run in runs for row in run.steps]
         mean = f"{fmean(row.staleness_mean for row in steps):.2f}" if steps else NOTHING
         most = str(max(row.staleness_max for row in steps)) if steps else NOTHING
-        waiting = [one.last.learner_waiting_share for one in runs if one.last is not None]
+        waiting = [run.last.learner_waiting_share for run in runs if run.last is not None]
         rows.append([variant, *lengths, mean, most, f"{fmean(waiting):.0%}" if waiting else NOTHING])
     head = ["variant", "response tokens p50", "p95", "p99", "staleness, mean", "at most", "learner waiting"]
     note = f"{OF_SEEDS}, of every training response; staleness in learner steps, of trained responses."
@@ -169,6 +176,7 @@ def _tails(results: Results) -> Sheet:
 
 
 def _charts(results: Results) -> list[Chart]:
+    """Make the charts of every evaluation set over hours, tokens and steps, then of reward and costs."""
     places: dict[str, Callable[[Point], float]] = {
         f"{results.device}-hours of RL": lambda point: point.device_hours,
         "trained tokens": lambda point: point.tokens,
@@ -179,11 +187,11 @@ def _charts(results: Results) -> list[Chart]:
         bands = results.bands(partial(RunResult.evaluated, name=name, place=place))
         charts.append(Chart(title=f"{name} over {x}", x=x, y=results.name_of_results(name), bands=bands))
     lines: dict[str, tuple[str, Callable[[RunResult], Line]]] = {
-        "Reward": (f"mean reward of the last {REWARD_STEPS} steps", lambda one: one.reward),
-        "Response length, p50": ("tokens", lambda one: one.over_steps(lambda row: row.length_p50)),
-        "Response length, p95": ("tokens", lambda one: one.over_steps(lambda row: row.length_p95)),
-        "Throughput": ("trained tokens per second, so far", lambda one: one.over_steps(trained_per_s)),
-        "Staleness": ("learner steps, mean", lambda one: one.over_steps(lambda row: row.staleness_mean)),
+        "Reward": (f"mean reward of the last {REWARD_STEPS} steps", lambda run: run.reward),
+        "Response length, p50": ("tokens", lambda run: run.over_steps(lambda row: row.length_p50)),
+        "Response length, p95": ("tokens", lambda run: run.over_steps(lambda row: row.length_p95)),
+        "Throughput": ("trained tokens per second, so far", lambda run: run.over_steps(trained_per_s)),
+        "Staleness": ("learner steps, mean", lambda run: run.over_steps(lambda row: row.staleness_mean)),
     }
     for title, (y, line) in lines.items():
         charts.append(Chart(title=title, x="step", y=y, bands=results.bands(line)))
@@ -201,24 +209,25 @@ def _changes(experiment: Experiment) -> Sheet:
 def _runs(results: Results, progress: list[RunProgress]) -> Sheet:
     """Make the table of all runs."""
     compared = results.experiment.compared
-    counted = {one.run.name: one for one in results.all}
+    counted = {entry.run.name: entry for entry in results.all}
     rows = []
-    for one in progress:
-        result = counted.get(one.run.name)
+    for entry in progress:
+        result = counted.get(entry.run.name)
         figures = [NOTHING] * 6 if result is None else _figures(result, compared)
-        state = "not counted" if one.run.name in results.left_out else one.state
-        rows.append([one.run.name, f"{one.step} of {one.run.config.steps}", *figures, state])
+        state = "not counted" if entry.run.name in results.left_out else entry.state
+        rows.append([entry.run.name, f"{entry.step} of {entry.run.config.steps}", *figures, state])
     head = ["run", "step", compared, "reward", "RL time", f"{results.device}-hours", "trained tokens"]
     return Sheet(title="Runs", head=[*head, "length p50 / p95 / p99", "state"], rows=rows, words=1)
 
 
-def _figures(one: RunResult, compared: str) -> list[str]:
-    points, last, lengths = one.evaluations.get(compared, []), one.last, one.lengths
+def _figures(run: RunResult, compared: str) -> list[str]:
+    """Return the figures of a run as six table cells; `compared` is the evaluation set of the first."""
+    points, last, lengths = run.evaluations.get(compared, []), run.last, run.lengths
     return [
         f"{points[-1].value:.3f}" if points else NOTHING,
         NOTHING if last is None else f"{last.reward:.3f}",
-        format_duration(one.costs.rl_s),
-        _amount(one.device_hours),
+        format_duration(run.costs.rl_s),
+        _amount(run.device_hours),
         NOTHING if last is None else f"{last.trained_tokens:,}",
         NOTHING if lengths is None else f"{lengths.p50:,.0f} / {lengths.p95:,.0f} / {lengths.p99:,.0f}",
     ]

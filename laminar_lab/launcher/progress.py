@@ -95,7 +95,7 @@ def read_all_progress(experiment: Experiment) -> list[RunProgress]:
 
 def unfinished_runs(experiment: Experiment) -> list[PlannedRun]:
     """Return the runs that a launch has to run, begun runs first."""
-    ahead = [one.run for one in read_all_progress(experiment) if one.state is not RunState.FINISHED]
+    ahead = [entry.run for entry in read_all_progress(experiment) if entry.state is not RunState.FINISHED]
     return sorted(ahead, key=lambda run: run.folder is None)
 
 
@@ -123,11 +123,11 @@ def progress_table(experiment: Experiment, progress: Sequence[RunProgress]) -> T
     for name in ("step", "reward", experiment.compared, "tokens/s", "staleness"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
-    for one in progress:
-        name = one.run.name.removeprefix(f"{experiment.settings.name}-")
-        figures = _figures(one, experiment.compared).values()
-        cells = (Text(name), Text(one.state), *map(Text, figures), Text(visible(one.reason)))
-        table.add_row(*cells, style=STYLES.get(one.state))
+    for entry in progress:
+        name = entry.run.name.removeprefix(f"{experiment.settings.name}-")
+        figures = _figures(entry, experiment.compared).values()
+        cells = (Text(name), Text(entry.state), *map(Text, figures), Text(visible(entry.reason)))
+        table.add_row(*cells, style=STYLES.get(entry.state))
     return table
 
 

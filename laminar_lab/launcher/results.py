@@ -156,18 +156,18 @@ class Results:
         self.experiment = experiment
         self.by_variant: dict[str, list[RunResult]] = {name: [] for name in experiment.variants}
         self.left_out: dict[str, str] = {}
-        for one in progress:
-            if one.run.folder is not None:
+        for entry in progress:
+            if entry.run.folder is not None:
                 try:
-                    self.by_variant[one.run.variant].append(read_result(one))
+                    self.by_variant[entry.run.variant].append(read_result(entry))
                 except (ConfigError, OSError) as error:
-                    self.left_out[one.run.name] = str(error)
-        self.all = [one for runs in self.by_variant.values() for one in runs]
+                    self.left_out[entry.run.name] = str(error)
+        self.all = [entry for runs in self.by_variant.values() for entry in runs]
 
     @cached_property
     def sets(self) -> list[str]:
         """Evaluation sets with results; the set that compares variants comes first."""
-        names = dict.fromkeys(name for one in self.all for name in one.evaluations)
+        names = dict.fromkeys(name for run in self.all for name in run.evaluations)
         return sorted(names, key=lambda name: name != self.experiment.compared)
 
     @property
@@ -178,7 +178,7 @@ class Results:
     @cached_property
     def equal_hours(self) -> float | None:
         """Device-hours that every finished run has taken; None before a run has finished."""
-        finished = [one.evaluations.get(self.experiment.compared, []) for one in self.all if one.is_finished]
+        finished = [run.evaluations.get(self.experiment.compared, []) for run in self.all if run.is_finished]
         ends = [points[-1].device_hours for points in finished if points]
         return min(ends) if ends and min(ends) > 0 else None
 
@@ -187,31 +187,31 @@ class Results:
         if self.equal_hours is None:
             return []
         lines = [
-            one.evaluated(self.experiment.compared, lambda point: point.device_hours)
-            for one in self.by_variant[variant]
-            if one.is_finished
+            run.evaluated(self.experiment.compared, lambda point: point.device_hours)
+            for run in self.by_variant[variant]
+            if run.is_finished
         ]
         found = [value_at(line, self.equal_hours) for line in lines]
         return [value for value in found if value is not None]
 
     def ends(self, variant: str) -> list[float]:
         """Return the last results of a variant's finished runs on the compared set."""
-        finished = [one for one in self.by_variant[variant] if one.is_finished]
-        points = [one.evaluations.get(self.experiment.compared, []) for one in finished]
+        finished = [run for run in self.by_variant[variant] if run.is_finished]
+        points = [run.evaluations.get(self.experiment.compared, []) for run in finished]
         return [found[-1].value for found in points if found]
 
     def name_of_results(self, name: str) -> str:
         """Name the results on a set: "accuracy" if every reward is 0 or 1, else "mean reward"."""
-        points = [point for one in self.all for point in one.evaluations.get(name, [])]
+        points = [point for run in self.all for point in run.evaluations.get(name, [])]
         binary = all(point.figures is not None and point.figures.is_accuracy for point in points)
         return "accuracy" if binary else "mean reward"
 
     def counted(self, variant: str) -> list[RunResult]:
         """Return the runs that a variant's figures count: finished runs, or begun runs before one has finished."""
         runs = self.by_variant[variant]
-        return [one for one in runs if one.is_finished] or runs
+        return [run for run in runs if run.is_finished] or runs
 
     def bands(self, line: Callable[[RunResult], Line]) -> list[Band]:
         """Make a curve for each variant that has points, over its counted runs."""
-        made = [make_band(name, [line(one) for one in self.counted(name)]) for name in self.by_variant]
+        made = [make_band(name, [line(run) for run in self.counted(name)]) for name in self.by_variant]
         return [band for band in made if band.x]

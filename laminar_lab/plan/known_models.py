@@ -20,6 +20,7 @@ def _dense(
     tied: bool = False,
     kind: str = "qwen2",
 ) -> ModelShape:
+    """Make the shape of a dense model; `keys` are the key-value heads and `inner` is the MLP's width."""
     return ModelShape(
         vocab_size=vocab,
         hidden_size=hidden,

@@ -90,8 +90,8 @@ def make_page(plan: RankedPlan) -> PlanPage:
         fleet=f"{fleet.nodes} x {fleet.per_node} {fleet.gpu.name}",
         price=request.price,
         words=list(describe_plan(plan)),
-        rows=[_row(plan, one) for one in plan.ranked],
-        formulas=[(one.name, one.text, one.result) for one in plan.best.estimate.formulas],
+        rows=[_row(plan, ranked) for ranked in plan.ranked],
+        formulas=[(formula.name, formula.text, formula.result) for formula in plan.best.estimate.formulas],
         by_bound=list(_by_bound(request)),
         by_gpus=list(_by_gpus(request)),
         considered=plan.considered,
@@ -100,16 +100,17 @@ def make_page(plan: RankedPlan) -> PlanPage:
 
 
 def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
-    place, judged, times = ranked.placement, ranked.judgement, ranked.estimate.times
+    """Make the table row of a placement: its settings, simulated figures, formula seconds, cost and memory."""
+    placement, judged, times = ranked.placement, ranked.judgement, ranked.estimate.times
     return PlacementRow(
-        schedule=str(place.schedule),
-        learner_gpus=place.learner_gpus,
-        replicas=place.replicas,
-        tensor_parallel=place.tensor_parallel,
-        max_batch=place.max_batch,
-        batch_per_replica=place.batch_per_replica,
-        pack_tokens=place.pack_tokens,
-        recompute=str(place.recompute),
+        schedule=str(placement.schedule),
+        learner_gpus=placement.learner_gpus,
+        replicas=placement.replicas,
+        tensor_parallel=placement.tensor_parallel,
+        max_batch=placement.max_batch,
+        batch_per_replica=placement.batch_per_replica,
+        pack_tokens=placement.pack_tokens,
+        recompute=str(placement.recompute),
         tokens_per_s=ranked.tokens_per_s,
         step_s=judged.step_s,
         staleness_mean=judged.figures.staleness_mean,
@@ -148,8 +149,10 @@ def _by_gpus(request: PlanRequest) -> Iterator[TradeOff]:
 
 
 def _best(request: PlanRequest, label: str, *, only: Schedule | None) -> TradeOff:
-    found = [estimate(request, one) for one in placements(request) if only in (None, one.schedule)]
-    best = max(found, key=lambda one: one.tokens_per_s)
+    found = [
+        estimate(request, placement) for placement in placements(request) if only in (None, placement.schedule)
+    ]
+    best = max(found, key=lambda placement: placement.tokens_per_s)
     return TradeOff(
         label=label,
         tokens_per_s=best.tokens_per_s,
@@ -166,11 +169,12 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
     best = plan.best
     bottlenecks = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
     yield f"first: {_name(best)}; by formula {bottlenecks}"
-    place = best.placement
-    admits = f" admits {place.batch_per_replica} trajectories under a version and"
+    placement = best.placement
+    is_async = placement.schedule is Schedule.ASYNC
+    admits = f" admits {placement.batch_per_replica} trajectories under a version and" if is_async else ""
     yield (
-        f"each replica{admits if place.schedule is Schedule.ASYNC else ''} decodes at most {place.max_batch} at a"
-        f" time; a microbatch has {place.pack_tokens:,} tokens, recompute {place.recompute}"
+        f"each replica{admits} decodes at most {placement.max_batch} at a time; a microbatch has"
+        f" {placement.pack_tokens:,} tokens, recompute {placement.recompute}"
     )
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])
@@ -191,22 +195,23 @@ def _second(first: Ranked, second: Ranked) -> str:
     begun = f"second: {_name(second)}; {share:.0%} less"
     if share < TIED:
         return f"{begun}, too little for simulations of this size to separate the two"
-    before, now = first.estimate, second.estimate
-    if now.schedule is not before.schedule:
+    best, other = first.estimate, second.estimate
+    if other.schedule is not best.schedule:
         steps = (
-            f"under {now.schedule} a step takes {now.step_s:.1f} s, under {before.schedule} {before.step_s:.1f}"
+            f"under {other.schedule} a step takes {other.step_s:.1f} s, under {best.schedule} {best.step_s:.1f}"
         )
         return f"{begun}: by formula {steps}"
-    then, later = _seconds(before), _seconds(now)
-    bottleneck = max(later, key=lambda one: later[one] - then[one])
-    if later[bottleneck] <= then[bottleneck]:
+    best_s, other_s = _seconds_by_bottleneck(best), _seconds_by_bottleneck(other)
+    slower = max(other_s, key=lambda stage: other_s[stage] - best_s[stage])
+    if other_s[slower] <= best_s[slower]:
         return f"{begun}; the simulation shows that, and no formula explains it"
-    later_s, first_s = later[bottleneck], then[bottleneck]
-    return f"{begun}: {bottleneck.value} takes {later_s:.1f} s of a step, and {first_s:.1f} s in the first"
+    return (
+        f"{begun}: {slower.value} takes {other_s[slower]:.1f} s of a step, and {best_s[slower]:.1f} s in the first"
+    )
 
 
-def _seconds(estimate: PlacementEstimate) -> dict[Bottleneck, float]:
-    """Return the seconds of a step by bottleneck."""
+def _seconds_by_bottleneck(estimate: PlacementEstimate) -> dict[Bottleneck, float]:
+    """Return the seconds of each stage in a step by formula, keyed by the bottleneck that the stage can be."""
     times = estimate.times
     return {
         Bottleneck.GENERATION: times.generation_s,
@@ -217,6 +222,6 @@ def _seconds(estimate: PlacementEstimate) -> dict[Bottleneck, float]:
 
 
 def _name(ranked: Ranked) -> str:
-    place = ranked.placement
-    trained = f"{place.schedule}, {place.learner_gpus} GPUs train"
-    return f"{trained}, {place.replicas} replicas of {place.tensor_parallel} generate"
+    placement = ranked.placement
+    trained = f"{placement.schedule}, {placement.learner_gpus} GPUs train"
+    return f"{trained}, {placement.replicas} replicas of {placement.tensor_parallel} generate"

@@ -130,6 +130,10 @@ def _learner_sizes(least: int, fleet: GpuFleet) -> list[int]:
 
 
 def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -> Iterator[FleetPlacement]:
+    """Yield the placements of one learner size and tensor parallelism, under every schedule and depth.
+
+    Yields none where no replica is left. GPUs that no replica can use join the learner.
+    """
     replicas = _replicas(request.fleet, learner_gpus, degree)
     if not replicas:
         return

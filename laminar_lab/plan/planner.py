@@ -1,7 +1,7 @@
 """Ranking of placements: formulas choose which placements to simulate, and simulations rank them.
 
-Called by `laminar plan`. A kind of placements is a schedule, and under `async` also the depth of admission. The
-simulated placements of a kind correct the formula for the whole kind. Each round then simulates the best
+Called by `laminar plan`. A formula class is a schedule, and under `async` also the depth of admission. The
+simulated placements of a class correct the formula for the whole class. Each round then simulates the best
 placements by corrected formula, and neighbours of the best so far. Close placements are simulated with more seeds.
 A plan depends on its request alone (`tests/plan/test_planner.py::test_a_plan_depends_on_its_request_alone`).
 """
@@ -79,107 +79,116 @@ class RankedPlan:
 JudgeAll = Callable[[Sequence[FleetPlacement], int], list[Judgement]]  # simulates placements with a seed
 Estimates = dict[FleetPlacement, PlacementEstimate]
 Judged = dict[FleetPlacement, Judgement]
-Kind = tuple[Schedule, int]
-Kinds = dict[FleetPlacement, Kind]
+FormulaClass = tuple[Schedule, int]  # schedule and depth of admission; one factor corrects the class's formula
+FormulaClasses = dict[FleetPlacement, FormulaClass]
 
 
 def make_plan(request: PlanRequest, *, judge_all: JudgeAll | None = None) -> RankedPlan:
     """Rank the placements of a request; `judge_all` simulates them. Raises `ConfigError` if none fits."""
-    judge_all = judge_all or (lambda some, seed: [judge(request, one, seed=seed) for one in some])
-    estimates = {one: estimate(request, one) for one in placements(request)}
-    kinds = {one: _kind_of(request, one) for one in estimates}
-    found: Judged = {}
-    some = _first_round(estimates, kinds)
-    while some:
-        found.update(zip(some, judge_all(some, 0), strict=True))
-        some = _next_round(estimates, kinds, found)[: MOST - len(found)]
-    found |= _judge_ties(found, judge_all)
-    ranked = [Ranked(placement=one, estimate=estimates[one], judgement=found[one]) for one in found]
-    ranked.sort(key=lambda one: -one.tokens_per_s)
+    judge_all = judge_all or (lambda chosen, seed: [judge(request, placement, seed=seed) for placement in chosen])
+    estimates = {placement: estimate(request, placement) for placement in placements(request)}
+    classes = {placement: _formula_class(request, placement) for placement in estimates}
+    judged: Judged = {}
+    chosen = _first_round(estimates, classes)
+    while chosen:
+        judged.update(zip(chosen, judge_all(chosen, 0), strict=True))
+        chosen = _next_round(estimates, classes, judged)[: MOST - len(judged)]
+    judged |= _judge_ties(judged, judge_all)
+    ranked = [
+        Ranked(placement=placement, estimate=estimates[placement], judgement=judgement)
+        for placement, judgement in judged.items()
+    ]
+    ranked.sort(key=lambda candidate: -candidate.tokens_per_s)
     return RankedPlan(
         request=request,
-        ranked=tuple(_one_of_each(ranked)),
+        ranked=tuple(_first_of_each_split(ranked)),
         considered=len(estimates),
         shrink_error=_shrink_error(request, ranked[0]),
     )
 
 
-def _kind_of(request: PlanRequest, one: FleetPlacement) -> Kind:
-    """Return the schedule, and under `async` the nearest depth of admission."""
-    if one.schedule is not Schedule.ASYNC:
-        return one.schedule, 0
-    shares = one.batch_per_replica * one.replicas / request.trajectories_per_step
-    return one.schedule, min(DEPTHS, key=lambda depth: abs(log2(shares / depth)))
+def _formula_class(request: PlanRequest, placement: FleetPlacement) -> FormulaClass:
+    """Return a placement's schedule, and under `async` the nearest depth of admission (0 otherwise)."""
+    if placement.schedule is not Schedule.ASYNC:
+        return placement.schedule, 0
+    shares = placement.batch_per_replica * placement.replicas / request.trajectories_per_step
+    return placement.schedule, min(DEPTHS, key=lambda depth: abs(log2(shares / depth)))
 
 
-def _first_round(estimates: Estimates, kinds: Kinds) -> list[FleetPlacement]:
-    """Return the best placements by formula, and the best of every kind."""
-    order = sorted(estimates, key=lambda one: -estimates[one].tokens_per_s)
-    firsts = {kinds[one]: one for one in reversed(order)}
+def _first_round(estimates: Estimates, classes: FormulaClasses) -> list[FleetPlacement]:
+    """Return the best placements by formula, and the best of every formula class."""
+    order = sorted(estimates, key=lambda placement: -estimates[placement].tokens_per_s)
+    firsts = {classes[placement]: placement for placement in reversed(order)}
     return list(dict.fromkeys([*order[:FIRST], *firsts.values()]))
 
 
-def _next_round(estimates: Estimates, kinds: Kinds, found: Judged) -> list[FleetPlacement]:
-    """Return the placements to simulate next, by corrected formulas."""
-    rates = _corrected_rates(estimates, kinds, found)
-    fresh = sorted((one for one in estimates if one not in found), key=lambda one: -rates[one])
-    near = _neighbours(max(found, key=lambda one: found[one].tokens_per_s), estimates)
-    beside = [one for one in fresh if one in near][:BESIDE]
-    return [*beside, *[one for one in fresh if one not in beside][:OTHERS]]
+def _next_round(estimates: Estimates, classes: FormulaClasses, judged: Judged) -> list[FleetPlacement]:
+    """Return the placements to simulate next: neighbours of the best so far, and the best by corrected formula."""
+    rates = _corrected_rates(estimates, classes, judged)
+    fresh = sorted((p for p in estimates if p not in judged), key=lambda placement: -rates[placement])
+    near = _neighbours(max(judged, key=lambda placement: judged[placement].tokens_per_s), estimates)
+    beside = [placement for placement in fresh if placement in near][:BESIDE]
+    return [*beside, *[placement for placement in fresh if placement not in beside][:OTHERS]]
 
 
-def _corrected_rates(estimates: Estimates, kinds: Kinds, found: Judged) -> dict[FleetPlacement, float]:
-    """Return tokens/s by formula, times the median of simulated over computed tokens/s of the same kind."""
-    shares: dict[Kind, list[float]] = {}
-    for one, judged in found.items():
-        shares.setdefault(kinds[one], []).append(judged.tokens_per_s / estimates[one].tokens_per_s)
-    return {one: by.tokens_per_s * median(shares[kinds[one]]) for one, by in estimates.items()}
+def _corrected_rates(estimates: Estimates, classes: FormulaClasses, judged: Judged) -> dict[FleetPlacement, float]:
+    """Return tokens/s by formula times the median share that simulations of the formula class have reached."""
+    shares: dict[FormulaClass, list[float]] = {}
+    for placement, judgement in judged.items():
+        share = judgement.tokens_per_s / estimates[placement].tokens_per_s
+        shares.setdefault(classes[placement], []).append(share)
+    return {
+        placement: formula.tokens_per_s * median(shares[classes[placement]])
+        for placement, formula in estimates.items()
+    }
 
 
-def _judge_ties(found: Judged, judge_all: JudgeAll) -> Judged:
+def _judge_ties(judged: Judged, judge_all: JudgeAll) -> Judged:
     """Judge the placements close to the best with more seeds; return nothing if the best is alone."""
-    order = sorted(found, key=lambda one: -found[one].tokens_per_s)
-    least = (1.0 - TIED) * found[order[0]].tokens_per_s
-    tied = [one for one in order[:MOST_TIED] if found[one].tokens_per_s >= least]
+    order = sorted(judged, key=lambda placement: -judged[placement].tokens_per_s)
+    least = (1.0 - TIED) * judged[order[0]].tokens_per_s
+    tied = [placement for placement in order[:MOST_TIED] if judged[placement].tokens_per_s >= least]
     if len(tied) == 1:
         return {}
-    again = [[found[one] for one in tied], *(judge_all(tied, seed) for seed in SEEDS)]
-    return {one: mean_judgement(judged) for one, judged in zip(tied, zip(*again, strict=True), strict=True)}
+    seeds = [[judged[placement] for placement in tied], *(judge_all(tied, seed) for seed in SEEDS)]
+    by_placement = zip(tied, zip(*seeds, strict=True), strict=True)
+    return {placement: mean_judgement(judgements) for placement, judgements in by_placement}
 
 
 def _neighbours(best: FleetPlacement, estimates: Estimates) -> set[FleetPlacement]:
-    """Return placements one learner size or replica size from the best, with a similar number of live
-    trajectories.
-    """
-    same = [one for one in estimates if one.schedule is best.schedule]
-    sizes = sorted({one.learner_gpus for one in same})
-    degrees = sorted({one.tensor_parallel for one in same})
+    """Return placements one learner size or replica size from the best, with about as many live trajectories."""
+    same = [placement for placement in estimates if placement.schedule is best.schedule]
+    sizes = sorted({placement.learner_gpus for placement in same})
+    degrees = sorted({placement.tensor_parallel for placement in same})
 
-    def steps(one: FleetPlacement) -> int:
-        size = abs(sizes.index(one.learner_gpus) - sizes.index(best.learner_gpus))
-        return size + abs(degrees.index(one.tensor_parallel) - degrees.index(best.tensor_parallel))
+    def steps(placement: FleetPlacement) -> int:
+        size = abs(sizes.index(placement.learner_gpus) - sizes.index(best.learner_gpus))
+        return size + abs(degrees.index(placement.tensor_parallel) - degrees.index(best.tensor_parallel))
 
-    def under_way(one: FleetPlacement) -> float:
-        return one.batch_per_replica * one.replicas / (best.batch_per_replica * best.replicas)
+    def live_over_best(placement: FleetPlacement) -> float:
+        return placement.batch_per_replica * placement.replicas / (best.batch_per_replica * best.replicas)
 
-    return {one for one in same if steps(one) == 0 or (steps(one) == 1 and 0.7 < under_way(one) < 1.5)}
+    return {p for p in same if steps(p) == 0 or (steps(p) == 1 and 0.7 < live_over_best(p) < 1.5)}
 
 
-def _one_of_each(ranked: Iterable[Ranked]) -> list[Ranked]:
+def _first_of_each_split(ranked: Iterable[Ranked]) -> list[Ranked]:
     """Keep the first placement of each schedule, learner size and tensor parallelism."""
     seen: set[tuple[Schedule, int, int]] = set()
     kept = []
-    for one in ranked:
-        place = one.placement
-        kind = (place.schedule, place.learner_gpus, place.tensor_parallel)
-        if kind not in seen:
-            seen.add(kind)
-            kept.append(one)
+    for candidate in ranked:
+        placement = candidate.placement
+        split = (placement.schedule, placement.learner_gpus, placement.tensor_parallel)
+        if split not in seen:
+            seen.add(split)
+            kept.append(candidate)
     return kept
 
 
 def _shrink_error(request: PlanRequest, first: Ranked) -> float | None:
-    """Return the change of the best's tokens/s on twice the replicas, which shows the error of shrinking."""
+    """Return how much the best plan's tokens/s change when the fleet doubles; this bounds the scaling error.
+
+    A plan is simulated on fewer replicas than it has. Returns None where the simulation had all replicas.
+    """
     if first.judgement.replicas >= first.placement.replicas:
         return None
     return judge(request, first.placement, times=2).tokens_per_s / first.tokens_per_s - 1.0

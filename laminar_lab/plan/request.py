@@ -112,14 +112,15 @@ class PlanRequest:
     measured: EmulationProfile | None = None  # replaces the rates of `step_time`
 
     def __post_init__(self) -> None:
+        """Check the profile against the model. Raises `ConfigError` where layers or width differ."""
         if self.measured is None:
             return
         learner, shape = self.measured.learner, self.shape
-        told, has = (learner.num_layers, learner.hidden_size), (shape.num_hidden_layers, shape.hidden_size)
-        if told != has:
+        measured, model = (learner.num_layers, learner.hidden_size), (shape.num_hidden_layers, shape.hidden_size)
+        if measured != model:
             raise ConfigError(
-                f"--profile: is of a model of {told[0]} layers {told[1]} wide, and {self.model} has {has[0]} of"
-                f" {has[1]}; name the profile of this model, or leave it out"
+                f"--profile: is of a model of {measured[0]} layers {measured[1]} wide, and {self.model} has"
+                f" {model[0]} of {model[1]}; name the profile of this model, or leave it out"
             )
 
     @property

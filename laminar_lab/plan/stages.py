@@ -161,6 +161,10 @@ class ReplicaCycle(NamedTuple):
 
 
 def _drain_cycle(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> ReplicaCycle:
+    """Return the time in which a replica generates the responses that it may admit under one version.
+
+    More responses than slots run at a steady rate until the tail of the last slots.
+    """
     admitted = float(placement.batch_per_replica)
     if request.max_staleness is not None:  # the scheduler keeps no more responses live
         live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
@@ -229,6 +233,7 @@ def _decode_formula(rates: ReplicaRates, running: float) -> Formula:
 
 
 def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
+    """Return the seconds of a learner step and their formula. Longer responses cost more attention per token."""
     lengths, ranks = request.lengths.quantiles + request.lengths.prompt, placement.learner_gpus
     cost = token_cost(times, lengths)
     tokens = request.trajectories_per_step * float(lengths.mean())

@@ -63,6 +63,10 @@ class StreamLearner(BarrierLearner):
         self._handing_over: asyncio.Task[None] | None = None
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:
+        """Train on a batch, then on more minibatches as they are generated; add the minibatches to `batch`.
+
+        Returns the metrics of all updates together.
+        """
         done = [await super()._learn(batch)]
         for _ in range(self._updates - 1):
             more = await self._scheduler.next_batch(groups=self._groups_at_once, version=self.version)
@@ -70,8 +74,10 @@ class StreamLearner(BarrierLearner):
             batch.groups += more.groups
             batch.trajectories += more.trajectories
             batch.ages |= more.ages
-        work = Work(sum(one.work.num_tokens for one in done))
-        return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=sum(one.elapsed_s for one in done), work=work)
+        work = Work(sum(metrics.work.num_tokens for metrics in done))
+        return StepMetrics(
+            loss=0.0, grad_norm=0.0, elapsed_s=sum(metrics.elapsed_s for metrics in done), work=work
+        )
 
     async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
         if self._handing_over is not None:
@@ -99,12 +105,18 @@ class StalledLearner(SimulatedLearner):
 
 
 class Baseline(StrEnum):
-    """A schedule of another system."""
+    """A schedule of another system, as the Laminar paper compares them.
 
-    SYNC = "sync"  # verl, colocated: all GPUs generate a batch, train on it, and load the new weights
-    ONE_STEP = "one_step"  # replicas generate a batch while the learner trains on the batch before; then all load
-    STREAM = "stream"  # the same, but the learner takes minibatches of a batch during its generation
-    PARTIAL = "partial"  # AReaL: responses continue under new weights; bounded staleness
+    - `sync` (verl, colocated): all GPUs generate a batch, train on the batch, and load the new weights.
+    - `one_step`: replicas generate a batch while the learner trains on the previous batch; then all load weights.
+    - `stream`: as `one_step`, but the learner trains on minibatches of a batch while replicas still generate it.
+    - `partial` (AReaL): responses continue under new weights, and staleness is bounded.
+    """
+
+    SYNC = "sync"
+    ONE_STEP = "one_step"
+    STREAM = "stream"
+    PARTIAL = "partial"
 
 
 SCHEDULES = {
@@ -125,10 +137,11 @@ def simulate_baseline(
     max_staleness: int | None = None,
     show: Callable[[StepRow], None] = lambda row: None,
 ) -> SimulatedRun:
-    """Simulate a run under a schedule of another system, on the fleet of `config`. Raises `ConfigError`.
+    """Simulate a run under a schedule of another system, on the fleet of `config`; `show` gets each step's row.
 
-    `sync_s` are emulated seconds from a step to its weights in all engines; under `sync` they are the reload in
-    place. `stream` trains on each batch in `updates` parts. `partial` bounds staleness by `max_staleness`.
+    `sync_s` is the emulated time from the end of a step until all engines have its weights; under `sync` it is the
+    reload in place. `stream` trains on each batch in `updates` parts. `partial` bounds staleness by
+    `max_staleness`. Raises `ConfigError` if `updates` does not divide the prompts of a step.
     """
     if config.rollout.prompts_per_step % updates:
         raise ConfigError(
@@ -167,6 +180,7 @@ def _baseline_config(
 
 
 def _make_learner(baseline: Baseline, *, sync_s: float, updates: int) -> LearnerMaker:
+    """Return the maker of the simulated learner that publishes and waits as the baseline does."""
     match baseline:
         case Baseline.SYNC:
             return SimulatedLearner

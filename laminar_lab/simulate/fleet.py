@@ -1,7 +1,7 @@
 """The replicas of a simulation, and the messages between replicas and scheduler.
 
 Each replica is a `rollout.Replica` on an emulated engine, in this process and on its virtual clock. Reports,
-orders, surveys and their answers take the time of the link (`OneWay`). States of a replica:
+orders, surveys and their answers take the time of the link (`DelayedChannel`). States of a replica:
 
     LIVES -> CRASHED   the replica crashes: the scheduler learns of the loss as in a run, with the journal's tokens
     CRASHED -> LIVES `rollout.engine.simulation.restart_s` later a new replica has the same index
@@ -88,21 +88,21 @@ class CountedTokens:
         await asyncio.Event().wait()
 
 
-class OneWay:
-    """One direction of the link between controller and replicas; messages arrive in the order of sending.
+class DelayedChannel:
+    """One direction of the link between controller and replicas: each message arrives `delay_s` after it is sent.
 
-    The queue has the messages of `takes_s` seconds at most.
+    Messages keep their order. The queue holds only messages of the last `delay_s` seconds, so it stays bounded.
     """
 
-    def __init__(self, takes_s: float) -> None:
-        self._takes_s = takes_s
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
         self._loop = asyncio.get_running_loop()
         self._sent: deque[tuple[float, Callable[[], Awaitable[None]]]] = deque()
         self._any = asyncio.Event()
 
     def send(self, arrive: Callable[[], Awaitable[None]]) -> None:
-        """Call `arrive` after `takes_s`."""
-        self._sent.append((self._loop.time() + self._takes_s, arrive))
+        """Call `arrive` after `delay_s`."""
+        self._sent.append((self._loop.time() + self._delay_s, arrive))
         self._any.set()
 
     async def run(self) -> None:
@@ -163,8 +163,8 @@ class SimulatedFleet:
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and the replica
         self._responses = Responses.from_config(config, VOCAB)
         self._environments = environments_of(config)  # they keep their state when a replica crashes
-        self._reports = OneWay(self._emulation.simulation.hop_s)
-        self._orders = OneWay(self._emulation.simulation.order_s)
+        self._reports = DelayedChannel(self._emulation.simulation.hop_s)
+        self._orders = DelayedChannel(self._emulation.simulation.order_s)
         self._opened, self._rl = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
@@ -249,6 +249,10 @@ class SimulatedFleet:
     # ---- start and crash
 
     async def _start_replica(self, index: int, *, late_s: float) -> ReplicaLife:
+        """Start the emulated engine, serving after `late_s`, and make the production replica around it.
+
+        Records the start in the ledger's book and registers the engine for shares of the CPU cores.
+        """
         rollout, store = self._config.rollout, CountedTokens(self._responses)
         engine = EmulatedEngine(
             self._times,
@@ -339,6 +343,10 @@ class SimulatedFleet:
     # ---- reports and orders
 
     async def _receive_report(self, life: ReplicaLife, report: ReplicaReport) -> None:
+        """Pass a report to the scheduler and wake the orders. Drops the report of a crashed replica.
+
+        An idle replica, or a replica with new weights, gets its orders at once; others wait for the next tick.
+        """
         if not life.lives:
             return
         self.num_reports += 1
@@ -353,6 +361,7 @@ class SimulatedFleet:
             self._tick.wake()
 
     def _send_orders(self) -> None:
+        """Send aborts, new assignments and withdrawn moves over the link; ask for another tick if more is left."""
         scheduler = self._scheduler
         for index, names in scheduler.book.take_aborts().items():
             life = self._lives[index]

@@ -96,6 +96,10 @@ class SimulatedLearner:
             return None
 
     async def _commit(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
+        """Count a step: commit its batch, record its events, and publish a version where the config asks for it.
+
+        `metrics` is None for a step that trained on nothing, which publishes nothing.
+        """
         scheduler, publishes = self._scheduler, metrics is not None and self._is_due
         self.step += 1
         row = self._stats.step_row(

@@ -212,6 +212,7 @@ class _Simulation:
         )
 
     def _make_scheduler(self, clock: LoopClock) -> TrajectoryScheduler:
+        """Make the production scheduler on blank prompts; finished responses go to `_on_response` for scores."""
         algorithm, cap = self._config.algorithm, self._config.rollout.sampling.max_new_tokens
         ids = np.zeros(emulation_of(self._config).simulation.prompt_tokens, np.int32)
         scheduler = TrajectoryScheduler(
@@ -287,6 +288,7 @@ class _Simulation:
         self._rewards.score_response(trajectory, version=self._learner.version)
 
     async def _keep_house(self) -> None:
+        """Enforce deadlines and check progress until cancelled; `StallWatch` raises when nothing moves."""
         stalls = StallWatch(self._config)
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)

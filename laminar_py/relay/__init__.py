@@ -11,15 +11,10 @@ if TYPE_CHECKING:
     from laminar_py.relay.delta import apply as apply
     from laminar_py.relay.delta import encode as encode
     from laminar_py.relay.digests import chunk_checksum as chunk_checksum
-    from laminar_py.relay.digests import file_digest as file_digest
     from laminar_py.relay.messages import CHECKSUM_BYTES as CHECKSUM_BYTES
-    from laminar_py.relay.messages import MIN_CHUNK_BYTES as MIN_CHUNK_BYTES
-    from laminar_py.relay.messages import ParentLost as ParentLost
     from laminar_py.relay.messages import RelayEvent as RelayEvent
     from laminar_py.relay.messages import VersionComplete as VersionComplete
-    from laminar_py.relay.messages import VersionPulled as VersionPulled
     from laminar_py.relay.node import RelayNode as RelayNode
-    from laminar_py.relay.publisher import HEADER_BYTES as HEADER_BYTES
     from laminar_py.relay.publisher import Publisher as Publisher
     from laminar_py.relay.sockets import IPC as IPC
     from laminar_py.relay.sockets import PeerClient as PeerClient
@@ -30,12 +25,8 @@ if TYPE_CHECKING:
     from laminar_py.relay.subscriber import Subscriber as Subscriber
     from laminar_py.relay.tree import PAGE_BYTES as PAGE_BYTES
     from laminar_py.relay.tree import Broadcast as Broadcast
-    from laminar_py.relay.tree import Choice as Choice
     from laminar_py.relay.tree import Links as Links
-    from laminar_py.relay.tree import Shape as Shape
-    from laminar_py.relay.tree import Topology as Topology
     from laminar_py.relay.tree import arrivals_s as arrivals_s
-    from laminar_py.relay.tree import broadcast_s as broadcast_s
     from laminar_py.relay.tree import choose_tree as choose_tree
     from laminar_py.relay.tree import grow_tree as grow_tree
 else:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from laminar_lab.bench.learner import agreement, lora, memory, mfu, packing
+from laminar_lab.bench.learner import agreement, mfu, packing
 from laminar_lab.bench.learner.mfu import FULL, measure_steps
 from laminar_lab.bench.learner.packing import LLAMA, StepBatches
 from tests.bench.figures import figures
@@ -27,17 +27,6 @@ def test_engine_and_learner_agree_on_whole_and_cut_vocabularies_and_with_recorde
     assert found["engine_mismatch_max"] < 1e-4
     assert found["mask_replay_ratio_error"] < 1e-4
     assert found["router_replay_ratio_error"] < 1e-4
-
-
-def test_memory_of_log_probabilities_is_laid_beside_that_of_all_logits():
-    found = figures("learner", "memory", memory.rows(sizes=(2048, 4096, 32)))
-    assert found["logprob_memory_over_naive"] > 0
-
-
-def test_adapters_take_less_bytes_than_all_weights():
-    found = figures("learner", "lora", lora.rows(config=LLAMA, repeats=1))
-    assert found["lora_bytes_over_full"] < 1
-    assert found["lora_refresh_over_full"] > 0
 
 
 def test_use_of_a_gpu_is_a_row_without_a_value_where_there_is_none():

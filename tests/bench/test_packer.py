@@ -6,7 +6,7 @@ from tests.bench.figures import figures
 
 
 def test_every_figure_comes_and_shares_are_of_the_whole():
-    found = figures("packer", "packer", packer.rows(sequences=64, seeds=2, steps=3))
+    found = figures("packer", "packer", packer.rows(sequences=64, seeds=2))
     assert all(value > 0 for value in found.values())
     assert all(value <= 1 for name, value in found.items() if name.endswith(("fill", "capacity_used")))
 

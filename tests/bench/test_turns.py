@@ -7,7 +7,7 @@ import pytest
 from laminar_lab.bench.endpoint import agents
 from laminar_lab.bench.endpoint.agents import MANY, ONE, ONE_TIMES, ComparedRound, table
 from laminar_lab.bench.turns import added
-from laminar_lab.bench.turns.added import COMPUTED, LONG, SHORT, turn_times
+from laminar_lab.bench.turns.added import turn_times
 from laminar_lab.bench.turns.replica import TimedRound
 from tests.bench.figures import figures
 
@@ -26,21 +26,19 @@ def test_a_turn_adds_what_the_engine_alone_does_not_take_in_turns_after_the_firs
     assert (times.total, times.engine, times.added) == pytest.approx((20.0, 4.0, 12.0))
 
 
-def test_the_row_is_the_lower_of_streams_and_whole_answers():
+def test_the_rows_are_ratios_of_rates_and_the_time_added_to_first_tokens():
     rounds = [[compared(10.0, 9.5)], [compared(10.0, 9.0)], [compared(1.0, 1.0)]]
     found = figures("endpoint", "agents", table(MANY, ONE, rounds))
-    assert found["endpoint_over_engine"] == found["endpoint_over_engine_whole"] == pytest.approx(0.9)
+    assert found["endpoint_over_engine_whole"] == pytest.approx(0.9)
     assert found["endpoint_over_engine_stream"] == pytest.approx(0.95)
     assert found["endpoint_added_ms"] == pytest.approx(2.0)
 
 
 @pytest.mark.slow
 def test_every_figure_of_turns_comes_once_and_is_positive(capsys):
-    cases = [replace(case, count=1, turns=4) for case in (SHORT, LONG, COMPUTED)]
-    found = figures("turns", "added", added.rows(repeats=1, cases=cases))
+    found = figures("turns", "added", added.rows(repeats=1, count=1))
     assert 0 < found["turn_engine_ms"] < found["turn_total_ms"]
-    assert found["turn_2000_kept_ms"] > 0 < found["turn_2000_computed_ms"]  # which is less depends on the load
-    assert capsys.readouterr().err.count(" added ") == 2 * len(cases)
+    assert capsys.readouterr().err.count(" added ") == 2
 
 
 @pytest.mark.slow
@@ -48,5 +46,4 @@ def test_every_figure_of_the_endpoint_comes_and_the_engine_gets_the_same_request
     cases = {"many": replace(MANY, agents=3, turns=2, tokens=(2, 6)), "one": replace(ONE, turns=2, tokens=(2, 4))}
     found = figures("endpoint", "agents", agents.rows(repeats=1, **cases))
     assert capsys.readouterr().err.count("first token") == 2 * (2 + ONE_TIMES), "with one round to warm up"
-    assert found["endpoint_over_engine"] > 0
-    assert found["endpoint_added_ms"] <= found["endpoint_added_p95_ms"]
+    assert found["endpoint_over_engine_stream"] > 0 < found["endpoint_over_engine_whole"]

@@ -8,7 +8,7 @@ import pytest
 
 from laminar_lab.emulation.settings import EngineTimes, emulation_of, read_profile
 from laminar_lab.simulate import run as simulate_run
-from laminar_lab.simulate.fleet import OneWay
+from laminar_lab.simulate.fleet import DelayedChannel
 from laminar_lab.simulate.run import STALLED_S, StallWatch, simulate
 from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.config.section import ConfigError
@@ -190,12 +190,12 @@ def test_what_is_sent_arrives_in_its_order_so_much_later():
         arrived.append((name, asyncio.get_running_loop().time()))
 
     async def lead():
-        way = OneWay(0.5)
-        carrying = asyncio.create_task(way.run())
+        channel = DelayedChannel(0.5)
+        carrying = asyncio.create_task(channel.run())
         for name in "abc":
-            way.send(partial(arrive, name))
+            channel.send(partial(arrive, name))
         await asyncio.sleep(0.25)
-        way.send(partial(arrive, "d"))
+        channel.send(partial(arrive, "d"))
         await asyncio.sleep(1.0)
         carrying.cancel()
 

@@ -31,7 +31,13 @@ from laminar_lab.bench.runs import require_project_file
 from laminar_py.ledger import decode_event, reading
 from laminar_py.records.events import Stepped
 
-ROWS = "control_trajectories_per_s controller_cores_1024 loop_delay_p99_ms controller_bytes record_age_max_s"
+ROWS = (
+    "control_trajectories_per_s",
+    "controller_cores_1024",
+    "loop_delay_p99_ms",
+    "controller_bytes",
+    "record_age_max_s",
+)
 LOOK_S = 0.05  # between looks at the ledger
 WARM_STEPS = 10
 MODULE = "laminar_lab.bench.control.process"
@@ -132,6 +138,7 @@ def _ages(run: Path, looks: list[tuple[float, int]], window: CountedSteps) -> Se
 
 
 def _rate_row(run: Path, window: CountedSteps) -> Row:
+    """Return the row of trained trajectories per second; its conditions have tokens and live trajectories."""
     with reading(run) as connection:
         query = "SELECT count(*) FROM trajectory WHERE status NOT IN ('consumed', 'dropped')"
         (live,) = connection.execute(query).fetchone()
@@ -144,6 +151,7 @@ def _rate_row(run: Path, window: CountedSteps) -> Row:
 
 
 def _process_rows(samples: ProcessSamples, window: CountedSteps, *, replicas: int) -> list[Row]:
+    """Return the rows of cores, timer delays and memory of the controller's process within the counted steps."""
     delays = 1e3 * np.array([delay for at, delay in samples.delays if window.has(at)])
     uses = [use for use in samples.uses if window.has(use[0])]
     cores = (uses[-1][1] - uses[0][1]) / (uses[-1][0] - uses[0][0])

@@ -149,6 +149,7 @@ class GeneratorActor(PartActor):
                     task.result()
 
     def _open(self, spec: ReplicaSpec) -> None:
+        """Open what the replicas of this process share: config, subscriber, weights, sockets and reader."""
         os.nice(NICE)
         gc.set_threshold(YOUNG)
         self._config = open_part(spec, f"generator-{spec.index}")
@@ -161,6 +162,7 @@ class GeneratorActor(PartActor):
         self._ended = Ended(Path(spec.run_dir) / "logs" / f"{ENDED}-{spec.index}")
 
     async def _replica(self, config: RunConfig, spec: ReplicaSpec) -> Replica:
+        """Make a run's replica around the emulated engine, with unsynced segments."""
         rollout = config.rollout
         logs = Path(spec.run_dir) / "logs"
         launch = EngineLaunch(model_dir=Path(spec.model_dir), logs=logs, index=spec.index, secret=None)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from transformers import Qwen3Config
 
 from laminar_lab.bench.endpoint import agent
@@ -34,10 +33,7 @@ from laminar_py.config import RunConfig, parse_config
 from laminar_py.data import EOS, PAD, SPECIAL, tiny_model
 from laminar_py.runtime.cluster import open_cluster
 
-ROWS = (
-    "endpoint_over_engine endpoint_over_engine_stream endpoint_over_engine_whole endpoint_added_ms "
-    "endpoint_added_p95_ms endpoint_added_many_ms"
-)
+ROWS = ("endpoint_over_engine_stream", "endpoint_over_engine_whole", "endpoint_added_ms")
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -60,11 +56,14 @@ class ComparedRound:
         """Tokens a second through the endpoint over tokens a second of the engine."""
         return self.engine.wall_s / self.endpoint.wall_s
 
-    def added_ms(self, share: float = 0.5) -> float:
-        """Return how much later the first token comes than from the engine, as a quantile over turns."""
-        pairs = zip(self.endpoint.first_s, self.engine.first_s, strict=True)
-        added = [1e3 * (one - other) for ours, alone in pairs for one, other in zip(ours, alone, strict=True)]
-        return float(np.quantile(added, share))
+    def added_ms(self) -> float:
+        """Return how much later the first token comes than from the engine alone, the median over turns."""
+        agents = zip(self.endpoint.first_s, self.engine.first_s, strict=True)
+        return median(
+            1e3 * (ours_s - alone_s)
+            for turns, alone in agents
+            for ours_s, alone_s in zip(turns, alone, strict=True)
+        )
 
 
 def rows(*, repeats: int = 5, many: Conversations = MANY, one: Conversations = ONE) -> list[Row]:
@@ -87,17 +86,17 @@ async def _rounds(
     async with open_keys(socket) as keys:
         await parts.start(write_agent_run(folder), messages=True)
         for number in range(repeats + 1):
-            for place, (case, streams) in enumerate(cases):
+            for index, (case, streams) in enumerate(cases):
                 engine = await parts.replay(case.name, streams=streams) if number % 2 else None
-                name = number * len(cases) + place
+                name = number * len(cases) + index
                 endpoint = await _speak(parts, keys, case, socket, number=name, streams=streams)
-                one = ComparedRound(endpoint, engine or await parts.replay(case.name, streams=streams))
+                compared = ComparedRound(endpoint, engine or await parts.replay(case.name, streams=streams))
                 log_line(
                     f"{case.name}, {'streams' if streams else 'whole answers'}: {endpoint.wall_s:.2f} s, engine"
-                    f" {one.engine.wall_s:.2f} s, first token {one.added_ms():+.2f} ms"
+                    f" {compared.engine.wall_s:.2f} s, first token {compared.added_ms():+.2f} ms"
                 )
                 if number:
-                    found[place].append(one)
+                    found[index].append(compared)
     return found
 
 
@@ -130,24 +129,20 @@ def table(many: Conversations, one: Conversations, found: Sequence[Sequence[Comp
         )
         return ratio.row(name, f"{kind}, {ours} tokens/s, the engine {engine}; {where}")
 
-    def added(name: str, values: list[float], detail: str) -> Row:
-        return Row(name, median(values), "ms", f"{detail}; median of rounds {spread(values, '.2f')}")
-
+    added_ms = [compared.added_ms() for compared in single]
     alone = (
         f"one agent that streams, {one.turns} turns, no other at work; from its request to the first event, less"
         " the engine's time"
     )
-    both = [
+    return [
         over("endpoint_over_engine_stream", "streams", streamed),
         over("endpoint_over_engine_whole", "whole answers", whole),
-    ]
-    lower = min(row.value or 0.0 for row in both)
-    return [
-        Row("endpoint_over_engine", lower, "x", f"the lower of the next two; {where}"),
-        *both,
-        added("endpoint_added_ms", [each.added_ms() for each in single], f"p50, {alone}"),
-        added("endpoint_added_p95_ms", [each.added_ms(0.95) for each in single], f"p95, {alone}"),
-        added("endpoint_added_many_ms", [each.added_ms() for each in streamed], f"p50, streams; {where}"),
+        Row(
+            "endpoint_added_ms",
+            median(added_ms),
+            "ms",
+            f"p50, {alone}; median of rounds {spread(added_ms, '.2f')}",
+        ),
     ]
 
 

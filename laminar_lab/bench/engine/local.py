@@ -30,7 +30,7 @@ from laminar_py.engines.local import LocalEngine
 from laminar_py.records import GenerateRequest, SamplingParams
 from laminar_py.records.codec import IntArray
 
-ROWS = "local_over_hf_c1 local_over_hf_c8 local_over_hf_c32"
+ROWS = ("local_over_hf_c1", "local_over_hf_c8", "local_over_hf_c32")
 PROMPT_LENGTHS = (16, 48)  # the shortest and the longest; uniform between them
 WARM_TOKENS = 8  # of each request before the clock starts: tracing, and first use of kernels
 RATE = "tokens per CPU-second"
@@ -117,6 +117,7 @@ async def _answer_all(engine: LocalEngine, asks: Sequence[Ask]) -> None:
 
 
 async def _answer(engine: LocalEngine, ask: Ask, *, seed: int) -> None:
+    """Run one request through the engine; fails unless all its tokens come with log-probabilities."""
     name = f"r{seed}"
     request = GenerateRequest(
         rid=name,
@@ -146,6 +147,7 @@ def rows(*, repeats: int = 3, model: PretrainedConfig = SMALL, traffic: Sequence
 
 
 def _compare(folder: Path, hf: "HuggingFace", traffic: Traffic, *, repeats: int) -> Row:
+    """Measure both sides at one concurrency; `generate` uses the cache that is faster in a trial."""
     slots = traffic.concurrency
     trial = traffic.asks(0, vocab=hf.vocab)[: max(slots, TRIAL_REQUESTS)]
     cache = hf.faster_cache(trial, concurrency=slots)
@@ -198,6 +200,7 @@ class HuggingFace:
 
     @torch.inference_mode()
     def _answer_batch(self, batch: Sequence[Ask], *, cache: str) -> None:
+        """Generate for a batch that is padded on the left; each row stops at its own length."""
         width = max(len(ask.prompt) for ask in batch)
         longest = max(ask.length for ask in batch)
         ids = torch.zeros(len(batch), width, dtype=torch.int64)

@@ -22,7 +22,7 @@ from laminar_py.records import Recording, Trajectory
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.trajectory import MicroBatch
 
-ROWS = "engine_mismatch_max mask_replay_ratio_error router_replay_ratio_error"
+ROWS = ("engine_mismatch_max", "mask_replay_ratio_error", "router_replay_ratio_error")
 PEAKED = 0.05  # deviation of initial weights that makes distributions as uneven as a trained model's
 MIXTURE = Qwen3MoeConfig(
     vocab_size=512,

@@ -18,7 +18,7 @@ from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner import Learner, choose_kernel, join_group, leave_group
 from laminar_py.records.metrics import StepMetrics
 
-ROWS = "mfu"
+ROWS = ("mfu",)
 WARM_STEPS = 2
 SETTINGS = LearnerConfig(recompute=Recompute.SELECTIVE)
 UNIT = "of the peak of dense bf16"
@@ -56,6 +56,7 @@ def rows(*, size: GpuStep = FULL) -> list[Row]:
 
 
 def _on_gpu(size: GpuStep) -> Row:
+    """Measure on the GPU; the row has no value where memory is short or the GPU's peak is unknown."""
     name = torch.cuda.get_device_name()
     try:
         with workplace() as folder:

@@ -12,7 +12,7 @@ from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config import AlgorithmConfig
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import LearnerConfig, LoraConfig
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner import Learner, policy_logprobs
 from laminar_py.learner.packing import microbatches, pack
 from laminar_py.records import Trajectory
@@ -23,10 +23,9 @@ SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50
 RATE = 1e-5  # of learning
 
 
-def make_learner(folder: Path, *, lora: LoraConfig | None = None) -> Learner:
+def make_learner(folder: Path) -> Learner:
     """Make a learner of the model in `folder`."""
-    settings = LearnerConfig(lr=RATE, lora=lora)
-    return Learner(ModelConfig(path=folder), settings, AlgorithmConfig(), temperature=1.0, seed=0)
+    return Learner(ModelConfig(path=folder), LearnerConfig(lr=RATE), AlgorithmConfig(), temperature=1.0, seed=0)
 
 
 def pack_here(items: Sequence[Trajectory], *, max_tokens: int = MAX_TOKENS) -> list[MicroBatch]:

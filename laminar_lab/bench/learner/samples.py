@@ -98,6 +98,7 @@ async def _sample(engine: InferenceEngine, draw: Draw, *, tokens: int) -> list[T
 
 
 async def _trajectory(engine: InferenceEngine, index: int, draw: Draw) -> Trajectory:
+    """Sample one trajectory of `LENGTH` tokens; the recorded masks and experts are as the engine reports them."""
     sampling = msgspec.structs.replace(SamplingParams(max_new_tokens=LENGTH, seed=index), **draw.cut)
     request = GenerateRequest(
         rid=f"t{index}.0",

@@ -105,6 +105,7 @@ class SyntheticRun:
         )
 
     def _publish(self) -> None:
+        """Append the publication of the present step's weights, and the load by every replica."""
         version, digest = self.step, f"{self.step:032x}"
         self._ledger.append(
             VersionPublished(
@@ -121,6 +122,7 @@ class SyntheticRun:
             self._ledger.append(VersionLoaded(replica=replica, version=version, digest=digest, elapsed_s=0.05))
 
     def _issue(self) -> None:
+        """Issue a group of one prompt, draw its responses, and assign every member to a replica."""
         number = self._issued
         self._issued += 1
         prompt = Prompt(

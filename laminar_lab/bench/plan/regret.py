@@ -21,7 +21,7 @@ from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.runtime.preflight import gpu_named
 
-ROWS = "plan_regret_p95"
+ROWS = ("plan_regret_p95",)
 MOST_PLACEMENTS = 200
 FINALISTS = 3
 SEEDS = (101, 102)  # of the second simulation

@@ -22,13 +22,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from laminar_lab.bench.processes import Start, here
+from laminar_lab.bench.processes import Worker
 from laminar_lab.bench.relay.tree import CHUNK_BYTES, LOCAL, WARM_VERSIONS, Tree
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.relay import CHECKSUM_BYTES, PAGE_BYTES, RelayKeys, chunk_checksum
 
-ROWS = "hop_GBps hop_over_socket hop_curve_over_socket ipc_hop_over_socket"
+ROWS = ("hop_GBps", "hop_over_socket", "hop_curve_over_socket", "ipc_hop_over_socket")
 VERSION_BYTES = 256 * 2**20  # of a version that hops
 
 
@@ -93,21 +93,16 @@ Address = str | tuple[str, int]
 
 
 @contextmanager
-def bare_socket(
-    folder: Path, num_bytes: int, *, start: Start = here, host: str = LOCAL, unix: bool = False
-) -> Iterator[Side]:
-    """Yield the bare side.
-
-    Seconds from the first byte in one process until the last chunk is checked in another.
-    """
+def bare_socket(folder: Path, num_bytes: int, *, unix: bool = False) -> Iterator[Side]:
+    """Yield the bare side: seconds from the first byte in one process until another has checked the last chunk."""
     with TemporaryDirectory(dir=folder) as name, ExitStack() as stack:
         source, target = Path(name, "source"), Path(name, "target")
         source.write_bytes(os.urandom(num_bytes))
         target.write_bytes(bytes(num_bytes))
-        listen: Address = f"{name}/bare.ipc" if unix else (host, 0)
-        sender = stack.enter_context(start(0, partial(send, source=source, listen=listen)))
+        listen: Address = f"{name}/bare.ipc" if unix else (LOCAL, 0)
+        sender = stack.enter_context(Worker(partial(send, source=source, listen=listen)))
         address: Address = sender.receive(str) if unix else sender.receive(tuple)
-        receiver = stack.enter_context(start(1, partial(_receive, target=target, address=address)))
+        receiver = stack.enter_context(Worker(partial(_receive, target=target, address=address)))
 
         def measure(_: int) -> float:
             receiver.send("receive")
@@ -118,10 +113,7 @@ def bare_socket(
 
 
 def send(pipe: Connection, *, source: Path, listen: Address) -> None:
-    """Send its address.
-
-    Then send the file whenever a word comes, and the moment of the first byte of each round.
-    """
+    """Send the listener's address; then, at each message, send the file and the moment of its first byte."""
     listener = socket.socket(_family(listen))
     listener.bind(listen)
     listener.listen()
@@ -138,7 +130,7 @@ def send(pipe: Connection, *, source: Path, listen: Address) -> None:
 
 
 def _receive(pipe: Connection, *, target: Path, address: Address) -> None:
-    """Receive the file whenever a word comes; send the moment at which each round ended."""
+    """Receive the file at each message from the pipe; send the moment of its last checked chunk."""
     connection = socket.socket(_family(address))
     connection.connect(address)
     chunks = _chunks(target)

@@ -4,28 +4,29 @@ The production policies lead a run on a virtual clock (`simulate.run`), so figur
 on the machine. `arms` has the compared arms. Run this in the project's folder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 
-from laminar_lab.bench.repack.arms import ARMS, FULL, arm_settings, compare_arms
-from laminar_lab.bench.report import Row, log_line
+from laminar_lab.bench.repack.arms import ARMS, CONFIG, FULL, PAPER, arm_settings
+from laminar_lab.bench.report import Ratio, Row, log_line
 from laminar_lab.bench.runs import require_project_file
 from laminar_lab.emulation.settings import EmulationProfile, read_profile
 from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.run import simulate
 from laminar_py.config import ConfigError, RunConfig, load_config
-from laminar_py.config.rollout import DEFAULT_PLANNER
+from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 
 ROWS = (
-    "throughput_repack_over_off_7b throughput_paper_over_off_7b throughput_full_over_off_7b gain_of_ceiling_7b "
-    "ours_over_paper_planner_7b latency_p95_over_off_7b async_repack_of_ceiling_7b "
-    "throughput_repack_over_off_32b throughput_paper_over_off_32b throughput_full_over_off_32b "
-    "gain_of_ceiling_32b ours_over_paper_planner_32b latency_p95_over_off_32b async_repack_of_ceiling_32b"
+    "throughput_repack_over_off",
+    "throughput_paper_over_off",
+    "throughput_full_over_off",
+    "gain_of_ceiling",
+    "ours_over_paper_planner",
+    "latency_p95_over_off",
+    "async_repack_of_ceiling",
 )
-CONFIG = Path("configs/emulation/repack.yaml")
 REPLICAS, SLOTS, GROUP = 16, 256, 16
 BATCH = 512  # trajectories of a replica under a version; a step trains as many of each replica
 STEPS = 12  # the first quarter, while the fleet fills, does not count
@@ -36,15 +37,15 @@ LEARNER_GPUS = 128  # more than keep up, for the runs that measure generation
 class FleetModel:
     """A model on its GPUs, see `MODELS`."""
 
-    name: str  # ending of its rows
+    name: str
     table: str  # file of its times in `configs/emulation`
-    gpus: int  # of a replica
-    kv_capacity: int
+    gpus: int  # per replica
+    kv_capacity: int  # tokens per replica
     spread_s: float  # over which the replicas begin, about a batch, so that they start at different times
 
     @cached_property
     def profile(self) -> EmulationProfile:
-        """Times of engine and learner."""
+        """Read the emulated times of engine and learner from the table."""
         return read_profile(CONFIG.with_name(f"{self.table}.yaml"))
 
 
@@ -54,16 +55,19 @@ MODELS = {
 }
 
 
-def rows(*, seeds: int = 3, models: str = "7b,32b") -> list[Row]:
-    """Simulate a 7B on one GPU a replica, and a 32B on four; a minute of one core a run, six runs a seed."""
+def rows(*, seeds: int = 3, model: str = "7b") -> list[Row]:
+    """Simulate every arm of a model of `MODELS` under each seed, then the best splits of GPUs; return the rows.
+
+    `model=7b` has one GPU a replica and `model=32b` four. A seed takes six runs, each a minute of one core.
+    """
     require_project_file(CONFIG)
-    chosen = models.split(",")
-    if unknown := [name for name in chosen if name not in MODELS]:
-        raise ConfigError(f"models={models}: {unknown[0]} is not known; choose {' or '.join(MODELS)}")
-    return [row for name in chosen for row in _measure_model(MODELS[name], seeds)]
+    if model not in MODELS:
+        raise ConfigError(f"model={model}: not a known model; choose {' or '.join(MODELS)}")
+    return _measure_model(MODELS[model], seeds)
 
 
 def _measure_model(model: FleetModel, seeds: int) -> list[Row]:
+    """Return the rows of a model, medians over seeds."""
     found: dict[str, list[SimulatedRun]] = {arm: [] for arm in ARMS}
     shares: list[float] = []
     for seed in range(seeds):
@@ -73,7 +77,7 @@ def _measure_model(model: FleetModel, seeds: int) -> list[Row]:
         shares.append(_share_of_ceiling(model, {arm: runs[-1] for arm, runs in found.items()}, seed=seed))
     kv_use = ", ".join(f"{arm} {median(run.figures.kv_use for run in runs):.2f}" for arm, runs in found.items())
     conditions = (
-        f"simulated, {REPLICAS} replicas of {model.gpus} GPUs, H100 tables; steps 4 to {STEPS} of"
+        f"simulated {model.name}, {REPLICAS} replicas of {model.gpus} GPUs, H100 tables; steps 4 to {STEPS} of"
         f" {REPLICAS * BATCH:,} trajectories, median of seeds 0 to {seeds - 1}; KV {model.kv_capacity:,} tokens,"
         f" {SLOTS} slots, prompts 400, lengths log-normal, median 1,500, sigma 0.99, cap 16,384, {BATCH}"
         f" trajectories a replica and version; KV use {kv_use}"
@@ -83,8 +87,40 @@ def _measure_model(model: FleetModel, seeds: int) -> list[Row]:
     unit = f"of replicas that never drain, trained tokens/s ({min(shares):.3f} to {max(shares):.3f})"
     split = f"{model.gpus * REPLICAS} GPUs in all, divided between replicas and learner as serves each best"
     return [
-        *compare_arms(rates, latencies, suffix=f"_{model.name}", conditions=conditions),
-        Row(f"async_repack_of_ceiling_{model.name}", median(shares), unit, f"{conditions}; {split}"),
+        *_compare_arms(rates, latencies, conditions=conditions),
+        Row("async_repack_of_ceiling", median(shares), unit, f"{conditions}; {split}"),
+    ]
+
+
+def _compare_arms(
+    rates: Mapping[str, Sequence[float]],
+    latencies: Mapping[str, Sequence[float]],
+    *,
+    conditions: str,
+) -> list[Row]:
+    """Make the rows of all arms from generated tokens a second and p95 latencies, [seeds] of each arm.
+
+    `gain_of_ceiling` is the part of the ceiling's gain over no repacking that our planner reaches.
+    """
+    off = f"without repacking {median(rates[NO_PLANNER]):,.0f} generated tokens/s"
+
+    def over(name: str, values: Mapping[str, Sequence[float]], arm: str, base: str) -> Row:
+        ratio = Ratio.between(values[arm], values[base])
+        unit = f"x ({ratio.least:.3f} to {ratio.most:.3f})"
+        return Row(name, ratio.median, unit, f"{conditions}; {off}")
+
+    gains = [
+        (ours - off) / (full - off)
+        for ours, off, full in zip(rates[DEFAULT_PLANNER], rates[NO_PLANNER], rates[FULL], strict=True)
+    ]
+    share = f"of the ceiling's gain ({min(gains):.3f} to {max(gains):.3f})"
+    return [
+        over("throughput_repack_over_off", rates, DEFAULT_PLANNER, NO_PLANNER),
+        over("throughput_paper_over_off", rates, PAPER, NO_PLANNER),
+        over("throughput_full_over_off", rates, FULL, NO_PLANNER),
+        Row("gain_of_ceiling", median(gains), share, f"{conditions}; {off}"),
+        over("ours_over_paper_planner", rates, DEFAULT_PLANNER, PAPER),
+        over("latency_p95_over_off", latencies, DEFAULT_PLANNER, NO_PLANNER),
     ]
 
 

@@ -1,8 +1,11 @@
 """Training throughput of whole schedules at equal devices, on emulated replicas and an emulated learner.
 
 `sync` is colocated: all devices generate, then all train. Training gets the speed with which generation makes up
-`GENERATION_SHARE` of a step. Each other schedule has as many devices in all, and divides them between replicas and
-learner as a pilot run finds best for it (`PilotRun`, `best_split`).
+`GENERATION_SHARE` of a step. Every other schedule divides as many devices between replicas and learner; pilot runs
+found the best splits once (`CONTENDERS`).
+
+Times of GPUs are emulated, `COMPRESSION` times as fast. Processes, relays, ledger and controller are real and
+share the cores of this machine. The workload is `CONFIG`; run this in the project's folder.
 """
 
 import tempfile
@@ -11,16 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from laminar_lab.bench.repack.arms import FULL
-from laminar_lab.bench.repack.workload import (
-    COMPRESSION,
-    CONFIG,
-    SIGMA,
-    SPREAD_S,
-    Window,
-    run_arm,
-    settings_of,
-)
+from laminar_lab.bench.repack.arms import CONFIG, FULL, arm_settings
 from laminar_lab.bench.report import Row, log_line
 from laminar_lab.bench.runs import FinishedRun, require_project_file, train
 from laminar_lab.emulation.settings import emulation_of
@@ -28,16 +22,23 @@ from laminar_py.config import load_config
 from laminar_py.config.rollout import DEFAULT_PLANNER, NO_PLANNER
 
 ROWS = (
-    "sync_tokens_per_s sync_generation_share sync_disaggregated_over_sync one_step_over_sync async_over_sync "
-    "async_repack_over_sync async_full_over_sync async_repack_of_ceiling sync_tokens_per_s_20x "
-    "sync_generation_share_20x sync_disaggregated_over_sync_20x one_step_over_sync_20x async_over_sync_20x "
-    "async_repack_over_sync_20x async_full_over_sync_20x async_repack_of_ceiling_20x"
+    "sync_tokens_per_s",
+    "sync_generation_share",
+    "sync_disaggregated_over_sync",
+    "one_step_over_sync",
+    "async_over_sync",
+    "async_repack_over_sync",
+    "async_full_over_sync",
+    "async_repack_over_full",
 )
+COMPRESSION = 20
+INTERVAL_S, MAX_STALL_S = 5.0, 5.0  # emulated, as all seconds below
+ROOFLINE_BATCH = 48
+SPREAD_S = 400.0  # over which the replicas begin, about one batch, so that they start at different times
 DEVICES = 16
 SEED = 0
-SIGMA_20X = 1.288  # p99 of lengths is 20 times the median
+SIGMA = 0.99  # of log-lengths: p99 is 10 times the median; with 1.288 it is 20 times the median
 GENERATION_SHARE = 0.831  # of a synchronous step (Laminar, figure of the motivation)
-PILOT = Window(600.0, 600.0)
 WARM_STEPS = 1
 STEPS = 4
 GROUP_SIZE, STEP_GROUPS = 8, 400
@@ -45,20 +46,21 @@ GROUP_SIZE, STEP_GROUPS = 8, 400
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A schedule that divides the devices between replicas and learner."""
+    """A schedule and its split of the devices, e.g. `Contender("one_step", "one_step", replicas=13)`."""
 
     name: str
     schedule: str
-    arm: str | None = None  # of `arms`, for its replicas
+    replicas: int  # the other devices are the learner's; `sync` uses all devices for both
+    arm: str = NO_PLANNER  # of `arms`
 
 
-SYNC = Contender("sync", "sync")
+SYNC = Contender("sync", "sync", DEVICES)
 CONTENDERS = (
-    Contender("sync_disaggregated", "sync"),
-    Contender("one_step", "one_step"),
-    Contender("async", "async", NO_PLANNER),
-    Contender("async_repack", "async", DEFAULT_PLANNER),
-    Contender("async_full", "async", FULL),
+    Contender("sync_disaggregated", "sync", 10),
+    Contender("one_step", "one_step", 13),
+    Contender("async", "async", 12),
+    Contender("async_repack", "async", 12, DEFAULT_PLANNER),
+    Contender("async_full", "async", 11, FULL),
 )
 
 
@@ -70,98 +72,54 @@ class ScheduleRate:
     learner_share: float  # of the time, in which the learner was busy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PilotRun:
-    """Times and rates of all devices, in emulated seconds."""
-
-    full_s: float  # of a synchronous step: generation, until nothing waits any more
-    tail_s: float  # generation, from there on
-    train_s: float  # training, on all devices
-    step_tokens: float  # response tokens in a step
-    rates: dict[str, float]  # tokens/s of all devices as replicas, by arm of the workload
-
-
-def rows() -> list[Row]:
-    """The table of each length skew, with one seed. 15 minutes for one, and 5 before."""
+def rows(*, sigma: float = SIGMA) -> list[Row]:
+    """Run all schedules on lengths of that skew, with one seed, and compare them. 15 minutes, and 5 before."""
     require_project_file(CONFIG)
-    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        return [row for sigma in (SIGMA, SIGMA_20X) for row in _compare(sigma, Path(folder))]
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as name:
+        folder = Path(name)
+        profile = _write_profile(sigma, folder)
+        rates: dict[str, ScheduleRate] = {}
+        for contender in (SYNC, *CONTENDERS):
+            rates[contender.name] = measured(_run(contender, sigma=sigma, profile=profile, folder=folder))
+            log_line(f"{contender.name} on {contender.replicas} replicas: {rates[contender.name]}")
+        return table(rates, sigma=sigma)
 
 
-def _compare(sigma: float, folder: Path) -> list[Row]:
-    pilot, profile = _pilot(sigma, folder)
-    splits = {contender.name: best_split(contender, pilot) for contender in CONTENDERS}
-    log_line(f"sigma {sigma:g}: {pilot}; replicas {splits}")
-    found: dict[str, ScheduleRate] = {}
-    for contender in [SYNC, *CONTENDERS]:
-        replicas = splits.get(contender.name, DEVICES)
-        found[contender.name] = measured(_run(contender, replicas, sigma=sigma, profile=profile, folder=folder))
-        log_line(f"{contender.name} on {replicas} replicas: {found[contender.name]}")
-    return table(found, splits, sigma=sigma)
-
-
-def best_split(contender: Contender, pilot: PilotRun) -> int:
-    """Replicas out of all devices with which a step is shortest."""
-    return min(range(1, DEVICES), key=lambda replicas: _step_s(contender, replicas, pilot))
-
-
-def _step_s(contender: Contender, replicas: int, pilot: PilotRun) -> float:
-    train_s = pilot.train_s * DEVICES / (DEVICES - replicas)
-    if contender.arm is not None:
-        return max(pilot.step_tokens / (pilot.rates[contender.arm] * replicas / DEVICES), train_s)
-    generate_s = pilot.full_s * DEVICES / replicas + pilot.tail_s
-    return max(generate_s, train_s) if contender.schedule == "one_step" else generate_s + train_s
-
-
-def _pilot(sigma: float, folder: Path) -> tuple[PilotRun, Path]:
-    """Measure the devices; also a profile whose learner takes its share of a synchronous step."""
-    done = _run(SYNC, DEVICES, sigma=sigma, profile=_profile(), folder=folder, steps=2)
+def _write_profile(sigma: float, folder: Path) -> Path:
+    """Measure a synchronous step; write a profile whose learner takes its share of the step."""
+    given = emulation_of(load_config(CONFIG, [])).profile
+    done = _run(SYNC, sigma=sigma, profile=given, folder=folder, steps=2)
     first, last = done.steps[0], done.steps[-1]
-    generated_s = last.rl_s - first.rl_s - (last.learner_busy_s - first.learner_busy_s)
-    waits = [row.rl_s - first.rl_s for row in done.fleet if any(row.waiting)]
-    full_s = COMPRESSION * max(
-        wait_s for wait_s in waits if 0 < wait_s < generated_s
-    )  # the next batch waits later
-    generate_s = COMPRESSION * generated_s
+    generate_s = COMPRESSION * (last.rl_s - first.rl_s - (last.learner_busy_s - first.learner_busy_s))
     train_s = generate_s * (1 / GENERATION_SHARE - 1)
-    settings = yaml.safe_load(_profile().read_text())
+    settings = yaml.safe_load(given.read_text())
     fixed_s = settings["learner"]["optimizer_s"]
-    seen_s = COMPRESSION * last.learner_s
-    settings["learner"]["train_tokens_per_s"] *= (seen_s - fixed_s) / (train_s - fixed_s)
-    path = folder / f"profile-{sigma:g}.yaml"
+    settings["learner"]["train_tokens_per_s"] *= (COMPRESSION * last.learner_s - fixed_s) / (train_s - fixed_s)
+    path = folder / "profile.yaml"
     path.write_text(yaml.safe_dump(settings))
-    arms = [contender.arm for contender in CONTENDERS if contender.arm is not None]
-    rates = {arm: run_arm(arm, seed=SEED, folder=folder, window=PILOT, sigma=sigma).tokens_per_s for arm in arms}
-    step_tokens = last.trained_tokens - first.trained_tokens
-    return PilotRun(
-        full_s=full_s, tail_s=generate_s - full_s, train_s=train_s, step_tokens=step_tokens, rates=rates
-    ), path
+    return path
 
 
-def _profile() -> Path:
-    return emulation_of(load_config(CONFIG, [])).profile
-
-
-def _run(
-    contender: Contender,
-    replicas: int,
-    *,
-    sigma: float,
-    profile: Path,
-    folder: Path,
-    steps: int = STEPS,
-) -> FinishedRun:
-    batch = 200 if contender.schedule == "async" else GROUP_SIZE * -(-STEP_GROUPS // replicas)
+def _run(contender: Contender, *, sigma: float, profile: Path, folder: Path, steps: int = STEPS) -> FinishedRun:
+    """Train `steps` steps with a schedule on the emulated times of `profile`; settings are in real seconds."""
+    is_async = contender.schedule == "async"
+    batch = 200 if is_async else GROUP_SIZE * -(-STEP_GROUPS // contender.replicas)
     settings = [
         f"name=schedules-{contender.name}",
         f"runs={folder}",
-        *settings_of(contender.arm or NO_PLANNER, seed=SEED, replicas=replicas),
+        f"seed={SEED}",
+        *arm_settings(contender.arm),
+        f"repack.interval_s={INTERVAL_S / COMPRESSION}",
+        f"repack.max_stall_s={MAX_STALL_S / COMPRESSION}",
+        f"repack.roofline_batch={ROOFLINE_BATCH}",
         f"schedule={contender.schedule}",
+        f"rollout.replicas={contender.replicas}",
         f"rollout.batch_per_replica={batch}",
         f"rollout.engine.profile={profile}",
-        f"rollout.engine.learner_devices={DEVICES if contender is SYNC else DEVICES - replicas}",
+        f"rollout.engine.compression={COMPRESSION}",
+        f"rollout.engine.learner_devices={DEVICES if contender is SYNC else DEVICES - contender.replicas}",
         f"rollout.engine.sigma={sigma}",
-        f"rollout.engine.start_spread_s={SPREAD_S if contender.schedule == 'async' else 0.0}",
+        f"rollout.engine.start_spread_s={SPREAD_S if is_async else 0.0}",
         f"steps={steps}",
     ]
     return train(CONFIG, settings)
@@ -177,24 +135,23 @@ def measured(done: FinishedRun) -> ScheduleRate:
     )
 
 
-def table(found: dict[str, ScheduleRate], splits: dict[str, int], *, sigma: float) -> list[Row]:
-    """Rows of `sync` and of each contender."""
-    skew = "_20x" if sigma == SIGMA_20X else ""
+def table(rates: dict[str, ScheduleRate], *, sigma: float) -> list[Row]:
+    """Make the rows of `sync` and of each contender, all of which have an entry in `rates`."""
+    splits = ", ".join(f"{contender.name} {contender.replicas}" for contender in CONTENDERS)
     conditions = (
         f"{DEVICES} devices in all, sync colocated with generation {GENERATION_SHARE:.1%} of its step; replicas of"
-        f" the others: {', '.join(f'{name} {replicas}' for name, replicas in splits.items())}; lengths with sigma"
-        f" {sigma:g}; steps {WARM_STEPS + 1} to {STEPS} of 3,200 trajectories, compressed {COMPRESSION} times,"
-        f" seed {SEED}"
+        f" the others: {splits}; lengths with sigma {sigma:g}; steps {WARM_STEPS + 1} to {STEPS} of 3,200"
+        f" trajectories, compressed {COMPRESSION} times, seed {SEED}"
     )
-    rates = {name: run.tokens_per_s for name, run in found.items()}
-    generating = 1 - found["sync"].learner_share
-    of_ceiling = rates["async_repack"] / rates["async_full"]
+    speeds = {name: rate.tokens_per_s for name, rate in rates.items()}
+    generating = 1 - rates["sync"].learner_share
+    over_full = speeds["async_repack"] / speeds["async_full"]
     return [
-        Row(f"sync_tokens_per_s{skew}", rates["sync"], "trained tokens/s, emulated", conditions),
-        Row(f"sync_generation_share{skew}", generating, "of its step, as measured", conditions),
+        Row("sync_tokens_per_s", speeds["sync"], "trained tokens/s, emulated", conditions),
+        Row("sync_generation_share", generating, "of its step, as measured", conditions),
         *(
-            Row(f"{name}_over_sync{skew}", rates[name] / rates["sync"], "x trained tokens/s", conditions)
-            for name in splits
+            Row(f"{name}_over_sync", speeds[name] / speeds["sync"], "x trained tokens/s", conditions)
+            for name in (contender.name for contender in CONTENDERS)
         ),
-        Row(f"async_repack_of_ceiling{skew}", of_ceiling, "of full replicas", conditions),
+        Row("async_repack_over_full", over_full, "of replicas that never drain", conditions),
     ]

@@ -40,6 +40,7 @@ def make_answers(number: int, *, hang_one_in: int) -> list[GivenAnswer]:
 
 
 def _usual(seed: int, kind: tuple[str, str, bool]) -> GivenAnswer:
+    """Fill the numbers of `seed` into an answer and its reference; other seeds make other answers."""
     text, reference, right = kind
     numbers = {"a": seed, "b": seed + 1, "c": 2 * seed, "d": 6 * seed + 2, "e": 3 * seed + 1, "f": 9 * seed**2 + 9}
     numbers |= {
@@ -80,7 +81,7 @@ KINDS = (
 )
 
 
-ROWS = "math_verifications_per_s math_p95_ms"
+ROWS = ("math_verifications_per_s", "math_p95_ms")
 HANG_ONE_IN = 100
 TIMEOUT_S = 3.0
 THOUGHT = "We simplify both sides, put the roots back and see that only one case remains. " * 20
@@ -125,6 +126,10 @@ async def _verify_all(answers: list[GivenAnswer], term: TermConfig) -> tuple[flo
 
 
 async def _verify_each(pool: CallPool, todo: Iterator[GivenAnswer], times_s: list[float]) -> None:
+    """Verify answers until none is left, and append the seconds of each answer that does not hang.
+
+    Fails where a verdict is wrong, or where a hanging answer does not time out.
+    """
     for answer in todo:
         began = time.perf_counter()
         outcome = await pool.call(

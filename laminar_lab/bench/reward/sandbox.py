@@ -12,7 +12,6 @@ from statistics import median
 import msgspec
 
 from laminar_lab.bench.report import Row, log_line, spread
-from laminar_py.config import ConfigError
 from laminar_py.reward import same_output, same_value
 from laminar_py.sandbox import SandboxLabel, SandboxPool, SandboxTier
 
@@ -33,6 +32,7 @@ def make_programs(number: int) -> list[SmallProgram]:
 
 
 def _sum_of_multiples(seed: int) -> SmallProgram:
+    """Make a function that sums multiples; `seed` changes code, arguments and result."""
     code = (
         "def solve(limit: int, step: int) -> int:\n"
         f'    """Sum of all multiples of step below limit, and {seed}."""\n'
@@ -46,6 +46,7 @@ def _sum_of_multiples(seed: int) -> SmallProgram:
 
 
 def _collatz(seed: int) -> SmallProgram:
+    """Make a script that reads a number and prints its Collatz steps plus `seed`."""
     code = (
         "def steps(n):\n    return 0 if n == 1 else 1 + steps(n // 2 if n % 2 == 0 else 3 * n + 1)\n\n"
         f"print(steps(int(input())) + {seed})\n"
@@ -58,6 +59,7 @@ def _collatz(seed: int) -> SmallProgram:
 
 
 def _stack(seed: int) -> SmallProgram:
+    """Make a script that pushes multiples of `seed` on a stack and prints the top two."""
     code = (
         "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
         "    def push(self, item):\n        self.items.append(item)\n\n"
@@ -70,6 +72,7 @@ def _stack(seed: int) -> SmallProgram:
 
 
 def _two_sum(seed: int) -> SmallProgram:
+    """Make a method that finds two numbers of a given sum; `seed` changes code and numbers."""
     code = (
         "from typing import List\n\n\nclass Solution:\n"
         "    def twoSum(self, nums: List[int], target: int) -> List[int]:\n"
@@ -89,29 +92,20 @@ def _two_sum(seed: int) -> SmallProgram:
 MAKERS = (_sum_of_multiples, _collatz, _two_sum, _stack)
 
 
-ROWS = "sandbox_runs_per_s sandbox_warm_ms sandbox_runs_per_s_landlock sandbox_runs_per_s_none"
+ROWS = ("sandbox_runs_per_s", "sandbox_warm_ms")
 ROUNDS = 5
 WARM = 40  # runs before the ones that count
 ALONE = 200  # runs, one at a time
 
 
 def rows(*, programs: int = 10_000) -> list[Row]:
-    """Measure rate and time in the strongest tier of the machine; rates of a fifth of `programs` in the others.
-
-    A minute for 10,000 programs on two cores.
-    """
-    found = asyncio.run(_strongest(make_programs(programs)))
-    for tier in (SandboxTier.LANDLOCK, SandboxTier.NONE):
-        try:
-            found += asyncio.run(_weaker(tier, make_programs(max(programs // ROUNDS, ROUNDS))))
-        except ConfigError as error:
-            log_line(f"{tier.value} is left out: {error}")
-    return found
+    """Measure rate and time in the strongest tier of the machine. A minute for 10,000 programs on two cores."""
+    return asyncio.run(_measure(make_programs(programs)))
 
 
-async def _strongest(programs: Sequence[SmallProgram]) -> list[Row]:
+async def _measure(programs: Sequence[SmallProgram]) -> list[Row]:
     async with SandboxPool(slots=len(os.sched_getaffinity(0)), require=SandboxTier.NONE) as pool:
-        rate = await _rate(pool, programs, name="sandbox_runs_per_s")
+        rate = await _rate(pool, programs)
         alone = [await _alone_ms(pool) for _ in range(ALONE)]
         conditions = (
             f"`print('ready')`, tier {pool.tier.value}, one at a time, until its result: {spread(alone, '.1f')}"
@@ -119,12 +113,7 @@ async def _strongest(programs: Sequence[SmallProgram]) -> list[Row]:
         return [rate, Row("sandbox_warm_ms", median(alone), "ms", conditions)]
 
 
-async def _weaker(tier: SandboxTier, programs: Sequence[SmallProgram]) -> list[Row]:
-    async with SandboxPool(slots=len(os.sched_getaffinity(0)), require=tier, tier=tier) as pool:
-        return [await _rate(pool, programs, name=f"sandbox_runs_per_s_{tier.value}")]
-
-
-async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram], *, name: str) -> Row:
+async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram]) -> Row:
     """Measure programs a second, as many at a time as there are slots."""
     for _ in range(WARM):
         await _alone_ms(pool)
@@ -137,14 +126,14 @@ async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram], *, name: st
             for _ in range(len(os.sched_getaffinity(0))):
                 group.create_task(_run_all(pool, todo), name="runs")
         rates.append(len(part) / (time.perf_counter() - began))
-        log_line(f"{name}, round {number + 1} of {ROUNDS}: {rates[-1]:.0f}")
+        log_line(f"sandbox, round {number + 1} of {ROUNDS}: {rates[-1]:.0f}")
     weak = f" ({pool.weaknesses})" if pool.weaknesses else ""
     conditions = (
         f"{len(programs)} different programs of 4 to 15 lines, calls and scripts by turns, outputs compared; tier"
         f" {pool.tier.value}{weak}, {len(os.sched_getaffinity(0))} slots, as many as cores; {ROUNDS} rounds:"
         f" {spread(rates)}"
     )
-    return Row(name, median(rates), "programs/s", conditions)
+    return Row("sandbox_runs_per_s", median(rates), "programs/s", conditions)
 
 
 async def _run_all(pool: SandboxPool, todo: Iterator[SmallProgram]) -> None:

@@ -2,8 +2,8 @@
 
 Written: MB/s of a `SegmentWriter` beside a plain file that gets the same bytes in as many calls, without sync, and
 beside a plain file with the BLAKE3 of each piece. Fetched: MB/s through store and client beside a plain TCP
-connection that carries as many bytes from one buffer into a warm one; `hosts` has both on two hosts. Every side
-moves the same bytes in each round.
+connection that carries as many bytes from one buffer into a warm one. Every side moves the same bytes in each
+round.
 """
 
 import secrets
@@ -21,7 +21,7 @@ from statistics import median
 
 from blake3 import blake3
 
-from laminar_lab.bench.processes import Start, Worker, here
+from laminar_lab.bench.processes import Worker
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn, load_now
 from laminar_lab.bench.workplace import workplace
 from laminar_py.ledger.segments import LOCAL, PieceStore, SegmentWriter, StoreClient, leave_address, make_frame
@@ -29,7 +29,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef
 from laminar_py.records.spans import Span
 
-ROWS = "segment_write_over_file segment_write_over_digested_file segment_fetch_over_socket"
+ROWS = ("segment_write_over_file", "segment_write_over_digested_file", "segment_fetch_over_socket")
 ROUND_BYTES = 32 * 2**20  # written by each side in a round
 PARTS = 4  # writers of the fetched segments
 WARM = 2  # rounds before the ones that count
@@ -58,8 +58,8 @@ def rows(
 
 def write_rows(batch: PieceBatch, *, repeats: int, num_bytes: int) -> list[Row]:
     """Compare a writer with a plain file, and with a plain file plus the BLAKE3 of each piece."""
-    with workplace() as folder, Worker(partial(_write, folder=folder, batch=batch, num_bytes=num_bytes)) as one:
-        sides: dict[str, Side] = {name: partial(_request_rate, one, name) for name in (OURS, BARE, DIGESTED)}
+    with workplace() as folder, Worker(partial(_write, folder=folder, batch=batch, num_bytes=num_bytes)) as writer:
+        sides: dict[str, Side] = {name: partial(_request_rate, writer, name) for name in (OURS, BARE, DIGESTED)}
         rates = in_turn(sides, rounds=repeats, warm=WARM)
     conditions = (
         f"{num_bytes / 2**20:g} MiB in pieces of {batch.tokens:,} tokens (8 bytes each), {batch.count} at a time,"
@@ -75,16 +75,11 @@ def fetch_row(batch: PieceBatch, *, repeats: int) -> Row:
     """Compare a fetch with a bare socket over loopback."""
     with workplace() as folder, fetch_sides(folder, batch) as sides:
         rates = in_turn(sides, rounds=repeats, warm=WARM)
-    conditions = f"{describe_fetch(batch)}, loopback: {describe_rates(rates)}"
-    return Ratio.between(rates[OURS], rates[BARE]).row("segment_fetch_over_socket", conditions)
-
-
-def describe_fetch(batch: PieceBatch) -> str:
-    """Describe the fetched pieces and the bare side."""
-    return (
+    conditions = (
         f"{batch.count} pieces of {batch.tokens:,} tokens (8 bytes each) from {PARTS} segments in the page cache;"
-        " bare: sendall of one buffer, recv_into a warm one"
+        f" bare: sendall of one buffer, recv_into a warm one, loopback: {describe_rates(rates)}"
     )
+    return Ratio.between(rates[OURS], rates[BARE]).row("segment_fetch_over_socket", conditions)
 
 
 def describe_rates(rates: dict[str, list[float]]) -> str:
@@ -117,12 +112,12 @@ def _request_rate(worker: Worker, name: str, _: int) -> float:
 
 
 def _write(pipe: Connection, *, folder: Path, batch: PieceBatch, num_bytes: int) -> None:
-    """Write as the side of each word, each time into a new folder; send MB/s."""
+    """Write with the side that each message names, each time into a new folder; send MB/s."""
     count = max(1, num_bytes // (8 * batch.tokens * batch.count)) * batch.count
     pieces = make_pieces(batch, count)
     batches = [pieces[first : first + batch.count] for first in range(0, count, batch.count)]
-    frames = [[b"".join(make_frame(piece).buffers) for piece in some] for some in batches]
-    whole = [b"".join(some) for some in frames]
+    frames = [[b"".join(make_frame(piece).buffers) for piece in written] for written in batches]
+    whole = [b"".join(written) for written in frames]
     size = sum(map(len, whole))
     while True:
         name = pipe.recv()
@@ -131,8 +126,8 @@ def _write(pipe: Connection, *, folder: Path, batch: PieceBatch, num_bytes: int)
         if name == OURS:
             writer = SegmentWriter(path, "replica-0")
             began = time.perf_counter()
-            for some in batches:
-                writer.write_all(some)
+            for pieces in batches:
+                writer.write_all(pieces)
             elapsed_s = time.perf_counter() - began
         else:
             elapsed_s = _write_plain(path / "plain", whole, frames if name == DIGESTED else [])
@@ -144,8 +139,8 @@ def _write_plain(path: Path, whole: Sequence[bytes], frames: Sequence[Sequence[b
     """Return the seconds to write a plain file, and to digest `frames`."""
     with path.open("wb", buffering=0) as file:
         began = time.perf_counter()
-        for some in frames:
-            for frame in some:
+        for batch in frames:
+            for frame in batch:
                 blake3(frame).digest()
         for data in whole:
             file.write(data)
@@ -156,35 +151,33 @@ def _write_plain(path: Path, whole: Sequence[bytes], frames: Sequence[Sequence[b
 
 
 @contextmanager
-def fetch_sides(
-    folder: Path, batch: PieceBatch, *, start: Start = here, host: str = LOCAL
-) -> Iterator[dict[str, Side]]:
-    """Yield both sides: MB/s of a fetch on host 1 from the store at `host` on host 0, and of a bare socket."""
+def fetch_sides(folder: Path, batch: PieceBatch) -> Iterator[dict[str, Side]]:
+    """Yield both sides: MB/s of a fetch from a store in another process, and of a bare socket."""
     writers = [SegmentWriter(folder, f"replica-{part}") for part in range(PARTS)]
     pieces = make_pieces(batch, batch.count)
     refs = [writers[index % PARTS].write(piece) for index, piece in enumerate(pieces)]
     num_bytes = sum(ref.num_bytes for ref in refs)
     key = secrets.token_bytes(32)
     with ExitStack() as stack:
-        store = stack.enter_context(start(0, partial(_serve, folder=folder, key=key, host=host)))
-        bare = stack.enter_context(start(0, partial(_send, num_bytes=num_bytes, host=host)))
+        store = stack.enter_context(Worker(partial(_serve, folder=folder, key=key)))
+        bare = stack.enter_context(Worker(partial(_send, num_bytes=num_bytes)))
         store.receive(str)
         work = partial(_fetch, folder=folder, bare=bare.receive(tuple), key=key, refs=encode(refs))
-        client = stack.enter_context(start(1, work))
+        client = stack.enter_context(Worker(work))
 
         yield {name: partial(_request_rate, client, name) for name in (OURS, BARE)}
 
 
-def _serve(pipe: Connection, *, folder: Path, key: bytes, host: str) -> None:
-    leave_address(folder, STORE, PieceStore(folder, key=key).start(host))
+def _serve(pipe: Connection, *, folder: Path, key: bytes) -> None:
+    leave_address(folder, STORE, PieceStore(folder, key=key).start(LOCAL))
     pipe.send("serving")
     threading.Event().wait()
 
 
-def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
+def _send(pipe: Connection, *, num_bytes: int) -> None:
     """Send so many bytes whenever a byte arrives."""
     data = secrets.token_bytes(num_bytes)
-    with socket.create_server((host, 0)) as listener:
+    with socket.create_server((LOCAL, 0)) as listener:
         pipe.send(listener.getsockname())
         connection, _ = listener.accept()
         with connection:
@@ -193,7 +186,7 @@ def _send(pipe: Connection, *, num_bytes: int, host: str) -> None:
 
 
 def _fetch(pipe: Connection, *, folder: Path, bare: tuple[str, int], key: bytes, refs: bytes) -> None:
-    """Fetch as the side of each word; send MB/s."""
+    """Fetch with the side that each message names; send MB/s."""
     wanted: Sequence[PieceRef] = decode(list[PieceRef], refs)
     client = StoreClient(key, folder)
     size = sum(ref.num_bytes for ref in wanted)

@@ -28,7 +28,7 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
 from laminar_py.runtime.cluster import open_cluster
 
-ROWS = "turn_added_ms turn_total_ms turn_engine_ms turn_2000_kept_ms turn_2000_computed_ms"
+ROWS = ("turn_added_ms", "turn_total_ms", "turn_engine_ms")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, WORDS, MAX_LEN = 16, 16, 2560  # tokens of a prompt, of an answer, of a trajectory at most
 MOST_TURNS = 100
@@ -36,21 +36,19 @@ TIMES = "times"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Trajectories of a round, e.g. `Case(name="short", count=10, turns=16, first=64)`."""
+class Trajectories:
+    """Trajectories of a round, e.g. `Trajectories(count=10, turns=16, first=64)`."""
 
-    name: str
-    count: int
-    turns: int
-    first: int  # tokens that the environment says before the first turn
-    keeps: bool = True
+    count: int = 10
+    turns: int = 16
+    first: int = 64  # tokens of the environment before the first turn
 
     def play(self, number: int) -> PlayRound:
         """Make a round of trajectories whose turns have one token."""
         rng = np.random.default_rng([self.first, number])
         vocab = len(SPECIAL) + len(LETTERS)
         sampling = SamplingParams(max_new_tokens=MAX_LEN - PROMPT, stop_ids=tuple(range(vocab)))
-        names = [f"{self.name}-{number}.{index}" for index in range(self.count)]
+        names = [f"turns-{number}.{index}" for index in range(self.count)]
         assignments = [
             Assignment(
                 trajectory_id=name,
@@ -66,12 +64,7 @@ class Case:
             for name in names
         ]
         lengths = [[1] * self.turns for _ in names]
-        return PlayRound(name=self.name, assignments=assignments, lengths=lengths, at_once=False, keeps=self.keeps)
-
-
-SHORT = Case(name="short", count=10, turns=16, first=64)
-LONG = Case(name="long", count=3, turns=16, first=2000)
-COMPUTED = Case(name="computed", count=3, turns=16, first=2000, keeps=False)
+        return PlayRound(name="turns", assignments=assignments, lengths=lengths, at_once=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,51 +92,41 @@ def turn_times(
     return TurnTimes(median(totals), median(engines), median(added))
 
 
-def rows(*, repeats: int = 5, cases: Sequence[Case] = (SHORT, LONG, COMPUTED)) -> list[Row]:
-    """Measure each case, medians over `repeats` rounds; one more round before them warms all parts up."""
+def rows(*, repeats: int = 5, count: int = 10) -> list[Row]:
+    """Measure `count` trajectories a round, medians over `repeats` rounds; one more round warms all parts up."""
+    trajectories = Trajectories(count=count)
     with workplace() as folder, open_cluster(None):
-        found = asyncio.run(_rounds(folder, cases, repeats=repeats))
-    return table(cases, found)
+        rounds = asyncio.run(_measure_rounds(folder, trajectories, repeats=repeats))
+    where = (
+        f"p50, {count} trajectories of {trajectories.turns} turns behind {PROMPT + trajectories.first} tokens and"
+        " more"
+    )
+
+    def row(name: str, times_ms: list[float], detail: str = "") -> Row:
+        return Row(name, median(times_ms), "ms", f"{where}{detail}; median of rounds {spread(times_ms, '.2f')}")
+
+    return [
+        row("turn_added_ms", [times.added for times in rounds], ", without the engine's own time"),
+        row("turn_total_ms", [times.total for times in rounds]),
+        row("turn_engine_ms", [times.engine for times in rounds], ", from its request to the engine alone"),
+    ]
 
 
-async def _rounds(folder: Path, cases: Sequence[Case], *, repeats: int) -> list[list[TurnTimes]]:
-    """Return the times of each case, round by round."""
+async def _measure_rounds(folder: Path, trajectories: Trajectories, *, repeats: int) -> list[TurnTimes]:
+    """Play and replay rounds on one replica; return the times of all rounds but the first."""
     times = folder / TIMES
     times.mkdir()
     config, parts = write_inputs(folder), BenchParts(folder / "run")
     await parts.start(config, messages=False)
-    found: list[list[TurnTimes]] = [[] for _ in cases]
+    rounds: list[TurnTimes] = []
     for number in range(repeats + 1):
-        for case, kept in zip(cases, found, strict=True):
-            play = case.play(number)
-            played = await parts.play(play)
-            alone = await parts.replay(case.name, streams=True)
-            answered_s = [json.loads((times / one.trajectory_id).read_text()) for one in play.assignments]
-            taken = turn_times(answered_s, played.first_s, alone.first_s)
-            log_line(f"{case.name}: {taken.total:.2f} ms, engine {taken.engine:.2f}, added {taken.added:.2f}")
-            if number:
-                kept.append(taken)
-    return found
-
-
-def table(cases: Sequence[Case], found: Sequence[Sequence[TurnTimes]]) -> list[Row]:
-    """Make the rows of three cases: short, long, and long on an engine that keeps no KV cache."""
-
-    def row(name: str, place: int, values: list[float], detail: str = "") -> Row:
-        case = cases[place]
-        where = (
-            f"p50, {case.count} trajectories of {case.turns} turns behind {PROMPT + case.first} tokens and more"
-        )
-        return Row(name, median(values), "ms", f"{where}{detail}; median of rounds {spread(values, '.2f')}")
-
-    short, long, computed = found
-    return [
-        row("turn_added_ms", 0, [times.added for times in short], ", without the engine's own time"),
-        row("turn_total_ms", 0, [times.total for times in short]),
-        row("turn_engine_ms", 0, [times.engine for times in short], ", from its request to the engine alone"),
-        row("turn_2000_kept_ms", 1, [times.total for times in long]),
-        row("turn_2000_computed_ms", 2, [times.total for times in computed], ", no KV cache kept between them"),
-    ]
+        play = trajectories.play(number)
+        played = await parts.play(play)
+        alone = await parts.replay(play.name, streams=True)
+        answered_s = [json.loads((times / each.trajectory_id).read_text()) for each in play.assignments]
+        rounds.append(turn_times(answered_s, played.first_s, alone.first_s))
+        log_line(f"{rounds[-1].total:.2f} ms, engine {rounds[-1].engine:.2f}, added {rounds[-1].added:.2f}")
+    return rounds[1:]
 
 
 def write_inputs(folder: Path) -> RunConfig:

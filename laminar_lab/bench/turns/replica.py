@@ -60,7 +60,6 @@ class PlayRound(msgspec.Struct, frozen=True, kw_only=True):
     assignments: list[Assignment]
     lengths: list[list[int]]
     at_once: bool  # all at the same time, or one after another
-    keeps: bool = True  # the engine keeps KV cache between turns
 
 
 class ReplayRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,13 +99,12 @@ class ReplayEngine(LocalEngine):
     def begin(self, play: PlayRound) -> None:
         """Give the turns of these trajectories their lengths, and forget the requests before."""
         names = [assignment.trajectory_id for assignment in play.assignments]
-        self._play, self._lengths = play, dict(zip(names, play.lengths, strict=True))
+        self._lengths = dict(zip(names, play.lengths, strict=True))
         self.requests: dict[str, list[GenerateRequest]] = {name: [] for name in names}
         self.first_s: dict[str, list[float]] = {name: [] for name in names}  # arrival of each turn's first token
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
         """See `PushEngine.follow`."""
-        request = msgspec.structs.replace(request, has_turns=request.has_turns and self._play.keeps)
         requests, first_s = self.requests[request.rid], self.first_s[request.rid]
         requests.append(request)
         number = len(requests)
@@ -208,12 +206,14 @@ class BenchReplicaActor(PartActor):
         play = decode(PlayRound, data)
         self._engine.begin(play)
         began = time.monotonic()
-        for some in [play.assignments] if play.at_once else [[one] for one in play.assignments]:
-            await self._run(some)
+        batches = [play.assignments] if play.at_once else [[assignment] for assignment in play.assignments]
+        for batch in batches:
+            await self._run(batch)
         self._played[play.name] = play, list(self._engine.requests.values())
         return encode(TimedRound(wall_s=time.monotonic() - began, first_s=list(self._engine.first_s.values())))
 
     async def _run(self, assignments: Sequence[Assignment]) -> None:
+        """Start the assignments and wait for their ends. Fails where a trajectory fails or ends early."""
         left = {assignment.trajectory_id for assignment in assignments}
         self._replica.start_assignments(list(assignments))
         while left:
@@ -232,20 +232,20 @@ class BenchReplicaActor(PartActor):
         began = time.monotonic()
         consumers = [
             self._consume(
-                [msgspec.structs.replace(one, rid=f"alone-{self._replays}.{place}") for one in some],
+                [msgspec.structs.replace(turn, rid=f"alone-{self._replays}.{index}") for turn in turns],
                 lengths,
                 streams=again.streams,
             )
-            for place, (some, lengths) in enumerate(zip(requests, play.lengths, strict=True))
+            for index, (turns, lengths) in enumerate(zip(requests, play.lengths, strict=True))
         ]
-        first_s = await asyncio.gather(*consumers) if play.at_once else [await one for one in consumers]
+        first_s = await asyncio.gather(*consumers) if play.at_once else [await consumer for consumer in consumers]
         return encode(TimedRound(wall_s=time.monotonic() - began, first_s=first_s))
 
     async def _consume(
         self, requests: Sequence[GenerateRequest], lengths: Sequence[int], *, streams: bool
     ) -> list[float]:
-        """Run the turns of a trajectory, each behind the tokens of the one before; seconds to each first token."""
-        found: list[float] = []
+        """Run the turns of a trajectory, each behind the turn before; return seconds to first tokens."""
+        first_tokens_s: list[float] = []
         prefix = requests[0].prefix_ids
         num_known = len(prefix)  # leading tokens of the recorded prefix that `prefix` has, or has others for
         for request, length in zip(requests, lengths, strict=True):
@@ -253,10 +253,10 @@ class BenchReplicaActor(PartActor):
             began = time.monotonic()
             turn = msgspec.structs.replace(request, prefix_ids=prefix, one_by_one=streams)
             first_s, ids = await self._engine.run_turn(turn, length)
-            found.append(first_s - began)
+            first_tokens_s.append(first_s - began)
             prefix = np.concatenate([prefix, ids])
             num_known = len(request.prefix_ids) + length
-        return found
+        return first_tokens_s
 
 
 class BenchParts:
