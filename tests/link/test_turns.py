@@ -193,7 +193,7 @@ async def test_parts_arrive_in_order(tmp_path):
 
 
 async def test_parts_for_a_busy_process_gather_in_the_replica(tmp_path):
-    process = Process(tmp_path, busy_s=0.005)
+    process = Process(tmp_path, busy_s=0.05)
     async with environments(tmp_path, process) as remote:
         for place in range(1000):
             remote.receive_deltas([delta(place)])
