@@ -363,11 +363,13 @@ def what_if(step: MeanStep, stage: StepStage, factor: float = 2.0) -> float:
 def what_if_set(step: MeanStep, bottleneck: Bottleneck, remedy: Remedy) -> float:
     """Predict the seconds of a step with the new value of a remedy against a bottleneck.
 
-    A remedy that scales no stage is taken to remove the bottleneck, so its prediction is the best case.
+    A remedy that scales no stage is taken to remove the bottleneck, so its prediction is the best case. On full
+    cores fewer processes leave a step as it is, since they divide the same cores.
     """
     stage = scaled_by(bottleneck, remedy)
     if stage is not None:
-        return what_if(step, stage, float(remedy.new) / float(remedy.old))
+        factor = float(remedy.new) / float(remedy.old)
+        return step.measured_s if bottleneck is Bottleneck.CPU and factor < 1 else what_if(step, stage, factor)
     return max(without_bottleneck(bottleneck, step).measured_s, min(step.cpu_s, step.measured_s))
 
 

@@ -250,6 +250,13 @@ def test_on_full_cores_the_first_remedy_of_every_bottleneck_promises_at_most_a_t
     assert 1.0 <= step.measured_s / what_if_set(step, bottleneck, first) <= 1.1
 
 
+def test_fewer_replicas_on_full_cores_cost_no_time():
+    step = on_full_cores(generation_s=9.9)
+    fewer = next(one for one in advised(step, "rollout.replicas=2").remedies if one.key == "rollout.replicas")
+    assert fewer.change == "2 -> 1"
+    assert what_if_set(step, Bottleneck.CPU, fewer) == step.measured_s
+
+
 def test_every_remedy_names_a_setting_that_exists():
     steps = [mean_step_of(**times) for times in BOTTLENECKS.values()]
     steps += [on_full_cores(generation_s=9.9), replace(steps[0], age=Age(lost=0.6, kl={}))]
