@@ -39,11 +39,6 @@ class FleetPlacement:
     pack_tokens: int  # of a microbatch
     recompute: Recompute
 
-    @property
-    def rollout_gpus(self) -> int:
-        """GPUs that generate."""
-        return self.replicas * self.tensor_parallel
-
 
 def placements(request: PlanRequest) -> list[FleetPlacement]:
     """Return every placement that fits. Raises `ConfigError` if none fits."""

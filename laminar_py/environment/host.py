@@ -73,7 +73,8 @@ class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
 class SavedTurns:
     """Files of saved turns of one process, two for each running trajectory. All methods raise `OSError`.
 
-    A crash of the process leaves either the old content of a file or the new one.
+    A crash of the process leaves either the old content of a file or the new one. A digest at the start of a file
+    shows damage by a crash of the host.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +85,8 @@ class SavedTurns:
         """Replace the saved turn of a trajectory, and forget its attempts."""
         path, attempts = self._paths(trajectory_id)
         unfinished = path.with_name(f"{path.name}.new")
-        unfinished.write_bytes(encode(saved))
+        body = encode(saved)
+        unfinished.write_bytes(_digest_of_file(body) + body)
         with suppress(FileNotFoundError):  # the controller may forget a dropped trajectory at this moment
             os.replace(unfinished, path)
         attempts.unlink(missing_ok=True)
@@ -102,10 +104,13 @@ class SavedTurns:
         """
         path, attempts = self._paths(trajectory_id)
         saved = None
-        try:
-            saved = decode(SavedTurn, path.read_bytes()) if path.exists() else None
-        except msgspec.DecodeError as error:
-            log.warning("%s cannot be read, so its turn is taken again: %s", path, error)
+        if path.exists():
+            data = path.read_bytes()
+            body = data[DIGEST_BYTES:]
+            if _digest_of_file(body) == data[:DIGEST_BYTES]:
+                saved = decode(SavedTurn, body)
+            else:
+                log.warning("%s is damaged, so its turn is taken again", path)
         return saved, attempts.read_text().split().count(digest.hex()) if attempts.exists() else 0
 
     def names(self) -> list[str]:
@@ -122,6 +127,11 @@ class SavedTurns:
     def _paths(self, trajectory_id: str) -> tuple[Path, Path]:
         """Return the files of a trajectory: of its saved turn, and of attempts at the next one."""
         return self._folder / f"{trajectory_id}{SUFFIX}", self._folder / f"{trajectory_id}{ATTEMPTS}"
+
+
+def _digest_of_file(body: bytes) -> bytes:
+    """Return the digest of a saved turn's bytes."""
+    return blake3(body).digest(length=DIGEST_BYTES)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.database import ledger_path
 from laminar_py.observe.diagnosis import Diagnosis, diagnose
 from laminar_py.observe.mean_step import mean_step
 from laminar_py.observe.pipeline import measure_pipeline
@@ -27,11 +26,6 @@ class RunReport:
     def run(self) -> str:
         """Folder of the run."""
         return str(self.snapshot.run)
-
-    @property
-    def config_file(self) -> str:
-        """File with the config at the start of the run."""
-        return str(ledger_path(self.snapshot.run).parent / "config.yaml")
 
     @property
     def simulation(self) -> str:

@@ -1,7 +1,7 @@
 """A replica's end of the relay: learns about new versions and pulls them from the node of its host.
 
-A replica's process owns a `Subscriber`, which implements `protocols.WeightSource`. It repeats a request that has
-no answer at each connect and every few seconds
+A replica's process owns a `Subscriber`, a `records.weights.WeightSource`. It repeats a request without answer at
+each connect and every few seconds
 (`tests/relay/test_subscriber.py::test_a_pull_outlives_the_node_it_was_put_to`).
 """
 

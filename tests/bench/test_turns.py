@@ -35,9 +35,10 @@ def test_the_rows_are_ratios_of_rates_and_the_time_added_to_first_tokens():
 
 
 @pytest.mark.slow
-def test_every_figure_of_turns_comes_once_and_is_positive(capsys):
+def test_the_figures_of_turns_come_once_and_a_turn_takes_longer_than_its_engine(capsys):
     found = figures("turns", "added", added.rows(repeats=1, count=1))
     assert 0 < found["turn_engine_ms"] < found["turn_total_ms"]
+    assert found["turn_added_ms"] is not None
     assert capsys.readouterr().err.count(" added ") == 2
 
 
@@ -47,3 +48,4 @@ def test_every_figure_of_the_endpoint_comes_and_the_engine_gets_the_same_request
     found = figures("endpoint", "agents", agents.rows(repeats=1, **cases))
     assert capsys.readouterr().err.count("first token") == 2 * (2 + ONE_TIMES), "with one round to warm up"
     assert found["endpoint_over_engine_stream"] > 0 < found["endpoint_over_engine_whole"]
+    assert found["endpoint_added_ms"] is not None

@@ -30,7 +30,9 @@ def test_a_crash_in_the_middle_of_a_write_leaves_the_last_saved_turn_and_damage_
     turns, path = written(tmp_path)
     path.with_name(f"{path.name}.new").write_bytes(path.read_bytes()[:-9])
     assert turns.load("g0.0", TURN) == (SAVED, 2)
-    for damaged in (path.read_bytes()[:-9], b""):
+    data = path.read_bytes()
+    changed = data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+    for damaged in (data[:-9], b"", changed):
         path.write_bytes(damaged)
         assert turns.load("g0.0", TURN) == (None, 2)
     later = SavedTurn(response_digest=TURN, answer=EnvironmentTurn(is_cut=True))

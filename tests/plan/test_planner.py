@@ -40,7 +40,7 @@ def small():
 def test_all_placements_use_the_fleet_and_fit_its_memory():
     request = make_request()
     for one in placements(request):
-        assert one.learner_gpus + one.rollout_gpus == request.fleet.gpus
+        assert one.learner_gpus + one.replicas * one.tensor_parallel == request.fleet.gpus
         assert sum(learner_bytes(request, one).values()) <= request.fleet.gpu.memory_bytes
         assert one.kv_tokens >= request.lengths.most
 

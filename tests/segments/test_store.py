@@ -223,6 +223,10 @@ def test_when_all_turns_are_taken_others_are_told_to_ask_again(tmp_path):
         assert ask(store, wanted) == (AnswerStatus.REFUSED, b"1 answers are being sent; try again")
 
 
+def test_a_store_listens_on_loopback_unless_told_otherwise(store):
+    assert store.address[0] == "127.0.0.1"
+
+
 def test_a_segment_that_is_deleted_under_way_comes_to_its_end(tmp_path):
     ref = SegmentWriter(tmp_path, "replica-0").write(random_piece(tokens=1_000_000))
     path = tmp_path / f"{ref.segment}.segment"
