@@ -114,6 +114,6 @@ def test_the_lists_of_tasks_are_those_of_the_code():
 
 
 def test_the_limits_are_settings():
-    table = PAGE.partition("## Limits and deaths")[2]
+    table = PAGE.partition("## Limits and crashes")[2]
     named = re.findall("`(.*?)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
     assert set(named) == set(EnvironmentConfig.model_fields) - {"kind"}
