@@ -24,7 +24,7 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
     "engines": ("embedded and SGLang inference engines", "engines/local/engine.py"),
     "environment": ("turns of environments, tools and agents", "environment/host.py"),
     "reward": ("scorers, terms, processes that call reward functions", "reward/scorer.py"),
-    "sandbox": ("fences around programs that a model wrote", "sandbox/pool.py"),
+    "children": ("child processes that run code of others: start, calls, end", "children/hosted.py"),
     "learner": ("packing, losses, step, optimizer, checkpoints, export", "learner/step.py"),
     "relay": ("the tree that carries weight versions", "relay/node.py"),
     "repack": ("moves of running trajectories between replicas", "repack/migration.py"),
@@ -35,7 +35,7 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
 PLANES = {  # how the picture groups the rooms; records, config and cli stand apart
     "processes": ("runtime",),
     "control plane": ("control", "repack"),
-    "data plane": ("data", "rollout", "engines", "environment", "reward", "sandbox", "learner"),
+    "data plane": ("data", "rollout", "engines", "environment", "reward", "children", "learner"),
     "parameter plane": ("relay",),
     "record": ("ledger", "observe"),
 }

@@ -27,7 +27,7 @@ MAY_IMPORT = {  # module of a process: the heavy libraries it may have when its 
     f"{PROCESSES}replica": {"zmq", "numpy"},  # and what its engine takes
     f"{PROCESSES}services": {"aiohttp", "numpy"},
     "laminar_py.reward.calls.child": {"numpy"},
-    "laminar_py.sandbox.inside.zygote": set(),
+    "laminar_contrib.sandbox.inside.zygote": set(),
 }
 
 
@@ -36,7 +36,7 @@ def imported_anywhere(module):
     path = ROOT / (module.replace(".", "/") + ".py")
     tree = ast.parse((path if path.exists() else path.with_suffix("") / "__init__.py").read_text())
     named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    return sorted({module, *(name for name in named if name.startswith("laminar_py."))})
+    return sorted({module, *(name for name in named if name.startswith(("laminar_py.", "laminar_contrib.")))})
 
 
 @pytest.mark.parametrize("module", MAY_IMPORT)

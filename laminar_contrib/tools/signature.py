@@ -23,9 +23,9 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
+from laminar_contrib.sandbox import SandboxError
 from laminar_py.config import ConfigError
 from laminar_py.environment import BrokenCall, Call, Json, call_in_thread
-from laminar_py.sandbox import SandboxError
 
 SHOWN_FAULTS = 3  # of a call's arguments
 TYPES = "give it types that JSON has a form for, e.g. int, str, list[float], a pydantic model"

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
+from laminar_contrib.sandbox import PythonSession
 from laminar_contrib.tools.kind import CallSettings, ToolSettings
 from laminar_contrib.tools.signature import Tool, fault_line, result_of
 from laminar_py.config import ConfigError
@@ -21,7 +22,6 @@ from laminar_py.environment import (
     LlamaCalls,
     Observation,
     Problem,
-    PythonSession,
     Role,
     TagCalls,
     outside_reasoning,

@@ -5,13 +5,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MethodType
 
+from laminar_contrib.sandbox import PythonSession, SandboxPool
 from laminar_contrib.tools.given import PassageSearch, calculator, read_corpus
 from laminar_contrib.tools.kind import PYTHON, ToolSettings
 from laminar_contrib.tools.signature import Tool, make_tool
 from laminar_contrib.tools.tool_environment import ToolEnvironment, format_of
 from laminar_py.config import ConfigError, SandboxConfig, load_from_file
-from laminar_py.environment import Json, PythonSession
-from laminar_py.sandbox import SandboxPool
+from laminar_py.environment import Json
 
 
 class Toolbox:

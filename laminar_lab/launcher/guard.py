@@ -8,13 +8,13 @@ import os
 import signal
 import sys
 
-from laminar_py.sandbox import end_with_parent
+from laminar_py.children import kernel
 
 
 def main() -> None:
     """Replace this process by the command, after asking the kernel for SIGTERM when `PARENT` ends."""
     parent, *command = sys.argv[1:]
-    end_with_parent(signal.SIGTERM, parent=int(parent))
+    kernel.end_with_parent(signal.SIGTERM, parent=int(parent))
     os.execv(command[0], command)
 
 

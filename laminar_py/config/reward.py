@@ -178,8 +178,8 @@ class RewardKind:
     without a value."""
     caches: bool = False
     """True where equal responses to a problem have equal values, so that the scorer caches them."""
-    runs_programs: bool = False
-    """True where the term runs programs of the model, so that hosts of scorers need a sandbox."""
+    check: Callable[[Any, SandboxConfig], None] = lambda term, sandbox: None
+    """Raise `ConfigError` if the term cannot run on this host. Called before a run whose scorers run here."""
     fault: Callable[[Any, Prompt], str | None] = lambda term, problem: None
     """Message on a missing field of a problem, e.g. `"tests" is missing`; None where nothing is missing."""
 
@@ -192,7 +192,6 @@ REWARDS = Registry(
         "exact": "laminar_py.reward.terms:EXACT",
         "format": "laminar_py.reward.terms:FORMAT",
         "length": "laminar_py.reward.terms:LENGTH",
-        "code": "laminar_py.reward.code:CODE",
         "environment": "laminar_py.reward.terms:ENVIRONMENT",
         "judge": "laminar_py.reward.judge:JUDGE",
         "steps": "laminar_py.reward.steps:STEPS",

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from laminar_py.environment.protocol import Observation as Observation
     from laminar_py.environment.protocol import Problem as Problem
     from laminar_py.environment.protocol import Role as Role
-    from laminar_py.environment.python_session import PythonSession as PythonSession
     from laminar_py.environment.tool_calls import BrokenCall as BrokenCall
     from laminar_py.environment.tool_calls import Call as Call
     from laminar_py.environment.tool_calls import CallFamily as CallFamily

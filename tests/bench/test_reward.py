@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.records import SandboxTier
 from laminar_lab.bench.reward import mathematics, sandbox
 from laminar_lab.bench.reward.mathematics import make_answers
 from laminar_lab.bench.reward.sandbox import make_programs
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxTier
 from tests.bench.figures import figures
 
 NUM_MAKERS = 4

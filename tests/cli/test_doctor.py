@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from laminar_contrib.sandbox.inside.seccomp import BY_MACHINE
+from laminar_contrib.sandbox.records import SandboxTier
 from laminar_py.cli import app
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.runtime.preflight.doctor import Finding, examine
-from laminar_py.sandbox.inside.seccomp import BY_MACHINE
-from laminar_py.sandbox.records import SandboxTier
 from tests.sandbox.machines import laminar_without_sandbox
 
 REPO = Path(__file__).parents[2]

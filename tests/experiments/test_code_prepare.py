@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from laminar_py.reward.code import CodeTerm, fault_in_tests
+from laminar_contrib.code.term import CodeTerm, fault_in_tests
 from tests.builders import make_prompt
 from tests.runs.runs import REPO
 

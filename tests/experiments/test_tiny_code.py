@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laminar_contrib.code.term import fault_in_tests
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.problems import read_prompts
 from laminar_py.data.sources import source_at
 from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.reward.code import fault_in_tests
 
 FOLDER = Path(__file__).parents[2] / "experiments/tiny_code"
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -3,7 +3,8 @@
 import errno
 from concurrent.futures import ThreadPoolExecutor
 
-from laminar_py.sandbox.inside import kernel, seccomp
+from laminar_contrib.sandbox.inside import seccomp
+from laminar_py.children import kernel
 
 CALLS = {"x86_64": (74, 75), "aarch64": (82, 83)}.get(kernel.MACHINE, ())  # fsync, fdatasync
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from laminar_py.children import kernel
 from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tiny_models import tiny_model, write_data
@@ -20,7 +21,6 @@ from laminar_py.runtime.preflight.inputs import (
     version_bytes,
 )
 from laminar_py.runtime.preflight.node_checks import faults
-from laminar_py.sandbox.inside import kernel
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import REPO, quickstart_model

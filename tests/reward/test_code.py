@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from laminar_contrib.code.crossing import pack, unpack
+from laminar_contrib.code.term import CodeTerm, fault_in_tests, find_program, same_output, same_value
 from laminar_py.records.trajectory import DropReason, Prompt
-from laminar_py.reward.code import CodeTerm, fault_in_tests, find_program, same_output, same_value
-from laminar_py.reward.crossing import pack, unpack
 from tests.reward.requests import make_request
 from tests.reward.test_scorer import score, scorer_of
 
@@ -377,7 +377,7 @@ async def test_what_the_program_is_to_blame_for_is_zero(tmp_path):
 
 
 async def test_a_program_cannot_have_no_value_by_leading_the_tests_to_more_calls(tmp_path, monkeypatch):
-    monkeypatch.setattr("laminar_py.reward.code.MOST_CALLS", 20)
+    monkeypatch.setattr("laminar_contrib.code.term.MOST_CALLS", 20)
     tests = {"entry_point": "f", "asserts": "x = 0\nwhile f(x) != 4: x += 1"}
     right, constant = await scores_of(
         tmp_path, request_of(DOUBLE, tests), request_of("def f(x): return 0", tests, index=1)

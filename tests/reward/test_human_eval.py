@@ -6,8 +6,8 @@ from importlib.resources import files
 
 import pytest
 
+from laminar_contrib.code.term import CodeTerm, fault_in_tests
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward.code import CodeTerm, fault_in_tests
 from tests.reward.test_code import request_of, scores_of
 
 SPOILT = """

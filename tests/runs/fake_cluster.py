@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from laminar_py.children import kernel
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
-from laminar_py.sandbox.inside import kernel
 
 STORE_BYTES = 80 * 2**20
 PATIENCE_S = 60.0

@@ -14,9 +14,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from laminar_contrib.sandbox.inside.seccomp import BY_MACHINE
 from laminar_py.cli import app, main
 from laminar_py.ledger import live
-from laminar_py.sandbox.inside.seccomp import BY_MACHINE
 from tests.ledger.runs import begin, checkpoint, open_ledger
 from tests.runs.runs import LAMINAR, REPO, quickstart_model
 from tests.sandbox.machines import laminar_without_sandbox

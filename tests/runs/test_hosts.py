@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from laminar_py.children import kernel
 from laminar_py.ledger.audit.queries import Filters, accounting, listing
 from laminar_py.ledger.audit.verify import prove
 from laminar_py.ledger.database import LedgerError, reading
@@ -15,7 +16,6 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.local import is_local
 from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.trajectory import DropReason
-from laminar_py.sandbox.inside import kernel
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from laminar_py.sandbox import places
-from laminar_py.sandbox.inside.wire import SandboxLimits
-from laminar_py.sandbox.pool import SandboxPool, survey_tiers
-from laminar_py.sandbox.records import SandboxTier
+from laminar_contrib.sandbox import places
+from laminar_contrib.sandbox.inside.messages import SandboxLimits
+from laminar_contrib.sandbox.pool import SandboxPool, survey_tiers
+from laminar_contrib.sandbox.records import SandboxTier
 
 TIGHT = SandboxLimits(
     cpu_s=1.0, wall_s=5.0, memory_bytes=128 << 20, processes=8, file_bytes=4 << 20, output_bytes=1 << 16

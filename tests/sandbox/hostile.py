@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_py.sandbox.records import SandboxLabel
+from laminar_contrib.sandbox.records import SandboxLabel
 from tests.sandbox.conftest import TIGHT
 
 ATTEMPTS = 3

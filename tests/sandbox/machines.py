@@ -15,12 +15,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from laminar_contrib.sandbox import interpreter
+from laminar_contrib.sandbox.inside import seccomp
+from laminar_contrib.sandbox.pool import SandboxPool, survey_tiers
+from laminar_contrib.sandbox.records import SandboxTier
+from laminar_py.children import kernel, landlock
 from laminar_py.cli import main as laminar
 from laminar_py.config.section import ConfigError
-from laminar_py.sandbox import interpreter
-from laminar_py.sandbox.inside import kernel, landlock, seccomp
-from laminar_py.sandbox.pool import SandboxPool, survey_tiers
-from laminar_py.sandbox.records import SandboxTier
 from tests.sandbox.conftest import TIGHT
 from tests.sandbox.hostile import HOSTILE, run_hostile
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxError, SandboxLabel
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.records import SandboxError, SandboxLabel
 from tests.sandbox.conftest import BOUND_S, TIGHT, left_since, traces
 
 OWNER = """
 import asyncio, sys
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxTier
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.records import SandboxTier
 async def main():
     tier = SandboxTier(sys.argv[1])
     async with SandboxPool(slots=2, require=tier, tier=tier) as pool:

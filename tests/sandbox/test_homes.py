@@ -2,7 +2,7 @@
 
 import os
 
-from laminar_py.sandbox.inside.homes import FolderHome
+from laminar_contrib.sandbox.inside.homes import FolderHome
 
 
 def test_a_folder_with_more_names_than_a_command_takes_is_emptied(tmp_path):

@@ -4,7 +4,7 @@ import platform
 
 import pytest
 
-from laminar_py.sandbox.records import SandboxLabel, SandboxTier
+from laminar_contrib.sandbox.records import SandboxLabel, SandboxTier
 from tests.sandbox.conftest import SONG, metadata
 from tests.sandbox.hostile import CALL, HOSTILE, run_hostile
 

@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from laminar_py.sandbox.inside.program import Claim, kind_of
-from laminar_py.sandbox.inside.wire import SandboxLimits
-from laminar_py.sandbox.records import SandboxLabel, label, read_claim
+from laminar_contrib.sandbox.inside.messages import SandboxLimits
+from laminar_contrib.sandbox.inside.program import Claim, kind_of
+from laminar_contrib.sandbox.records import SandboxLabel, label, read_claim
 
 LIMITS = SandboxLimits()
 FAILED = 1 << 8  # exit code 1

@@ -6,10 +6,10 @@ import platform
 
 import pytest
 
-from laminar_py.sandbox import places
-from laminar_py.sandbox.inside.landlock import CREATE_RULESET
-from laminar_py.sandbox.inside.seccomp import BY_MACHINE
-from laminar_py.sandbox.records import SandboxTier
+from laminar_contrib.sandbox import places
+from laminar_contrib.sandbox.inside.seccomp import BY_MACHINE
+from laminar_contrib.sandbox.records import SandboxTier
+from laminar_py.children.landlock import CREATE_RULESET
 from tests.sandbox.conftest import SONG, left_since, metadata, traces
 from tests.sandbox.hostile import HOSTILE
 from tests.sandbox.machines import NOBODY, as_nobody, nobodys_interpreter, run_refusing

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.python_session import PythonSession
+from laminar_contrib.sandbox.records import SandboxTier
+from laminar_contrib.sandbox.slot import SandboxSlot
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.python_session import PythonSession
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxTier
-from laminar_py.sandbox.slot import SandboxSlot
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from laminar_py.sandbox.inside.wire import SandboxLimits
-from laminar_py.sandbox.records import SandboxLabel
+from laminar_contrib.sandbox.inside.messages import SandboxLimits
+from laminar_contrib.sandbox.records import SandboxLabel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

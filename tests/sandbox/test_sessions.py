@@ -6,9 +6,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from laminar_py.sandbox.inside.wire import SandboxLimits
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxLabel, SandboxTier
+from laminar_contrib.sandbox.inside.messages import SandboxLimits
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.records import SandboxLabel, SandboxTier
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -2,11 +2,12 @@
 
 import pytest
 
+from laminar_contrib.sandbox import places
+from laminar_contrib.sandbox.inside import seccomp
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.records import SandboxTier
+from laminar_py.children import landlock
 from laminar_py.config.section import ConfigError
-from laminar_py.sandbox import places
-from laminar_py.sandbox.inside import landlock, seccomp
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxTier
 from tests.sandbox.conftest import left_since, traces
 
 
@@ -59,7 +60,7 @@ def test_events_of_both_versions_of_cgroups_are_counted(tmp_path):
 
 def test_filters_are_assembled_for_each_machine_that_is_known(monkeypatch):
     for machine in seccomp.ARCHITECTURES:
-        monkeypatch.setattr("laminar_py.sandbox.inside.kernel.MACHINE", machine)
+        monkeypatch.setattr("laminar_py.children.kernel.MACHINE", machine)
         for alone in (0, 7):
             code = seccomp.assemble(alone=alone)
             assert len(code) % 8 == 0

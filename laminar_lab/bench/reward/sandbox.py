@@ -11,9 +11,9 @@ from statistics import median
 
 import msgspec
 
+from laminar_contrib.code.term import same_output, same_value
+from laminar_contrib.sandbox import SandboxLabel, SandboxPool, SandboxTier
 from laminar_lab.bench.report import Row, log_line, spread
-from laminar_py.reward import same_output, same_value
-from laminar_py.sandbox import SandboxLabel, SandboxPool, SandboxTier
 
 
 class SmallProgram(msgspec.Struct, frozen=True, kw_only=True):

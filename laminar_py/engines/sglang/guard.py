@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.sandbox.inside import kernel
+from laminar_py.children import kernel
 
 PATIENCE_S = 3.0  # for resource trackers to end by themselves, which takes 0.1 s
 LOOK_MS = 1000  # between two checks of a starting server

@@ -3,8 +3,9 @@
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -23,10 +24,9 @@ from laminar_py.environment.agents.runner import (
     write_address_file,
 )
 from laminar_py.environment.protocol import Environment
-from laminar_py.environment.python_session import PythonSession
 from laminar_py.environment.tool_calls import CallFamily, HermesCalls, LlamaCalls
-from laminar_py.sandbox.pool import SandboxPool
 
+sandbox: Any = import_module("laminar_contrib.sandbox")  # an import by name, until this folder moves to contrib
 LOOPBACK = "127.0.0.1"
 MOST_PORTS = 65_536
 
@@ -106,7 +106,9 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     async with AsyncExitStack() as stack:
         served = serve(keys, home.words, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
-        pool = await stack.enter_async_context(SandboxPool.from_config(home.sandbox)) if settings.python else None
+        pool = sandbox.SandboxPool.from_config(home.sandbox) if settings.python else None
+        if pool is not None:
+            await stack.enter_async_context(pool)
         if external is None:
             agents: Agents = await stack.enter_async_context(_own_agents(settings, home, url=url))
         else:
@@ -119,7 +121,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
             keys=keys,
             deterministic=settings.deterministic,
             most_bytes=settings.max_observation_bytes,
-            session=None if pool is None else PythonSession(pool),
+            session=None if pool is None else sandbox.PythonSession(pool),
         )
 
 

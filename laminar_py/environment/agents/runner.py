@@ -18,9 +18,9 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from laminar_py.children.hosted import HostedCall, HostedProcess, ProcessLostError, last_line
 from laminar_py.environment.agents.launcher import Program
 from laminar_py.environment.protocol import Problem
-from laminar_py.sandbox.hosted import HostedCall, HostedProcess, ProcessLostError, last_line
 
 KEY_BYTES = 24  # of the run's key
 LOG = "agent.log"

@@ -1,6 +1,6 @@
 """A process that calls a reward function: `python -m laminar_py.reward.calls.child`, started by `calls.pool`.
 
-It is a hosted process (`sandbox.hosted`). The owner's first call is a `CallSpec`, answered by a `CallStarted`.
+It is a hosted process (`children.hosted`). The owner's first call is a `CallSpec`, answered by a `CallStarted`.
 Each further call is a `ScoringRequest`, answered by a `CallAnswer`. A plain function runs in the main thread for
 one response at a time, because Python delivers the timeout's signal only there. An `async` function runs for many
 responses at a time.
@@ -23,6 +23,9 @@ from types import FrameType
 
 import msgspec
 
+from laminar_py.children import kernel
+from laminar_py.children.landlock import forbid_writes
+from laminar_py.children.wire import CALL, call_frame, own_control, receive_call
 from laminar_py.config.reward import REWARDS, read_term
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
@@ -39,9 +42,6 @@ from laminar_py.reward.outcome import (
     one_line,
     read_reward,
 )
-from laminar_py.sandbox.inside import kernel
-from laminar_py.sandbox.inside.landlock import forbid_writes
-from laminar_py.sandbox.inside.wire import CALL, call_frame, own_control, receive_call
 
 log = logging.getLogger(__name__)
 GRACE_S = 3.0  # beyond the timeout that a process keeps itself

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_py.children.hosted import HostedProcess, ProcessLostError
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallAnswer, CallSpec, CallStarted
 from laminar_py.reward.outcome import Outcome, one_line
-from laminar_py.sandbox.hosted import HostedProcess, ProcessLostError
 
 log = logging.getLogger(__name__)
 

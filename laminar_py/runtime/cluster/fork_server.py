@@ -31,9 +31,9 @@ from typing import NoReturn
 
 import msgspec
 
+from laminar_py.children import kernel
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.calls import HEAD, open_shell, serve, set_title, write_frame
-from laminar_py.sandbox.inside import kernel
 
 GUARD = b"g"  # the byte with which a client sends the guard
 STATUS = struct.Struct("<i")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
+    from laminar_py.runtime.preflight.doctor import Finding as Finding
     from laminar_py.runtime.preflight.gpus import Gpu as Gpu
     from laminar_py.runtime.preflight.gpus import gpu_named as gpu_named
     from laminar_py.runtime.preflight.gpus import read_group as read_group

@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from itertools import count, groupby
 from pathlib import Path
 
@@ -21,9 +22,8 @@ from laminar_py.runtime.preflight import node_checks
 from laminar_py.runtime.preflight.gpus import Gpu, read_group
 from laminar_py.runtime.preflight.inputs import check_engine
 from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
-from laminar_py.sandbox.pool import REMEDY, survey_tiers
-from laminar_py.sandbox.records import SandboxTier
 
+GROUP = "laminar_py.findings"  # entry points of installed packages, each a function that returns a `Finding`
 FILES_WANTED = 4096
 SHM_WANTED = 1 << 30
 
@@ -166,7 +166,8 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
 
 def examine() -> list[Finding]:
     """Return all findings on this machine."""
-    return [_machine(), _shared_memory(), _files(), _sandbox(), _torch(), _gpu(), *_optional()]
+    found = [point.load()() for point in entry_points(group=GROUP)]
+    return [_machine(), _shared_memory(), _files(), *found, _torch(), _gpu(), *_optional()]
 
 
 def _machine() -> Finding:
@@ -205,16 +206,6 @@ def _gpu() -> Finding:
         return Finding("GPU", "none", True, "not needed for the quickstart; the embedded engine runs on CPU")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return Finding("GPU", f"{names}; CUDA {torch.version.cuda}", True)
-
-
-def _sandbox() -> Finding:
-    """Find the strongest sandbox for programs of a model, and why no stronger one works."""
-    offers = asyncio.run(survey_tiers())
-    best = next(offer for offer in offers if offer.offered)
-    missing = [f"{offer.tier.value}: {offer.reason}" for offer in offers[: offers.index(best)]]
-    weaker = "; ".join([best.reason] * bool(best.reason) + missing)
-    good = best.tier is not SandboxTier.NONE
-    return Finding("sandbox", f"{best.tier.value}{f' ({weaker})' if weaker else ''}", good, "" if good else REMEDY)
 
 
 def _optional() -> list[Finding]:

@@ -24,8 +24,6 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.calls.child import CallSpec
 from laminar_py.reward.calls.pool import CallPool
 from laminar_py.reward.judge import AskingTerm
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxTier
 
 ANSWER_S = 5.0  # for a server to answer
 SETS = "eval.sets."
@@ -44,8 +42,9 @@ def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandb
     terms = {term.model_dump_json(): term for term in reward.terms}
     if sandbox is not None:
         check_answers(reward)
-    if sandbox is not None and any(REWARDS.get(term.kind).runs_programs for term in terms.values()):
-        asyncio.run(_open(sandbox))
+        for term in terms.values():
+            with REWARDS.naming_package(term.kind):
+                REWARDS.get(term.kind).check(term, sandbox)
     made = [term for term in terms.values() if REWARDS.get(term.kind).make is not None]
     asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
 
@@ -94,12 +93,6 @@ def check_answers(reward: RewardConfig) -> None:
             raise ConfigError(
                 f"reward.use: urls={url} of {title}: does not answer ({why}); start it or mend the address"
             ) from None
-
-
-async def _open(sandbox: SandboxConfig) -> None:
-    """Open and close a sandbox, to find out if it works."""
-    async with SandboxPool(slots=1, require=SandboxTier(sandbox.require.value), programs=sandbox.programs):
-        return
 
 
 @contextmanager

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.python_session import PythonSession, SessionClosedError
+from laminar_contrib.sandbox.records import SandboxError
 from laminar_contrib.tools.kind import ToolSettings
 from laminar_contrib.tools.toolbox import open_toolbox
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.environment.protocol import Restorable
-from laminar_py.environment.python_session import PythonSession, SessionClosedError
 from laminar_py.environment.tool_calls import CallFamily
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxError
 from tests.environment.tools.conftest import turn
 
 

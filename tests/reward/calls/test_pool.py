@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from laminar_py.children import landlock
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.child import CallSpec
 from laminar_py.reward.calls.pool import MOST_CRASHES, CallPool
 from laminar_py.reward.outcome import Outcome
-from laminar_py.sandbox.inside import landlock
 from tests.reward.requests import make_request, make_requests
 
 PATIENCE_S = 60.0

@@ -15,6 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from laminar_py.children import kernel
 from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.database import segments_path
@@ -23,7 +24,6 @@ from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.wire import ADDRESSES
 from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.runtime.workers.specs import PartStart, PayloadStart
-from laminar_py.sandbox.inside import kernel
 
 
 class PartActor:

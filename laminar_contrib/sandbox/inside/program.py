@@ -23,7 +23,8 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
-from laminar_py.sandbox.inside.wire import HEADER, exactly
+from laminar_contrib.sandbox.inside.messages import HEADER
+from laminar_py.children import exactly
 
 NAME = "program.py"
 DETAIL_CHARS = 400
@@ -62,7 +63,7 @@ def read_payload(descriptor: int) -> tuple[ProgramPayload, dict[str, bytes]]:
 
 def hide_own_modules() -> None:
     """Remove our modules from `sys.modules`. The zygote does it once, so that its children share those pages."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "laminar_py"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("laminar_py", "laminar_contrib")]:
         del sys.modules[name]
 
 

@@ -3,9 +3,9 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from laminar_py.sandbox.pool import SHELL, SandboxPool
-from laminar_py.sandbox.records import SandboxLabel, SandboxResult
-from laminar_py.sandbox.session import SandboxSession
+from laminar_contrib.sandbox.pool import SHELL, SandboxPool
+from laminar_contrib.sandbox.records import SandboxLabel, SandboxResult
+from laminar_contrib.sandbox.session import SandboxSession
 
 LOST = "The variables are lost."
 

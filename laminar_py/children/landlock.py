@@ -1,7 +1,7 @@
 """Landlock: a process restricts for itself which files it may open, below the rights of its user.
 
-Two callers: a sandbox (`ruleset`, made once by the zygote, applied by each child), and processes of user code that
-must not write into the record of a run (`forbid_writes`).
+Two callers: a sandbox of `laminar_contrib` (`ruleset`), and processes of user code that must not write into the
+record of a run (`forbid_writes`).
 
 Source: https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from laminar_py.sandbox.inside import kernel
+from laminar_py.children import kernel
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in range(6))

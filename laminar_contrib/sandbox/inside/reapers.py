@@ -6,7 +6,7 @@ import signal
 import socket
 from typing import Protocol
 
-from laminar_py.sandbox.inside import kernel
+from laminar_py.children import kernel
 
 
 class Reaper(Protocol):

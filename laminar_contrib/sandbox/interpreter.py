@@ -26,7 +26,7 @@ print(*sorted(path for path in found if path.startswith("/")), sep="\\n")
 START = """
 import sys
 sys.path.append(sys.argv[1])
-from laminar_py.sandbox.inside.zygote import main
+from laminar_contrib.sandbox.inside.zygote import main
 sys.path.remove(sys.argv[1])
 main()
 """

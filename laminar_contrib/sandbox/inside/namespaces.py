@@ -8,9 +8,9 @@ import os
 import socket
 from collections.abc import Callable
 
-from laminar_py.sandbox.inside import kernel
-from laminar_py.sandbox.inside.fences import HIDDEN
-from laminar_py.sandbox.inside.wire import SlotSetup
+from laminar_contrib.sandbox.inside.fences import HIDDEN
+from laminar_contrib.sandbox.inside.messages import SlotSetup
+from laminar_py.children import kernel
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 REST = (

@@ -23,20 +23,19 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from laminar_py.sandbox.inside import kernel, landlock, namespaces, program
-from laminar_py.sandbox.inside.fences import NUM_DESCRIPTORS, Fences
-from laminar_py.sandbox.inside.homes import FolderHome, Home, MemoryHome
-from laminar_py.sandbox.inside.reapers import NamespaceReaper, Reaper, TreeReaper, UserReaper, end_all
-from laminar_py.sandbox.inside.wire import (
+from laminar_contrib.sandbox.inside import namespaces, program
+from laminar_contrib.sandbox.inside.fences import NUM_DESCRIPTORS, Fences
+from laminar_contrib.sandbox.inside.homes import FolderHome, Home, MemoryHome
+from laminar_contrib.sandbox.inside.messages import (
     SlotCommand,
     SlotNews,
     SlotSetup,
     news_frame,
-    own_control,
     read_command,
     read_setup,
-    receive_call,
 )
+from laminar_contrib.sandbox.inside.reapers import NamespaceReaper, Reaper, TreeReaper, UserReaper, end_all
+from laminar_py.children import kernel, landlock, own_control, receive_call
 
 PRELOADED = (  # modules that short programs import; each further module makes every fork slower
     "abc array ast base64 bisect calendar cmath collections.abc contextlib copy csv dataclasses datetime decimal"

@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_py.sandbox.interpreter import executable
-from laminar_py.sandbox.records import SandboxError
+from laminar_contrib.sandbox.interpreter import executable
+from laminar_contrib.sandbox.records import SandboxError
 
 FIRST_USER = 0x6C610000  # far above ids of normal users
 NUM_LANES, NUM_SLOTS = 4096, 1024  # distinct folders for temporary files, and slots of each

@@ -1,8 +1,8 @@
 """Start, call and end processes that run user code or model code, with fences or without.
 
-Processes of reward functions (`reward.calls`), the launcher of agents (`environment.agents`) and the zygotes of
-sandbox slots (`sandbox.slot`) are each a `HostedProcess`. A hosted process has no standard input and prints into a
-log. A call ends with an answer, a timeout, or `ProcessLostError` with the last line of the log.
+Processes of reward functions (`reward.calls`) and the zygotes of sandboxes are each a `HostedProcess`. A hosted
+process has no standard input and prints into a log. A call ends with an answer, a timeout, or `ProcessLostError`
+with the last line of the log.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from laminar_py.sandbox.inside.wire import CALL, call_frame
+from laminar_py.children.wire import CALL, call_frame
 
 INHERITED_VARIABLES = (  # a hosted module sees these of our environment variables, and no keys
     "PATH",
@@ -53,7 +53,7 @@ class HostedCall:
 
 
 class HostedProcess:
-    """A process that answers calls. Calls are numbered bytes, which may bring file descriptors (`inside.wire`)."""
+    """A process that answers calls. Calls are numbered bytes, which may bring file descriptors (`wire`)."""
 
     def __init__(
         self,

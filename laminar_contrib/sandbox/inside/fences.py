@@ -8,8 +8,9 @@ import os
 import resource
 from collections.abc import Iterator
 
-from laminar_py.sandbox.inside import kernel, landlock, seccomp
-from laminar_py.sandbox.inside.wire import SandboxLimits
+from laminar_contrib.sandbox.inside import seccomp
+from laminar_contrib.sandbox.inside.messages import SandboxLimits
+from laminar_py.children import kernel, landlock
 
 NUM_DESCRIPTORS = 64
 SPARE = 8  # processes that the user's limit allows above the cgroup's: only the cgroup counts refusals

@@ -20,13 +20,12 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from laminar_py.sandbox.hosted import HostedCall, HostedProcess, ProcessLostError
-from laminar_py.sandbox.inside.namespaces import USER
-from laminar_py.sandbox.inside.program import ProgramPayload
-from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotCommand, SlotNews, SlotSetup
-from laminar_py.sandbox.interpreter import shared_libraries, zygote_command, zygote_environment
-from laminar_py.sandbox.places import CgroupCounts, SlotPlace
-from laminar_py.sandbox.records import (
+from laminar_contrib.sandbox.inside.messages import HEADER, SandboxLimits, SlotCommand, SlotNews, SlotSetup
+from laminar_contrib.sandbox.inside.namespaces import USER
+from laminar_contrib.sandbox.inside.program import ProgramPayload
+from laminar_contrib.sandbox.interpreter import shared_libraries, zygote_command, zygote_environment
+from laminar_contrib.sandbox.places import CgroupCounts, SlotPlace
+from laminar_contrib.sandbox.records import (
     SandboxError,
     SandboxLabel,
     SandboxResult,
@@ -35,6 +34,7 @@ from laminar_py.sandbox.records import (
     label,
     read_claim,
 )
+from laminar_py.children import HostedCall, HostedProcess, ProcessLostError
 
 START_S, END_S = 60.0, 5.0
 STARTS = 5  # of a zygote that is lost before it is ready

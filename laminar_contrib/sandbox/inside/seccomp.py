@@ -9,7 +9,7 @@ import errno
 import struct
 from collections.abc import Mapping
 
-from laminar_py.sandbox.inside import kernel
+from laminar_py.children import kernel
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 NEW_CALLS = 451  # first number that is not known here; both machines share those from 424 on

@@ -10,9 +10,9 @@ from enum import Enum
 
 import msgspec
 
-from laminar_py.sandbox.inside.homes import MOST_ENTRIES
-from laminar_py.sandbox.inside.program import DETAIL_CHARS, Claim
-from laminar_py.sandbox.inside.wire import SandboxLimits
+from laminar_contrib.sandbox.inside.homes import MOST_ENTRIES
+from laminar_contrib.sandbox.inside.messages import SandboxLimits
+from laminar_contrib.sandbox.inside.program import DETAIL_CHARS, Claim
 
 
 class SandboxTier(Enum):

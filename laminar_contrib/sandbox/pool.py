@@ -15,20 +15,20 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_py.config.cluster import SandboxConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.sandbox.hosted import ProcessLostError
-from laminar_py.sandbox.inside.program import ProgramPayload
-from laminar_py.sandbox.inside.wire import SandboxLimits
-from laminar_py.sandbox.interpreter import (
+from laminar_contrib.sandbox.inside.messages import SandboxLimits
+from laminar_contrib.sandbox.inside.program import ProgramPayload
+from laminar_contrib.sandbox.interpreter import (
     copy_standard_library,
     is_library_readable_by_others,
     shared_libraries,
 )
-from laminar_py.sandbox.places import SlotPlace, sweep_places
-from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier, TierOffer
-from laminar_py.sandbox.session import SandboxSession
-from laminar_py.sandbox.slot import SandboxSlot, pack
+from laminar_contrib.sandbox.places import SlotPlace, sweep_places
+from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier, TierOffer
+from laminar_contrib.sandbox.session import SandboxSession
+from laminar_contrib.sandbox.slot import SandboxSlot, pack
+from laminar_py.children import ProcessLostError
+from laminar_py.config.cluster import SandboxConfig
+from laminar_py.config.section import ConfigError
 
 REMEDY = (
     "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Iterator
 from typing import Protocol
 
-from laminar_py.sandbox.inside import kernel
+from laminar_py.children import kernel
 
 MOST_ENTRIES = 4096
 MOST_DEEP = 256

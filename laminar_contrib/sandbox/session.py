@@ -7,10 +7,10 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from laminar_py.sandbox.hosted import HostedCall, ProcessLostError
-from laminar_py.sandbox.inside.wire import HEADER, SandboxLimits, SlotCommand, SlotNews
-from laminar_py.sandbox.records import SandboxLabel, SandboxResult
-from laminar_py.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, read_news
+from laminar_contrib.sandbox.inside.messages import HEADER, SandboxLimits, SlotCommand, SlotNews
+from laminar_contrib.sandbox.records import SandboxLabel, SandboxResult
+from laminar_contrib.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, read_news
+from laminar_py.children import HostedCall, ProcessLostError
 
 OWN_END_S = 0.2  # a program that closed its socket by itself has exited after so long
 

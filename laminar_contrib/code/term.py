@@ -12,6 +12,7 @@ calls counts as a failure of the program, which may have caused it.
 """
 
 import ast
+import asyncio
 import builtins
 import math
 import re
@@ -25,13 +26,14 @@ from typing import Any
 
 import msgspec
 
+from laminar_contrib.code.crossing import MOST_CALLS
+from laminar_contrib.sandbox.pool import SandboxPool
+from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import Seconds
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward.crossing import MOST_CALLS
-from laminar_py.sandbox.pool import SandboxPool
-from laminar_py.sandbox.records import SandboxError, SandboxLabel, SandboxResult
 
 TOLERANCE = 1e-6  # of floats
 LONGEST_NUMBER = 400  # characters
@@ -448,4 +450,14 @@ async def open_code(term: CodeTerm, context: ServeContext) -> AsyncIterator[Serv
         yield CodeReward(term, pool, slots=config.slots)
 
 
-CODE = RewardKind(settings=CodeTerm, serve=open_code, caches=True, runs_programs=True, fault=fault_in_tests)
+def check_sandbox(term: CodeTerm, sandbox: SandboxConfig) -> None:
+    """Open and close a sandbox. Raises `ConfigError` if this machine does not offer the required tier."""
+
+    async def open_pool() -> None:
+        async with SandboxPool(slots=1, require=SandboxTier(sandbox.require.value), programs=sandbox.programs):
+            return
+
+    asyncio.run(open_pool())
+
+
+CODE = RewardKind(settings=CodeTerm, serve=open_code, caches=True, check=check_sandbox, fault=fault_in_tests)
