@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
@@ -72,7 +72,6 @@ class TermConfig(Section):
 
     asks_servers: ClassVar[bool] = False  # True where servers compute the value: the scorer waits and uses no core
     gives_columns: ClassVar[bool] = False  # True where the term may return columns beside its value
-    looks_ahead: ClassVar[bool] = False  # True where the scorer serves the term as a `ForesightedReward`
     rounding: ClassVar[float] = 1e-6  # relative difference that counts as equal when a reward is computed again
 
     @property
@@ -132,19 +131,6 @@ class ServedReward(Protocol):
 
     async def __call__(self, request: Any) -> object:
         """Value for a `ScoringRequest`, in any form that a reward function may return."""
-        ...
-
-
-@runtime_checkable
-class ForesightedReward(ServedReward, Protocol):
-    """Served reward that works ahead on responses that are still generated."""
-
-    async def look_ahead(self, response: Any) -> None:
-        """Work on a `PartialResponse`; later ones of the same trajectory may follow. The value must not depend on
-        it.
-
-        It may raise the errors of a call, and it may be cancelled.
-        """
         ...
 
 
@@ -266,11 +252,6 @@ class RewardConfig(Section):
         """True where a training term waits for servers that use no core of this machine."""
         asking = [term for terms in self.rules.values() for term in terms if term.asks_servers]
         return any(term.pool is None or self.servers[term.pool].gpus for term in asking)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """True where a term looks ahead. Only with one scorer: it also gets the finished response."""
-        return self.workers == 1 and any(term.looks_ahead for term in self.terms)
 
     @property
     def title(self) -> str:

@@ -55,28 +55,6 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True):
         return self.request.trajectory_id
 
 
-class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of a response that is still generated, e.g. its first 200 tokens, with its prompt.
-
-    `PartialResponse(trajectory_id="g3.1", task="math", prompt_ids=prompt_ids, response_ids=ids[:200])`.
-    """
-
-    trajectory_id: str
-    task: str
-    set_name: str = ""  # evaluation set; "" in training
-    prompt_ids: IntArray  # [P]
-    response_ids: IntArray  # [L so far]
-
-
-class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
-    """A partial response on its way to a scorer, e.g. `Unfinished(response=partial, tokens=(TokensRef(0, 200,
-    at),))`."""
-
-    response: PartialResponse  # without `response_ids`
-    tokens: tuple[TokensRef, ...]  # the scorer reads them
-    stores: dict[str, str] = {}  # as in `Unscored`
-
-
 @dataclass(frozen=True, slots=True)
 class Reward:
     """Return value of a reward function that says more than a number, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`."""

@@ -2,9 +2,8 @@
 
 It calls the terms of a reward. Functions run in processes of their own (`calls.pool`), because they may hang or
 crash and must not see the run's secrets. Served terms run in the scorer itself. Every submitted response gets one
-score (law 6); `next_scores` raises our own mistakes. A term may look ahead and work on responses that still
-generate; no score depends on it. The scorer writes a column into a segment before it returns the score that names
-the column.
+score (law 6); `next_scores` raises our own mistakes. The scorer writes a column into a segment before it returns
+the score that names the column.
 """
 
 import asyncio
@@ -26,7 +25,6 @@ from blake3 import blake3
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import (
     REWARDS,
-    ForesightedReward,
     RewardConfig,
     ServeContext,
     ServedReward,
@@ -41,14 +39,12 @@ from laminar_py.records.credit import RoleCredit, earned_by
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError
 from laminar_py.records.scoring import (
     NoValueError,
-    PartialResponse,
     PoolAddresses,
     Score,
     ScoringRequest,
     ServerAddress,
     TermValue,
     TryAgainError,
-    Unfinished,
     Unscored,
 )
 from laminar_py.records.trajectory import DropReason
@@ -90,10 +86,6 @@ class ScoredPayload:
         """Return the request with its tokens. Raises `PayloadLostError`."""
         return await asyncio.to_thread(self._load_request, unscored)
 
-    async def load_partial(self, unfinished: Unfinished) -> PartialResponse:
-        """Return an unfinished response with the tokens it has so far. Raises `PayloadLostError`."""
-        return await asyncio.to_thread(self._load_partial, unfinished)
-
     def store(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> dict[str, ColumnRef]:
         """Write columns of a response, and return the place of each by name. Raises `OSError`."""
         pieces = [
@@ -116,10 +108,6 @@ class ScoredPayload:
             environment_reward=response.reward,
             roles=response.roles,
         )
-
-    def _load_partial(self, unfinished: Unfinished) -> PartialResponse:
-        loaded = self._reader.load((one.at for one in unfinished.tokens), stores=unfinished.stores)
-        return msgspec.structs.replace(unfinished.response, response_ids=loaded.response(unfinished.tokens).ids)
 
 
 def add_up(
@@ -229,7 +217,6 @@ PAUSE_S = 0.5  # before the first retry; it doubles before each further one
 LONGEST_PAUSE_S = 8.0
 OWN_LIMITS_S = 1.0  # margin, so that a served term's own timeout comes first
 CACHED = 4096  # outcomes of a term
-AHEAD_AT_ONCE = 8  # unfinished responses in work: few, so that finished ones hardly wait for them
 Call: TypeAlias = Callable[[ScoringRequest], Awaitable[Outcome]]
 log = logging.getLogger(__name__)
 
@@ -272,8 +259,6 @@ class Scorer:
         self._record = record
         self._calls: dict[str, Call] = {}  # by the term's settings, which several tasks may share
         self._room: dict[str, int] = {}  # calls at the same time, likewise
-        self._foresighted: dict[str, ForesightedReward] = {}  # as well
-        self._ahead: dict[str, asyncio.Task[None]] = {}  # by trajectory
         self._stack = AsyncExitStack()
         self._running = set[asyncio.Task[None]]()
         self._done: list[Score] = []
@@ -289,10 +274,9 @@ class Scorer:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        under_way = [*self._running, *self._ahead.values()]
-        for task in under_way:
+        for task in self._running:
             task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
         await self._stack.aclose()
 
     @property
@@ -303,19 +287,7 @@ class Scorer:
     def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Start to score these responses. Their scores come from `next_scores`."""
         for unscored in responses:
-            name = unscored.request.trajectory_id
-            if (ahead := self._ahead.pop(name, None)) is not None:
-                ahead.cancel()
-            self._running.add(asyncio.create_task(self._score(unscored), name=f"score-{name}"))
-
-    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Work on unfinished responses, as far as there is room. Raises our own mistakes in earlier such work."""
-        for name in [name for name, task in self._ahead.items() if task.done()]:
-            self._ahead.pop(name).result()
-        for unfinished in responses:
-            name = unfinished.response.trajectory_id
-            if len(self._ahead) < AHEAD_AT_ONCE and name not in self._ahead:
-                self._ahead[name] = asyncio.create_task(self._look_ahead(unfinished), name=f"look-ahead-{name}")
+            self._running.add(asyncio.create_task(self._score(unscored), name=f"score-{unscored.id}"))
 
     async def next_scores(self, wait_s: float) -> list[Score]:
         """Wait for scores and return all ready ones; [] after `wait_s` seconds. Raises our own mistakes."""
@@ -339,9 +311,6 @@ class Scorer:
                 context = replace(self._context, timeout_s=limit_s)
                 function = await stack.enter_async_context(kind.serve(term, context))
             self._room[key] = function.concurrency
-            if term.looks_ahead:
-                assert isinstance(function, ForesightedReward), f"{term.kind}: has no look_ahead"
-                self._foresighted[key] = function
             return _served_call(function, term, limit_s=limit_s)
         spec = CallSpec(
             term=key,
@@ -355,27 +324,6 @@ class Scorer:
         await stack.enter_async_context(pool)
         self._room[key] = pool.concurrency
         return pool.call
-
-    async def _look_ahead(self, unfinished: Unfinished) -> None:
-        assert self._payload is not None, "unfinished responses come by reference"
-        try:
-            response = await self._payload.load_partial(unfinished)
-        except PayloadLostError as error:
-            log.info("%s: no work ahead of its end: %s", unfinished.response.trajectory_id, error)
-            return
-        await self._work_ahead(response)
-
-    async def _work_ahead(self, response: PartialResponse) -> None:
-        """Let the terms of a partial response work ahead; log terms that cannot."""
-        for term in self._reward.of_task(response.task, set_name=response.set_name):
-            function = self._foresighted.get(term.model_dump_json())
-            if function is None:
-                continue
-            with REWARDS.naming_package(term.kind):
-                try:
-                    await function.look_ahead(response)
-                except (NoValueError, TryAgainError) as error:
-                    log.info("%s: no work ahead of its end: %s", response.trajectory_id, error)
 
     async def _score(self, unscored: Unscored) -> None:
         """Score a response and queue the score; lost tokens become a failed score."""

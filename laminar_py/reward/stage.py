@@ -1,16 +1,19 @@
 """The scoring stage: finished trajectories wait here for a reward. The controller owns it.
 
 The controller submits finished responses and gets scores through the callback `deliver`. Each response that a
-scorer takes gets exactly one score (law 6): when a scorer crashes, its replacement scores its responses again.
+scorer takes gets exactly one score (law 6). When a scorer crashes, its responses wait again, and later scorers
+get fewer of them together. A response that took down `MOST_CRASHES` scorers fails with a reason, so that it cannot
+use up the restarts of the run.
 """
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from laminar_py.records.scoring import Score, Unfinished, Unscored
+from laminar_py.records.scoring import Score, Unscored
+from laminar_py.records.trajectory import DropReason
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +21,8 @@ AHEAD_S = 0.5  # seconds of work that a scorer has queued beyond its running cal
 MOST_IN_HAND = 256
 GATHER_S = 0.05  # a scorer with work and room waits so long, so that one call sends more responses
 SMOOTHING = 0.1  # weight of the newest score in the mean time of a score
+MOST_CRASHES = 4  # of scorers that had a response, before it fails
+NARROWER = 8  # times fewer responses in hand, for each crash of a scorer that had one of them
 
 
 class ScorerCrashedError(Exception):
@@ -34,10 +39,6 @@ class ScorerHandle(Protocol):
 
     async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Hand over responses. Each gets one score; a failure is a score with its reason."""
-        ...
-
-    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Hand over partial responses to terms that work ahead; no answer comes back."""
         ...
 
     async def next_scores(self) -> list[Score]:
@@ -57,10 +58,10 @@ class ScorerLoad:
         self._mean_s = AHEAD_S
 
     @property
-    def room(self) -> int:
-        """Number of responses that the scorer may get now."""
+    def most(self) -> int:
+        """Number of responses that the scorer may have."""
         ahead = int(self._concurrency * AHEAD_S / max(self._mean_s, 1e-4))
-        return max(self._concurrency, min(ahead, MOST_IN_HAND)) - len(self.requests)
+        return max(self._concurrency, min(ahead, MOST_IN_HAND))
 
     def remove_scored(self, score: Score) -> None:
         """Remove a response that has its score, and update the mean time of a score."""
@@ -95,6 +96,7 @@ class ScoringStage:
         self._restart = restart
         self._one_by_one = one_by_one
         self._waiting: deque[Unscored] = deque()  # bounded by `queue`: `submit_response` drops unwanted responses
+        self._crashes = Counter[str]()  # of scorers that had a response without a score, by trajectory
         self._since: dict[str, float] = {}  # arrival of each response without a score, the oldest first
         self._news = asyncio.Event()  # a response waits, or a scorer has room
 
@@ -126,12 +128,6 @@ class ScoringStage:
         self._since[unscored.id] = asyncio.get_running_loop().time()
         self._news.set()
 
-    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Let scorers work ahead on responses that still generate, except while they work one by one."""
-        if not self._one_by_one():
-            for scorer in self._scorers:
-                scorer.look_ahead(responses)
-
     async def run(self) -> None:
         """Feed the scorers and deliver their scores until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -139,16 +135,22 @@ class ScoringStage:
                 group.create_task(self._serve(index), name=f"scoring-{index}")
 
     async def _serve(self, index: int) -> None:
-        """Feed one scorer and deliver its scores. If it crashes, queue its responses first and replace it."""
+        """Feed one scorer and deliver its scores. If it crashes, queue its responses first and replace it.
+
+        A response that was in `MOST_CRASHES` such scorers gets a failed score instead.
+        """
         while True:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._feed(index), name=f"scorer-{index}-feed")
                     tasks.create_task(self._drain(index), name=f"scorer-{index}-drain")
             except* ScorerCrashedError as errors:
-                lost = list(self._loads[index].requests.values())
+                lost = self._loads[index].requests
                 log.warning("scorer %d is replaced, %d responses wait again: %r", index, len(lost), errors)
-                self._waiting.extendleft(reversed(lost))
+                self._crashes.update(lost.keys())
+                failed = [name for name in lost if self._crashes[name] >= MOST_CRASHES]
+                self._waiting.extendleft(lost[name] for name in reversed(lost) if name not in failed)
+                await self._deliver_scores([_crashed(name) for name in failed])
                 self._scorers[index] = scorer = await self._restart(index)
                 self._loads[index] = ScorerLoad(scorer.concurrency)
                 self._news.set()
@@ -162,15 +164,22 @@ class ScoringStage:
                 await scorer.submit_responses(requests)
             self._news.clear()
             await self._news.wait()
-            if load.requests and len(self._waiting) < load.room:
+            if load.requests and len(self._waiting) < load.most - len(load.requests):
                 await asyncio.sleep(GATHER_S)
 
     def _next_requests(self, load: ScorerLoad) -> list[Unscored]:
-        """Take a fair share of the waiting responses, so that slow rewards spread over the scorers."""
+        """Take a fair share of the waiting responses, so that slow rewards spread over the scorers.
+
+        The more scorers crashed over one of the responses in hand, the fewer others are beside it.
+        """
         fair = 1 + len(self._waiting) // len(self._scorers)
-        room = 1 - len(load.requests) if self._one_by_one() else min(load.room, fair)
+        most = 1 if self._one_by_one() else load.most
+        crashes = max((self._crashes[name] for name in load.requests), default=0)
         requests: list[Unscored] = []
-        while self._waiting and len(requests) < room:
+        while self._waiting and len(requests) < fair:
+            crashes = max(crashes, self._crashes[self._waiting[0].id])
+            if len(load.requests) + len(requests) >= max(1, most // NARROWER**crashes):
+                break
             request = self._waiting.popleft()
             if self._is_wanted(request):
                 requests.append(request)
@@ -179,17 +188,29 @@ class ScoringStage:
     def _is_wanted(self, unscored: Unscored) -> bool:
         if self._wanted(unscored.id):
             return True
-        self._since.pop(unscored.id, None)
+        self._forget(unscored.id)
         return False
+
+    def _forget(self, trajectory_id: str) -> None:
+        self._since.pop(trajectory_id, None)
+        self._crashes.pop(trajectory_id, None)
+
+    async def _deliver_scores(self, scores: Sequence[Score]) -> None:
+        for score in scores:
+            self._forget(score.trajectory_id)
+        await self._deliver(scores)
 
     async def _drain(self, index: int) -> None:
         """Deliver a scorer's scores as they come, and note its new room. Raises `ScorerCrashedError`."""
         scorer, load = self._scorers[index], self._loads[index]
         while True:
             scores = await scorer.next_scores()
-            for score in scores:
-                self._since.pop(score.trajectory_id, None)
-            await self._deliver(scores)
+            await self._deliver_scores(scores)
             for score in scores:
                 load.remove_scored(score)
             self._news.set()
+
+
+def _crashed(trajectory_id: str) -> Score:
+    detail = f"its scorer crashed {MOST_CRASHES} times while it had this response; see the logs of the scorers"
+    return Score(trajectory_id=trajectory_id, value=None, failure=DropReason.REWARD_FAILED, detail=detail)

@@ -2,31 +2,25 @@
 
 The model reads the token ids of prompt and response, with a separator token after each step. At a separator it
 predicts a label, good or bad; a step's score is the share of the good label. The call is SGLang's `/generate` with
-no new tokens and log-probabilities of the labels. Finished steps are scored while the response still generates,
-and the rest at its end; a server with a prefix cache computes nothing twice. Credit by the minimum: PURE, arXiv
-2504.15275.
+no new tokens and log-probabilities of the labels. Credit by the minimum: PURE, arXiv 2504.15275.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
-from blake3 import blake3
 from pydantic import Field
 
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.scoring import NoValueError, PartialResponse, Reward, ScoringRequest
+from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest
 from laminar_py.reward.judge import AskingTerm, Servers, open_servers
 
 TEMPERATURE = 0.1  # of the minimum
-KEPT = 4096  # unfinished responses whose step scores we keep
 
 
 class StepCredit(StrEnum):
@@ -38,7 +32,7 @@ class StepCredit(StrEnum):
 
 class StepsTerm(AskingTerm):
     """A reward for each step of a response, at its last token: how likely a process reward model finds it good.
-    Any SGLang server of the model will do, best with its prefix cache on."""
+    Any SGLang server of the model will do."""
 
     kind: str = "steps"
     separator_id: Annotated[int, Field(ge=0)]
@@ -53,7 +47,6 @@ class StepsTerm(AskingTerm):
     """`returns`: a step's score is its reward, and what follows from a token counts for it. `minimum`: scores are
     weighted so that their sum is near the lowest, and a token's return is near the worst later score."""
 
-    looks_ahead: ClassVar[bool] = True  # finished steps are scored while the response still generates
     rounding: ClassVar[float] = 0.02  # of a bfloat16 model: 0.002 was seen in a step that was computed with others
 
 
@@ -73,18 +66,6 @@ class Generated(msgspec.Struct):
     meta_info: Logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Steps of a response and their scores, e.g. `Steps([4, 9], [0.8, 0.3], digest)` of its first 10 tokens."""
-
-    ends: list[int]  # [S] places of their last tokens
-    scores: FloatArray  # [S]
-    digest: bytes = b""  # of the prompt and these tokens
-
-
-NO_STEPS = Steps([], np.empty(0, np.float32))
-
-
 class StepsReward:
     """Scores steps at the servers of a term."""
 
@@ -92,47 +73,24 @@ class StepsReward:
         self._term = term
         self._servers = servers
         self._decode = decode
-        self._known = OrderedDict[str, Steps]()  # by trajectory
         self.concurrency = term.at_once
 
     async def __call__(self, request: ScoringRequest) -> Reward:
         """Return rewards [L]: the score of each step at its last token, and 0 elsewhere."""
-        steps = await self._score(request, finished=True)
-        self._known.pop(request.trajectory_id, None)
-        rewards = np.zeros(len(request.response_ids), np.float32)
-        scores = steps.scores
-        rewards[steps.ends] = scores if self._term.credit is StepCredit.RETURNS else minimum_rewards(scores)
+        ids = request.response_ids
+        ends = await asyncio.to_thread(step_ends, ids, self._decode, self._term.ends)
+        if ends[-1:] != [len(ids) - 1]:
+            ends.append(len(ids) - 1)
+        scores = await self._ask_scores(request.prompt_ids, ids, ends)
+        rewards = np.zeros(len(ids), np.float32)
+        rewards[ends] = scores if self._term.credit is StepCredit.RETURNS else minimum_rewards(scores)
         return Reward(rewards, text="steps " + " ".join(f"{score:.3f}" for score in scores))
 
-    async def look_ahead(self, response: PartialResponse) -> None:
-        """Score the finished steps of a response that still generates, and keep the scores until its end."""
-        self._known[response.trajectory_id] = await self._score(response, finished=False)
-        self._known.move_to_end(response.trajectory_id)
-        if len(self._known) > KEPT:
-            self._known.popitem(last=False)
-
-    async def _score(self, of: ScoringRequest | PartialResponse, *, finished: bool) -> Steps:
-        """Return all steps of a response so far. Asks the server only for steps that have no score yet."""
-        known, prompt, ids = self._known.get(of.trajectory_id, NO_STEPS), of.prompt_ids, of.response_ids
-        length = known.ends[-1] + 1 if known.ends else 0
-        if known.digest != _digest(prompt, ids[:length]):
-            known, length = NO_STEPS, 0
-        ends = await asyncio.to_thread(step_ends, ids[length:], self._decode, self._term.ends)
-        new = [length + end for end in ends]
-        if finished and (known.ends + new)[-1:] != [len(ids) - 1]:
-            new.append(len(ids) - 1)
-        if not new:
-            return known
-        scores = await self._ask_scores(prompt, ids[: new[-1] + 1], known.ends, new)
-        return Steps(known.ends + new, np.append(known.scores, scores), _digest(prompt, ids[: new[-1] + 1]))
-
-    async def _ask_scores(
-        self, prompt: IntArray, ids: IntArray, before: Sequence[int], ends: Sequence[int]
-    ) -> FloatArray:
-        """Ask the server for scores [S] of the steps that end at `ends`; scored steps of `ids` end at `before`."""
+    async def _ask_scores(self, prompt: IntArray, ids: IntArray, ends: Sequence[int]) -> FloatArray:
+        """Ask the server for scores [S] of the steps that end at `ends`."""
         term = self._term
-        given = [*prompt.tolist(), *separated(ids, [*before, *ends], term.separator_id)]
-        places = [len(prompt) + end + 1 + number for number, end in enumerate(ends, start=len(before))]
+        given = [*prompt.tolist(), *separated(ids, ends, term.separator_id)]
+        places = [len(prompt) + end + 1 + number for number, end in enumerate(ends)]
         body = {
             "input_ids": given,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
@@ -179,11 +137,6 @@ def minimum_rewards(scores: FloatArray) -> FloatArray:
     weights = np.exp(-(scores - scores.min()) / TEMPERATURE)
     rewards: FloatArray = (scores * weights / weights.sum()).astype(np.float32)
     return rewards
-
-
-def _digest(prompt: IntArray, ids: IntArray) -> bytes:
-    """Hash a prompt and the beginning of its response; b"" if the response is empty."""
-    return blake3(prompt.tobytes() + ids.tobytes()).digest(length=16) if len(ids) else b""
 
 
 @asynccontextmanager

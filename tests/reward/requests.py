@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestServer
 
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.pieces import Piece, TokensRef
-from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, PartialResponse, ScoringRequest, Unfinished, Unscored
+from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, ScoringRequest, Unscored
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 
@@ -47,16 +47,6 @@ def by_reference(request: ScoringRequest, writer: SegmentWriter, *cuts: int) -> 
     tokens = write(writer, request.trajectory_id, request.response_ids, request.logprobs, cuts)
     bare = msgspec.structs.replace(request, response="", response_ids=NO_IDS, logprobs=NO_LOGPROBS)
     return Unscored(request=bare, tokens=tokens)
-
-
-def beginning(index: int, ids: list[int], writer: SegmentWriter) -> Unfinished:
-    """A response "g0.<index>" that still generates and has these tokens."""
-    response = PartialResponse(
-        trajectory_id=f"g0.{index}", task="", prompt_ids=np.array([3], np.int32), response_ids=NO_IDS
-    )
-    array = np.array(ids, np.int32)
-    tokens = write(writer, response.trajectory_id, array, np.zeros(len(ids), np.float32))
-    return Unfinished(response=response, tokens=tokens)
 
 
 def write(

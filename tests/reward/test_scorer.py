@@ -20,18 +20,16 @@ from laminar_py.records.columns import TOKEN_REWARDS, Array, Column
 from laminar_py.records.credit import RoleCredit
 from laminar_py.records.scoring import (
     NoValueError,
-    PartialResponse,
     Reward,
     Score,
     ScoringRequest,
     TryAgainError,
-    Unfinished,
     Unscored,
 )
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
 from laminar_py.reward.scorer import ScoredPayload, Scorer
-from tests.reward.requests import beginning, make_request
+from tests.reward.requests import make_request
 
 PATIENCE_S = 60.0
 SEGMENTS = "segments"
@@ -39,11 +37,6 @@ SEGMENTS = "segments"
 
 class Served(TermConfig):
     kind: str = "served"
-    ahead: bool = False
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.ahead
 
 
 @asynccontextmanager
@@ -99,10 +92,8 @@ class Many:
 
     concurrency = 256
 
-    def __init__(self, function: Callable, look_ahead: Callable | None = None) -> None:
+    def __init__(self, function: Callable) -> None:
         self._function = function
-        if look_ahead is not None:
-            self.look_ahead = look_ahead
 
     async def __call__(self, request: ScoringRequest) -> object:
         return await self._function(request)
@@ -113,13 +104,12 @@ def serve(
     function: Callable,
     *,
     caches: bool = False,
-    look_ahead: Callable | None = None,
 ) -> None:
     """Have the kind `served` be that function, in the scorer itself."""
 
     @asynccontextmanager
     async def opened(term, context):
-        yield Many(function, look_ahead)
+        yield Many(function)
 
     kind = RewardKind(settings=Served, serve=opened, caches=caches)
     get = reward_config.REWARDS.get
@@ -336,101 +326,3 @@ async def test_a_request_has_the_problem_with_all_its_fields(tmp_path):
     async with scorer_of(tmp_path, {"use": [f"{tmp_path}/mine.py:score"]}) as scorer:
         (found,) = await score(scorer, make_request("x", fields_json=b'{"level": 3, "tests": [1, 2]}'))
     assert found.value == 5.0, found.detail
-
-
-def beginnings(folder: Path, *indices: int) -> list[Unfinished]:
-    """Responses of which one token is known."""
-    writer = SegmentWriter(folder / SEGMENTS, "replica-0-1-0")
-    return [beginning(index, [index + 1], writer) for index in indices]
-
-
-class Gate:
-    """Looks ahead until it is opened; counts what it saw and what was given up."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.ids: list[list[int]] = []
-        self.given_up: list[str] = []
-        self.open = asyncio.Event()
-        self._news = asyncio.Condition()
-
-    async def until_seen(self, count: int) -> list[str]:
-        """All that were seen, once they are so many."""
-        async with asyncio.timeout(PATIENCE_S), self._news:
-            await self._news.wait_for(lambda: len(self.seen) >= count)
-        return sorted(self.seen)
-
-    async def look_ahead(self, response: PartialResponse) -> None:
-        async with self._news:
-            self.seen.append(response.trajectory_id)
-            self.ids.append(response.response_ids.tolist())
-            self._news.notify_all()
-        try:
-            await self.open.wait()
-        except asyncio.CancelledError:
-            self.given_up.append(response.trajectory_id)
-            raise
-        raise TryAgainError("503")
-
-
-async def one(request: ScoringRequest) -> float:
-    return 1.0
-
-
-async def test_few_unfinished_responses_are_worked_on_at_a_time_and_each_once(tmp_path, monkeypatch):
-    gate = Gate()
-    serve(monkeypatch, one, look_ahead=gate.look_ahead)
-    few = scorer_module.AHEAD_AT_ONCE
-    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
-        for _ in range(2):
-            scorer.look_ahead(beginnings(tmp_path, *range(20)))
-            assert await gate.until_seen(few) == [f"g0.{index}" for index in range(few)]
-        gate.open.set()
-        (found,) = await score(scorer, make_request("x", index=99))
-        assert found.value == 1.0
-        scorer.look_ahead(beginnings(tmp_path, 7, 8))
-        await gate.until_seen(few + 2)
-    assert sorted(gate.seen[few:]) == ["g0.7", "g0.8"], "there is room again"
-    assert sorted(gate.ids[:few]) == [[index + 1] for index in range(few)], "their tokens are read"
-
-
-async def test_a_response_that_ends_waits_for_nothing_that_was_done_ahead(tmp_path, monkeypatch):
-    gate = Gate()
-    serve(monkeypatch, one, look_ahead=gate.look_ahead)
-    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
-        scorer.look_ahead(beginnings(tmp_path, 0, 1))
-        await gate.until_seen(2)
-        (found,) = await score(scorer, make_request("x"))
-        assert (found.value, gate.given_up) == (1.0, ["g0.0"])
-
-
-async def test_a_mistake_in_what_is_done_ahead_is_ours_and_ends_it(tmp_path, monkeypatch):
-    async def broken(response: PartialResponse) -> None:
-        raise TypeError("ours")
-
-    serve(monkeypatch, one, look_ahead=broken)
-    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
-        scorer.look_ahead(beginnings(tmp_path, 0))
-        with pytest.raises(TypeError, match="ours"):
-            await until_told(scorer)
-
-
-async def until_told(scorer: Scorer) -> None:
-    """Until something that was done ahead has failed."""
-    async with asyncio.timeout(PATIENCE_S):
-        while scorer._ahead:
-            scorer.look_ahead([])
-            await asyncio.sleep(0.01)
-
-
-async def test_a_beginning_that_cannot_be_read_is_passed_over(tmp_path, monkeypatch):
-    gate = Gate()
-    serve(monkeypatch, one, look_ahead=gate.look_ahead)
-    lost, there = beginnings(tmp_path, 0), beginnings(tmp_path, 1)
-    (tmp_path / SEGMENTS / f"{lost[0].tokens[0].at.segment}.segment").unlink()
-    async with scorer_of(tmp_path, {"use": [{"kind": "served", "ahead": True}]}) as scorer:
-        scorer.look_ahead([*lost, *there])
-        assert await gate.until_seen(1) == ["g0.1"]
-        gate.open.set()
-        await until_told(scorer)
-    assert gate.seen == ["g0.1"]

@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_py.records.scoring import NO_IDS, PartialResponse, Score, Unfinished, Unscored
-from laminar_py.reward.stage import MOST_IN_HAND, ScorerCrashedError, ScorerHandle, ScoringStage
+from laminar_py.records.scoring import Score, Unscored
+from laminar_py.records.trajectory import DropReason
+from laminar_py.reward.stage import MOST_CRASHES, MOST_IN_HAND, ScorerCrashedError, ScorerHandle, ScoringStage
 from tests.reward.requests import make_requests
 
 PATIENCE_S = 60.0
@@ -19,7 +20,6 @@ class GatedScorer:
     def __init__(self, concurrency: int = 4, elapsed_s: float = 9.0) -> None:
         self.concurrency = concurrency
         self.batches: list[list[str]] = []
-        self.seen: list[str] = []  # ahead of their end
         self.gate = asyncio.Event()
         self._elapsed_s = elapsed_s
         self._scores: asyncio.Queue[Score] = asyncio.Queue()
@@ -32,9 +32,6 @@ class GatedScorer:
         for request in requests:
             score = Score(trajectory_id=request.id, value=1.0, elapsed_s=self._elapsed_s)
             self._scores.put_nowait(score)
-
-    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        self.seen += [unfinished.response.trajectory_id for unfinished in responses]
 
     async def next_scores(self) -> list[Score]:
         await self.gate.wait()
@@ -186,7 +183,7 @@ async def test_what_a_crashed_scorer_had_is_scored_once_by_the_next_before_what_
     async with running(make_stage([crashing], inbox, restart=restart), *"abc"):
         crashing.gate.set()
         assert set(await inbox.wait(3)) == {"g0.0", "g0.1", "g0.2"}
-    assert (crashing.batches, successor.batches[0]) == ([["a", "b"]], ["a", "b"])
+    assert (crashing.batches, successor.batches) == ([["a", "b"]], [["a"], ["b"], ["c"]])
 
 
 async def test_one_by_one_takes_one_and_leaves_the_others_in_the_queue() -> None:
@@ -222,12 +219,20 @@ async def test_an_error_of_the_restart_ends_the_stage() -> None:
     assert "scorer 0 was restarted" in str(caught.value.exceptions[0])
 
 
-@pytest.mark.parametrize(("one_by_one", "seen"), [(False, ["g1.0"]), (True, [])])
-async def test_scorers_see_what_still_generates_unless_they_work_one_by_one(
-    one_by_one: bool, seen: list[str]
-) -> None:
-    scorer = GatedScorer()
-    response = PartialResponse(trajectory_id="g1.0", task="", prompt_ids=NO_IDS, response_ids=NO_IDS)
-    stage = make_stage([scorer], Inbox(), one_by_one=lambda: one_by_one)
-    stage.look_ahead([Unfinished(response=response, tokens=())])
-    assert scorer.seen == seen
+async def test_a_response_that_crashes_each_scorer_fails_alone_after_few_crashes() -> None:
+    restarts: list[int] = []
+
+    async def restart(index: int) -> ScorerHandle:
+        restarts.append(index)
+        return open_scorer(concurrency=64)
+
+    inbox, responses = Inbox(), [*map(str, range(40)), "crash", *map(str, range(41, 100))]
+    stage = make_stage([open_scorer(concurrency=64)], inbox, queue=200, restart=restart)
+    async with running(stage, *responses):
+        scores = await inbox.wait(100)
+    failed = [score for score in scores.values() if score.value is None]
+    assert [score.trajectory_id for score in failed] == ["g0.40"]
+    assert failed[0].failure is DropReason.REWARD_FAILED
+    assert f"crashed {MOST_CRASHES} times" in failed[0].detail
+    assert restarts == [0] * MOST_CRASHES
+    assert (stage.num_unscored, stage._crashes) == (0, {})

@@ -3,18 +3,15 @@
 import math
 from contextlib import asynccontextmanager
 
-import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 
 from laminar_py.records.columns import TOKEN_REWARDS
-from laminar_py.records.scoring import PartialResponse, Reward
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward import steps as steps_module
-from laminar_py.reward.steps import StepsReward, StepsTerm, minimum_rewards, separated, step_ends
+from laminar_py.reward.steps import minimum_rewards, separated, step_ends
 from tests.reward.requests import make_request, serving
-from tests.reward.test_scorer import column, score, scorer_of, with_ids
+from tests.reward.test_scorer import column, score, scorer_of
 
 SEPARATOR = 7
 LABELS = [5, 6]
@@ -122,66 +119,3 @@ async def test_scores_that_are_missing_are_a_labelled_failure_and_no_zero(tmp_pa
         (found,) = await score(scorer, make_request("a\n\nbc"))
     assert (found.value, found.failure) == (None, DropReason.REWARD_FAILED)
     assert detail in found.detail
-
-
-class Counted:
-    """Servers that count what they are asked; every step's share is told by its number."""
-
-    def __init__(self) -> None:
-        self.places: list[int] = []
-
-    async def post_json(self, path, body, answer):
-        self.places.append(len(body["input_ids"]) - body["logprob_start_len"])
-        return msgspec.convert(good_with(*SHARES)(body | {"token_ids_logprob": LABELS}), answer)
-
-
-SHARES = (0.1, 0.2, 0.3, 0.4)
-
-
-def foresighted() -> tuple[StepsReward, Counted]:
-    term = StepsTerm(urls=("http://none",), separator_id=SEPARATOR, labels=tuple(LABELS))
-    servers = Counted()
-    return StepsReward(term, servers, text_of), servers
-
-
-def part(text: str, *, trajectory: str = "g0.0") -> PartialResponse:
-    prompt = np.array([3], np.int32)
-    return PartialResponse(trajectory_id=trajectory, task="", prompt_ids=prompt, response_ids=ids_of(text))
-
-
-async def shares_of(reward: StepsReward, text: str) -> list[float]:
-    found = await reward(with_ids(make_request(text)))
-    assert isinstance(found, Reward)
-    return found.value[np.nonzero(found.value)].round(4).tolist()
-
-
-async def test_steps_that_were_scored_while_it_generated_are_not_asked_for_again():
-    reward, servers = foresighted()
-    for text in ("a", "a\n", "a\n\nb", "a\n\nb\n\nc"):  # one more step now and then
-        await reward.look_ahead(part(text))
-    assert servers.places == [1, 1], "a place a separator"
-    assert await shares_of(reward, "a\n\nb\n\nc\n\nd") == pytest.approx(SHARES)
-    assert servers.places == [1, 1, 3]
-    assert not reward._known
-
-
-@pytest.mark.parametrize("before", ["x\n\nb\n\n", "a\n\nb\n\nc\n\nd\n\ne"])
-async def test_steps_of_another_response_count_for_nothing(before):
-    reward, _ = foresighted()
-    await reward.look_ahead(part(before[:-1]))
-    assert await shares_of(reward, "a\n\nb") == pytest.approx(SHARES[:2])
-
-
-async def test_a_response_that_ends_with_a_known_step_is_not_asked_about():
-    reward, servers = foresighted()
-    await reward.look_ahead(part("a\n\n"))
-    assert await shares_of(reward, "a\n\n") == pytest.approx(SHARES[:1])
-    assert servers.places == [1]
-
-
-async def test_what_is_kept_of_responses_that_never_end_is_bounded(monkeypatch):
-    monkeypatch.setattr(steps_module, "KEPT", 2)
-    reward, _ = foresighted()
-    for name in "abc":
-        await reward.look_ahead(part("a\n\n", trajectory=name))
-    assert list(reward._known) == ["b", "c"]

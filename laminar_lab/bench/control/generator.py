@@ -226,9 +226,6 @@ class ReadingScorerActor(PartActor):
     async def reach(self, data: bytes) -> None:
         """Do nothing, since it asks no servers."""
 
-    async def look_ahead(self, data: bytes) -> None:
-        """Do nothing, since it does no work ahead."""
-
     async def submit_responses(self, data: bytes) -> None:
         """Read a list of `Unscored`."""
         for one in decode(list[Unscored], data):

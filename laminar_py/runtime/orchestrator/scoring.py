@@ -7,11 +7,9 @@ reported at once. Before RL, trials of the reward find such errors. A run in whi
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from heapq import nlargest
 
-from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.trajectory import LiveTrajectory
@@ -19,14 +17,12 @@ from laminar_py.records.evaluations import set_of
 from laminar_py.records.scoring import (
     NO_IDS,
     NO_LOGPROBS,
-    PartialResponse,
     Score,
     ScoringRequest,
-    Unfinished,
     Unscored,
 )
 from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import Prompt, Status, TrajectoryRef
+from laminar_py.records.trajectory import Prompt, TrajectoryRef
 from laminar_py.reward.failures import ScoreFailures, trials
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs
@@ -37,8 +33,6 @@ from laminar_py.runtime.workers.scorers import RewardServers, Scorers
 log = logging.getLogger(__name__)
 
 OUTAGE_REST_S = 5.0  # pause of a scorer between responses in an outage
-LOOK_S = 1.0  # between two requests to work ahead
-AT_A_TIME = 8  # responses, with some 100 kB of ids
 
 
 def max_scored(config: RunConfig, inputs: Inputs) -> int:
@@ -77,7 +71,6 @@ class Scoring:
         self._stats = incarnation.stats
         self._clock = incarnation.clock
         self._reward = config.reward
-        self._foresight = Foresight(config.reward)
         self._most = max_scored(config, inputs)
         self._show_line = show_line
         self._end = end
@@ -114,8 +107,6 @@ class Scoring:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._open_stage.run(), name="scoring-stage")
             tasks.create_task(self._servers.keep(), name="keep-reward-servers")
-            if self._foresight.is_wanted:
-                tasks.create_task(self._look_ahead(), name="look-ahead")
 
     async def close(self) -> None:
         """End processes and sandboxes of the scorers."""
@@ -149,12 +140,6 @@ class Scoring:
                 ),
             )
         )
-
-    async def _look_ahead(self) -> None:
-        """Show scorers now and then some of the responses that still generate."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self._open_stage.look_ahead(self._foresight.choose(self._scheduler.book.live))
 
     @property
     def waits(self) -> str:
@@ -230,44 +215,3 @@ class Scoring:
     def _warn_user(self, line: str) -> None:
         log.warning("%s", line)
         self._show_line(line)
-
-
-class Foresight:
-    """Chooses responses that scorers see while they still generate, and remembers how much it showed of each.
-
-    Terms that work ahead (`config.reward.ForesightedReward`) first see the responses that have grown most, a few
-    at a time: a long one now and then, a short one perhaps only at its end. The choice affects time only.
-    """
-
-    def __init__(self, reward: RewardConfig) -> None:
-        self._reward = reward
-        self._shown: dict[str, int] = {}  # tokens, of live trajectories
-        self.is_wanted = reward.looks_ahead
-
-    def choose(self, live: Mapping[str, LiveTrajectory]) -> list[Unfinished]:
-        """Return at most `AT_A_TIME` responses that have grown most since they were shown."""
-        self._shown = {name: shown for name, shown in self._shown.items() if name in live}
-        news = {
-            name: trajectory.length - self._shown.get(name, 0)
-            for name, trajectory in live.items()
-            if trajectory.status is Status.RUNNING and self._looks_ahead(trajectory)
-        }
-        chosen = [live[name] for name in nlargest(AT_A_TIME, news, key=lambda name: news[name]) if news[name]]
-        self._shown |= {trajectory.id: trajectory.length for trajectory in chosen}
-        return [
-            Unfinished(
-                tokens=trajectory.tokens,
-                response=PartialResponse(
-                    trajectory_id=trajectory.id,
-                    task=trajectory.prompt.task,
-                    set_name=set_of(trajectory.group_id),
-                    prompt_ids=trajectory.prompt.ids,
-                    response_ids=NO_IDS,
-                ),
-            )
-            for trajectory in chosen
-        ]
-
-    def _looks_ahead(self, trajectory: LiveTrajectory) -> bool:
-        terms = self._reward.of_task(trajectory.prompt.task, set_name=set_of(trajectory.group_id))
-        return any(term.looks_ahead for term in terms)

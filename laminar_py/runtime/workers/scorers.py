@@ -15,7 +15,7 @@ import msgspec
 from laminar_py.config.reward import server_name
 from laminar_py.records.codec import encode
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unfinished, Unscored
+from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unscored
 from laminar_py.reward.stage import ScorerCrashedError, ScorerHandle
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
@@ -52,13 +52,6 @@ class RemoteScorer:
                 await self._part.call("submit_responses", batch)
         except PartCrashedError as error:
             raise ScorerCrashedError(str(error)) from error
-
-    def look_ahead(self, responses: Sequence[Unfinished]) -> None:
-        """Send the beginnings of responses, without an answer."""
-        located = [
-            msgspec.structs.replace(response, stores=self._stores(response.tokens)) for response in responses
-        ]
-        self._part.send("look_ahead", located)
 
     def _stores(self, tokens: Sequence[TokensRef]) -> dict[str, str]:
         return self._payload.stores_for((ref.at for ref in tokens), self._part.place.node)

@@ -72,7 +72,6 @@ class ReplicaActor(PartActor):
             batch=rollout.batch_per_replica,
             max_batch=rollout.max_batch,
             partial_interval_s=rollout.partial_interval_s,
-            reports_partials=config.reward.looks_ahead,
             max_seconds=rollout.max_seconds,
             verify_every=rollout.engine.verify_every,
             initial=spec.assignments,

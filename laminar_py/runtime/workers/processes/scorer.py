@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.records.scoring import PoolAddresses, Score, Unfinished, Unscored
+from laminar_py.records.scoring import PoolAddresses, Score, Unscored
 from laminar_py.reward.scorer import LaunchedServers, ScoredPayload, Scorer
 from laminar_py.runtime.workers.processes.base import PartActor, open_part, open_reader, open_writer
 from laminar_py.runtime.workers.specs import ScorerSpec
@@ -41,10 +41,6 @@ class ScorerActor(PartActor):
     async def submit_responses(self, responses: list[Unscored]) -> None:
         """Begin to score responses."""
         self._scorer.submit_responses(responses)
-
-    async def look_ahead(self, responses: list[Unfinished]) -> None:
-        """Work ahead on responses that still generate."""
-        self._scorer.look_ahead(responses)
 
     async def next_scores(self, wait_s: float) -> list[Score]:
         """Return the scores that are ready, or none after `wait_s` seconds."""
