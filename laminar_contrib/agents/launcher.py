@@ -1,6 +1,6 @@
 """The process that starts and ends agents. It imports only the standard library.
 
-`python -m laminar_py.environment.agents.launcher` is a hosted process (`sandbox.hosted`) whose calls are JSON. The
+`python -m laminar_contrib.agents.launcher` is a hosted process (`sandbox.hosted`) whose calls are JSON. The
 first call is a `Program`, answered once its function is imported. Each further call starts an agent and is
 answered by the agent's exit code. A cancelled call kills its agent:
 
@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from laminar_py.sandbox.inside import kernel
-from laminar_py.sandbox.inside.wire import call_frame, own_control, receive_call
+from laminar_py.sandbox import call_frame, end_with_parent, limit, own_control, receive_call
 
 FILE_BYTES = 2**28  # of each file that an agent writes, its log included
 REWARD_TIMEOUT_S = 60.0
@@ -148,7 +147,7 @@ class Launcher:
 
     def _prepare_agent(self, order: dict[str, Any], parent: int) -> None:
         """Make a forked process ready for its agent: group, signals, output, folder, variables and limits."""
-        kernel.end_with_parent(parent=parent)
+        end_with_parent(parent=parent)
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -160,13 +159,13 @@ class Launcher:
             os.close(descriptor)  # files that the user's module opened stay open
         os.chdir(order["folder"])
         os.environ.update(order["variables"])
-        kernel.limit(resource.RLIMIT_FSIZE, FILE_BYTES)
-        kernel.limit(resource.RLIMIT_CORE, 0)
+        limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+        limit(resource.RLIMIT_CORE, 0)
         if self._program.memory_mib is not None:
-            kernel.limit(resource.RLIMIT_DATA, self._program.memory_mib * 2**20)
+            limit(resource.RLIMIT_DATA, self._program.memory_mib * 2**20)
         if self._program.cpu_s is not None:
             seconds = math.ceil(self._program.cpu_s)
-            kernel.limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # SIGXCPU comes before SIGKILL
+            limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # SIGXCPU comes before SIGKILL
 
 
 def main() -> None:

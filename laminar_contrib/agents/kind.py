@@ -8,24 +8,22 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.config.section import ConfigError, Count, Seconds
-from laminar_py.environment.agents.agent import AgentEnvironment, Agents
-from laminar_py.environment.agents.connections import ConnectionBounds
-from laminar_py.environment.agents.endpoint import serve
-from laminar_py.environment.agents.history import AssistantMessages
-from laminar_py.environment.agents.launcher import Program
-from laminar_py.environment.agents.runner import (
+from laminar_contrib.agents.agent import AgentEnvironment, Agents
+from laminar_contrib.agents.connections import ConnectionBounds
+from laminar_contrib.agents.endpoint import serve
+from laminar_contrib.agents.history import AssistantMessages
+from laminar_contrib.agents.launcher import Program
+from laminar_contrib.agents.runner import (
     AgentRunner,
     ExternalAgents,
     LauncherError,
     load_or_make_key,
     write_address_file,
 )
-from laminar_py.environment.protocol import Environment
-from laminar_py.environment.python_session import PythonSession
-from laminar_py.environment.tool_calls import CallFamily, HermesCalls, LlamaCalls
-from laminar_py.sandbox.pool import SandboxPool
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
+from laminar_py.config.section import ConfigError, Count, Seconds
+from laminar_py.environment import CallFamily, Environment, HermesCalls, LlamaCalls, PythonSession
+from laminar_py.sandbox import SandboxPool
 
 LOOPBACK = "127.0.0.1"
 MOST_PORTS = 65_536

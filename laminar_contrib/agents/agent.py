@@ -11,20 +11,19 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from laminar_py.config.environment import Words
-from laminar_py.environment.agents.connections import HttpStatusError
-from laminar_py.environment.agents.history import (
+from laminar_contrib.agents.connections import HttpStatusError
+from laminar_contrib.agents.history import (
     AgentHistory,
     AssistantMessages,
     Message,
     Prompt,
     WordsTooLongError,
 )
-from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
-from laminar_py.environment.python_session import PythonSession, SessionClosedError
+from laminar_py.config.environment import Words
+from laminar_py.environment import Answer, Begin, End, Problem, PythonSession, SampledTurn, SessionClosedError
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.credit import credits_of
-from laminar_py.sandbox.records import SandboxError
+from laminar_py.sandbox import SandboxError
 
 KEY_BYTES = 24
 ENDED = "the trajectory has ended"
