@@ -22,7 +22,7 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
     "control": ("decisions: admission, routing, groups, staleness, consumption", "control/scheduler.py"),
     "rollout": ("a replica: trajectories on an engine, weight loads, reports", "rollout/replica.py"),
     "engines": ("embedded and SGLang inference engines", "engines/local/engine.py"),
-    "environment": ("turns of environments, tools and agents", "environment/host.py"),
+    "environment": ("turns of environments", "environment/host.py"),
     "reward": ("scorers, terms, processes that call reward functions", "reward/scorer.py"),
     "children": ("child processes that run code of others: start, calls, end", "children/hosted.py"),
     "learner": ("packing, losses, step, optimizer, checkpoints, export", "learner/step.py"),

@@ -54,8 +54,6 @@ LIBRARIES = {  # heavy library: where it may be imported
     "peft": ("learner/lora.py",),
     "aiohttp": (
         "engines/sglang/",
-        "environment/agents/endpoint.py",
-        "environment/agents/streamed.py",
         "reward/judge.py",
         "ledger/segments/store.py",
         "observe/dashboard.py",

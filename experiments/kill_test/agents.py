@@ -32,7 +32,7 @@ class AgentRun(Run):
             launcher = next(
                 one
                 for one in psutil.Process(self._pid("environment-0")).children()
-                if "laminar_py.environment.agents.launcher" in one.cmdline()
+                if "laminar_contrib.agents.launcher" in one.cmdline()
             )
             chosen = launcher if victim == LAUNCHER else random.choice(launcher.children())
         except (psutil.NoSuchProcess, StopIteration, IndexError):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from laminar_py.children.hosted import HostedCall as HostedCall
     from laminar_py.children.hosted import HostedProcess as HostedProcess
     from laminar_py.children.hosted import ProcessLostError as ProcessLostError
+    from laminar_py.children.hosted import last_line as last_line
     from laminar_py.children.wire import call_frame as call_frame
     from laminar_py.children.wire import exactly as exactly
     from laminar_py.children.wire import own_control as own_control

@@ -1,8 +1,8 @@
 """Start, call and end processes that run user code or model code, with fences or without.
 
-Processes of reward functions (`reward.calls`) and the zygotes of sandboxes are each a `HostedProcess`. A hosted
-process has no standard input and prints into a log. A call ends with an answer, a timeout, or `ProcessLostError`
-with the last line of the log.
+Processes of reward functions (`reward.calls`), the launcher of agents and the zygotes of sandbox slots
+are each a `HostedProcess`. A hosted process has no standard input and prints into a log. A call
+ends with an answer, a timeout, or `ProcessLostError` with the last line of the log.
 """
 
 import asyncio

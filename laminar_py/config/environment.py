@@ -107,7 +107,6 @@ ENVIRONMENTS = Registry(
     field="environment.kind",
     group="laminar_py.environments",
     built_in={
-        "agent": "laminar_py.environment.agents.kind:AGENT",
         CLASS: "laminar_py.environment.host:CLASS_KIND",
     },
 )

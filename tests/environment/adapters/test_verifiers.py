@@ -13,9 +13,9 @@ import tokenizers
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from laminar_contrib.agents.kind import AgentConfig
 from laminar_py.config.data import ChatConfig
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.environment.agents.kind import AgentConfig
 from laminar_py.environment.writer import open_writer
 from laminar_py.ledger.audit.export import export
 from laminar_py.ledger.audit.verify import verify

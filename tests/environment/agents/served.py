@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from laminar_py.environment.agents.agent import AgentEnvironment
-from laminar_py.environment.agents.connections import ConnectionBounds
-from laminar_py.environment.agents.endpoint import serve
-from laminar_py.environment.agents.history import AssistantMessages
+from laminar_contrib.agents.agent import AgentEnvironment
+from laminar_contrib.agents.connections import ConnectionBounds
+from laminar_contrib.agents.endpoint import serve
+from laminar_contrib.agents.history import AssistantMessages
 from laminar_py.environment.protocol import Problem, SampledTurn
 from laminar_py.environment.tool_calls import HermesCalls
 

@@ -21,13 +21,13 @@ import numpy as np
 import psutil
 import pytest
 
+from laminar_contrib.agents import kind
+from laminar_contrib.agents.agent import AgentFailedError
+from laminar_contrib.agents.kind import AgentConfig, open_agents
+from laminar_contrib.agents.runner import GRACE_S
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.agents import kind
-from laminar_py.environment.agents.agent import AgentFailedError
-from laminar_py.environment.agents.kind import AgentConfig, open_agents
-from laminar_py.environment.agents.runner import GRACE_S
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import Observation, SampledTurn
@@ -776,8 +776,8 @@ def test_agents_and_what_they_start_end_with_whoever_had_them_started(tmp_path):
     parent = f"""
 import asyncio, os, signal
 from pathlib import Path
-from laminar_py.environment.agents.launcher import Program
-from laminar_py.environment.agents.runner import AgentRunner
+from laminar_contrib.agents.launcher import Program
+from laminar_contrib.agents.runner import AgentRunner
 from laminar_py.environment.protocol import Problem
 async def main():
     folder = Path({str(tmp_path)!r})

@@ -7,17 +7,17 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
+from laminar_contrib.agents.agent import AgentEnvironment
+from laminar_contrib.agents.connections import ConnectionBounds
+from laminar_contrib.agents.endpoint import serve
+from laminar_contrib.agents.history import AssistantMessages
+from laminar_contrib.agents.kind import open_agents
 from laminar_contrib.sandbox.pool import SandboxPool, survey_tiers
 from laminar_contrib.sandbox.python_session import PythonSession
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.agents.agent import AgentEnvironment
-from laminar_py.environment.agents.connections import ConnectionBounds
-from laminar_py.environment.agents.endpoint import serve
-from laminar_py.environment.agents.history import AssistantMessages
-from laminar_py.environment.agents.kind import open_agents
 from laminar_py.environment.protocol import Problem
 from laminar_py.environment.tool_calls import HermesCalls
 from tests.environment.agents.test_agents import Story

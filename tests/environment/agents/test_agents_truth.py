@@ -14,11 +14,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from laminar_py.environment.agents.agent import AgentEnvironment
-from laminar_py.environment.agents.connections import ConnectionBounds
-from laminar_py.environment.agents.endpoint import serve
-from laminar_py.environment.agents.history import AssistantMessages
-from laminar_py.environment.agents.kind import AgentConfig
+from laminar_contrib.agents.agent import AgentEnvironment
+from laminar_contrib.agents.connections import ConnectionBounds
+from laminar_contrib.agents.endpoint import serve
+from laminar_contrib.agents.history import AssistantMessages
+from laminar_contrib.agents.kind import AgentConfig
 from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.tool_calls import HermesCalls

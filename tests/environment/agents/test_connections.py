@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
-from laminar_py.environment.agents.connections import BODIES_KEPT, MOST_AT_ONCE, STRANGERS_BYTES
+from laminar_contrib.agents.connections import BODIES_KEPT, MOST_AT_ONCE, STRANGERS_BYTES
 from tests.environment.agents.served import served_here
 
 MANY = 10_000

@@ -3,30 +3,28 @@
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.config.section import ConfigError, Count, Seconds
-from laminar_py.environment.agents.agent import AgentEnvironment, Agents
-from laminar_py.environment.agents.connections import ConnectionBounds
-from laminar_py.environment.agents.endpoint import serve
-from laminar_py.environment.agents.history import AssistantMessages
-from laminar_py.environment.agents.launcher import Program
-from laminar_py.environment.agents.runner import (
+from laminar_contrib.agents.agent import AgentEnvironment, Agents
+from laminar_contrib.agents.connections import ConnectionBounds
+from laminar_contrib.agents.endpoint import serve
+from laminar_contrib.agents.history import AssistantMessages
+from laminar_contrib.agents.launcher import Program
+from laminar_contrib.agents.runner import (
     AgentRunner,
     ExternalAgents,
     LauncherError,
     load_or_make_key,
     write_address_file,
 )
-from laminar_py.environment.protocol import Environment
-from laminar_py.environment.tool_calls import CallFamily, HermesCalls, LlamaCalls
+from laminar_contrib.sandbox import PythonSession, SandboxPool
+from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
+from laminar_py.config.section import ConfigError, Count, Seconds
+from laminar_py.environment import CallFamily, Environment, HermesCalls, LlamaCalls
 
-sandbox: Any = import_module("laminar_contrib.sandbox")  # an import by name, until this folder moves to contrib
 LOOPBACK = "127.0.0.1"
 MOST_PORTS = 65_536
 
@@ -106,7 +104,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
     async with AsyncExitStack() as stack:
         served = serve(keys, home.words, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
-        pool = sandbox.SandboxPool.from_config(home.sandbox) if settings.python else None
+        pool = SandboxPool.from_config(home.sandbox) if settings.python else None
         if pool is not None:
             await stack.enter_async_context(pool)
         if external is None:
@@ -121,7 +119,7 @@ async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIter
             keys=keys,
             deterministic=settings.deterministic,
             most_bytes=settings.max_observation_bytes,
-            session=None if pool is None else sandbox.PythonSession(pool),
+            session=None if pool is None else PythonSession(pool),
         )
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from laminar_py.config.environment import Words
-from laminar_py.environment.agents.agent import AgentRequest
-from laminar_py.environment.agents.bodies import (
+from laminar_contrib.agents.agent import AgentRequest
+from laminar_contrib.agents.bodies import (
     AnyRequest,
     Bodies,
     ChatRequest,
@@ -23,6 +22,7 @@ from laminar_py.environment.agents.bodies import (
     to_json,
     usage_of,
 )
+from laminar_py.config.environment import Words
 
 KEEP_ALIVE_S = 10.0
 UNFINISHED = "\ufffd"  # the decoder's character for bytes of half a character

@@ -9,23 +9,22 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, Protocol
+from typing import Protocol
 
-from laminar_py.config.environment import Words
-from laminar_py.environment.agents.connections import HttpStatusError
-from laminar_py.environment.agents.history import (
+from laminar_contrib.agents.connections import HttpStatusError
+from laminar_contrib.agents.history import (
     AgentHistory,
     AssistantMessages,
     Message,
     Prompt,
     WordsTooLongError,
 )
-from laminar_py.environment.protocol import Answer, Begin, End, Problem, SampledTurn
+from laminar_contrib.sandbox import SandboxError, SessionClosedError
+from laminar_py.config.environment import Words
+from laminar_py.environment import Answer, Begin, End, Problem, SampledTurn
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.credit import credits_of
 
-sandbox: Any = import_module("laminar_contrib.sandbox")  # an import by name, until this folder moves to contrib
 KEY_BYTES = 24
 ENDED = "the trajectory has ended"
 MOST_WAITING = 16  # requests of one agent in its queue
@@ -119,7 +118,7 @@ class AgentEnvironment:
         keys: "dict[str, AgentEnvironment]",
         deterministic: bool,
         most_bytes: int,
-        session: Any = None,
+        session: PythonSession | None = None,
     ) -> None:
         self.deterministic = deterministic
         self.trajectory_id = ""
@@ -241,9 +240,9 @@ class AgentEnvironment:
             raise HttpStatusError(410, ENDED)
         try:
             return await run(text)
-        except sandbox.SessionClosedError:
+        except SessionClosedError:
             raise HttpStatusError(410, ENDED) from None
-        except sandbox.SandboxError as error:
+        except SandboxError as error:
             raise HttpStatusError(503, f"the sandbox failed: {error}") from None
 
     def end_with_reward(self, value: float | dict[str, float] | None) -> None:

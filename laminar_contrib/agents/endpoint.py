@@ -17,10 +17,8 @@ import msgspec
 from aiohttp import web
 from blake3 import blake3
 
-from laminar_py.config.environment import Words
-from laminar_py.config.section import ConfigError
-from laminar_py.environment.agents.agent import AgentEnvironment
-from laminar_py.environment.agents.bodies import (
+from laminar_contrib.agents.agent import AgentEnvironment
+from laminar_contrib.agents.bodies import (
     MODEL,
     Bodies,
     ChatRequest,
@@ -33,15 +31,17 @@ from laminar_py.environment.agents.bodies import (
     error_body,
     to_json,
 )
-from laminar_py.environment.agents.connections import (
+from laminar_contrib.agents.connections import (
     AgentConnection,
     AgentConnections,
     ConnectionBounds,
     HttpStatusError,
 )
-from laminar_py.environment.agents.runner import ExternalAgents
-from laminar_py.environment.agents.streamed import EventStream
-from laminar_py.environment.calls import LARGEST
+from laminar_contrib.agents.runner import ExternalAgents
+from laminar_contrib.agents.streamed import EventStream
+from laminar_py.config.environment import Words
+from laminar_py.config.section import ConfigError
+from laminar_py.environment import LARGEST
 
 SHUTDOWN_S = 1.0  # for requests in flight
 PATIENCE_S = 20.0  # an external agent waits so long for a trajectory, then asks again

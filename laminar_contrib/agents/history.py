@@ -16,8 +16,17 @@ import numpy as np
 from blake3 import blake3
 
 from laminar_py.config.environment import Words
-from laminar_py.environment.protocol import Observation, Rewrite, Role, SampledTurn, TokenWords
-from laminar_py.environment.tool_calls import HermesCalls, LlamaCalls, WrittenCall, outside_reasoning
+from laminar_py.environment import (
+    HermesCalls,
+    LlamaCalls,
+    Observation,
+    Rewrite,
+    Role,
+    SampledTurn,
+    TokenWords,
+    WrittenCall,
+    outside_reasoning,
+)
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 
 Message: TypeAlias = Mapping[str, Any]  # of a request, as the API has it

@@ -18,9 +18,9 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from laminar_py.children.hosted import HostedCall, HostedProcess, ProcessLostError, last_line
-from laminar_py.environment.agents.launcher import Program
-from laminar_py.environment.protocol import Problem
+from laminar_contrib.agents.launcher import Program
+from laminar_py.children import HostedCall, HostedProcess, ProcessLostError, last_line
+from laminar_py.environment import Problem
 
 KEY_BYTES = 24  # of the run's key
 LOG = "agent.log"
@@ -104,7 +104,7 @@ class AgentRunner:
             await self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
             launcher = await HostedProcess.start_module(
-                "laminar_py.environment.agents.launcher",
+                "laminar_contrib.agents.launcher",
                 variables={**self._model, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"},
                 log=self._folder / LAUNCHER_LOG,
                 switches=["-P"],  # never import files that an agent wrote into its folder

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from laminar_contrib.agents.agent import AgentAnswer
+from laminar_contrib.agents.connections import HttpStatusError
+from laminar_contrib.agents.history import Chat, Prompt, TextPrompt, TokenPrompt
 from laminar_py.config.environment import Words
-from laminar_py.environment.agents.agent import AgentAnswer
-from laminar_py.environment.agents.connections import HttpStatusError
-from laminar_py.environment.agents.history import Chat, Prompt, TextPrompt, TokenPrompt
-from laminar_py.environment.protocol import MOST_TOKENS
+from laminar_py.environment import MOST_TOKENS
 from laminar_py.records.credit import MOST_ROLES, ROLE_CHARS
 
 MODEL = "policy"

@@ -1,6 +1,6 @@
 """The process that starts and ends agents. It imports only the standard library.
 
-`python -m laminar_py.environment.agents.launcher` is a `HostedProcess` whose calls are JSON. The
+`python -m laminar_contrib.agents.launcher` is a hosted process (`laminar_py.children`) whose calls are JSON. The
 first call is a `Program`, answered once its function is imported. Each further call starts an agent and is
 answered by the agent's exit code. A cancelled call kills its agent:
 
@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from laminar_py.children import kernel
-from laminar_py.children.wire import call_frame, own_control, receive_call
+from laminar_py.children import call_frame, kernel, own_control, receive_call
 
 FILE_BYTES = 2**28  # of each file that an agent writes, its log included
 REWARD_TIMEOUT_S = 60.0
