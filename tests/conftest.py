@@ -38,6 +38,7 @@ WAITING = (
     "tests/cluster/",
     "tests/workers/",
     "tests/preflight/",
+    "tests/doctor/",
     "tests/launcher/",
 )
 

@@ -48,7 +48,6 @@ LIBRARIES = {  # heavy library: where it may be imported
         "relay/publisher.py",
         "relay/device_copy.py",
         "runtime/workers/processes/",
-        "runtime/preflight/doctor.py",
     ),
     "transformers": ("data/chat.py", "learner/"),
     "peft": ("learner/lora.py",),

@@ -40,11 +40,11 @@ def laminar_without(package: str, *arguments: str) -> subprocess.CompletedProces
     [
         ("laminar_lab", ["plan", "7B", "--gpus", "8x8xH100"], "laminar plan: laminar_lab cannot be imported"),
         ("laminar_lab", ["bench", "packer"], "laminar bench: laminar_lab cannot be imported"),
-        ("laminar_lab", ["data", "configs/emulation/repack.yaml"], "rollout.engine.kind=emulated: "),
-        ("laminar_contrib", ["data", CONFIG, "reward.use=[math]"], "reward.use.kind=math: "),
+        ("laminar_lab", ["train", "configs/emulation/repack.yaml"], "rollout.engine.kind=emulated: "),
+        ("laminar_contrib", ["train", CONFIG, "reward.use=[math]"], "reward.use.kind=math: "),
         (
             "laminar_contrib",
-            ["data", CONFIG, "environment={kind: tools, tools: [calculator]}"],
+            ["train", CONFIG, "environment={kind: tools, tools: [calculator]}"],
             "environment.kind=tools: ",
         ),
     ],
@@ -61,4 +61,4 @@ def test_a_missing_satellite_is_one_line_and_exit_code_2(package, arguments, sai
 @pytest.mark.parametrize("package", ["laminar_lab", "laminar_contrib"])
 def test_the_core_works_without_a_satellite(package):
     assert laminar_without(package, "--help").returncode == 0
-    assert laminar_without(package, "doctor", "--help").returncode == 0
+    assert laminar_without(package, "train", "--help").returncode == 0

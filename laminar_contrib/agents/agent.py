@@ -19,7 +19,7 @@ from laminar_contrib.agents.history import (
     Prompt,
     WordsTooLongError,
 )
-from laminar_contrib.sandbox import SandboxError, SessionClosedError
+from laminar_contrib.sandbox import PythonSession, SandboxError, SessionClosedError
 from laminar_py.config.environment import Words
 from laminar_py.environment import Answer, Begin, End, Problem, SampledTurn
 from laminar_py.records.codec import FloatArray, IntArray

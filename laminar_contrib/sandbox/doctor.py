@@ -4,7 +4,7 @@ import asyncio
 
 from laminar_contrib.sandbox.pool import REMEDY, survey_tiers
 from laminar_contrib.sandbox.records import SandboxTier
-from laminar_py.runtime.preflight import Finding
+from laminar_py.records.host import Finding
 
 
 def find_sandbox() -> Finding:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from laminar_lab.gpus import read_group
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.request import GpuFleet, Lengths
 from laminar_py.config import ConfigError, parse_config
@@ -18,7 +19,7 @@ from laminar_py.config.loading import read_tree
 from laminar_py.config.rollout import Schedule
 from laminar_py.observe import Trajectories, read_snapshot
 from laminar_py.records.trajectory import Kind
-from laminar_py.runtime.preflight import ModelShape, read_group
+from laminar_py.runtime.preflight import ModelShape
 
 CONFIGS = (".yaml", ".yml")
 MAX_STALENESS = 4  # learner steps, if the config sets none

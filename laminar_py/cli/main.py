@@ -28,7 +28,6 @@ COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and a
     "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 replicas=4"),
     "report": ("laminar_py.cli.report:report", "laminar report runs/quickstart-1"),
     "dashboard": ("laminar_py.cli.report:dashboard", "laminar dashboard runs/quickstart-1 --port 8400"),
-    "data": ("laminar_py.cli.data:data", "laminar data configs/quickstart.yaml"),
     "samples": (
         "laminar_py.cli.audit:samples",
         "laminar samples runs/quickstart-1 --reward 0 --order longest",
@@ -38,8 +37,7 @@ COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and a
     "rescore": ("laminar_py.cli.reward:rescore", "laminar rescore runs/quickstart-1"),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
     "eval": ("laminar_py.cli.train:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
-    "doctor": ("laminar_py.cli.doctor:doctor", "laminar doctor experiments/math_long_cot/7b_8gpu.yaml"),
-    "clean": ("laminar_py.cli.doctor:clean", "laminar clean --free"),
+    "clean": ("laminar_py.cli.clean:clean", "laminar clean --free"),
     "relay": ("laminar_py.cli.relay:relay", ""),
 }
 

@@ -5,11 +5,22 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
+    from laminar_py.data.chat import PromptEncoder as PromptEncoder
+    from laminar_py.data.demonstrations import Demonstrations as Demonstrations
+    from laminar_py.data.demonstrations import read_texts as read_texts
+    from laminar_py.data.problems import ProblemSet as ProblemSet
+    from laminar_py.data.problems import find_leaks as find_leaks
+    from laminar_py.data.problems import read_prompts as read_prompts
+    from laminar_py.data.sources import DataSource as DataSource
+    from laminar_py.data.stream import read_levels as read_levels
+    from laminar_py.data.stream import sort_levels as sort_levels
     from laminar_py.data.tiny_models import EOS as EOS
     from laminar_py.data.tiny_models import PAD as PAD
     from laminar_py.data.tiny_models import SPECIAL as SPECIAL
     from laminar_py.data.tiny_models import jsonl as jsonl
     from laminar_py.data.tiny_models import make_data as make_data
     from laminar_py.data.tiny_models import tiny_model as tiny_model
+    from laminar_py.data.tokenizer import Tokenizer as Tokenizer
+    from laminar_py.data.tokenizer import load_tokenizer as load_tokenizer
 else:
     __getattr__ = public_names(__name__)

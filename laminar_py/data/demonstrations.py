@@ -5,7 +5,6 @@ Every response ends in one end of sequence; after messages this is the token tha
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import msgspec
 import numpy as np
@@ -72,9 +71,9 @@ def read_demonstrations(
     return demonstrations
 
 
-def read_texts(source: DataSource, *, encoder: PromptEncoder, every: int = 1) -> Iterator[tuple[int, str, str]]:
-    """Row, written prompt and response of each `every`-th demonstration of a source that was checked before."""
-    for row, line, given in islice(read_records(source, _DemonstrationRow), 0, None, every):
+def read_texts(source: DataSource, *, encoder: PromptEncoder) -> Iterator[tuple[int, str, str]]:
+    """Yield the row, written prompt and response of each demonstration in a checked source."""
+    for row, line, given in read_records(source, _DemonstrationRow):
         prompt, response = _prompt_and_response(source, row, line, given)
         yield row, encoder.write(prompt, answered=True), response
 

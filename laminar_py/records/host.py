@@ -3,6 +3,7 @@ terminal."""
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -49,3 +50,13 @@ def visible(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A row of `laminar doctor`. Entry points of the group `laminar_py.findings` each return one."""
+
+    subject: str
+    state: str
+    good: bool
+    remedy: str = ""  # shown unless `good`

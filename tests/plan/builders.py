@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.runtime.preflight.gpus import gpu_named
 
 LENGTHS = Lengths(median=1500, sigma=0.99, cap=16_384, prompt=400)
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_lab.emulation.settings import read_profile
+from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
 from laminar_lab.step_time import (
     TimedShape,
@@ -21,7 +22,6 @@ from laminar_lab.step_time import (
     token_cost,
     version_bytes,
 )
-from laminar_py.runtime.preflight.gpus import gpu_named
 from tests.runs.runs import REPO
 
 TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]

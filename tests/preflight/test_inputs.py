@@ -7,11 +7,9 @@ import pytest
 from laminar_py.children import kernel
 from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
-from laminar_py.data.tiny_models import tiny_model, write_data
 from laminar_py.ledger import live
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.preflight import inputs
 from laminar_py.runtime.preflight.inputs import (
     MemoryShare,
     check_adapters,
@@ -20,7 +18,7 @@ from laminar_py.runtime.preflight.inputs import (
     store_field,
     version_bytes,
 )
-from laminar_py.runtime.preflight.node_checks import faults
+from laminar_py.runtime.preflight.node_checks import node_faults
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import REPO, quickstart_model
@@ -94,22 +92,6 @@ def test_adapters_of_a_mixture_model_are_refused_before_anything_starts(tmp_path
         check_adapters(with_adapters(tmp_path))
 
 
-def test_unknown_words_at_a_start_are_of_a_sample_that_the_line_states(tmp_path, monkeypatch, caplog):
-    write_data(tmp_path, tiny_model([*"x+2 ", "plus"], pattern=r"[a-z]+|."))
-    (tmp_path / "t.jsonl").write_text('{"prompt": "minus 2", "answer": "2"}\n' * 50)
-    settings = {
-        "name": "t",
-        "steps": 1,
-        "model": {"path": str(tmp_path / "model"), "from_scratch": True},
-        "data": {"train": str(tmp_path / "t.jsonl")},
-        "reward": {"use": ["math"]},
-    }
-    monkeypatch.setattr(inputs, "MOST_LOOKED_AT", 10)
-    inputs.check_inputs(parse_config(settings))
-    (line,) = [record.getMessage() for record in caplog.records if "unknown token" in record.getMessage()]
-    assert ": 10 in data.train (10 of its 50 rows looked at); the first is 'minus' in data.train=" in line
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 4 MiB."""
@@ -140,7 +122,7 @@ async def test_a_host_of_a_cluster_without_room_is_named(small_disk, tmp_path, m
     with joined(FakeCluster(0, 0, disk=tmp_path / "disk")):
         where = [f"runs={tmp_path}/net", f"runs_local={tmp_path}/disk"]
         config = load_config(REPO / "configs/quickstart.yaml", where)
-        (line,) = await faults(config, Placement(Needs.from_config(config), nodes))
+        (line,) = await node_faults(config, Placement(Needs.from_config(config), nodes))
     assert line.startswith(
         f"runs_local={tmp_path}/disk: 4 MiB are free, and responses are stored there; make room"
     )

@@ -19,8 +19,8 @@ from laminar_py.learner.losses import logprob
 from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.runtime.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
 from laminar_py.runtime.preflight.model_shape import ModelShape, read_shape
+from tests.doctor.test_fit import doctor
 from tests.learner.builders import make_learner, make_model_folder, make_sequences, pack
-from tests.preflight.test_doctor import doctor
 from tests.runs.runs import REPO
 
 MATH = REPO / "experiments/math_long_cot"

@@ -140,16 +140,6 @@ def test_a_broken_line_of_a_prompt_file_is_named(tmp_path, monkeypatch, capsys):
     assert f"data.train={path}:2" in lines[0]
 
 
-def test_words_that_the_tokenizer_does_not_have_are_counted_in_a_line(tmp_path, monkeypatch, capsys, caplog):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "e-2;o*7;1x5?", "answer": "7"}\n{"prompt": "e-2;o*7;Z", "answer": "7"}\n')
-    end = ("warm_start=null", "relay.shm=/nowhere", f"runs={tmp_path / 'runs'}")
-    in_process(monkeypatch, capsys, *end, f"data.train={path}")
-    (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()]
-    assert "reads each as its unknown token: 1 in data.train (all its rows looked at); the first" in line
-    assert f"the first is 'Z' in data.train={path}:2" in line
-
-
 ASSERTS = {"entry_point": "f", "asserts": "assert f(2 == 4"}
 JUDGE = "{kind: judge, urls: [http://127.0.0.1:1/v1], model: m}"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.doctor import checks
 from laminar_py.cli import main
 from laminar_py.ledger.audit.queries import accounting
 from laminar_py.runtime.cluster.forked import SHARED
-from laminar_py.runtime.preflight import doctor as preflight
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
@@ -85,7 +85,7 @@ def test_a_bug_in_a_command_without_a_run_is_one_line_too(tmp_path, monkeypatch,
     def fail(*arguments):
         raise TypeError("planted")
 
-    monkeypatch.setattr(preflight, "examine", fail)
+    monkeypatch.setattr(checks, "examine", fail)
     monkeypatch.setattr(sys, "argv", ["laminar", "doctor"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(SystemExit) as stop:

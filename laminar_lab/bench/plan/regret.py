@@ -12,6 +12,7 @@ from statistics import mean
 import numpy as np
 
 from laminar_lab.bench.report import Row, log_line
+from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.judge import Judgement, judge, judge_in_parallel
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import FleetPlacement, placements
@@ -19,7 +20,6 @@ from laminar_lab.plan.planner import make_plan
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.runtime.preflight import gpu_named
 
 ROWS = ("plan_regret_p95",)
 MOST_PLACEMENTS = 200

@@ -9,9 +9,14 @@ if TYPE_CHECKING:
     from laminar_py.runtime.cluster.backend import LOOPBACK as LOOPBACK
     from laminar_py.runtime.cluster.backend import Process as Process
     from laminar_py.runtime.cluster.backend import cluster as cluster
+    from laminar_py.runtime.cluster.backend import nodes as nodes
     from laminar_py.runtime.cluster.backend import open_cluster as open_cluster
     from laminar_py.runtime.cluster.errors import RunFailedError as RunFailedError
     from laminar_py.runtime.cluster.part import Part as Part
+    from laminar_py.runtime.cluster.placement import Needs as Needs
+    from laminar_py.runtime.cluster.placement import Node as Node
     from laminar_py.runtime.cluster.placement import Place as Place
+    from laminar_py.runtime.cluster.placement import Placement as Placement
+    from laminar_py.runtime.cluster.placement import Plan as Plan
 else:
     __getattr__ = public_names(__name__)

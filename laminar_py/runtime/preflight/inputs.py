@@ -4,7 +4,6 @@ A check raises ConfigError with one line that names field, value and remedy.
 """
 
 import importlib.util
-import logging
 import os
 import re
 import shutil
@@ -24,7 +23,6 @@ from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
 from laminar_py.data.problems import ProblemSet, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.sources import DataSource
-from laminar_py.data.statistics import UnknownWords, unknown_words
 from laminar_py.data.stream import PromptStream
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
@@ -39,9 +37,7 @@ from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600
-MOST_LOOKED_AT = 10_000  # rows of a source, searched for unknown words in a second or two
 FRAME = re.compile(r'File "(.+)", line (\d+)')
-log = logging.getLogger(__name__)
 SHOWN_CHARS = 2000
 
 
@@ -144,9 +140,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
-    demonstrations = read_warm_start(config, encoder, limited=True)
-    unknown = unknown_words(problems.all, demonstrations, encoder=encoder, most=MOST_LOOKED_AT)
-    _tell_unknown(unknown, config.model.path)
+    read_warm_start(config, encoder, limited=True)
     check_adapters(config)
     _check_learner(config)
     reward = config.reward if trains else _of_sets(config.reward, problems)
@@ -166,18 +160,6 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         messages=encoder.uses_template,
         digests=problems.digests,
     )
-
-
-def _tell_unknown(found: dict[str, UnknownWords], model: Path) -> None:
-    """Warn of words that the tokenizer does not have; a task may be meant that way."""
-    if found:
-        first = next(iter(found.values()))
-        seen = ", ".join(f"{words.number:,} in {field} ({words.rows} looked at)" for field, words in found.items())
-        log.warning(
-            "model.path=%s: its tokenizer lacks some words, and reads each as its unknown token: %s; the first is"
-            " %r in %s; add them to the tokenizer (`laminar data` counts those of all rows)",
-            *(model, seen, first.first, first.place),
-        )
 
 
 def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:

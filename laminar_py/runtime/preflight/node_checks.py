@@ -71,10 +71,10 @@ async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
     """
     placement = Placement(Needs.from_config(config), nodes)
     if config.cluster.address is not None:
-        for line in await faults(config, placement):
+        for line in await node_faults(config, placement):
             raise ConfigError(line)
     if gpu_memory(config):
-        for kind, size in (await gpu_bytes(gpu_nodes(placement.plan))).items():
+        for kind, size in (await smallest_gpus(gpu_nodes(placement.plan))).items():
             for line in memory_faults(config, gpu_bytes=size or GPU_BYTES, kinds=[kind]):
                 if size and not resume:
                     raise ConfigError(line)
@@ -91,7 +91,7 @@ def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
     }
 
 
-async def gpu_bytes(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
+async def smallest_gpus(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
     """Return the bytes of the smallest GPU among the nodes of each kind; 0 if no node reports one."""
     asked = sorted({node for held in holders.values() for node in held})
     sizes = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
@@ -102,7 +102,7 @@ async def _smallest_gpu(node: str) -> int:
     try:
         async with asyncio.timeout(NODE_TIMEOUT_S):
             return decode(int, await on_node(node, smallest_gpu))
-    except (NoAnswerError, TimeoutError):  # `faults` reports that node
+    except (NoAnswerError, TimeoutError):  # `node_faults` reports that node
         return 0
 
 
@@ -123,17 +123,17 @@ def delete_folder(folder: str) -> bytes:
     return b""
 
 
-async def faults(config: RunConfig, placement: Placement) -> list[str]:
+async def node_faults(config: RunConfig, placement: Placement) -> list[str]:
     """Return an error line, with field, value and remedy, for each thing that a node lacks."""
     plan = placement.plan
     folder = next(path for path in (config.runs, *config.runs.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".laminar-") as witness:
         seen = str(folder / Path(witness.name).name)
-        calls = [_node_faults(config, plan, node, placement.ip(node), seen) for node in sorted(plan.nodes)]
+        calls = [_faults_of_node(config, plan, node, placement.ip(node), seen) for node in sorted(plan.nodes)]
         return [line for lines in await asyncio.gather(*calls) for line in lines]
 
 
-async def _node_faults(config: RunConfig, plan: Plan, node: str, ip: str, witness: str) -> list[str]:
+async def _faults_of_node(config: RunConfig, plan: Plan, node: str, ip: str, witness: str) -> list[str]:
     """Inspect a node, and return an error line for each thing that it lacks; one line if it does not answer.
 
     Raises `PartBugError` if `inspect_node` itself fails there.

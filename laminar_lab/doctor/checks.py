@@ -14,14 +14,21 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.runtime.cluster.backend import nodes, open_cluster
-from laminar_py.runtime.cluster.placement import Needs, Node, Placement, Plan
-from laminar_py.runtime.preflight import node_checks
-from laminar_py.runtime.preflight.gpus import Gpu, read_group
-from laminar_py.runtime.preflight.inputs import check_engine
-from laminar_py.runtime.preflight.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults
+from laminar_lab.gpus import Gpu, read_group
+from laminar_py.config import ConfigError, RunConfig
+from laminar_py.records.host import Finding
+from laminar_py.runtime.cluster import Needs, Node, Placement, Plan, nodes, open_cluster
+from laminar_py.runtime.preflight import (
+    GPU_BYTES,
+    KINDS,
+    GpuMemory,
+    check_engine,
+    gpu_memory,
+    gpu_nodes,
+    memory_faults,
+    node_faults,
+    smallest_gpus,
+)
 
 GROUP = "laminar_py.findings"  # entry points of installed packages, each a function that returns a `Finding`
 FILES_WANTED = 4096
@@ -30,16 +37,6 @@ SHM_WANTED = 1 << 30
 Holders = Mapping[str, Collection[str]]
 """Nodes with GPUs of a plan, by kind of part."""
 CORES_A_GPU = 12  # of a node with GPUs; placement asks only how nodes compare
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A row of `laminar doctor`."""
-
-    subject: str
-    state: str
-    good: bool
-    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +62,8 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
             config,
             nodes,
             gpu_bytes=gpu_bytes,
-            smallest_gpus=lambda held: asyncio.run(node_checks.gpu_bytes(held)),
-            find_faults=lambda placement: asyncio.run(node_checks.faults(config, placement)),
+            find_smallest=lambda held: asyncio.run(smallest_gpus(held)),
+            find_faults=lambda placement: asyncio.run(node_faults(config, placement)),
         )
 
 
@@ -80,7 +77,7 @@ def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: 
         cluster.joined(config),
         lambda: list(cluster.nodes),
         gpu_bytes=gpu_bytes,
-        smallest_gpus=cluster.gpu_bytes,
+        find_smallest=cluster.gpu_bytes,
         find_faults=lambda placement: [] if fault is None else [fault],
     )
     return replace(found, warnings=cluster.warnings(config) + found.warnings)
@@ -91,19 +88,19 @@ def _fit(
     list_nodes: Callable[[], list[Node]],
     *,
     gpu_bytes: float | None,
-    smallest_gpus: Callable[[Holders], Mapping[str, float]],
+    find_smallest: Callable[[Holders], Mapping[str, float]],
     find_faults: Callable[[Placement], list[str]],
 ) -> Fit:
     """Fit a config to the nodes of `list_nodes`, with their smallest GPUs and the faults found on them."""
     needs, seen = Needs.from_config(config), list_nodes()
     try:
         placement, unplaced = Placement(needs, list_nodes), None
-        held = node_checks.gpu_nodes(placement.plan)
+        held = gpu_nodes(placement.plan)
     except ConfigError as error:
         placement, unplaced = None, error
         held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
     memory, found = [], []
-    for kind, smallest in smallest_gpus(held).items():
+    for kind, smallest in find_smallest(held).items():
         size = gpu_bytes or smallest or GPU_BYTES
         memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
         found += memory_faults(config, gpu_bytes=size, kinds=[kind])

@@ -13,21 +13,22 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from laminar_py.cli.main import console, print_line
-from laminar_py.config.section import ConfigError
+from laminar_py.cli import console, print_line
+from laminar_py.config import ConfigError
 from laminar_py.records.host import visible
 
 if TYPE_CHECKING:
+    from laminar_lab.doctor.problem_figures import SourceFigures
     from laminar_py.config.reward import RewardConfig
-    from laminar_py.data.chat import PromptEncoder
-    from laminar_py.data.demonstrations import Demonstrations
-    from laminar_py.data.statistics import SourceFigures
-    from laminar_py.runtime.preflight.inputs import Problems
+    from laminar_py.data import Demonstrations, PromptEncoder
+    from laminar_py.runtime.preflight import Problems
 
 MOST_NAMES = 20  # fields or tasks whose counts are shown
 CONFIGS = (".yaml", ".yml")
+app = typer.Typer()
 
 
+@app.command(epilog="Example: laminar data configs/quickstart.yaml")
 def data(
     subject: Annotated[
         str,
@@ -63,12 +64,10 @@ def data(
 
 def _show_run(path: Path, overrides: list[str]) -> None:
     """Show all sources of a run's config."""
+    from laminar_py.config import load_config
     from laminar_py.config.data import PromptOrder
-    from laminar_py.config.loading import load_config
-    from laminar_py.data.chat import PromptEncoder
-    from laminar_py.data.stream import read_levels
-    from laminar_py.data.tokenizer import load_tokenizer
-    from laminar_py.runtime.preflight.inputs import prepare, prompt_room, read_problems, read_warm_start
+    from laminar_py.data import PromptEncoder, load_tokenizer, read_levels
+    from laminar_py.runtime.preflight import prepare, prompt_room, read_problems, read_warm_start
 
     config = load_config(path, overrides)
     prepare(config)
@@ -92,7 +91,7 @@ def _show_run(path: Path, overrides: list[str]) -> None:
 def _reward_faults(reward: "RewardConfig", problems: "Problems") -> list[str]:
     """Message on the first problem that lacks a field of its reward, as a run would print it; empty if none
     does."""
-    from laminar_py.runtime.preflight.rewards import check_problems
+    from laminar_py.runtime.preflight import check_problems
 
     try:
         check_problems(reward, problems.all)
@@ -104,11 +103,8 @@ def _reward_faults(reward: "RewardConfig", problems: "Problems") -> list[str]:
 def _show_source(path: str, model: Path | None, split: str, subset: str | None, columns: list[str]) -> None:
     """Show one source that the command line names."""
     from laminar_py.config.data import ChatConfig, SourceConfig
-    from laminar_py.data.chat import PromptEncoder
-    from laminar_py.data.problems import read_prompts
-    from laminar_py.data.sources import DataSource
-    from laminar_py.data.tokenizer import load_tokenizer
-    from laminar_py.runtime.preflight.inputs import Problems
+    from laminar_py.data import DataSource, PromptEncoder, load_tokenizer, read_prompts
+    from laminar_py.runtime.preflight import Problems
 
     if model is None:
         raise ConfigError(
@@ -137,8 +133,8 @@ def _show(
     `limits` has the most tokens of a prompt or demonstration by field of the config, `faults` messages on faults
     that were found before.
     """
-    from laminar_py.data.statistics import demonstration_figures, source_figures, unknown_words
-    from laminar_py.runtime.preflight.inputs import shown_prompt
+    from laminar_lab.doctor.problem_figures import demonstration_figures, source_figures, unknown_words
+    from laminar_py.runtime.preflight import shown_prompt
 
     figures = {
         (field := of.source.field): source_figures(of, level=level, max_prompt_tokens=limits.get(field))
@@ -179,7 +175,7 @@ def _too_long(field: str, figures: "SourceFigures", limit: int, prompts: bool) -
 
 def _leaks(problems: "Problems") -> Iterator[str]:
     """Message on each evaluation set with prompts of the training data."""
-    from laminar_py.data.problems import find_leaks
+    from laminar_py.data import find_leaks
 
     for heldout in problems.sets.values():
         leaks = find_leaks(heldout, problems.train)

@@ -9,11 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import Demonstrations, read_texts
-from laminar_py.data.problems import ProblemSet
-from laminar_py.data.stream import sort_levels
-from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.data import Demonstrations, ProblemSet, PromptEncoder, Tokenizer, read_texts, sort_levels
 from laminar_py.records.codec import IntArray
 
 MOST_LEVELS = 20  # distinct values; a field with more is no level
@@ -88,23 +84,11 @@ def _quantiles(lengths: IntArray) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownWords:
-    """Words of a source that its tokenizer lacks, e.g. 12 words in 900 of 90,000 rows:
-
-    `UnknownWords(number=12, first="zebra", place="data.train=t.jsonl:3", num_seen=900, num_rows=90_000)`.
-    """
+    """Words that a tokenizer lacks, e.g. `UnknownWords(number=12, first="zebra", place="data.train=t:3")`."""
 
     number: int
     first: str
     place: str  # of the first
-    num_seen: int  # rows that were searched
-    num_rows: int
-
-    @property
-    def rows(self) -> str:
-        """Text for the searched rows, e.g. "900 of its 90,000 rows" or "all its rows"."""
-        return (
-            f"{self.num_seen:,} of its {self.num_rows:,} rows" if self.num_seen < self.num_rows else "all its rows"
-        )
 
 
 def unknown_words(
@@ -112,43 +96,31 @@ def unknown_words(
     demonstrations: Demonstrations | None,
     *,
     encoder: PromptEncoder,
-    most: int | None = None,
 ) -> dict[str, UnknownWords]:
-    """Unknown words in written prompts and responses, by the config's field of each source that has any.
-
-    At most `most` rows of a source are searched, spread evenly; None: all.
-    """
+    """Unknown words in written prompts and responses, by the config's field of each source that has any."""
     if not encoder.tokenizer.has_unknown:
         return {}
     found: dict[str, UnknownWords | None] = {}
     for problem_set in problems:
-        places = range(0, len(problem_set), _step(len(problem_set), most))
+        places = range(len(problem_set))
         rows = ((problem_set.source.place(problem_set.row(at)), (problem_set.text(at),)) for at in places)
-        found[problem_set.source.field] = _find_unknown(rows, encoder.tokenizer, num_rows=len(problem_set))
+        found[problem_set.source.field] = _find_unknown(rows, encoder.tokenizer)
     if demonstrations is not None:
-        source, num_rows = demonstrations.source, len(demonstrations.all)
-        texts = read_texts(source, encoder=encoder, every=_step(num_rows, most))
+        source = demonstrations.source
+        texts = read_texts(source, encoder=encoder)
         pairs = ((source.place(row), (prompt, response)) for row, prompt, response in texts)
-        found[source.field] = _find_unknown(pairs, encoder.tokenizer, num_rows=num_rows)
+        found[source.field] = _find_unknown(pairs, encoder.tokenizer)
     return {field: words for field, words in found.items() if words is not None}
 
 
-def _step(number: int, most: int | None) -> int:
-    """Smallest step that takes at most `most` of `number` rows; 1 for None."""
-    return 1 if most is None else max(-(-number // most), 1)
-
-
-def _find_unknown(
-    rows: Iterable[tuple[str, Sequence[str]]], tokenizer: Tokenizer, *, num_rows: int
-) -> UnknownWords | None:
+def _find_unknown(rows: Iterable[tuple[str, Sequence[str]]], tokenizer: Tokenizer) -> UnknownWords | None:
     """Unknown words in the texts of rows, each given with its place; None where there are none."""
-    number, num_seen, first = 0, 0, None
+    number, first = 0, None
     for place, texts in rows:
-        num_seen += 1
         words = [word for text in texts for word in tokenizer.unknown_words(text)]
         number += len(words)
         if words and first is None:
             first = (words[0], place)
     if first is None:
         return None
-    return UnknownWords(number=number, first=first[0], place=first[1], num_seen=num_seen, num_rows=num_rows)
+    return UnknownWords(number=number, first=first[0], place=first[1])

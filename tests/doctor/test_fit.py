@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from laminar_lab.doctor.checks import _rows, fit
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
@@ -15,8 +16,7 @@ from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.errors import PartBugError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement, make_plan
 from laminar_py.runtime.preflight import node_checks
-from laminar_py.runtime.preflight.doctor import _rows, fit
-from laminar_py.runtime.preflight.node_checks import NodeReport, faults, inspect_node
+from laminar_py.runtime.preflight.node_checks import NodeReport, inspect_node, node_faults
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import LAMINAR, REPO
 
@@ -66,7 +66,7 @@ async def test_what_a_node_lacks_is_named_with_the_node():
     with joined(FakeCluster(8)):
         config = load_config(REPO / "experiments/math_long_cot/7b_8gpu.yaml", ["relay.shm=/nowhere"])
         placement = Placement(Needs.from_config(config), nodes)
-        lines = await faults(config, placement)
+        lines = await node_faults(config, placement)
         assert [line.split(":")[0] for line in lines] == [
             "model.path=models/Qwen2.5-7B",
             "rollout.engine.python=sglang-env/bin/python",
@@ -125,7 +125,7 @@ async def test_a_mistake_of_ours_on_a_node_is_no_complaint_about_the_node(monkey
     monkeypatch.setattr(node_checks, "on_node", on_node)
     plan = make_plan(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0), [Node(id="a", ip="10.0.0.4")])
     with outcome as words:
-        (line,) = await node_checks._node_faults(
+        (line,) = await node_checks._faults_of_node(
             with_model(tmp_path, "configs/quickstart"), plan, "a", "10.0.0.4", "witness"
         )
         assert f"node 10.0.0.4 {words}" in line

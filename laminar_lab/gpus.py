@@ -7,7 +7,7 @@ than a model or a network reaches.
 import re
 from dataclasses import dataclass
 
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError
 
 _DATASHEET = "NVIDIA datasheet"
 

@@ -6,11 +6,11 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.doctor.checks import fit, fit_pretended, pretended_cluster
 from laminar_py.cli import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.placement import Needs, make_plan
-from laminar_py.runtime.preflight.doctor import fit, fit_pretended, pretended_cluster
 from laminar_py.runtime.preflight.memory import gpu_memory
 from tests.preflight.test_memory import QWEN_7B
 from tests.runs.fake_cluster import FakeCluster
@@ -24,7 +24,7 @@ def no_ray(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("Ray is started")
 
-    monkeypatch.setattr("laminar_py.runtime.preflight.doctor.open_cluster", refuse)
+    monkeypatch.setattr("laminar_lab.doctor.checks.open_cluster", refuse)
     monkeypatch.setattr("laminar_py.runtime.preflight.node_checks.on_node", refuse)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from laminar_lab.gpus import GPUS, gpu_named
 from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.gpus import GPUS, gpu_named
 
 
 def test_every_gpu_is_found_by_its_name_in_any_case():
