@@ -11,5 +11,7 @@ if TYPE_CHECKING:
     from laminar_py.data.tiny_models import jsonl as jsonl
     from laminar_py.data.tiny_models import make_data as make_data
     from laminar_py.data.tiny_models import tiny_model as tiny_model
+    from laminar_py.data.tokenizer import Tokenizer as Tokenizer
+    from laminar_py.data.tokenizer import load_tokenizer as load_tokenizer
 else:
     __getattr__ = public_names(__name__)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.audit.queries import accounting
 from laminar_py.cli import main
-from laminar_py.ledger.audit.queries import accounting
 from laminar_py.runtime.cluster.forked import SHARED
 from laminar_py.runtime.preflight import doctor as preflight
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
