@@ -28,8 +28,8 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
     "learner": ("packing, losses, step, optimizer, checkpoints, export", "learner/step.py"),
     "relay": ("the tree that carries weight versions", "relay/node.py"),
     "repack": ("moves of running trajectories between replicas", "repack/migration.py"),
-    "ledger": ("the record: events, tokens, recovery, audit", "ledger/machine.py"),
-    "observe": ("report, dashboard, samples, trackers", "observe/report.py"),
+    "ledger": ("the record: events, tokens, recovery, its reader", "ledger/machine.py"),
+    "observe": ("counters, live view, summary and trackers of a running run", "observe/stats.py"),
     "runtime": ("the controller and its processes", "runtime/orchestrator/controller.py"),
 }
 PLANES = {  # how the picture groups the rooms; records, config and cli stand apart

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from laminar_lab.report.diagnosis import Bottleneck, without_bottleneck
+from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
-from laminar_py.observe import Bottleneck, MeanStep, StageTimes, StepStage, compose, predict, without_bottleneck
 
 MANY_MICROBATCHES = 4  # of a rank in a step; a rank with more may gain from larger microbatches
 MOST_WORKER_GROWTH = 8  # most reward workers that one remedy advises, over the present number

@@ -15,8 +15,11 @@ from pathlib import Path
 from rich.console import Group
 
 from laminar_lab.curves import Point, count_devices, evaluation_curves, format_mean, read_costs, reward_curve
+from laminar_lab.report.figures import FIGURES
+from laminar_lab.report.run_report import RunReport, read_report
+from laminar_lab.report.tails import NAMES, Measure, format_seconds
+from laminar_lab.report.terminal import make_table
 from laminar_py.config import RunConfig
-from laminar_py.observe import FIGURES, NAMES, Measure, RunReport, format_seconds, make_table, read_report
 
 _STAGES = (0.25, 0.5, 0.75, 1.0)  # of the way from the best start to the worst end
 

@@ -15,9 +15,9 @@ from statistics import fmean, stdev
 
 import numpy as np
 
+from laminar_lab.report.snapshot import read_steps, summary_seconds
 from laminar_py.config import RunConfig, load_config
 from laminar_py.ledger import read_evaluations, read_rows
-from laminar_py.observe import read_steps, summary_seconds
 from laminar_py.records import StepRow
 from laminar_py.records.evaluations import SetFigures
 from laminar_py.records.events import Evaluated

@@ -17,13 +17,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from laminar_lab.audit.verify import verify
 from laminar_lab.bench.learner.agreement import deviations, flipped
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
 from laminar_py.learner.step import Learner
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.engine import PauseMode, SamplingParams
 from laminar_py.records.pieces import Recording

@@ -165,8 +165,8 @@ def busy_rate(run: "FinishedRun", least: int) -> tuple[float, float]:
 
 def rows(run: "FinishedRun", size: Size, policy: str) -> list["Row"]:
     """Figures of a run."""
+    from laminar_lab.audit.verify import verify
     from laminar_lab.bench.report import Row
-    from laminar_py.ledger.audit.verify import verify
 
     found, steps = run.summary, run.steps[1:] or run.steps  # the first one compiles kernels
     fresh = [step for step in run.steps if "0" in step.by_staleness]

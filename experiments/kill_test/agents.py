@@ -13,8 +13,8 @@ import psutil
 from noted import LOG
 from run import CONTROLLER, EVERYTHING, Run, kill_and_prove, kill_process, make_arguments, run_settings
 
+from laminar_lab.audit.queries import accounting
 from laminar_lab.bench.report import Row
-from laminar_py.ledger.audit.queries import accounting
 
 AGENT, LAUNCHER = "agent", "launcher"
 PARTS = ("environment-0", "environment-1", "replica-0", "replica-1", "learner-0")

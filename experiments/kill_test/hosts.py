@@ -16,8 +16,8 @@ from pathlib import Path
 
 from run import CONTROLLER, Run, kill_and_prove, make_arguments, run_settings
 
+from laminar_lab.audit.queries import Filters, listing
 from laminar_lab.bench.report import Row
-from laminar_py.ledger.audit.queries import Filters, listing
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.writer import segments_in

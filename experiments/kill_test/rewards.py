@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 from run import CONTROLLER, EVERYTHING, Run, check, kill_and_prove, kill_process, make_arguments, run_settings
 
+from laminar_lab.audit.queries import accounting
 from laminar_lab.bench.report import Row
-from laminar_py.ledger.audit.queries import accounting
 
 HERE = Path(__file__).parent
 JUDGE = "judge"

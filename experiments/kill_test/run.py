@@ -24,10 +24,10 @@ import msgspec
 import psutil
 from handovers import Handover, handovers
 
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import make_parser, read_run
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
 
 CONTROLLER, EVERYTHING = "controller", "everything"
 SERVER = "server-"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from run import CONTROLLER, EVERYTHING, Run, kill_and_prove, make_arguments, run_settings
 
+from laminar_lab.audit.queries import accounting
 from laminar_lab.bench.report import Row
-from laminar_py.ledger.audit.queries import accounting
 from laminar_py.ledger.database import reading
 from laminar_py.records.spans import decode_spans, num_turns
 from laminar_py.records.trajectory import DropReason

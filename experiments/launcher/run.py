@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from laminar_lab.audit.verify import verify
 from laminar_lab.launcher.experiment import read_experiment
 from laminar_lab.launcher.progress import RunState, read_all_progress
-from laminar_py.ledger.audit.verify import verify
 
 HERE = Path(__file__).parent
 LAUNCH = [sys.executable, "-P", "-m", "laminar_py.cli", "launch"]

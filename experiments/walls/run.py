@@ -16,10 +16,10 @@ import yaml
 from laminar_lab.advice import Remedy, remedies, what_if_set
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import make_parser, train
+from laminar_lab.report.diagnosis import Bottleneck, Diagnosis
+from laminar_lab.report.mean_step import MeanStep
+from laminar_lab.report.run_report import read_report
 from laminar_py.config.loading import load_config
-from laminar_py.observe.diagnosis import Bottleneck, Diagnosis
-from laminar_py.observe.mean_step import MeanStep
-from laminar_py.observe.report import read_report
 
 CONFIG = Path("configs/quickstart.yaml")
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ import typer
 from laminar_py.cli import console, print_line
 
 if TYPE_CHECKING:
-    from laminar_py.observe import MeanStep
+    from laminar_lab.report.mean_step import MeanStep
 
 NAMES = {"generation": "the replicas", "reward": "the scorers", "learner": "the learner ranks"}
 LEAST_S = 0.005  # of a stage, below which a prediction says nothing
@@ -20,7 +20,9 @@ app = typer.Typer()
 def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]) -> None:
     """Say what to change first against what limits a run, and predict a step with other settings and schedules."""
     from laminar_lab.advice import remedies, what_if_set
-    from laminar_py.observe import format_seconds, make_table, read_report
+    from laminar_lab.report.run_report import read_report
+    from laminar_lab.report.tails import format_seconds
+    from laminar_lab.report.terminal import make_table
 
     report = read_report(run)
     diagnosis, config = report.diagnosis, report.snapshot.config
@@ -46,7 +48,7 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
 def _what_ifs(step: "MeanStep") -> Iterator[tuple[str, float]]:
     """Yield predicted seconds of a step with twice as much of a stage, and under other schedules."""
     from laminar_lab.advice import steps_under, what_if
-    from laminar_py.observe import StepStage
+    from laminar_lab.report.mean_step import StepStage
 
     for stage, name in NAMES.items():
         if step.times.seconds_of(StepStage(stage)) >= LEAST_S:

@@ -17,7 +17,7 @@ from laminar_lab.curves import REWARD_STEPS, Point, format_mean
 from laminar_lab.launcher.experiment import Experiment
 from laminar_lab.launcher.progress import RunProgress, RunState
 from laminar_lab.launcher.results import Band, Line, Results, RunResult, trained_per_s
-from laminar_py.observe import Card, render
+from laminar_lab.report.kit import Card, render
 
 NOTHING = "–"
 OF_SEEDS = "Means over finished seeds, or over begun seeds before one has finished"

@@ -11,8 +11,11 @@ import numpy as np
 from laminar_lab.curves import Costs, Point, count_devices, device_seconds, read_costs, read_curves, reward_curve
 from laminar_lab.launcher.experiment import Experiment, PlannedRun, find_difference
 from laminar_lab.launcher.progress import RunProgress, RunState
+from laminar_lab.report.run_report import RunReport
+from laminar_lab.report.snapshot import read_snapshot, read_steps
+from laminar_lab.report.tails import Measure
 from laminar_py.config import ConfigError
-from laminar_py.observe import LengthFigures, Measure, RunReport, read_snapshot, read_steps
+from laminar_py.observe import LengthFigures
 from laminar_py.records import StepRow
 
 MOST_POINTS = 400  # of a curve

@@ -12,12 +12,13 @@ import numpy.typing as npt
 from laminar_lab.gpus import read_group
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.request import GpuFleet, Lengths
+from laminar_lab.report.snapshot import read_snapshot
+from laminar_lab.report.trajectories import Trajectories
 from laminar_py.config import ConfigError, parse_config
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.loading import read_tree
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe import Trajectories, read_snapshot
 from laminar_py.records.trajectory import Kind
 from laminar_py.runtime.preflight import ModelShape
 

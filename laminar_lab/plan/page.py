@@ -11,9 +11,10 @@ from laminar_lab.plan.placements import placements
 from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate, estimate
+from laminar_lab.report.diagnosis import Bottleneck
+from laminar_lab.report.kit import render
 from laminar_py.config import ConfigError
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe import Bottleneck, render
 from laminar_py.runtime.preflight import Parts
 
 BOUNDS = (1, 2, 4, 8, 16)  # on staleness

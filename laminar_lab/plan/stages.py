@@ -1,7 +1,7 @@
 """Closed formulas for a placement: the seconds of each stage, and of the whole step. Pure.
 
 The formulas choose which placements the planner simulates, and `--explain` prints them. Source: the goodput
-equation (`laminar_py.observe.compose`), with the times of `laminar_lab.step_time`.
+equation (`laminar_lab.report.mean_step.compose`), with the times of `laminar_lab.step_time`.
 """
 
 import math
@@ -13,6 +13,8 @@ import numpy as np
 from laminar_lab.emulation.settings import EngineTimes, LearnerTimes
 from laminar_lab.plan.placements import FleetPlacement
 from laminar_lab.plan.request import Lengths, PlanRequest
+from laminar_lab.report.diagnosis import Bottleneck
+from laminar_lab.report.mean_step import StageTimes, StepStage, compose
 from laminar_lab.step_time import (
     REPACK_SHARE,
     decode_step_s,
@@ -21,7 +23,6 @@ from laminar_lab.step_time import (
     version_bytes,
 )
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe import Bottleneck, StageTimes, StepStage, compose
 
 GRID = 400  # points of an integral over lengths
 

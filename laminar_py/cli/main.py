@@ -26,15 +26,7 @@ GROUP = "laminar_py.commands"  # entry points of installed packages, each a `typ
 COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and an example for its help
     "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
     "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 replicas=4"),
-    "report": ("laminar_py.cli.report:report", "laminar report runs/quickstart-1"),
-    "dashboard": ("laminar_py.cli.report:dashboard", "laminar dashboard runs/quickstart-1 --port 8400"),
-    "samples": (
-        "laminar_py.cli.audit:samples",
-        "laminar samples runs/quickstart-1 --reward 0 --order longest",
-    ),
-    "audit": ("laminar_py.cli.audit:audit", ""),
     "reward": ("laminar_py.cli.reward:reward", ""),
-    "rescore": ("laminar_py.cli.reward:rescore", "laminar rescore runs/quickstart-1"),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
     "eval": ("laminar_py.cli.train:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
     "clean": ("laminar_py.cli.clean:clean", "laminar clean --free"),
@@ -55,7 +47,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: object) -> list[str]:
         """Names of commands, built-in ones first, without commands of uninstalled packages."""
-        found = [point.name for point in entry_points(group=GROUP) if _is_installed(point)]
+        found = [point.name for point in entry_points(group=GROUP) if is_installed(point)]
         return list(dict.fromkeys((*COMMANDS, *sorted(found))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
@@ -74,7 +66,8 @@ class Commands(TyperGroup):
         return None
 
 
-def _is_installed(point: EntryPoint) -> bool:
+def is_installed(point: EntryPoint) -> bool:
+    """Return whether the package of an entry point can be found."""
     try:
         return find_spec(point.module.partition(".")[0]) is not None
     except ImportError:

@@ -1,7 +1,7 @@
-"""`laminar reward try` and `laminar rescore`: compute rewards without a run, of samples or of a run's record.
+"""`laminar reward try`: compute the rewards of samples without a run.
 
-Exit codes: 0 every reward is as expected, 1 a reward failed or differs from the expected or recorded one, 2 bad
-input.
+`laminar rescore` calls `score_and_print` too. Exit codes: 0 every reward is as expected, 1 a reward failed or
+differs from the expected or recorded one, 2 bad input.
 """
 
 import asyncio
@@ -76,35 +76,10 @@ def try_samples(
         for row, line, text in read_records(source, SampleLine)
     ]
     by_place = {sample.place: sample for sample in made}
-    _score_and_print(
+    score_and_print(
         settings,
         (sample.request for sample in made),
         lambda score: by_place[score.trajectory_id].disagreement(score),
-    )
-
-
-def rescore(
-    run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
-    overrides: Overrides = None,
-) -> None:
-    """Compute every reward of a run again from its record, and list rewards that differ from the record."""
-    from laminar_py.config.loading import load_config
-    from laminar_py.ledger.audit.rescoring import RecordedScore, recorded_scores
-    from laminar_py.ledger.run_folder import RunFolder
-
-    settings = load_config(RunFolder(run).config, overrides or [])
-    known: dict[str, RecordedScore] = {}
-
-    def requests() -> Iterable["ScoringRequest"]:
-        for recorded in recorded_scores(run):
-            known[recorded.request.trajectory_id] = recorded
-            yield recorded.request
-
-    _score_and_print(
-        settings,
-        requests(),
-        lambda score: known.pop(score.trajectory_id).difference(score, settings.reward),
-        failures=False,
     )
 
 
@@ -130,7 +105,7 @@ def _checked(reward: RewardConfig, requests: Iterable["ScoringRequest"]) -> Iter
         yield request
 
 
-def _score_and_print(
+def score_and_print(
     settings: "RunConfig",
     requests: Iterable["ScoringRequest"],
     difference: Callable[[Score], str | None],

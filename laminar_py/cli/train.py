@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,14 +12,16 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from laminar_py.cli.main import console, print_line
-from laminar_py.cli.report import print_limits
+from laminar_py.cli.main import console, is_installed, print_line
 from laminar_py.config.loading import flatten, load_config, to_overrides
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
     from laminar_py.observe.summary import CheckpointFigures, EvaluationFigures, RelayFigures, Summary
+
+
+ENDINGS = "laminar_py.run_endings"  # entry points: functions that print something about an ended run's folder
 
 
 class ExportDtype(StrEnum):
@@ -107,8 +110,9 @@ def _shortened(value: object) -> str:
 
 
 def _print_end(summary: "Summary") -> None:
-    """Print what limits the run, and how many responses could not be scored."""
-    print_limits(Path(summary.run))
+    """Call the endings of installed packages, e.g. the diagnosis, and print the number of unscored responses."""
+    for ending in filter(is_installed, entry_points(group=ENDINGS)):
+        ending.load()(Path(summary.run))
     unscored = summary.unscored
     if unscored.count:
         print_line(f"{unscored.count} of {unscored.of} responses could not be scored; the first: {unscored.first}")

@@ -76,7 +76,7 @@ def open_writer(path: Path) -> sqlite3.Connection:
     with _complaints(path):
         connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         if is_new:
-            create(connection)
+            create_tables(connection)
         _check(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -85,7 +85,7 @@ def open_writer(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def create(connection: sqlite3.Connection) -> None:
+def create_tables(connection: sqlite3.Connection) -> None:
     """Create the tables of an empty ledger, in one transaction."""
     script = _SCHEMA.read_text()
     connection.executescript(

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.rows import TrajectoryRow, decode_event, read_rows
+from laminar_py.ledger.rows import TrajectoryRow, decode_event, trajectory_rows
 from laminar_py.records.evaluations import EvalAnswer, pass_number, set_of
 from laminar_py.records.events import Evaluated, Scored
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
@@ -103,7 +103,9 @@ def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list
 def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, EvalAnswer]:
     """Return the answers of a pass by trajectory, both scored and failed ones."""
     rows = [
-        row for row in read_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,)) if _is_answered(row)
+        row
+        for row in trajectory_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,))
+        if _is_answered(row)
     ]
     said = _said(connection, rows)
     return {

@@ -24,7 +24,7 @@ from laminar_py.ledger.live import copy_ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock
 from laminar_py.ledger.pieces import NO_COLUMN, PieceRow, piece_rows
 from laminar_py.ledger.recovery import unpublished
-from laminar_py.ledger.rows import Accounting, column_values, read_accounting
+from laminar_py.ledger.rows import Accounting, read_accounting, row_values
 from laminar_py.ledger.seal import seal_digest
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
@@ -283,7 +283,7 @@ class Ledger:
             self._timer.cancel()
         batch, self._batch, self._timer = self._batch, Unwritten(), None
         # columns now, plain strings for enums: binding an enum costs SQLite a search for its adapter
-        batch.rows = [msgspec.to_builtins(column_values(row)) for row in self._dirty.values()]
+        batch.rows = [msgspec.to_builtins(row_values(row)) for row in self._dirty.values()]
         self._in_flight, self._dirty = self._dirty, {}
         self._prompts.clear()
         return batch

@@ -158,7 +158,7 @@ def spans_of(rows: Sequence[PieceRow]) -> tuple[Span, ...]:
     return spans
 
 
-def split(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
+def split_columns(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
     """Split a trajectory's pieces into tokens and columns, without duplicates that a crash left."""
     once = list({(stored.row.name, stored.row.start, stored.row.digest): stored for stored in pieces}.values())
     return [stored for stored in once if stored.row.name == NO_COLUMN], [

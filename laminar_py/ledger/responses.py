@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from laminar_py.ledger.archive import archive_files, file_name, file_pieces, is_recorded
 from laminar_py.ledger.database import LedgerError, ledger_path, segments_path
-from laminar_py.ledger.pieces import StoredPiece, column_values, is_whole, piece_rows, split, stored_pieces
-from laminar_py.ledger.rows import TrajectoryRow, read_prompt, read_rows
+from laminar_py.ledger.pieces import StoredPiece, column_values, is_whole, piece_rows, split_columns, stored_pieces
+from laminar_py.ledger.rows import TrajectoryRow, read_prompt, trajectory_rows
 from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.columns import TokenValues
@@ -38,7 +38,7 @@ class StoredResponses:
 
     def response(self, row: TrajectoryRow) -> Payload:
         """Read the response of a trajectory, with its final spans. Raises `LedgerError` if it is lost."""
-        return _joined(row, split(self.pieces(row))[0])
+        return _joined(row, split_columns(self.pieces(row))[0])
 
     def columns(self, row: TrajectoryRow) -> dict[str, TokenValues]:
         """Read the columns that scoring gave a response, by name, without lost ones."""
@@ -63,15 +63,17 @@ class StoredResponses:
             fresh = (group for group in groups if group[0] not in done)
             while block := dict(islice(fresh, _BLOCK)):
                 done |= block.keys()
-                near = read_rows(self._connection, "number BETWEEN ? AND ?", (min(block), max(block)))
+                near = trajectory_rows(self._connection, "number BETWEEN ? AND ?", (min(block), max(block)))
                 yield from (self._response_row(row, block[row.number]) for row in near if row.number in block)
-        yield from (self._response_row(row, []) for row in read_rows(self._connection) if row.number not in done)
+        yield from (
+            self._response_row(row, []) for row in trajectory_rows(self._connection) if row.number not in done
+        )
 
     def _response_row(self, row: TrajectoryRow, pieces: list[StoredPiece]) -> ResponseRow:
         """Join the tokens of a trajectory from `pieces`, or from all files if these are incomplete."""
-        tokens = split(pieces)[0]
+        tokens = split_columns(pieces)[0]
         if not is_whole(tokens, row.length):  # the rest came from another host, to another file; or all is lost
-            tokens = split(self.pieces(row))[0]
+            tokens = split_columns(self.pieces(row))[0]
         lost = any(piece.is_lost for piece in tokens)
         return (
             row,

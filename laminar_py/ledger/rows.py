@@ -5,12 +5,12 @@ The fields of `TrajectoryRow` are the columns of the table `trajectory` in `sche
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
-from laminar_py.records.events import AnyEvent, Finished
+from laminar_py.records.events import AnyEvent, Event, Finished
 from laminar_py.records.spans import decode_spans, num_turns
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
 
@@ -89,15 +89,15 @@ class Accounting(msgspec.Struct, frozen=True):
         return self.train.balanced and self.eval.balanced
 
 
-COLUMNS = TrajectoryRow.__struct_fields__
+TRAJECTORY_COLUMNS = TrajectoryRow.__struct_fields__
 
 
-def column_values(row: TrajectoryRow) -> tuple[object, ...]:
-    """Return the values of `COLUMNS`, enums as they are."""
-    return msgspec.structs.astuple(row)[: len(COLUMNS)]
+def row_values(row: TrajectoryRow) -> tuple[object, ...]:
+    """Return the values of `TRAJECTORY_COLUMNS`, enums as they are."""
+    return msgspec.structs.astuple(row)[: len(TRAJECTORY_COLUMNS)]
 
 
-KINDS = frozenset(
+EVENT_KINDS = frozenset(
     str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)
 )  # names of event types in the log
 
@@ -118,21 +118,37 @@ def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
     return events
 
 
-def read_rows(
+Kinds = TypeVar("Kinds", bound=Event)
+
+
+def read_events(connection: sqlite3.Connection, *kinds: type[Kinds]) -> Iterator[Kinds]:
+    """Iterate over the events of some types in the order of the log, by one scan of it."""
+    tags = [kind.__struct_config__.tag for kind in kinds]
+    query = f"SELECT body FROM event WHERE kind IN ({', '.join('?' * len(tags))}) ORDER BY seq"
+    for (body,) in connection.execute(query, tags):
+        event = decode_event(body)
+        assert isinstance(event, kinds), f"{body} is of another type"
+        yield event
+
+
+def trajectory_rows(
     connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = (), *, limit: int | None = None
 ) -> Iterable[TrajectoryRow]:
     """Iterate over rows that meet the SQL condition `where`, in order of issue; `values` fill its parameters."""
-    query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number LIMIT ?"
+    query = f"SELECT {', '.join(TRAJECTORY_COLUMNS)} FROM trajectory WHERE {where} ORDER BY number LIMIT ?"
     cursor = connection.execute(query, (*values, -1 if limit is None else limit))
     return (msgspec.convert(row, TrajectoryRow) for row in cursor)
 
 
-def read_unchecked(
+def unchecked_rows(
     connection: sqlite3.Connection, where: str, values: tuple[object, ...]
 ) -> Iterator[TrajectoryRow]:
-    """Iterate over rows as `read_rows` does, with values as they are stored: a damaged row raises no error."""
-    query = f"SELECT {', '.join(COLUMNS)} FROM trajectory WHERE {where} ORDER BY number"
-    return (TrajectoryRow(**dict(zip(COLUMNS, row, strict=True))) for row in connection.execute(query, values))
+    """Iterate over rows like `trajectory_rows`, with values as they are stored: a damaged row raises no error."""
+    query = f"SELECT {', '.join(TRAJECTORY_COLUMNS)} FROM trajectory WHERE {where} ORDER BY number"
+    return (
+        TrajectoryRow(**dict(zip(TRAJECTORY_COLUMNS, row, strict=True)))
+        for row in connection.execute(query, values)
+    )
 
 
 def read_prompt(connection: sqlite3.Connection, id: str, *, index: int | None = None) -> Prompt | None:

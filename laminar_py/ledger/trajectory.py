@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from laminar_py.ledger.rows import TrajectoryRow, read_rows
+from laminar_py.ledger.rows import TrajectoryRow, trajectory_rows
 from laminar_py.records.codec import response_digest
 from laminar_py.records.credit import Earned, Returns, RoleCredit, returns_of
 from laminar_py.records.engine import SamplingParams
@@ -198,7 +198,7 @@ def live_rows(
     connection: sqlite3.Connection, where: str, values: tuple[object, ...] = ()
 ) -> Iterator[LiveTrajectory]:
     """Iterate over trajectories whose rows meet an SQL condition, without tokens and prompt."""
-    return (LiveTrajectory(**msgspec.structs.asdict(row)) for row in read_rows(connection, where, values))
+    return (LiveTrajectory(**msgspec.structs.asdict(row)) for row in trajectory_rows(connection, where, values))
 
 
 def issued(prompt: Prompt, *, id: str, group_id: str, sample_index: int, kind: Kind) -> Issued:

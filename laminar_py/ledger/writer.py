@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 
 from laminar_py.ledger.pieces import INSERT, PieceRow
-from laminar_py.ledger.rows import COLUMNS
+from laminar_py.ledger.rows import TRAJECTORY_COLUMNS
 from laminar_py.records.codec import event_hash, prompt_digest
 from laminar_py.records.events import (
     AnyEvent,
@@ -37,9 +37,10 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.trajectory import Prompt
 
+_UPDATED = TRAJECTORY_COLUMNS[TRAJECTORY_COLUMNS.index("status") :]
 _UPSERT_TRAJECTORY = (
-    f"INSERT INTO trajectory VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (number) DO UPDATE SET "
-    + ", ".join(f"{column} = excluded.{column}" for column in COLUMNS[COLUMNS.index("status") :])
+    f"INSERT INTO trajectory VALUES ({', '.join('?' * len(TRAJECTORY_COLUMNS))})"
+    f" ON CONFLICT (number) DO UPDATE SET {', '.join(f'{column} = excluded.{column}' for column in _UPDATED)}"
 )
 
 # Statements by which events that are not about a trajectory change other tables; event fields are the parameters.

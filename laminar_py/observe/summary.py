@@ -4,31 +4,22 @@ The controller writes it at the end of a run; `laminar train`, trackers and the 
 """
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable
 from statistics import median
 
 import msgspec
-import numpy as np
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import evaluations_on_record, of_first_set
-from laminar_py.ledger.rows import read_accounting
+from laminar_py.ledger.recovery import is_simulated
+from laminar_py.ledger.rows import read_accounting, read_events, read_turns
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.record import History, read_tables
-from laminar_py.observe.stats import Stats, turn_figures
-from laminar_py.observe.tails import measure_staleness
-from laminar_py.observe.trajectories import Trajectories
+from laminar_py.observe.stats import Stats, quantile, turn_figures
 from laminar_py.records.evaluations import SetFigures
-from laminar_py.records.events import (
-    Checkpointed,
-    Evaluated,
-    Relayed,
-    Repacked,
-    RunStarted,
-    VersionPublished,
-)
+from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked, VersionPublished
 from laminar_py.records.metrics import TurnFigures
-from laminar_py.records.trajectory import DropReason, Kind
+from laminar_py.records.trajectory import DropReason, Kind, Status
 
 ROOT = "relay-0"  # reads the learner's files, so it receives no bytes over the wire
 UNSCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
@@ -145,10 +136,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unscored: UnscoredFigures
 
 
-def relay_figures(history: History) -> RelayFigures:
+def relay_figures(connection: sqlite3.Connection) -> RelayFigures:
     """Return the figures of weight versions; a version whose learner crashed while publishing has no stall."""
-    published = [event for _, event in history.of_kind(VersionPublished)]
-    relayed = [event for _, event in history.of_kind(Relayed) if event.node != ROOT]
+    published = list(read_events(connection, VersionPublished))
+    relayed = [event for event in read_events(connection, Relayed) if event.node != ROOT]
     spreads: dict[int, float] = {}
     for event in relayed:
         spreads[event.version] = max(event.elapsed_s, spreads.get(event.version, 0.0))
@@ -162,9 +153,9 @@ def relay_figures(history: History) -> RelayFigures:
     )
 
 
-def repack_figures(history: History) -> RepackFigures:
+def repack_figures(connection: sqlite3.Connection) -> RepackFigures:
     """Return the figures of repacking."""
-    rounds = [event for _, event in history.of_kind(Repacked)]
+    rounds = list(read_events(connection, Repacked))
     return RepackFigures(
         rounds=len(rounds),
         running=sum(event.num_running for event in rounds),
@@ -174,9 +165,9 @@ def repack_figures(history: History) -> RepackFigures:
     )
 
 
-def checkpoint_figures(history: History) -> CheckpointFigures:
+def checkpoint_figures(connection: sqlite3.Connection) -> CheckpointFigures:
     """Return the figures of checkpoints, with deleted and rolled-back ones."""
-    events = [event for _, event in history.of_kind(Checkpointed)]
+    events = list(read_events(connection, Checkpointed))
     if not events:
         return CheckpointFigures(0, None, None)
     return CheckpointFigures(
@@ -188,31 +179,31 @@ def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigur
     """Convert evaluation events to figures of a summary."""
     return [
         EvaluationFigures(
-            set_name=one.set_name, step=one.step, version=one.version, rl_s=one.rl_s, figures=one.figures
+            set_name=event.set_name, step=event.step, version=event.version, rl_s=event.rl_s, figures=event.figures
         )
-        for one in evaluations
+        for event in evaluations
     ]
 
 
-def _unscored_figures(connection: sqlite3.Connection, trajectories: Trajectories) -> UnscoredFigures:
-    failed = np.logical_or.reduce([trajectories.dropped_for(reason) for reason in UNSCORED])
-    count = int(failed.sum())
-    query = "SELECT drop_detail FROM trajectory WHERE drop_reason IN (?, ?) ORDER BY ended_s LIMIT 1"
+def _unscored_figures(connection: sqlite3.Connection) -> UnscoredFigures:
+    failed = "drop_reason IN (?, ?)"
+    count, scored = connection.execute(
+        f"SELECT count(*) FILTER (WHERE {failed}), count(reward) FROM trajectory", UNSCORED
+    ).fetchone()
+    query = f"SELECT drop_detail FROM trajectory WHERE {failed} ORDER BY ended_s LIMIT 1"
     first = connection.execute(query, UNSCORED).fetchone() if count else None
-    scored = int((~np.isnan(trajectories.reward) | failed).sum())
-    return UnscoredFigures(count, scored, "" if first is None else first[0])
+    return UnscoredFigures(count, scored + count, "" if first is None else first[0])
 
 
-def _length_figures(train: Trajectories) -> LengthFigures:
-    lengths = train.length[train.finish >= 0]
-    if not len(lengths):
-        return LengthFigures(0, 0, 0)
-    return LengthFigures(*np.percentile(lengths, (50, 95, 99), method="inverted_cdf").astype(int).tolist())
+def _length_figures(connection: sqlite3.Connection) -> LengthFigures:
+    query = "SELECT length, count(*) FROM trajectory WHERE kind = ? AND finish_reason IS NOT NULL GROUP BY length"
+    lengths = Counter(dict(connection.execute(query, (Kind.TRAIN,))))
+    return LengthFigures(*(quantile(lengths, q) for q in (0.50, 0.95, 0.99)))
 
 
-def _turn_figures(train: Trajectories) -> TurnFigures:
-    known = train.where(train.turns >= 0)
-    return turn_figures(list(zip(known.turns.tolist(), known.environment_s.tolist(), strict=True)))
+def _turn_figures(connection: sqlite3.Connection) -> TurnFigures:
+    found = [(row.turns, row.environment_s) for row in read_turns(connection) if row.kind is Kind.TRAIN]
+    return turn_figures(found)
 
 
 def _count_trajectories(connection: sqlite3.Connection) -> Counts:
@@ -224,6 +215,12 @@ def _count_trajectories(connection: sqlite3.Connection) -> Counts:
         live=account.live,
         dropped_by_reason={str(reason): count for reason, count in account.dropped.items()},
     )
+
+
+def _staleness_figures(connection: sqlite3.Connection) -> StalenessFigures:
+    query = "SELECT avg(staleness), max(staleness) FROM trajectory WHERE kind = ? AND status = ?"
+    mean, most = connection.execute(query, (Kind.TRAIN, Status.CONSUMED)).fetchone()
+    return StalenessFigures(mean or 0.0, most or 0)
 
 
 def _accuracy(evaluation: Evaluated | None) -> float | None:
@@ -244,38 +241,34 @@ def summarise(
     """Write and return the summary of a run with an up-to-date ledger; `sets` in the order of the config."""
     totals = stats.totals
     with reading(run.live_ledger) as connection:
-        trajectories, _, history = read_tables(connection, has_environment=has_environment)
-        train = trajectories.where(trajectories.is_kind(Kind.TRAIN))
-        staleness = measure_staleness(train)
         evaluations = evaluations_on_record(connection)
         first_set = of_first_set(evaluations, sets)
+        (steps,) = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()
         summary = Summary(
             run=str(run.path),
             finished=finished,
-            simulated=any(started.simulated for _, started in history.of_kind(RunStarted)),
-            accuracy_start=_accuracy(next((one for one in first_set if one.step == 0), None)),
+            simulated=is_simulated(connection),
+            accuracy_start=_accuracy(next((passed for passed in first_set if passed.step == 0), None)),
             accuracy_end=_accuracy(first_set[-1]) if finished and first_set else None,
             rl_seconds=stats.rl_s,
-            steps=max((step.step for _, step in history.steps), default=0),
-            response_length=_length_figures(train),
-            turns=_turn_figures(train),
+            steps=steps,
+            response_length=_length_figures(connection),
+            turns=_turn_figures(connection) if has_environment else TurnFigures(),
             tokens=Tokens(totals.generated_tokens, totals.trained_tokens),
             trained_tokens_per_s=totals.trained_tokens / stats.rl_s if stats.rl_s else 0.0,
             trajectories=_count_trajectories(connection),
-            staleness=StalenessFigures(0.0, 0)
-            if staleness is None
-            else StalenessFigures(staleness.mean, staleness.max),
+            staleness=_staleness_figures(connection),
             versions_alive_max=totals.versions_alive_max,
             overlap_share=stats.overlap_share,
             learner_waiting_share=stats.learner_waiting_share,
             peak_memory_bytes=stats.peak_memory_bytes,
             restarts=restarts,
             evaluations=evaluation_figures(evaluations),
-            relay=relay_figures(history),
-            checkpoints=checkpoint_figures(history),
+            relay=relay_figures(connection),
+            checkpoints=checkpoint_figures(connection),
             kv_use=stats.kv_use,
-            repack=repack_figures(history),
-            unscored=_unscored_figures(connection, trajectories),
+            repack=repack_figures(connection),
+            unscored=_unscored_figures(connection),
         )
     write_summary(run, summary)
     return summary

@@ -6,10 +6,10 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.queries import select
-from laminar_py.ledger.audit.stories import read_story
-from laminar_py.ledger.rows import COLUMNS
+from laminar_lab.audit.export import export
+from laminar_lab.audit.queries import select
+from laminar_lab.audit.stories import read_story
+from laminar_py.ledger.rows import TRAJECTORY_COLUMNS
 from laminar_py.records.events import Dropped, Restamped
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
@@ -60,7 +60,7 @@ async def test_an_export_has_every_trajectory_once_with_what_the_ledger_says_of_
     assert sorted(found) == ["g0.0", "g1.0", "g2.0", "g2.1"]
     for id, record in found.items():
         told = read_story(tmp_path, id)
-        assert [record[name] for name in COLUMNS] == msgspec.to_builtins(told.row)
+        assert [record[name] for name in TRAJECTORY_COLUMNS] == msgspec.to_builtins(told.row)
         assert record["response_ids"] == told.response.ids.tolist()
         assert record["logprobs"] == pytest.approx(told.response.logprobs.tolist())
         assert record["token_spans"] == msgspec.to_builtins(list(told.response.spans))
@@ -74,7 +74,7 @@ async def test_without_responses_an_export_is_the_table(tmp_path, suffix):
     out = tmp_path / f"out{suffix}"
     export(tmp_path, out)
     assert [record["id"] for record in read(out)] == ["g0.0", "g1.0", "g2.0", "g2.1"]
-    assert set(read(out)[0]) == set(COLUMNS)
+    assert set(read(out)[0]) == set(TRAJECTORY_COLUMNS)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.ledger.audit.queries import Filters, accounting, listing, staleness_histogram
+from laminar_lab.audit.queries import Filters, accounting, listing, staleness_histogram
 from laminar_py.ledger.rows import KindAccount
 from laminar_py.records.events import Dropped
 from laminar_py.records.trajectory import DropReason, Kind, Status

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
+from laminar_lab.audit.rescoring import RecordedScore, recorded_scores
+from laminar_lab.audit.stories import describe_events, read_story
 from laminar_py.config.reward import RewardConfig
-from laminar_py.ledger.audit.rescoring import RecordedScore, recorded_scores
-from laminar_py.ledger.audit.stories import describe_events, read_story
 from laminar_py.records.events import Scored
 from laminar_py.records.scoring import Score, TermValue
 from tests.ledger import runs

@@ -2,7 +2,7 @@
 
 import re
 
-from laminar_py.ledger.audit.stories import ReplicaSpan, describe_events, read_story
+from laminar_lab.audit.stories import ReplicaSpan, describe_events, read_story
 from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamCut
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason

@@ -13,9 +13,9 @@ import struct
 
 import pytest
 
+from laminar_lab.audit.checks import Rule, Violation
+from laminar_lab.audit.verify import prove, verify
 from laminar_py.ledger.archive import archive_files
-from laminar_py.ledger.audit.checks import Rule, Violation
-from laminar_py.ledger.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.pieces import piece_rows
 from laminar_py.ledger.seal import seal_run
@@ -164,7 +164,7 @@ async def test_a_changed_byte_of_the_archive_is_a_finding_and_the_file_is_not_op
     def never(path, number=None):
         raise AssertionError(f"{path} was opened")
 
-    monkeypatch.setattr("laminar_py.ledger.audit.responses.file_pieces", never)
+    monkeypatch.setattr("laminar_lab.audit.responses.file_pieces", never)
     flip(file, place % file.stat().st_size, 70)
     found = findings(tmp_path)
     assert any("was changed, so none of its 3 trajectories is read; restore it" in line for line in found), found

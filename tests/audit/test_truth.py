@@ -6,8 +6,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from laminar_py.ledger.audit.checks import Rule
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.checks import Rule
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.records.events import Assigned, Restamped
 from laminar_py.records.spans import Span

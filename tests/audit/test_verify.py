@@ -4,8 +4,8 @@ import sqlite3
 
 import pytest
 
-from laminar_py.ledger.audit.checks import Rule
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.checks import Rule
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, open_writer
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
 from laminar_py.records.columns import token_values

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.records.events import Finished, Interrupted, Restamped, StreamCut

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.rows import decode_event
 from tests.runs.runs import TrainProcess
 

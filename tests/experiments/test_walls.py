@@ -6,9 +6,9 @@ import pytest
 
 from experiments.walls.run import CONFIG, HERE, Trial, read_plant, rows
 from laminar_lab.advice import Remedy, remedies
+from laminar_lab.report.diagnosis import Bottleneck
 from laminar_py.config.loading import load_config
-from laminar_py.observe.diagnosis import Bottleneck
-from tests.analytics.test_diagnosis import FULL, mean_step_of
+from tests.report.test_diagnosis import FULL, mean_step_of
 
 PLANTS = [read_plant(path) for path in sorted(HERE.glob("*.yaml"))]
 

@@ -13,10 +13,10 @@ from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds,
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.metrics import FleetRow
-from tests.analytics.builders import make_fleet_row, make_step_row, write_rows
-from tests.analytics.ledgers import write_small_run
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, open_ledger
+from tests.report.builders import make_fleet_row, make_step_row, write_rows
+from tests.report.ledgers import write_small_run
 from tests.runs.runs import REPO
 
 QUICKSTART = load_config(REPO / "configs/quickstart.yaml", [])

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from laminar_lab.audit.verify import verify
 from laminar_lab.curves import format_mean
 from laminar_lab.launcher.experiment import read_experiment
 from laminar_lab.launcher.page import format_duration, make_page, write_page
@@ -25,10 +26,7 @@ from laminar_lab.launcher.progress import (
     read_all_progress,
 )
 from laminar_py.cli import app
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import new_run
-from tests.analytics.browser import browsing, slow_in_browser
-from tests.analytics.builders import make_step_row
 from tests.launcher.experiments import (
     LAUNCH,
     make_experiment,
@@ -37,6 +35,8 @@ from tests.launcher.experiments import (
     write_experiment,
 )
 from tests.launcher.test_loop import write_summary
+from tests.report.browser import browsing, slow_in_browser
+from tests.report.builders import make_step_row
 from tests.runs.runs import PATIENCE_S, REPO, forget_versions
 
 STEPS = 3

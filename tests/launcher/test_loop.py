@@ -18,8 +18,8 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
-from tests.analytics.builders import make_step_row
 from tests.launcher.experiments import BASE, make_experiment, program
+from tests.report.builders import make_step_row
 
 COUNT = """
 starts = Path(changes["runs"]) / "starts"

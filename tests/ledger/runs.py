@@ -14,7 +14,7 @@ from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, seg
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import rollback_events
 from laminar_py.ledger.responses import StoredResponses
-from laminar_py.ledger.rows import read_rows
+from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode, response_digest
 from laminar_py.records.events import (
@@ -141,7 +141,7 @@ async def write_archive(ledger, step, *, rows=None, part=0):
 def read_response(run, id):
     """The response of a trajectory, wherever its pieces are; `LedgerError` where they are lost."""
     with reading(run) as connection:
-        (row,) = read_rows(connection, "id = ?", (id,))
+        (row,) = trajectory_rows(connection, "id = ?", (id,))
         return StoredResponses(run, connection).response(row)
 
 

@@ -6,15 +6,15 @@ import os
 import numpy as np
 import pytest
 
+from laminar_lab.audit.export import export
+from laminar_lab.audit.stories import read_story
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger import archive
 from laminar_py.ledger.archive import archive_files, file_pieces
-from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.stories import read_story
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.responses import StoredResponses
-from laminar_py.ledger.rows import read_rows
+from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Assigned, Dropped
@@ -162,7 +162,7 @@ async def test_a_changed_file_of_the_archive_is_refused_in_one_line_and_not_open
     use(tmp_path)
     for name in (
         "laminar_py.ledger.responses",
-        "laminar_py.ledger.audit.responses",
+        "laminar_lab.audit.responses",
     ):
         monkeypatch.setattr(f"{name}.file_pieces", lambda *_: pytest.fail("opened"))
     whole = file.read_bytes()
@@ -212,7 +212,7 @@ async def test_each_file_of_the_archive_is_digested_once_by_an_audit_and_once_by
     digested.clear()
     with reading(tmp_path) as connection:
         responses = StoredResponses(tmp_path, connection)
-        assert [len(responses.response(row).ids) for row in read_rows(connection)] == [7, 7, 7, 4, 7]
+        assert [len(responses.response(row).ids) for row in trajectory_rows(connection)] == [7, 7, 7, 4, 7]
     assert len(digested) == len(set(digested)) > 0
 
 
@@ -229,7 +229,7 @@ async def test_columns_are_in_the_archive_too(tmp_path):
         for _ in range(2):
             await ledger.commit()
             with reading(tmp_path) as connection:
-                (row,) = read_rows(connection)
+                (row,) = trajectory_rows(connection)
                 assert StoredResponses(tmp_path, connection).columns(row) == columns
             assert verify(tmp_path) == []
             await move_to_archive(ledger, 1)

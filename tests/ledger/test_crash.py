@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, log_path, reading, write_copy
 from laminar_py.ledger.live import place_ledger
 from laminar_py.ledger.run_folder import RunFolder

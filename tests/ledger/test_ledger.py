@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.machine import IllegalEventError

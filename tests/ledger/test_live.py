@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.audit.verify import prove, verify
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger import live
-from laminar_py.ledger.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, log_path, reading
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.live import copy_ledger, ledger_disk, network_kind, place_ledger

@@ -5,15 +5,15 @@ import sqlite3
 
 import pytest
 
+from laminar_lab.audit.checks import Rule
+from laminar_lab.audit.export import export
+from laminar_lab.audit.stories import read_story
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.archive import archive_files, file_pieces
-from laminar_py.ledger.audit.checks import Rule
-from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.stories import read_story
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import LedgerError, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.responses import StoredResponses
-from laminar_py.ledger.rows import read_rows
+from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.segments.writer import SegmentWriter, segments_in
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped
@@ -167,7 +167,7 @@ async def test_a_response_of_two_hosts_is_in_two_files_and_read_as_one(tmp_path)
     found = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert {one["id"]: len(one["response_ids"]) for one in found} == {"g0.0": 5, "g1.0": 5, "g2.0": 4}
     with reading(tmp_path) as connection:
-        (row,) = read_rows(connection, "id = 'g1.0'")
+        (row,) = trajectory_rows(connection, "id = 'g1.0'")
         assert list(StoredResponses(tmp_path, connection).columns(row)) == ["token_rewards"]
 
 

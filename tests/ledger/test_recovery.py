@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.segments.reader import PayloadReader

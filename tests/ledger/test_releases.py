@@ -4,8 +4,8 @@ import sqlite3
 
 import pytest
 
-from laminar_py.ledger.audit.stories import read_story
-from laminar_py.ledger.audit.verify import prove
+from laminar_lab.audit.stories import read_story
+from laminar_lab.audit.verify import prove
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, LedgerError, open_writer
 from laminar_py.ledger.recovery import recover
 from tests.ledger.runs import begin, make_ready, open_ledger

@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from laminar_py.ledger.audit.verify import prove, verify
+from laminar_lab.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, SEAL_NAME, log_path, reading
 from laminar_py.ledger.seal import read_seal, seal_digest, seal_run
 from laminar_py.records.events import RunEnded

@@ -1,8 +1,8 @@
 """Segments of a run that were cut anywhere in their last frame: what audit and archive make of them."""
 
+from laminar_lab.audit.checks import Rule
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.archive import archive_files, file_pieces
-from laminar_py.ledger.audit.checks import Rule
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.segments.frames import make_frame
 from laminar_py.ledger.segments.writer import segments_in

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import load_config
 from laminar_py.learner.marker import MARKER, Architecture, complete_checkpoint
 from laminar_py.ledger.archive import archive_files, file_pieces
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.settings import packing
 from laminar_py.control.steps import MIN_CEILINGS
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder

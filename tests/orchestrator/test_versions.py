@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import parse_config
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.codec import encode
 from laminar_py.records.events import Relayed, VersionLoaded

@@ -8,12 +8,12 @@ from typer.testing import CliRunner
 
 from laminar_lab.advice import Remedy, remedies, steps_under, what_if, what_if_set
 from laminar_lab.commands.advise import app
+from laminar_lab.report.diagnosis import Bottleneck, diagnose
+from laminar_lab.report.mean_step import Age, StepStage
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.diagnosis import Bottleneck, diagnose
-from laminar_py.observe.mean_step import Age, StepStage
-from tests.analytics.scripted import CONFIG, WITH_ENVIRONMENT, scripted
-from tests.analytics.test_diagnosis import BOTTLENECKS, FULL, mean_step_of, on_full_cores
+from tests.report.scripted import CONFIG, WITH_ENVIRONMENT, scripted
+from tests.report.test_diagnosis import BOTTLENECKS, FULL, mean_step_of, on_full_cores
 
 JUDGE = "{kind: judge, %s}"
 

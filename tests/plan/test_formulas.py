@@ -9,8 +9,8 @@ from laminar_lab.emulation.settings import EngineTimes
 from laminar_lab.plan.placements import placements
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import ReplicaRates, estimate
+from laminar_lab.report.diagnosis import Bottleneck
 from laminar_py.config.rollout import Schedule
-from laminar_py.observe.diagnosis import Bottleneck
 from tests.plan.builders import LENGTHS, make_request
 
 TIMES = EngineTimes(

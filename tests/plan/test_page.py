@@ -6,8 +6,8 @@ import pytest
 
 from laminar_lab.plan.page import make_page, write_page
 from laminar_lab.plan.planner import make_plan
-from tests.analytics.browser import browsing, slow_in_browser
 from tests.plan.builders import make_request
+from tests.report.browser import browsing, slow_in_browser
 
 DRAWN = """JSON.stringify(Object.fromEntries(['by-staleness', 'by-gpus', 'stages', 'memory'].map((id) => [
   id, document.querySelectorAll(`#${id} .trace`).length])))"""

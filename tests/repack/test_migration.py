@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.config.rollout import PLANNERS
 from laminar_py.config.section import ConfigError
@@ -18,8 +20,6 @@ from laminar_py.control.views import ReplicaView
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.engine import GenerateRequest, SamplingParams

@@ -16,6 +16,8 @@ import pytest_asyncio
 import torch
 from transformers import Qwen3ForCausalLM
 
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import ServeContext
@@ -23,8 +25,6 @@ from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.sglang import server as server_module
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.losses.advantages import group_advantages
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.columns import TOKEN_REWARDS

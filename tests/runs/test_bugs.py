@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.audit.queries import accounting
 from laminar_lab.doctor import checks
 from laminar_py.cli import main
-from laminar_py.ledger.audit.queries import accounting
 from laminar_py.runtime.cluster.forked import SHARED
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import TrainProcess, forget_versions

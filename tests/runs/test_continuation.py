@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from laminar_py.ledger.audit.queries import Filters, listing
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import Filters, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.trajectory import Kind, Status
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.ledger.scaling import read_answer, send_request

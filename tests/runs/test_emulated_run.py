@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import LAMINAR, REPO, TrainProcess, forget_versions
 from tests.runs.test_train import starts_of

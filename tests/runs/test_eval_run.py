@@ -16,7 +16,7 @@ from laminar_py.config.loading import dump_config, load_config
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import read_answers
 from laminar_py.ledger.responses import StoredResponses
-from laminar_py.ledger.rows import read_rows
+from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.evaluations import set_figures
 from tests.learner.builders import make_learner
@@ -80,7 +80,7 @@ def responses(run: Path) -> dict[str, bytes]:
     """Token ids of all answers; log-probabilities differ in their last bits where other ones ran beside."""
     with reading(run) as connection:
         stored = StoredResponses(run, connection)
-        return {row.id: stored.response(row).ids.tobytes() for row in read_rows(connection)}
+        return {row.id: stored.response(row).ids.tobytes() for row in trajectory_rows(connection)}
 
 
 def num_begun(run: Path) -> int:

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import prove
 from laminar_py.children import kernel
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import prove
 from laminar_py.ledger.database import LedgerError, reading
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.local import is_local

@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import TrainProcess
 from tests.runs.test_elastic_run import events_of, left, scale, serving

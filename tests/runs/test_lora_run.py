@@ -7,8 +7,8 @@ from contextlib import closing, suppress
 import psutil
 import pytest
 
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.records.trajectory import Kind
 from tests.runs.runs import TrainProcess, wait_until_gone
 

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import pytest
 
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import DropReason
 from tests.runs.fake_cluster import FakeCluster

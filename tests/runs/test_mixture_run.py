@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.trajectory import Kind, Status

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.runtime.cluster.forked import SHARED
 from tests.runs.runs import TrainProcess, forget_versions

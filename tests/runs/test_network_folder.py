@@ -6,8 +6,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import prove, verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, is_copy, reading
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.local import is_local

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import read_evaluations
 from tests.runs.runs import ALONE, SMALL, TrainProcess, forget_versions

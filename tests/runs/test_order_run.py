@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.verify import verify
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions
 
 STEPS = 6

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import DropReason
 from tests.runs.runs import TrainProcess, forget_versions, journaled

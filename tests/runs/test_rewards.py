@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.records.trajectory import DropReason
 from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS

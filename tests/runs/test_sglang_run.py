@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from experiments.kill_test.handovers import handovers
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.config.data import ModelConfig
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.model import load_policy
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.spans import decode_spans, num_turns

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import pytest
 
+from laminar_lab.audit.queries import Filters, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.audit.queries import Filters, listing
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import Status
 from tests.runs.runs import REPO, TrainProcess, forget_versions, journaled

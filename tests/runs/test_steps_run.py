@@ -6,7 +6,7 @@ import math
 
 from aiohttp import web
 
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.verify import verify
 from tests.runs.runs import ALONE, TrainProcess
 
 SEPARATOR, LABELS = 2, [5, 6]  # of the quickstart's vocabulary

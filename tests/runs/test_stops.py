@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.verify import verify
 from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 

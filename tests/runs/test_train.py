@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import psutil
 import pytest
 
-from laminar_py.ledger.audit.queries import Filters, accounting, listing
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import ALONE, LAMINAR, REPO, TrainProcess, forget_versions, wait_until_gone

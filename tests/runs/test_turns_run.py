@@ -8,9 +8,9 @@ from contextlib import closing
 import msgspec
 import psutil
 
-from laminar_py.ledger.audit.verify import verify
-from laminar_py.observe.record import read_snapshot
-from laminar_py.observe.report import RunReport
+from laminar_lab.audit.verify import verify
+from laminar_lab.report.run_report import RunReport
+from laminar_lab.report.snapshot import read_snapshot
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.spans import decode_spans, num_sampled, num_turns
 from tests.runs.runs import TrainProcess, forget_versions

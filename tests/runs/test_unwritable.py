@@ -5,8 +5,8 @@ A limit on the size of files stands for the disk: what the controller writes bey
 
 import resource
 
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, wait_until_gone
 
 FEW_BYTES = 64 * 2**10  # beyond which a file cannot be written; the ledger's is larger from the start

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.audit.samples import FullSample, read_sample
 from laminar_py.cli import app
 from laminar_py.config.section import ConfigError
-from laminar_py.observe.samples import FullSample, read_sample
 from tests.ledger.runs import begin, open_ledger
 from tests.samples.runs import HOSTILE, encode, evaluated, make_model, write_config, write_sample
 from tests.samples.test_reading import a_run

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from laminar_lab.audit.queries import Filters, count, listing
+from laminar_lab.audit.samples import FullSample, SampleOrder, list_samples, read_sample, read_samples
+from laminar_lab.audit.stories import ReplicaSpan
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.audit.queries import Filters, count, listing
-from laminar_py.ledger.audit.stories import ReplicaSpan
-from laminar_py.observe.samples import FullSample, SampleOrder, list_samples, read_sample, read_samples
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import Dropped, Ready, Restamped
 from laminar_py.records.spans import Span

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from laminar_py.ledger.audit.stories import ReplicaSpan
-from laminar_py.observe.sample_lines import CUT_AT, Colour, describe_colours, describe_response, describe_sample
-from laminar_py.observe.samples import FullSample, PromptVisit, SampleRow
+from laminar_lab.audit.sample_lines import CUT_AT, Colour, describe_colours, describe_response, describe_sample
+from laminar_lab.audit.samples import FullSample, PromptVisit, SampleRow
+from laminar_lab.audit.stories import ReplicaSpan
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 from tests.samples.runs import HOSTILE

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from laminar_lab.audit.samples import token_texts
 from laminar_py.data.tokenizer import Tokenizer
-from laminar_py.observe.samples import token_texts
 
 CORPUS = [
     "The number 42 is 6 * 7, said Zoë.",

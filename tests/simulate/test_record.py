@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.audit.verify import prove
+from laminar_lab.report.figures import headline
+from laminar_lab.report.page import make_page
+from laminar_lab.report.run_report import read_report
 from laminar_py.cli.main import app, main
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.audit.verify import prove
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.ledger.rows import read_accounting
-from laminar_py.ledger.rows import read_rows as read_trajectories
+from laminar_py.ledger.rows import read_accounting, trajectory_rows
 from laminar_py.ledger.run_folder import RunFolder, runs_of
-from laminar_py.observe.figures import headline
-from laminar_py.observe.page import make_page
-from laminar_py.observe.report import read_report
 from laminar_py.observe.summary import Summary
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.runtime.orchestrator.resume import refuse_simulated
@@ -85,7 +84,7 @@ def test_rows_summary_and_accounts_of_a_record_are_those_of_the_run(recorded):
 def test_times_of_a_record_are_those_of_the_virtual_clock(recorded):
     _, done, folder = recorded
     with reading(folder) as connection:
-        rows = list(read_trajectories(connection, "status = 'consumed'"))
+        rows = list(trajectory_rows(connection, "status = 'consumed'"))
     first_s, last_s = min(row.issued_s for row in rows), max(row.ended_s for row in rows)
     assert -1e-3 < done.rows[-1].rl_s - (last_s - first_s) < 1.0, "but for the way of the first weights"
     assert all(row.issued_s <= row.finished_s <= row.scored_s <= row.ready_s <= row.ended_s for row in rows)

@@ -6,10 +6,10 @@ import subprocess
 import sys
 import time
 
+from laminar_lab.report.snapshot import read_samples
 from laminar_py.ledger.row_files import append_row
 from laminar_py.observe import fleet
 from laminar_py.observe.fleet import OwnCpu, cpu_use, watch_fleet
-from laminar_py.observe.record import read_samples
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import SystemClock
 

@@ -5,8 +5,8 @@ import math
 
 import msgspec
 
+from laminar_lab.report.snapshot import read_samples
 from laminar_py.ledger.row_files import append_row, open_rows
-from laminar_py.observe.record import read_samples
 from laminar_py.observe.stats import Stats, Totals, read_totals
 from laminar_py.observe.trackers import flat_row
 from laminar_py.records.host import SystemClock

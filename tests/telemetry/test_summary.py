@@ -3,8 +3,8 @@
 import pytest
 
 from laminar_py.cli.train import checkpoint_summary, relay_summary
+from laminar_py.ledger.database import reading
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.record import read_snapshot
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import (
     CheckpointFigures,
@@ -18,8 +18,8 @@ from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPub
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
-from tests.analytics.scripted import TURNS, WITH_ENVIRONMENT, scripted
 from tests.ledger.runs import begin, issue, make_ready, open_ledger
+from tests.report.scripted import TURNS, WITH_ENVIRONMENT, scripted
 
 
 def summary_of(folder, **options):
@@ -59,7 +59,8 @@ async def test_the_relay_is_summed_up_from_the_ledger(tmp_path):
             ledger.append(relayed(0, version, 0, 0.0))
             ledger.append(relayed(1, version, 10 if version else 1000, 1.0 + version))
             ledger.append(relayed(2, version, 10 if version else 1000, 2.0))
-    figures = relay_figures(read_snapshot(tmp_path).history)
+    with reading(tmp_path) as connection:
+        figures = relay_figures(connection)
     assert figures == RelayFigures(4, 0.2, 2.5, 2060 / 8000)
     assert relay_summary(figures) == (
         "4 versions, the learner stood still 200.0 ms for one, 2.50 s until the last relay had it, 25.8% of whole"
@@ -75,7 +76,8 @@ async def test_a_lone_root_has_nothing_to_say_of_the_wire(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, versions=(0,))
         ledger.append(relayed(0, 0, 0, 0.0))
-    figures = relay_figures(read_snapshot(tmp_path).history)
+    with reading(tmp_path) as connection:
+        figures = relay_figures(connection)
     assert figures == RelayFigures(1, 0.1, None, None)
     assert relay_summary(figures) == "1 versions, the learner stood still 100.0 ms for one"
 
@@ -89,7 +91,8 @@ async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
                     step=step, version=0, path=f"checkpoints/step-{step}", stall_s=stall_s, elapsed_s=0.5 + step
                 )
             )
-    figures = checkpoint_figures(read_snapshot(tmp_path).history)
+    with reading(tmp_path) as connection:
+        figures = checkpoint_figures(connection)
     assert figures == CheckpointFigures(3, 0.003, 1.5)
     assert checkpoint_summary(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"
 

@@ -8,10 +8,10 @@ import asyncio
 import shutil
 from types import SimpleNamespace
 
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import load_config
 from laminar_py.ledger import archive as archive_module
-from laminar_py.ledger.audit.queries import accounting
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.reader import PayloadReader, StoreAwayError, complete_all

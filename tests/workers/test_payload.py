@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from msgspec import structs
 
-from laminar_py.ledger.audit.verify import verify
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from laminar_lab.audit.stories import describe_events, read_story
 from laminar_lab.bench.ledger.synthetic import CHECKPOINT_EVERY, HOST, SyntheticRun
 from laminar_lab.bench.report import Row, log_line
 from laminar_py.ledger import (
@@ -30,7 +31,6 @@ from laminar_py.ledger import (
     reading,
     seal_run,
 )
-from laminar_py.ledger.audit import describe_events, read_story
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import SystemClock
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from laminar_py.ledger.segments.fetch import StoreClient as StoreClient
     from laminar_py.ledger.segments.frames import make_frame as make_frame
     from laminar_py.ledger.segments.payload import Payload as Payload
+    from laminar_py.ledger.segments.payload import join as join
     from laminar_py.ledger.segments.reader import PayloadReader as PayloadReader
     from laminar_py.ledger.segments.salvage import Known as Known
     from laminar_py.ledger.segments.salvage import Salvaged as Salvaged

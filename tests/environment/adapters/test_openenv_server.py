@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 
 from laminar_contrib.environments.openenv_kind import OpenEnvEnvironment, open_openenv
+from laminar_lab.audit.verify import verify
 from laminar_py.environment.protocol import Problem
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.records.spans import decode_spans, num_turns
 from laminar_py.records.trajectory import DropReason

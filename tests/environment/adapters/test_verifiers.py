@@ -14,11 +14,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from laminar_contrib.agents.kind import AgentConfig
+from laminar_lab.audit.export import export
+from laminar_lab.audit.verify import verify
 from laminar_py.config.data import ChatConfig
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.environment.writer import open_writer
-from laminar_py.ledger.audit.export import export
-from laminar_py.ledger.audit.verify import verify
 from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION, sequences_of
 from tests.environment.adapters.packages import ROOT, python_of

@@ -1,0 +1,336 @@
+"""Rules of the record, their violations, and the checks that follow the event log. `audit.verify` runs them.
+
+`check_event` gets every event of the types in `event_types`, in order, with the row of its trajectory before the
+event. `end` returns the violations that only the whole log shows.
+"""
+
+import sqlite3
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from laminar_py.ledger import UNSCORED, TrajectoryRow, answer_of
+from laminar_py.records.ages import WeightAges
+from laminar_py.records.evaluations import EvalAnswer, set_figures
+from laminar_py.records.events import (
+    AnyEvent,
+    Archived,
+    Consumed,
+    Dropped,
+    Evaluated,
+    Event,
+    Finished,
+    PartStarted,
+    Relayed,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    Scored,
+    Stepped,
+    TokensLost,
+    Undone,
+    VersionLoaded,
+    VersionPublished,
+)
+from laminar_py.records.spans import versions_of
+from laminar_py.records.trajectory import Kind
+
+
+class Rule(StrEnum):
+    """A rule of the record, with the number of its law in docs/laws.md."""
+
+    law: int
+
+    def __new__(cls, name: str, law: int) -> "Rule":
+        rule = str.__new__(cls, name)
+        rule._value_, rule.law = name, law
+        return rule
+
+    SEAL = "seal", 11  # a finished run is unchanged since its seal
+    LOG = "log", 11  # the event log is whole and unchanged
+    ORDER = "order", 11  # every event was possible when it happened
+    ROWS = "rows", 11  # the tables agree with the events
+    ACCOUNTING = "accounting", 1  # issued = consumed + dropped + live
+    CONSUMPTION = "consumption", 1  # no trajectory is consumed twice; each step counts its own
+    SPANS = "spans", 2  # every response token is stored unchanged, with its version
+    TRUTH = "truth", 9  # environment tokens are marked as such; only sampled tokens are trained on
+    ARCHIVE = "archive", 11  # archive files are unchanged
+    RECORDING = "recording", 4  # recorded masks and experts are complete and fit the tokens
+    DRAIN = "drain", 2  # one version per trajectory, if promised
+    STALENESS = "staleness", 12  # as recorded, and within the bound
+    VERSIONS = "versions", 2  # numbers are not reused, and an engine's versions do not go back
+    WEIGHTS = "weights", 3  # loaded bytes are the published ones
+    DROPS = "drops", 6  # every drop has a reason
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """A breach of one rule, e.g. `Violation(Rule.LOG, "event 17", "was changed")`."""
+
+    rule: Rule
+    subject: str
+    message: str
+
+    @property
+    def law(self) -> int:
+        """Number of the broken law."""
+        return self.rule.law
+
+    def __str__(self) -> str:
+        # one line, whatever damaged text it quotes
+        return " ".join(f"law {self.law}: {self.rule}: {self.subject}: {self.message}".split())
+
+
+class Check(Protocol):
+    """A check along the event log."""
+
+    event_types: ClassVar[tuple[type[Event], ...]]
+
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Return the violations that an event shows."""
+        ...
+
+    def end(self) -> list[Violation]:
+        """Return the violations that the whole log shows."""
+        return []
+
+
+class ConsumptionCheck(Check):
+    """Checks the trajectories that the learner consumed.
+
+    A recorded staleness is right by `records.ages` and within the run's bound, and an engine sampled a token.
+    `VersionPublished` may follow the first consumption of a trajectory with that version.
+    """
+
+    event_types = (RunStarted, Consumed, Stepped, RolledBack, VersionPublished)
+
+    def __init__(self) -> None:
+        self._bound: int | None = None
+        self._ages = WeightAges()
+        self._early: dict[int, list[Consumed]] = {}  # by version without a record yet
+
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Check a consumption by the learner."""
+        if isinstance(event, RunStarted):
+            self._bound = event.max_staleness
+        self._ages.record_event(event)
+        if isinstance(event, VersionPublished):
+            early = self._early.pop(event.version, [])
+            return [violation for consumed in early for violation in self._judge(consumed, event.version)]
+        if not isinstance(event, Consumed) or row is None or row.kind is Kind.EVAL:
+            return []
+        if row.oldest_version is None:
+            return [Violation(Rule.TRUTH, row.id, "was trained on, but no engine sampled a token of it")]
+        if not self._ages.knows_version(row.oldest_version):
+            self._early.setdefault(row.oldest_version, []).append(event)
+            return []
+        return self._judge(event, row.oldest_version)
+
+    def _judge(self, event: Consumed, oldest: int) -> list[Violation]:
+        found = []
+        actual = self._ages.age_of(oldest, after=event.step - 1)
+        if event.staleness != actual:
+            found.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
+        if self._bound is not None and actual > self._bound and event.weight >= 1:
+            found.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
+        return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in found]
+
+
+class WeightsCheck(Check):
+    """Checks that versions are published once, loaded and used as published, and never go back on a replica.
+
+    A finished trajectory has one version if the run promises `drain`. Replicas with the same layout have the same
+    checksum of a version. A replica may report a version before its learner does, so findings on unpublished
+    versions wait. A running or killed run may leave findings on the version after the highest published one; they
+    are no violations.
+    """
+
+    event_types = (
+        PartStarted,
+        VersionPublished,
+        VersionLoaded,
+        Relayed,
+        Finished,
+        RunStarted,
+        RunEnded,
+    )
+
+    def __init__(self) -> None:
+        self._digests: dict[int, str] = {}
+        self._loaded: dict[str, int] = {}  # by process, since its start
+        self._waiting: dict[int, list[Violation]] = {}  # by version, in case it is never published
+        self._early: dict[int, set[str]] = {}  # digests loaded before the publish, by version
+        self._verified: dict[tuple[int, int], VersionLoaded] = {}  # first, by version and number of GPUs
+        self._drains = False
+        self._open = False  # whether the run has no recorded end
+
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Check a publish, a load, or the versions of a response."""
+        match event:
+            case PartStarted():
+                # a restarted replica may first load an old version, to continue trajectories of that version
+                self._loaded.pop(event.part, None)
+            case VersionPublished():
+                return self._published(event)
+            case VersionLoaded():
+                return self._load(event)
+            case Relayed():
+                return self._compare(event.node, "holds", event.version, event.digest)
+            case Finished():
+                return self._finished(event)
+            case RunStarted():
+                self._open, self._drains = True, event.drain
+            case RunEnded():
+                self._open = False
+        return []
+
+    def end(self) -> list[Violation]:
+        """Return uses of versions that were never published."""
+        next_version = max(self._digests, default=-1) + 1
+        under_way = {next_version} if self._open else set()
+        return [f for version, found in self._waiting.items() if version not in under_way for f in found]
+
+    def _wait(self, version: int, finding: Violation) -> None:
+        self._waiting.setdefault(version, []).append(finding)
+
+    def _published(self, event: VersionPublished) -> list[Violation]:
+        if event.version in self._digests:
+            return [Violation(Rule.VERSIONS, f"version {event.version}", "was published twice")]
+        self._digests[event.version] = event.digest
+        self._waiting.pop(event.version, None)
+        others = self._early.pop(event.version, set()) - {event.digest}
+        message = f"was loaded as {sorted(others)} and published as {event.digest}"
+        return [Violation(Rule.WEIGHTS, f"version {event.version}", message)] if others else []
+
+    def _finished(self, event: Finished) -> list[Violation]:
+        versions = versions_of(event.spans)
+        # one by one, since a set difference with dictionary keys would look at all keys
+        for version in (one for one in versions if one not in self._digests):
+            message = f"has tokens of version {version}, which was never published"
+            self._wait(version, Violation(Rule.VERSIONS, event.trajectory_id, message))
+        if self._drains and len(versions) > 1:
+            return [Violation(Rule.DRAIN, event.trajectory_id, f"has tokens of the versions {sorted(versions)}")]
+        return []
+
+    def _load(self, event: VersionLoaded) -> list[Violation]:
+        part = f"replica-{event.replica}"
+        found = self._compare(part, "loaded", event.version, event.digest)
+        before = self._loaded.get(part)
+        if before is not None and event.version < before:
+            found.append(Violation(Rule.VERSIONS, part, f"went back from version {before} to {event.version}"))
+        self._loaded[part] = event.version
+        return found + self._compare_checksum(event)
+
+    def _compare_checksum(self, event: VersionLoaded) -> list[Violation]:
+        """Compare the checksum of a verified load with the first one of the same layout."""
+        if event.checksum is None:
+            return []
+        first = self._verified.setdefault((event.version, event.checksum.count("-")), event)
+        if first.checksum == event.checksum:
+            return []
+        held = f"is {first.checksum} in replica-{first.replica} and {event.checksum} in replica-{event.replica}"
+        return [Violation(Rule.WEIGHTS, f"version {event.version}", held)]
+
+    def _compare(self, part: str, did: str, version: int, digest: str) -> list[Violation]:
+        """Compare a process's digest of a version with the learner's."""
+        published = self._digests.get(version)
+        if published is None:
+            message = f"{did} version {version}, which was never published"
+            self._wait(version, Violation(Rule.WEIGHTS, part, message))
+            self._early.setdefault(version, set()).add(digest)
+        elif published != digest:
+            message = f"{did} version {version} as {digest}, but it was published as {published}"
+            return [Violation(Rule.WEIGHTS, part, message)]
+        return []
+
+
+class StepCheck(Check):
+    """Checks that a learner step consumed as many trajectories as it says; a rollback resets the count."""
+
+    event_types = (Stepped, Consumed, Undone, RolledBack)
+
+    def __init__(self) -> None:
+        self._consumed: Counter[int] = Counter()
+        self._said: dict[int, int] = {}
+
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Count a step's trajectories."""
+        match event:
+            case Stepped():
+                self._said[event.step] = event.num_trajectories
+            case Consumed() if row is not None and row.kind is Kind.TRAIN:
+                self._consumed[event.step] += 1
+            case Undone():
+                self._consumed[event.step] -= 1
+            case RolledBack():
+                self._said = {step: count for step, count in self._said.items() if step <= event.step}
+        return []
+
+    def end(self) -> list[Violation]:
+        """Return the steps whose counts differ."""
+        found = []
+        for step in sorted(self._said.keys() | self._consumed.keys()):
+            said, consumed = self._said.get(step, 0), self._consumed[step]
+            if said != consumed:
+                message = f"says it used {said} trajectories, but it consumed {consumed}"
+                found.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
+        return found
+
+
+class FiguresCheck(Check):
+    """Checks figures of evaluations against their answers, without intervals, which use random draws."""
+
+    event_types = (Scored, Dropped, Evaluated)
+
+    def __init__(self) -> None:
+        self._answers: dict[str, list[EvalAnswer]] = {}  # by pass without figures yet
+
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Collect an answer, or compare figures with the answers."""
+        if isinstance(event, Evaluated):
+            found = set_figures(self._answers.pop(event.pass_id, []), samples=event.figures.samples)
+            if found is None or found.exact != event.figures.exact:
+                told = "none" if found is None else found.describe()
+                message = f"says {event.figures.describe()}, but its answers give {told}"
+                return [Violation(Rule.ROWS, f"evaluation {event.pass_id}", message)]
+        elif row is not None and row.kind is Kind.EVAL:
+            answers = self._answers.setdefault(row.group_id, [])
+            if isinstance(event, Scored):
+                answers.append(answer_of(row, reward=event.reward, said=event.said))
+            elif isinstance(event, Dropped) and event.reason in UNSCORED:
+                answers.append(answer_of(row, reward=None, said=""))
+        return []
+
+
+class LostDataCheck(Check):
+    """Checks that recorded archive files exist, and that every lost piece is recorded as lost.
+
+    It only looks for the files; `audit.verify` compares their bytes with the recorded digests.
+    """
+
+    event_types = (Archived, TokensLost)
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+        self._folder = folder
+        self._connection = connection
+        self._recorded: set[str] = set()  # trajectories recorded as lost
+
+    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
+        """Look for a recorded file, or note trajectories recorded as lost."""
+        if isinstance(event, TokensLost):
+            self._recorded.update(event.trajectory_ids)
+        if not isinstance(event, Archived) or (self._folder / event.path).is_file():
+            return []
+        return [Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")]
+
+    def end(self) -> list[Violation]:
+        """Return the lost pieces without an event."""
+        query = "SELECT DISTINCT id FROM piece JOIN trajectory ON number = trajectory WHERE segment = ''"
+        message = "its tokens are marked as lost, but no event says so"
+        return [
+            Violation(Rule.ROWS, id, message)
+            for (id,) in self._connection.execute(query)
+            if id not in self._recorded
+        ]

@@ -1,0 +1,278 @@
+"""Proof of the laws on the ledger of a finished, killed or running run. `laminar audit verify` calls it.
+
+It trusts no table: it derives every row again from the hash-chained events, and every response from its pieces.
+Several processes read a large ledger at once, each with some of the tasks. A task has a connection of its own,
+reads one state of the ledger, and compares nothing between two states, so a running run can be checked.
+"""
+
+import gc
+import os
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+
+from laminar_lab.audit.checks import (
+    Check,
+    ConsumptionCheck,
+    FiguresCheck,
+    LostDataCheck,
+    Rule,
+    StepCheck,
+    Violation,
+    WeightsCheck,
+)
+from laminar_lab.audit.replay import Replay, check_hashes
+from laminar_lab.audit.responses import ResponseCheck
+from laminar_py.ledger import (
+    LedgerError,
+    archive_files,
+    differences,
+    is_simulated,
+    ledger_path,
+    read_seal,
+    reading,
+    record_of,
+    seal_digest,
+    unlike_schema,
+    was_changed,
+)
+from laminar_py.records.codec import prompt_digest
+from laminar_py.records.events import Event
+
+SIMULATED = (
+    "simulated: nothing was generated or trained, and times are of a virtual clock; tokens are counts, which are"
+    " checked with their versions; the bytes of tokens and weights do not exist, so laws 3 and 4 are not checked"
+)
+_ALONE = 100_000  # events that one process checks faster than others start
+_EVENTS = 500_000  # of the hash chain, per task
+_TRAJECTORIES = 50_000  # responses in SQLite, per task
+_NAMED = 20  # lost trajectories that get a violation each
+
+
+class Proof(msgspec.Struct, kw_only=True):
+    """Violations, and notes about the seal and about data that could not be checked.
+
+    The tasks on responses also say which trajectories they found.
+    """
+
+    violations: list[Violation] = []
+    notes: list[str] = []
+    missing: list[int] = []  # trajectories with tokens and no reference
+    seen: list[int] = []  # trajectories with pieces in the archive
+    apart: list[int] = []  # trajectories of `seen` with further pieces in other files
+
+
+def verify(run: Path, *, processes: int | None = None) -> list[Violation]:
+    """Return the violations in the record of `run`. Raises `LedgerError` for a bad file."""
+    return prove(run, processes=processes).violations
+
+
+def prove(run: Path, *, processes: int | None = None) -> Proof:
+    """Return violations and notes, using at most `processes` processes, by default one per core.
+
+    Raises `LedgerError` for a bad file without another violation.
+    """
+    folder, proof = ledger_path(run).parent, Proof()
+    was_sealed = seal_digest(folder) is not None
+    _check_seal(folder, proof)
+    try:
+        _check_ledger(run, proof, processes=processes or len(os.sched_getaffinity(0)))
+    except LedgerError as error:
+        if not proof.violations:
+            raise
+        proof.violations.append(Violation(Rule.LOG, "ledger", str(error)))
+    if was_sealed and seal_digest(folder) is None:  # the run was resumed meanwhile
+        return prove(run, processes=processes)
+    return proof
+
+
+def _check_seal(folder: Path, proof: Proof) -> None:
+    """Compare sizes and digests of the run's files with its seal, and note the findings in `proof`."""
+    try:
+        seal = read_seal(folder)
+    except LedgerError as error:
+        proof.violations.append(Violation(Rule.SEAL, "seal.json", str(error)))
+        return
+    if seal is None:
+        proof.notes.append("not sealed: the run is running, or was killed")
+        return
+    proof.notes.append(f"sealed: {len(seal.files)} files, event {seal.seq} is the last")
+    proof.violations.extend(Violation(Rule.SEAL, *difference) for difference in differences(folder, seal))
+
+
+def _check_ledger(run: Path, proof: Proof, *, processes: int) -> None:
+    """Run all checks of the ledger on `processes`, and note their findings in `proof`."""
+    with reading(run) as connection:
+        (events,) = connection.execute("SELECT coalesce(max(seq), 0) FROM event").fetchone()
+        (trajectories,) = connection.execute("SELECT coalesce(max(number), 0) FROM trajectory").fetchone()
+    ranges = _ranges(trajectories, _TRAJECTORIES)
+    chain = _ranges(events, _EVENTS)
+    chain[-1] = chain[-1][0], None
+    with _workers(1 if events < _ALONE else processes) as submit:
+        layout = submit(_check_layout, run)
+        work = [submit(_check_events, run)]  # the longest first
+        stored = [submit(_check_stored, run, *numbers) for numbers in ranges]
+        work += [submit(_check_chain, run, *numbers) for numbers in chain]
+        work.append(submit(_check_prompts, run))
+        proof.violations += layout().violations
+        if layout().violations:
+            return  # values have wrong types or rows a wrong order, so further findings would be noise
+        missing = {number for task in stored for number in task().missing}
+        # listed only now, so that pieces which the run archives meanwhile are found in SQLite or in a listed file
+        apart: set[int] = set()
+        archive = [submit(_check_archive, run, path) for path in archive_files(ledger_path(run).parent)]
+        for task in [*work, *stored, *archive]:
+            done = task()
+            proof.violations += done.violations
+            proof.notes += done.notes
+            missing.difference_update(done.seen)
+            apart.update(done.apart)
+        proof.violations += submit(_check_apart, run, sorted(apart))().violations if apart else []
+    proof.violations += _missing_responses(run, missing)
+
+
+def _ranges(count: int, size: int) -> list[tuple[int, int | None]]:
+    """Cut [1, count] into ranges; one empty range for count 0."""
+    return [(first, min(first + size - 1, count)) for first in range(1, count + 1, size)] or [(1, 0)]
+
+
+Submit = Callable[..., Callable[[], Proof]]
+
+
+@contextmanager
+def _workers(processes: int) -> Iterator[Submit]:
+    """Give a function that submits a task and returns a function that waits for its result.
+
+    With one process the tasks run in this one. At the end, tasks without a requested result are cancelled.
+    """
+    if processes == 1:
+        yield lambda function, *arguments: cache(partial(function, *arguments))
+        return
+    # tasks create millions of objects without reference cycles, so the cycle collector would only cost time
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=gc.disable) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result
+        pool.shutdown(cancel_futures=True)
+
+
+# ---- tasks
+
+
+def _check_layout(run: Path) -> Proof:
+    """Check that SQLite finds the file undamaged, and that it has the tables of the schema."""
+    with reading(run) as connection:
+        faults = [message for (message,) in connection.execute("PRAGMA integrity_check(10)") if message != "ok"]
+        found = [Violation(Rule.LOG, "file", message) for message in faults]
+        found += [Violation(Rule.LOG, name, "differs from the schema") for name in unlike_schema(connection)]
+        return Proof(violations=found)
+
+
+def _check_events(run: Path) -> Proof:
+    """Replay all events: check every rule along the log, and the tables that follow from it."""
+    with reading(run) as connection:
+        checks: list[Check] = [ConsumptionCheck(), WeightsCheck(), StepCheck(), FiguresCheck()]
+        checks.append(LostDataCheck(ledger_path(run).parent, connection))
+        by_type: dict[type[Event], list[Check]] = {}
+        for check in checks:
+            for kind in check.event_types:
+                by_type.setdefault(kind, []).append(check)
+        found: list[Violation] = []
+        replay = Replay(connection)
+        for stamped in replay.read_events():
+            for check in by_type.get(type(stamped.event), ()):
+                found += check.check_event(stamped.event, replay.row_before(stamped.event))
+            replay.apply_event(stamped)
+        replay.end()
+        for check in checks:
+            found += check.end()
+        notes = [SIMULATED] if is_simulated(connection) else []
+    if replay.unknown:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(replay.unknown.items()))
+        notes.append(f"skipped events of a later release: {kinds}")
+    return Proof(violations=found + replay.violations, notes=notes)
+
+
+def _check_chain(run: Path, first: int, last: int | None) -> Proof:
+    """Check the hashes of events `first` to `last`."""
+    with reading(run) as connection:
+        return Proof(violations=list(check_hashes(connection, first, last)))
+
+
+def _check_stored(run: Path, first: int, last: int) -> Proof:
+    """Check the responses that SQLite refers to, of trajectories `first` to `last`."""
+    with reading(run) as connection:
+        check = ResponseCheck(run, connection)
+        missing = check.check_stored(first, last)
+        away = f"{check.num_elsewhere} responses are on other hosts of the run, and were not read"
+        notes = [away] if check.num_elsewhere else []
+        return Proof(violations=check.violations, missing=missing, notes=notes)
+
+
+def _check_archive(run: Path, path: Path) -> Proof:
+    """Check the responses in a file of the archive, unless a crash came before its record or it was changed."""
+    with reading(run) as connection:
+        check, event = ResponseCheck(run, connection), record_of(path, connection)
+        if event is None:
+            return Proof()
+        if was_changed(path, event):
+            message = f"was changed, so none of its {event.num_trajectories} trajectories is read; restore it"
+            return Proof(violations=[Violation(Rule.ARCHIVE, event.path, message)])
+        try:
+            check.check_file(path)
+        except LedgerError as error:
+            check.violations.append(Violation(Rule.ARCHIVE, path.name, str(error)))
+        return Proof(violations=check.violations, seen=check.numbers, apart=check.apart)
+
+
+def _check_apart(run: Path, numbers: Collection[int]) -> Proof:
+    """Check the responses of trajectories whose pieces are in several files of the archive."""
+    with reading(run) as connection:
+        check = ResponseCheck(run, connection)
+        check.check_rows_apart(numbers)
+        return Proof(violations=check.violations)
+
+
+def _check_prompts(run: Path) -> Proof:
+    """Check prompts against their digests, and that each trajectory has its prompt."""
+    with reading(run) as connection:
+        return Proof(violations=list(_prompt_violations(connection)))
+
+
+def _prompt_violations(connection: sqlite3.Connection) -> Iterator[Violation]:
+    """Yield violations for prompts that were changed, are missing, or are stored with another place."""
+    for id, ids, text, answer, task, fields, digest in connection.execute(
+        "SELECT id, ids, text, answer, task, fields, digest FROM prompt"
+    ):
+        if prompt_digest(id, text, ids, answer, task, fields) != digest:
+            yield Violation(Rule.ROWS, f"prompt {id}", "was changed")
+    missing = connection.execute(
+        "SELECT id, prompt_id FROM trajectory WHERE prompt_id NOT IN (SELECT id FROM prompt)"
+    )
+    for id, prompt_id in missing:
+        yield Violation(Rule.ROWS, id, f"its prompt {prompt_id} is not stored")
+    misplaced = connection.execute(
+        "SELECT id, idx, first FROM prompt JOIN"
+        " (SELECT prompt_id, prompt_index AS first, min(number) FROM trajectory GROUP BY prompt_id)"
+        " ON prompt_id = id WHERE idx != first"
+    )
+    for id, index, first in misplaced:
+        yield Violation(Rule.ROWS, f"prompt {id}", f"stands at place {index}, it was first issued from {first}")
+
+
+def _missing_responses(run: Path, missing: Collection[int]) -> Iterator[Violation]:
+    """Iterate over violations by trajectories without a piece in segments and archive."""
+    with reading(run) as connection:
+        for number in islice(sorted(missing), _NAMED):
+            query = "SELECT id, length FROM trajectory WHERE number = ?"
+            for id, length in connection.execute(query, (number,)):
+                yield Violation(Rule.SPANS, id, f"none of its {length} tokens can be read")
+    if len(missing) > _NAMED:
+        yield Violation(
+            Rule.SPANS, "archive", f"has no tokens of {len(missing) - _NAMED} more trajectories either"
+        )

@@ -1,0 +1,89 @@
+"""`laminar report`: what limits a run and where its tokens and time went; `laminar dashboard`: the same, live.
+
+Figures and tables come from `laminar_lab.report`.
+"""
+
+import asyncio
+import dataclasses
+import os
+from functools import cached_property
+from math import isnan
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from laminar_py.cli import console, print_line
+
+report_app = typer.Typer()
+dashboard_app = typer.Typer()
+
+
+@report_app.command(epilog="Example: laminar report runs/quickstart-1")
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone, as one object")] = False,
+) -> None:
+    """Show what limits a run and where its tokens and its time went, also while it runs.
+
+    Also write report.html and trace.json into its folder.
+    """
+    from laminar_lab.report.page import write_page
+    from laminar_lab.report.run_report import read_report
+    from laminar_lab.report.terminal import run_tables
+    from laminar_lab.report.trace import write_trace
+
+    found = read_report(run)
+    if as_json:
+        print(msgspec.json.encode(plain(found)).decode())
+        return
+    for table in run_tables(found):
+        console.print(table)
+    print_line(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}")
+    if not found.simulation:
+        print_line(f"what to change first: laminar advise {run}")
+
+
+def print_limits(run: Path) -> None:
+    """Print what limits a run, and the commands that show the rest; `laminar train` ends with it."""
+    from laminar_lab.report.run_report import RunReport
+    from laminar_lab.report.snapshot import read_snapshot
+    from laminar_lab.report.terminal import diagnosis_table
+
+    console.print(diagnosis_table(RunReport(read_snapshot(run)).diagnosis))
+    print_line(f"laminar report {run} has all figures, and draws report.html")
+    print_line(f"laminar advise {run} says what to change first")
+    print_line(f"laminar audit {run} verify proves the figures")
+
+
+@dashboard_app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")
+def dashboard(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 8400,
+    host: Annotated[
+        str, typer.Option(help="Interface; beyond loopback LAMINAR_DASHBOARD_TOKEN must be set")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the report as a page that updates while the run runs, and /metrics for Prometheus, until Ctrl-C."""
+    from laminar_lab.report.dashboard import TOKEN_VARIABLE, serve
+
+    asyncio.run(
+        serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, announce=print_line)
+    )
+
+
+def plain(value: object) -> object:
+    """Convert a report to JSON values: fields and properties of its figures by name, and NaN as null."""
+    from laminar_lab.report.run_report import RunReport
+
+    if dataclasses.is_dataclass(value) or isinstance(value, RunReport):
+        names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        members = vars(type(value)).items()
+        names += [name for name, member in members if isinstance(member, property | cached_property)]
+        return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and isnan(value) else value

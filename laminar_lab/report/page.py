@@ -1,0 +1,373 @@
+"""`report.html`: which panels a run's page has, and their data. One file without network.
+
+`laminar report` writes the file, and the dashboard serves the same page with fresh data. Each panel is bounded,
+however long the run (`tests/report/test_page.py`). Single trajectories over time are in `trace.json` for
+Perfetto.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from laminar_lab.report.diagnosis import MEANINGS, STAGE_OF, Bottleneck, Diagnosis, describe_diagnosis
+from laminar_lab.report.figures import headline
+from laminar_lab.report.kit import Card, Chart, Heat, Panel, Series, Table, render
+from laminar_lab.report.mean_step import StageTimes, StepStage
+from laminar_lab.report.run_report import RunReport
+from laminar_lab.report.snapshot import History, Snapshot
+from laminar_lab.report.tails import COUNTED, NAMES, Measure, distribution, format_seconds, measures
+from laminar_lab.report.terminal import drop_cells
+from laminar_lab.report.texts import EmbeddedTexts, TextsPanel, embed_texts, make_texts
+from laminar_lab.report.tokens import waterfall
+from laminar_lab.report.trace import keep_evenly, natural_order, occupancy, write_beside
+from laminar_lab.report.trajectories import Times, Trajectories
+from laminar_py.config.loading import dump_config
+from laminar_py.config.rollout import Schedule
+from laminar_py.records.events import Pulled, Relayed
+from laminar_py.records.trajectory import Status
+
+REPORT_NAME = "report.html"
+MOST_BINS, MOST_COLUMNS, MOST_POINTS, MOST_NODES = 50, 240, 2_000, 200
+MOST_CELLS, MOST_TIMES, MOST_STEPS = 60_000, 600, 400  # of the timeline
+DRAWN_S = 1e-4  # a shorter stage has no bar
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """Data of a run's page."""
+
+    name: str
+    seq: int
+    live: bool  # as `History.live`
+    heard_s: float  # time of the last event, seconds since 1970
+    cards: list[Card]
+    panels: list[Panel]  # above the texts
+    texts: TextsPanel
+    more: list[Panel]  # below them
+
+
+def write_page(report: RunReport) -> Path:
+    """Write the page into the folder of the run and return its path."""
+    page = make_page(report, texts=embed_texts(report.snapshot.run))
+    return write_beside(report, REPORT_NAME, render_page(page).encode())
+
+
+def encode_page(page: Page) -> bytes:
+    """Return a page as JSON; numbers that are not finite become null."""
+    return msgspec.json.encode(page)
+
+
+def render_page(page: Page | None) -> str:
+    """Return the HTML of a page. Without data the page requests `data.json` again and again."""
+    return render(b"null" if page is None else encode_page(page), files("laminar_lab.report") / "web")
+
+
+def make_page(report: RunReport, *, texts: EmbeddedTexts | None = None) -> Page:
+    """Return the data of a run's page. Without `texts` the page requests them from its server."""
+    snapshot, train = report.snapshot, report.snapshot.trajectories
+    lengths, latencies = distribution_panels(train)
+    config = "" if snapshot.config is None else dump_config(snapshot.config)
+    return Page(
+        name=snapshot.name,
+        seq=snapshot.seq,
+        live=snapshot.history.live,
+        heard_s=snapshot.heard_s,
+        cards=headline(report),
+        panels=[
+            *([] if report.diagnosis is None else [bottleneck_panel(report.diagnosis)]),
+            timeline_panel(snapshot),
+            lengths,
+            latencies,
+            staleness_panel(train),
+            *([] if report.diagnosis is None else [step_panel(report.diagnosis)]),
+            curves_panel(snapshot),
+            learner_panel(snapshot),
+        ],
+        texts=make_texts(snapshot.run, total=len(snapshot.all_trajectories), here=texts),
+        more=[
+            tokens_panel(report),
+            relay_panel(snapshot.history),
+            *([Panel(id="config", title="Config", text=config, is_wide=True)] if config else []),
+        ],
+    )
+
+
+def bottleneck_panel(diagnosis: Diagnosis) -> Panel:
+    """Return the panel of the bottleneck, with the evidence that the terminal shows."""
+    bottleneck = diagnosis.binding.bottleneck
+    lines = [f"{heading}: {words}" for heading, words in describe_diagnosis(diagnosis)]
+    return Panel(
+        id="wall",
+        title="What limits this run",
+        lead=str(bottleneck),
+        note=MEANINGS[bottleneck],
+        lines=lines,
+        is_wide=True,
+    )
+
+
+def timeline_panel(snapshot: Snapshot) -> Panel:
+    """Return the panel of replicas over time, by their number of trajectories, with the learner steps."""
+    residences, end_s = snapshot.residences, max(snapshot.end_s, 1e-3)
+    replicas = np.unique(residences.replica).tolist()
+    bins = max(1, min(MOST_TIMES, MOST_CELLS // max(1, len(replicas))))
+    edges = np.linspace(0.0, end_s, bins + 1)
+    running = [occupancy(residences, replica=replica, edges=edges)[0] for replica in replicas]
+    heat = Heat(
+        name="trajectories",
+        x=np.round((edges[1:] + edges[:-1]) / 2, 3).tolist(),
+        y=[f"replica {replica}" for replica in replicas],
+        z=[[round(value, 2) for value in row.tolist()] for row in running],
+    )
+    chart = Chart(
+        x="time since the first trajectory (s)",
+        y="",
+        heat=heat,
+        series=list(_step_bars(snapshot)),
+        is_empty=not replicas,
+    )
+    note = (
+        f"{len(snapshot.all_trajectories):,} trajectories. The colour of a replica is its number of trajectories;"
+        " grey is idle. Single trajectories, weights, moves and crashes are in trace.json, for Perfetto."
+    )
+    return Panel(id="timeline", title="Timeline", note=note, charts=[chart], is_wide=True)
+
+
+def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
+    """Yield bars of the learner steps, each with the mean reward of its trajectories."""
+    train, steps = snapshot.trajectories, keep_evenly(snapshot.history.steps, MOST_STEPS)
+    used = train.is_status(Status.CONSUMED) & ~np.isnan(train.reward)
+    rewards = _means_by_step(train.step[used], train.reward[used])
+    if steps:
+        yield Series(
+            name="learner step",
+            kind="row",
+            x=[round(step.elapsed_s, 4) for _, step in steps],
+            y=["learner"] * len(steps),
+            base=[round(at_s - step.elapsed_s, 4) for at_s, step in steps],
+            words=[
+                f"learner, step {step.step}: {format_seconds(step.elapsed_s)},"
+                f" after {format_seconds(step.waited_s)} without a batch; {step.num_trajectories:,} trajectories,"
+                f" {step.num_tokens:,} tokens, reward {rewards.get(step.step, np.nan):.3g}"
+                for _, step in steps
+            ],
+        )
+
+
+def distribution_panels(train: Trajectories) -> tuple[Panel, Panel]:
+    """Return the panel of lengths (and turns, if there are any), and the panel of times."""
+    values = measures(train)
+    counted = [_histogram(name, column) for name, column in values.items() if name in COUNTED]
+    times = [_histogram(name, column) for name, column in values.items() if name not in COUNTED]
+    return (
+        Panel(id="lengths", title="Response length", charts=counted, choose="of"),
+        Panel(id="latencies", title="Latency", charts=times, choose="stage"),
+    )
+
+
+def _histogram(measure: Measure, values: Times) -> Chart:
+    """Return the histogram of known values; times have a logarithmic axis."""
+    log, found, name = measure not in COUNTED, distribution(values), NAMES[measure]
+    title = f"{name} (log scale)" if log else f"{name} ({COUNTED[measure]})"
+    if found is None:
+        return Chart(name=name, x=title, y="trajectories", is_empty=True)
+    known = values[~np.isnan(values)]
+    least = max(float(np.percentile(known, 0.1)), 1e-4) if log else float(known.min())
+    most = max(found.max, least * 1.01 if log else least + 1)
+    edges = np.geomspace(least, most, MOST_BINS + 1) if log else np.linspace(least, most, MOST_BINS + 1)
+    counts, _ = np.histogram(np.clip(known, least, most), edges)
+    middles = np.sqrt(edges[1:] * edges[:-1]) if log else (edges[1:] + edges[:-1]) / 2
+    show = format_seconds if log else "{:,.0f}".format
+    bars = zip(edges, edges[1:], counts.tolist(), strict=False)
+    series = Series(
+        name=name,
+        kind="bar",
+        x=middles.tolist(),
+        y=counts.tolist(),
+        width=np.diff(edges).tolist(),
+        words=[f"{show(low)} to {show(high)}: {count:,}" for low, high, count in bars],
+    )
+    marks = list(found.percentiles.items())
+    return Chart(name=name, x=title, y="trajectories", series=[series], marks=marks, log=log)
+
+
+def staleness_panel(train: Trajectories) -> Panel:
+    """Return the panel of consumed trajectories by step, or by several steps, and staleness."""
+    consumed = train.is_status(Status.CONSUMED)
+    step, staleness = train.step[consumed], train.staleness[consumed]
+    if not len(step):
+        empty = Chart(x="step", y="staleness", is_empty=True)
+        return Panel(id="staleness", title="Staleness", charts=[empty])
+    first, last, oldest = int(step.min()), int(step.max()), int(staleness.max())
+    per_column = -(-(last - first + 1) // MOST_COLUMNS)
+    columns = (step - first) // per_column
+    counts = np.zeros((oldest + 1, int(columns.max()) + 1), np.int64)
+    np.add.at(counts, (np.clip(staleness, 0, None), columns), 1)
+    starts = [float(first + column * per_column) for column in range(counts.shape[1])]
+    heat = Heat(name="trajectories", x=starts, y=list(range(oldest + 1)), z=counts.tolist())
+    title = f"step (a column is {per_column})" if per_column > 1 else "step"
+    return Panel(id="staleness", title="Staleness", charts=[Chart(x=title, y="learner steps old", heat=heat)])
+
+
+class StageBar(NamedTuple):
+    """Stage of the mean step, e.g. generation from 0 s on for 31.5 s, which binds."""
+
+    name: str
+    start_s: float
+    seconds: float
+    binding: bool
+
+
+def stage_bars(schedule: Schedule, times: StageTimes, bottleneck: Bottleneck) -> list[StageBar]:
+    """Return the bars of a mean step; stages that wait for each other follow each other, as in `compose`."""
+    turns = times.generation_s + times.environment_s
+    rollout = max(turns, times.reward_s, times.reference_s)
+    match schedule:
+        case Schedule.SYNC:
+            begin = {StepStage.LEARNER: rollout, StepStage.WEIGHTS: rollout + times.learner_s}
+        case Schedule.ONE_STEP:
+            begin = {StepStage.WEIGHTS: max(rollout, times.learner_s)}
+        case Schedule.ASYNC:
+            begin = {StepStage.WEIGHTS: turns}
+    begin[StepStage.ENVIRONMENT] = times.generation_s
+    binding = StepStage.GENERATION if bottleneck is Bottleneck.LONG_TAIL else STAGE_OF.get(bottleneck)
+    return [
+        StageBar(str(stage), begin.get(stage, 0.0), times.seconds_of(stage), stage is binding)
+        for stage in StepStage
+        if times.seconds_of(stage) >= DRAWN_S
+    ]
+
+
+def step_panel(diagnosis: Diagnosis) -> Panel:
+    """Return the panel of the mean step's stages."""
+    step = diagnosis.mean_step
+    bars = stage_bars(step.schedule, step.times, diagnosis.binding.bottleneck)
+    series = Series(
+        name="stage",
+        kind="row",
+        x=[bar.seconds for bar in bars],
+        y=[bar.name for bar in bars],
+        base=[bar.start_s for bar in bars],
+        colours=["second" if bar.binding else "accent" for bar in bars],
+        words=[f"{bar.name}: {format_seconds(bar.seconds)}" for bar in bars],
+    )
+    title = f"time in the step (s); measured: {format_seconds(step.measured_s)}"
+    note = "Stages that begin together run at the same time. The stage that limits the run is orange."
+    charts = [Chart(x=title, y="", series=[series], is_empty=not bars)]
+    return Panel(id="step", title="The mean step", note=note, charts=charts)
+
+
+def curves_panel(snapshot: Snapshot) -> Panel:
+    """Return the panel of rewards, evaluations and entropy over seconds of RL."""
+    ends = {step.step: at_s for at_s, step in snapshot.history.steps}
+    rows = [row for row in keep_evenly(snapshot.samples.steps, MOST_POINTS) if row.step in ends]
+    at_s = [round(row.rl_s, 3) for row in rows]
+    rewards = rewards_until(snapshot.trajectories, np.array([ends[row.step] for row in rows], np.float64))
+    series = [Series(name="reward", x=at_s, y=rewards)] if rows else []
+    for place, (name, passes) in enumerate(snapshot.history.evaluations_by_set.items()):
+        means = [one.figures.mean for one in passes]
+        series.append(
+            Series(
+                name=f"{name}: {passes[-1].figures.name}",
+                colour=("second", "third", "ink", "quiet")[place % 4],
+                x=[one.rl_s for one in passes],
+                y=[mean.value for mean in means],
+                low=[mean.low for mean in means],
+                high=[mean.high for mean in means],
+            )
+        )
+    entropy = Series(name="entropy", colour="third", x=at_s, y=[round(row.entropy, 5) for row in rows])
+    time, charts = "time of the RL phase (s)", list[Chart]()
+    charts.append(Chart(name="reward, evaluations", x=time, y="", series=series, is_empty=not series))
+    charts.append(Chart(name="entropy", x=time, y="nats", series=[entropy], from_zero=True, is_empty=not rows))
+    return Panel(id="curves", title="Reward, evaluations, entropy", charts=charts, is_wide=True)
+
+
+def learner_panel(snapshot: Snapshot) -> Panel:
+    """Return the panel of the learner's figures over steps that were not undone."""
+    train, counted = snapshot.trajectories, {step.step for _, step in snapshot.history.steps}
+    rows = [row for row in keep_evenly(snapshot.samples.steps, MOST_POINTS) if row.step in counted]
+    used = train.where(train.is_status(Status.CONSUMED))
+    lengths, steps = _means_by_step(used.step, used.length), [float(row.step) for row in rows]
+    found = {
+        "loss": [row.loss for row in rows],
+        "gradient norm": [row.grad_norm for row in rows],
+        "mean response (tokens)": [lengths.get(row.step, np.nan) for row in rows],
+        "KL from the sampling policy (nats)": [row.kl_behaviour_k3 for row in rows],
+        "share of the tokens clipped": [row.clip_fraction for row in rows],
+        "effective sample size, share of the tokens": [row.effective_share for row in rows],
+    }
+    charts = [
+        Chart(
+            name=name,
+            x="step",
+            y="",
+            series=[Series(name=name, x=steps, y=values)],
+            from_zero=name not in ("loss", "gradient norm"),
+            is_empty=not rows,
+        )
+        for name, values in found.items()
+    ]
+    return Panel(id="learner", title="Learner steps", charts=charts, is_wide=True)
+
+
+def _means_by_step(
+    step: npt.NDArray[np.integer], values: npt.NDArray[np.floating | np.integer]
+) -> dict[int, float]:
+    """Return the mean value of each step that has values."""
+    counts, sums = np.bincount(step), np.bincount(step, weights=values)
+    return {at: round(float(sums[at] / counts[at]), 4) for at in np.flatnonzero(counts).tolist()}
+
+
+def rewards_until(train: Trajectories, ends_s: Times) -> list[float]:
+    """Return the mean reward [S] of scores since the previous of these times [S]; NaN without a score."""
+    known = ~np.isnan(train.scored_s) & ~np.isnan(train.reward)
+    place = np.searchsorted(ends_s, train.scored_s[known])
+    means = _means_by_step(place, train.reward[known])
+    return [means.get(step, np.nan) for step in range(len(ends_s))]
+
+
+def tokens_panel(report: RunReport) -> Panel:
+    """Return the panel with the token waterfall, and with drops by reason."""
+    account = report.tokens
+    tokens = [
+        [row.name, f"{row.tokens:,}", f"{row.tokens / max(1, account.issued):.1%}", f"{row.trajectories:,}"]
+        for row in waterfall(account)
+    ]
+    drops = [[row.reason, *drop_cells(row)] for row in report.drops]
+    tables = [
+        Table(name="tokens", head=["", "tokens", "share", "trajectories"], rows=tokens),
+        Table(name="dropped", head=["reason", "trajectories", "share", "mean tokens", "mean reward"], rows=drops),
+    ]
+    title = "Where the tokens went, and dropped trajectories"
+    return Panel(id="drops", title=title, tables=tables if len(account.losses) or drops else [], is_wide=True)
+
+
+def relay_panel(history: History) -> Panel:
+    """Return the panel of the nodes that received versions, with their parents and the seconds of a version."""
+    taken = defaultdict[str, list[float]](list)
+    parents: dict[str, str] = {}
+    for _, event in history.of_kind(Relayed):
+        taken[event.node].append(event.elapsed_s)
+        parents[event.node] = event.parent
+    for _, pull in history.of_kind(Pulled):
+        taken[pull.subscriber].append(pull.waited_s)
+        parents[pull.subscriber] = pull.node
+    nodes = sorted(taken, key=natural_order)
+    rows = [
+        [node, parents[node], f"{len(times):,}", format_seconds(median(times)), format_seconds(max(times))]
+        for node in nodes[:MOST_NODES]
+        for times in [taken[node]]
+    ]
+    note = "Seconds from a node's first request for a version until it held and verified the version."
+    left_out = f" The first {MOST_NODES} of {len(nodes):,} nodes." if len(nodes) > MOST_NODES else ""
+    table = Table(head=["node", "last parent", "versions", "median", "longest"], rows=rows)
+    return Panel(
+        id="relays", title="Relays", note=f"{note}{left_out}", tables=[table] if rows else [], is_wide=True
+    )

@@ -1,0 +1,109 @@
+"""Figures of one run as tables of a terminal, in 100 columns. `laminar report` and `laminar train` print them."""
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from laminar_lab.report.diagnosis import NO_STEP, Diagnosis, describe_diagnosis
+from laminar_lab.report.figures import headline
+from laminar_lab.report.run_report import RunReport
+from laminar_lab.report.tails import COUNTED, NAMES, Distribution, Distributions, Measure, format_seconds
+from laminar_lab.report.tokens import DropRow, TokenAccount, waterfall
+from laminar_py.records.events import RefillStopped
+
+
+def run_tables(report: RunReport) -> Iterator[Group | str]:
+    """Yield tables and lines, the most important first."""
+    yield _grid(f"{report.run}: {report.steps} steps in {report.rl_s:.1f} s of RL", _headline_rows(report))
+    yield diagnosis_table(report.diagnosis)
+    yield token_table(report.tokens)
+    yield from _beside_lines(report.tokens)
+    yield tail_table(report.tails)
+    stopped = [event for _, event in report.snapshot.history.of_kind(RefillStopped)]
+    if stopped:
+        last = stopped[-1]
+        yield f"steps that refill could not fill: {len(stopped)}, at last step {last.step} with {last.describe()}"
+    if len(report.drops) > 1:
+        yield drop_table(report.drops)
+
+
+def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Iterable[str]]) -> Group:
+    """Return a table with words in its first column, and numbers to the right in the others."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return Group(Text(title, style="bold", no_wrap=True), table)
+
+
+def _grid(title: str, rows: Iterable[tuple[str, ...]]) -> Group:
+    """Return rows of texts below a title, whose last column wraps."""
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    return Group(Text(title, style="bold"), table)
+
+
+def _headline_rows(report: RunReport) -> Iterator[tuple[str, ...]]:
+    return ((card.name, card.value, card.note) for card in headline(report))
+
+
+def diagnosis_table(diagnosis: Diagnosis | None) -> Group | str:
+    """Return the bottleneck of a run with its evidence, or a line that it is unknown."""
+    return NO_STEP if diagnosis is None else _grid("\nWhat limits it", describe_diagnosis(diagnosis))
+
+
+def token_table(account: TokenAccount) -> Group:
+    """Return the waterfall of tokens, from issued to useful ones."""
+    cells = (
+        (row.name, f"{row.tokens:,}", f"{row.tokens / max(1, account.issued):.1%}", f"{row.trajectories:,}")
+        for row in waterfall(account)
+    )
+    return make_table("\nWhere the tokens went", "", ("tokens", "share", "trajectories"), cells)
+
+
+def _beside_lines(account: TokenAccount) -> Iterator[str]:
+    """Yield a line about tokens that the waterfall does not show, if there are any."""
+    counts = {
+        "of the useful in responses that a cap cut": account.cut,
+        "of prefixes computed again after moves and new weights": account.recomputed,
+        "trained in steps that were rolled back": account.undone,
+    }
+    words = [f"{count:,} {name}" for name, count in counts.items() if count]
+    if words:
+        yield f"beside: {'; '.join(words)}"
+
+
+def tail_table(tails: Distributions) -> Group:
+    """Return the percentiles of each measure."""
+    names = NAMES
+    if Measure.ENVIRONMENT not in tails:  # else an environment's first tokens come before them
+        names = NAMES | {Measure.FIRST_TOKENS: f"  of it, {NAMES[Measure.FIRST_TOKENS]}"}
+    cells = [(names[measure], *_percentiles(measure, found)) for measure, found in tails.items()]
+    return make_table("\nTails", "", ("p50", "p90", "p95", "p99", "max", "p95/p50"), cells)
+
+
+def _percentiles(measure: Measure, found: Distribution) -> list[str]:
+    values = found.p50, found.p90, found.p95, found.p99, found.max
+    tail = "-" if found.tail is None else f"{found.tail:.1f}"
+    return [*(map(_count if measure in COUNTED else format_seconds, values)), tail]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def drop_table(rows: Iterable[DropRow]) -> Group:
+    """Return kept trajectories, then drops by reason and responses that a cap cut."""
+    cells = ((row.reason, *drop_cells(row)) for row in rows)
+    return make_table("\nDropped, and cut by caps", "", ("trajectories", "share", "mean tokens", "reward"), cells)
+
+
+def drop_cells(row: DropRow) -> list[str]:
+    """Return the number, the share, the mean tokens and the mean reward of a drop reason as texts."""
+    reward = "-" if row.reward is None else f"{row.reward:.3g}"
+    return [f"{row.count:,}", f"{row.share:.1%}", f"{row.length:,.0f}", reward]

@@ -1,0 +1,160 @@
+"""What the panels draw is what the record says, also where a step brought nothing."""
+
+from contextlib import asynccontextmanager
+from math import isnan
+
+import pytest
+
+from laminar_lab.report.diagnosis import MEANINGS, Bottleneck
+from laminar_lab.report.figures import headline
+from laminar_lab.report.mean_step import StageTimes, StepStage, compose
+from laminar_lab.report.page import (
+    bottleneck_panel,
+    curves_panel,
+    learner_panel,
+    stage_bars,
+    timeline_panel,
+    tokens_panel,
+)
+from laminar_lab.report.run_report import RunReport, read_report
+from laminar_lab.report.snapshot import read_snapshot
+from laminar_py.config.rollout import Schedule
+from laminar_py.ledger.database import reading
+from laminar_py.records.events import RunEnded
+from laminar_py.records.trajectory import DropReason
+from tests.builders import make_evaluated
+from tests.report.builders import make_step_row, write_rows
+from tests.report.scripted import scripted
+from tests.report.synthetic import simulate
+
+
+@asynccontextmanager
+async def three_steps(run):
+    """Rewards 1 and 0 are scored before the first step, none before the second, 0.5 before the third."""
+    write_rows(run / "metrics.jsonl", [make_step_row(step, 10.0 * step) for step in (1, 2, 3)])
+    async with scripted(run) as script:
+        for id, scored_s, reward in (("g1.0", 3, 1.0), ("g2.0", 4, 0.0), ("g3.0", 25, 0.5)):
+            script.issue(0, id)
+            script.finish(scored_s - 1, id)
+            script.score(scored_s, id, reward=reward)
+            if id == "g2.0":
+                script.step(10, 1, "g1.0")
+                script.step(20, 2, "g2.0")
+        script.step(30, 3, "g3.0")
+        yield script
+
+
+async def test_a_step_in_whose_time_nothing_was_scored_has_no_reward_and_not_the_reward_0(tmp_path):
+    async with three_steps(tmp_path):
+        pass
+    (reward,) = curves_panel(read_snapshot(tmp_path)).charts[0].series
+    first, second, third = reward.y
+    assert (first, third) == (0.5, 0.5)
+    assert isnan(second)
+
+
+async def test_the_bar_of_a_step_has_the_reward_of_what_it_trained_on(tmp_path):
+    async with three_steps(tmp_path):
+        pass
+    steps = timeline_panel(read_snapshot(tmp_path)).charts[0].series[0]
+    assert [words.rpartition(" ")[2] for words in steps.words] == ["1", "0", "0.5"]
+
+
+async def test_drops_are_counted_by_reason(tmp_path):
+    async with scripted(tmp_path) as script:
+        for group in range(6):
+            script.issue(0, f"g{group}.0")
+            script.drop(1 + group, f"g{group}.0", DropReason.NO_SIGNAL if group < 4 else DropReason.STALE)
+    _, drops = tokens_panel(RunReport(read_snapshot(tmp_path))).tables
+    assert sorted(row[:3] for row in drops.rows) == [["no signal", "4", "66.7%"], ["stale", "2", "33.3%"]]
+
+
+async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):
+    rows = [
+        make_step_row(step, 10.0 * step, loss=0.1 * step, grad_norm=1.0, kl_behaviour_k3=0.02, clip_fraction=0.3)
+        for step in (1, 2)
+    ]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    async with scripted(tmp_path) as script:
+        for step, lengths in ((1, (4, 8)), (2, (10,))):
+            ids = [f"g{step}.{place}" for place in range(len(lengths))]
+            for id, length in zip(ids, lengths, strict=True):
+                script.issue(10 * step - 9, id)
+                script.finish(10 * step - 5, id, length=length)
+                script.score(10 * step - 4, id)
+            script.step(10 * step, step, *ids)
+    charts = learner_panel(read_snapshot(tmp_path)).charts
+    assert all(chart.series[0].x == [1, 2] for chart in charts)
+    loss, norm, length, kl, clipped, effective = (chart.series[0].y for chart in charts)
+    assert (loss, length) == ([0.1, 0.2], [6.0, 10.0])
+    assert (norm, kl, clipped, effective) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3], [1.0, 1.0])
+
+
+async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event(tmp_path):
+    async with three_steps(tmp_path) as script:
+        script.at(31, RunEnded(1, "finished"))
+    with reading(tmp_path) as connection:
+        (last,) = connection.execute("SELECT max(wall) FROM event").fetchone()
+    assert not read_snapshot(tmp_path).history.live
+    assert read_snapshot(tmp_path).heard_s == last
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    async with three_steps(killed):
+        pass
+    assert read_snapshot(killed).history.live
+
+
+@pytest.mark.parametrize(("unscored", "words"), [(0, ""), (2, ", 2 answers not scored")])
+async def test_answers_without_a_score_stand_beside_the_accuracy_that_they_are_left_out_of(
+    tmp_path, unscored, words
+):
+    async with three_steps(tmp_path) as script:
+        script.at(31, make_evaluated(0.25, rl_s=31.0))
+        script.at(32, make_evaluated(0.5, rl_s=32.0, index=1, unscored=unscored))
+    (found,) = (one for one in headline(RunReport(read_snapshot(tmp_path))) if one.name == "heldout: accuracy")
+    assert found.value == "0.500"
+    assert found.note.startswith("0.250 at the first evaluation; the last: accuracy 0.500 (")
+    assert found.note.endswith(f"on 8 problems{words}")
+
+
+TIMES = StageTimes(
+    generation_s=3.0, environment_s=1.5, reward_s=4.0, reference_s=1.0, learner_s=2.0, weights_s=0.5
+)
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_the_last_bar_ends_when_the_step_does(schedule):
+    bars = stage_bars(schedule, TIMES, Bottleneck.LEARNER)
+    assert max(bar.start_s + bar.seconds for bar in bars) == pytest.approx(compose(schedule, TIMES))
+    assert {bar.name: bar.seconds for bar in bars} == {str(stage): TIMES.seconds_of(stage) for stage in StepStage}
+    assert [bar.name for bar in bars if bar.binding] == ["learner"]
+
+
+def test_a_run_without_environments_has_no_bar_of_them():
+    times = StageTimes(generation_s=3.0, learner_s=2.0)
+    assert [bar.name for bar in stage_bars(Schedule.ASYNC, times, Bottleneck.LEARNER)] == ["generation", "learner"]
+
+
+async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
+    async with scripted(tmp_path) as script:
+        for step in range(1, 4):
+            at, id = 10.0 * step, f"g{step}.0"
+            script.issue(at, id)
+            script.finish(at + 1, id)
+            script.score(at + 1.5, id)
+            script.step(at + 9.5, step, id, waited_s=1.0)
+    diagnosis = read_report(tmp_path).diagnosis
+    panel = bottleneck_panel(diagnosis)
+    assert panel.lead == str(diagnosis.binding.bottleneck)
+    assert panel.note == MEANINGS[diagnosis.binding.bottleneck]
+    assert diagnosis.binding.evidence in panel.lines[0]
+    assert diagnosis.mean_step.measured_s > 0
+
+
+def test_every_wall_has_its_meaning():
+    assert set(MEANINGS) == set(Bottleneck)
+
+
+async def test_a_folder_without_a_config_has_no_diagnosis(tmp_path):
+    await simulate(tmp_path, steps=2)
+    assert RunReport(read_snapshot(tmp_path)).diagnosis is None
