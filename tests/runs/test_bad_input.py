@@ -61,7 +61,7 @@ def children():
             "environment={path: 'a.py:A', most_kept: 9}",
             "environment.most_kept=9: up to 512 trajectories are in flight",
         ),
-        ("environment={kind: toolz}", "environment.kind=toolz: unknown; choose one of agent, class,"),
+        ("environment={kind: toolz}", "environment.kind=toolz: unknown; choose one of class, agent,"),
         ("learner.lr=-1", "learner.lr=-1: input should be greater than 0"),
         ("model.path=/nowhere", "model.path=/nowhere: no config.json in it"),
         ("data.train=/nowhere.jsonl", "data.train=/nowhere.jsonl: no such file"),
