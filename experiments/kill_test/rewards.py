@@ -87,7 +87,6 @@ class ScoredRun(Run):
         self._judge = judge
         self._scratch = scratch
         self._processes = set[psutil.Process]()  # seen at a kill
-        self._cgroups = set[Path]()
         reward = REWARD.format(url=judge.url, function=HERE / "function.py")
         super().__init__(HERE / "rewards.yaml", [f"reward.workers={WORKERS}", reward, *settings])
 
@@ -103,11 +102,8 @@ class ScoredRun(Run):
         return end_child(found) if kind == PROGRAM else bool(found) and kill_process(random.choice(found))
 
     def note_processes(self) -> None:
-        """Note the processes and cgroups that must be gone in the end."""
+        """Note the processes that must be gone in the end."""
         self._processes |= set(psutil.Process(self._process.pid).children(recursive=True))
-        for lock in self._scratch.glob("laminar-sandbox-*/*.lock"):
-            with suppress(FileNotFoundError):  # a slot that was just released
-                self._cgroups |= {Path(line) for line in lock.read_text().splitlines()}
 
     def finish(self) -> int:
         """Note the processes of the run, and wait for its end; return the exit code."""
@@ -115,16 +111,16 @@ class ScoredRun(Run):
         return super().finish()
 
     def left_behind(self) -> list[str]:
-        """Return the processes, cgroups, mounts and files that are still there."""
+        """Return the processes and files that are still there.
+
+        A sandbox whose processes are all killed at one moment leaves the folder of its program.
+        """
         deadline = time.monotonic() + END_S
         while any(map(lives, self._processes)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         return [
             *(str(process) for process in self._processes if lives(process)),
-            *(str(folder) for folder in self._cgroups if folder.exists()),
-            *(line for line in mounts if str(self._scratch) in line),
-            *(str(path) for path in self._scratch.glob("laminar-*")),
+            *(str(path) for path in self._scratch.glob("laminar-*") if "-sandbox-" not in path.name),
         ]
 
 
@@ -159,9 +155,8 @@ def end_child(zygotes: list[int]) -> bool:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a folder for all temporary files, which the users of sandboxes can reach."""
+    """Yield a folder for all temporary files."""
     folder = Path(tempfile.mkdtemp(prefix="lk-"))
-    folder.chmod(0o711)
     os.environ["TMPDIR"] = str(folder)
     try:
         yield folder
@@ -183,7 +178,7 @@ def reward_rows(run: ScoredRun) -> tuple[list[Row], bool]:
     rows = [
         Row("dropped", sum(dropped.values()), "responses", reasons or "none"),
         Row("rescored", float(same), "1: all rewards equal", "laminar rescore"),
-        Row("left_behind", len(left), "things", "processes, cgroups, mounts and temporary files"),
+        Row("left_behind", len(left), "things", "processes and temporary files"),
     ]
     return rows, same and not left
 

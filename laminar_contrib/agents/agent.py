@@ -6,7 +6,7 @@ they arrive. A repeated request gets the answer of the first one (`tests/environ
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -226,20 +226,10 @@ class AgentEnvironment:
         """
         if self._session is None:
             raise HttpStatusError(404, "the run has no sandbox for agents; set environment.python")
-        return await self._run_in_sandbox(self._session.python, code)
-
-    async def shell(self, command: str) -> str:
-        """Run a shell command in this agent's sandbox session, and return its output. Raises `HttpStatusError`."""
-        if self._session is None or not self._session.has_shell:
-            absent = "no shell for agents; set environment.python and sandbox.programs"
-            raise HttpStatusError(404, f"the run has {absent}")
-        return await self._run_in_sandbox(self._session.shell, command)
-
-    async def _run_in_sandbox(self, run: Callable[[str], Awaitable[str]], text: str) -> str:
         if self._ended:
             raise HttpStatusError(410, ENDED)
         try:
-            return await run(text)
+            return await self._session.python(code)
         except SessionClosedError:
             raise HttpStatusError(410, ENDED) from None
         except SandboxError as error:

@@ -151,12 +151,6 @@ class CodeRequest(msgspec.Struct):
     code: str
 
 
-class CommandRequest(msgspec.Struct):
-    """Body of `/v1/shell`: a shell command to run in the sandbox."""
-
-    command: str
-
-
 class Bodies:
     """Writes answers in the form of the API, e.g. `Bodies(words).answer(answers, name="1f", body=request)`."""
 

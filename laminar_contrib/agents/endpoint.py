@@ -23,7 +23,6 @@ from laminar_contrib.agents.bodies import (
     Bodies,
     ChatRequest,
     CodeRequest,
-    CommandRequest,
     CompletionRequest,
     RewardRequest,
     TokensRequest,
@@ -78,7 +77,6 @@ class AgentEndpoint:
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_post("/v1/trajectories/{trajectory}/reward", self._reward)
         app.router.add_post("/v1/python", self._python)
-        app.router.add_post("/v1/shell", self._shell)
         app.router.add_get("/v1/models", self._models)
         if self._external is not None:
             app.router.add_post("/v1/trajectories", self._give_trajectory)
@@ -170,10 +168,6 @@ class AgentEndpoint:
     async def _python(self, request: web.Request) -> web.Response:
         agent, body = self._agent(request), await _body(request, CodeRequest)
         return _json({"output": await agent.python(body.code)})
-
-    async def _shell(self, request: web.Request) -> web.Response:
-        agent, body = self._agent(request), await _body(request, CommandRequest)
-        return _json({"output": await agent.shell(body.command)})
 
     async def _give_trajectory(self, request: web.Request) -> web.Response:
         """Give a trajectory to an external agent, or answer `{"id": null}` if none waits."""

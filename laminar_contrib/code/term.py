@@ -454,7 +454,7 @@ def check_sandbox(term: CodeTerm, sandbox: SandboxConfig) -> None:
     """Open and close a sandbox. Raises `ConfigError` if this machine does not offer the required tier."""
 
     async def open_pool() -> None:
-        async with SandboxPool(slots=1, require=SandboxTier(sandbox.require.value), programs=sandbox.programs):
+        async with SandboxPool(slots=1, require=SandboxTier(sandbox.require.value)):
             return
 
     asyncio.run(open_pool())

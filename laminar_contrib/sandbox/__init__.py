@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_contrib.sandbox.pool import SHELL as SHELL
     from laminar_contrib.sandbox.pool import SandboxPool as SandboxPool
     from laminar_contrib.sandbox.python_session import PythonSession as PythonSession
     from laminar_contrib.sandbox.python_session import SessionClosedError as SessionClosedError

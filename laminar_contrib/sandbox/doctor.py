@@ -2,16 +2,19 @@
 
 import asyncio
 
-from laminar_contrib.sandbox.pool import REMEDY, survey_tiers
-from laminar_contrib.sandbox.records import SandboxTier
+from laminar_contrib.sandbox.pool import REMEDY, SandboxPool
+from laminar_py.config import ConfigError
 from laminar_py.records.host import Finding
 
 
 def find_sandbox() -> Finding:
-    """Find the strongest sandbox for programs of a model, and why no stronger one works."""
-    offers = asyncio.run(survey_tiers())
-    best = next(offer for offer in offers if offer.offered)
-    missing = [f"{offer.tier.value}: {offer.reason}" for offer in offers[: offers.index(best)]]
-    weaker = "; ".join([best.reason] * bool(best.reason) + missing)
-    good = best.tier is not SandboxTier.NONE
-    return Finding("sandbox", f"{best.tier.value}{f' ({weaker})' if weaker else ''}", good, "" if good else REMEDY)
+    """Find whether programs of a model get fences on this machine, and why they get none."""
+
+    async def open_pool() -> str:
+        async with SandboxPool(slots=1) as pool:
+            return pool.tier.value
+
+    try:
+        return Finding("sandbox", asyncio.run(open_pool()), True)
+    except ConfigError as error:
+        return Finding("sandbox", f"none ({error.__cause__})", False, REMEDY)

@@ -1,42 +1,31 @@
 """The pool of sandbox slots that run programs written by a model. Rewards and tools call it.
 
-A program runs in the required tier, in a stronger one, or not at all (law 10). A failing program gives a labelled
-result and never raises. Callers compare outputs outside, so no expected value enters a sandbox. No process, folder
-or cgroup outlives the pool (`tests/sandbox/test_ends.py`).
+A program runs behind the required fences or not at all (law 10). A failing program gives a labelled result and
+never raises. Callers compare outputs outside, so no expected value enters a sandbox. No process and no folder
+outlives the pool (`tests/sandbox/test_ends.py`).
 """
 
 import asyncio
 import itertools
-import os
+import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
 from laminar_contrib.sandbox.inside.messages import SandboxLimits
 from laminar_contrib.sandbox.inside.program import ProgramPayload
-from laminar_contrib.sandbox.interpreter import (
-    copy_standard_library,
-    is_library_readable_by_others,
-    shared_libraries,
-)
-from laminar_contrib.sandbox.places import SlotPlace, sweep_places
-from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier, TierOffer
+from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 from laminar_contrib.sandbox.session import SandboxSession
 from laminar_contrib.sandbox.slot import SandboxSlot, pack
 from laminar_py.children import ProcessLostError
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
 
-REMEDY = (
-    "run as root or where user namespaces, Landlock (Linux 5.13) and seccomp are allowed, or lower it to a tier"
-    " that `laminar doctor` shows"
-)
-SHELL = "/bin/sh"
-TRIES_SHELL = f"import subprocess; subprocess.run([{SHELL!r}, '-c', ':'], check=True); print('runs')"
-NO_PROGRAMS = ("/", "/dev", "/proc", "/sys", "/tmp")  # private to the host, or replaced in a sandbox
+REMEDY = "run where Landlock (Linux 5.13) and seccomp are allowed, or set it to none on a machine without secrets"
 ATTEMPTS = 3  # of a run whose program or zygote was killed although it broke no limit
 
 
@@ -46,9 +35,8 @@ class SandboxPool:
         async with SandboxPool(slots=2) as pool:
             result = await pool.run("print(int(input()) + 1)", stdin="41")
 
-    The pool uses the strongest tier that this machine offers, or exactly `tier`. Opening it raises `ConfigError`
-    if the machine offers only tiers weaker than `require`. `programs` are folders of the host whose files a
-    program may execute; they need the tier `namespaces`. A call waits until a slot is idle.
+    Opening the pool raises `ConfigError` if this machine has no fences of the tier `require`. With the tier `none`
+    the pool uses fences where the machine has them, unless `fenced` is False. A call waits until a slot is idle.
     """
 
     def __init__(
@@ -56,18 +44,16 @@ class SandboxPool:
         *,
         slots: int,
         require: SandboxTier = SandboxTier.LANDLOCK,
-        tier: SandboxTier | None = None,
         limits: SandboxLimits | None = None,
-        programs: Sequence[str] = (),
+        fenced: bool = True,
     ) -> None:
         assert slots > 0, slots
+        assert fenced or require is SandboxTier.NONE, require
         self._number = slots
         self._require = require
-        self._candidates = [tier] if tier is not None else list(SandboxTier)
+        self._tiers = list(SandboxTier) if fenced else [SandboxTier.NONE]
         self._limits = limits or SandboxLimits()
-        self._programs = [os.path.realpath(folder) for folder in programs]
-        self._has_shell = False
-        self._places: list[SlotPlace] = []
+        self._folder: Path | None = None
         self._slots: list[SandboxSlot] = []
         self._idle = asyncio.PriorityQueue[tuple[bool, int, int]]()  # not ready, -turn, number; as many as slots
         self._turns = itertools.count()
@@ -77,23 +63,12 @@ class SandboxPool:
     def from_config(cls, config: SandboxConfig) -> "SandboxPool":
         """Make a pool from the section `sandbox` of a config."""
         limits = SandboxLimits(cpu_s=config.cpu_s, wall_s=config.wall_s, memory_bytes=config.memory_mib << 20)
-        require = SandboxTier(config.require.value)
-        return cls(slots=config.slots, require=require, limits=limits, programs=config.programs)
+        return cls(slots=config.slots, require=SandboxTier(config.require.value), limits=limits)
 
     @property
     def tier(self) -> SandboxTier:
         """The tier that an open pool uses."""
         return self._slots[0].tier
-
-    @property
-    def has_shell(self) -> bool:
-        """True if programs can start the shell of this machine."""
-        return self._has_shell
-
-    @property
-    def weaknesses(self) -> str:
-        """How the tier is weaker on this machine than elsewhere, in words; empty if it is not."""
-        return self._slots[0].weaknesses
 
     async def __aenter__(self) -> "SandboxPool":
         """Choose a tier, start all slots, and return the open pool.
@@ -101,8 +76,8 @@ class SandboxPool:
         If a slot does not start, all slots are closed and its error is raised.
         """
         try:
-            await asyncio.to_thread(self._prepare)
-            await self._choose()
+            self._folder = Path(tempfile.mkdtemp(prefix="laminar-sandbox-"))
+            await self._choose(self._folder)
             started = await asyncio.gather(*(slot.start() for slot in self._slots[1:]), return_exceptions=True)
             for error in started:
                 if isinstance(error, BaseException):
@@ -224,99 +199,26 @@ class SandboxPool:
         cold = self._open and not self._slots[number].ready
         self._idle.put_nowait((cold, -next(self._turns), number))
 
-    def _prepare(self) -> None:
-        """Check `programs` and claim a place for each slot.
-
-        Raises `ConfigError`. It blocks: call it in a thread.
-        """
-        for folder in self._programs:
-            if not os.path.isdir(folder):
-                raise ConfigError(f"sandbox.programs={folder}: no folder of this machine; name one, such as /usr")
-            if any(folder == one or (one != "/" and folder.startswith(f"{one}/")) for one in NO_PROGRAMS):
-                raise ConfigError(f"sandbox.programs={folder}: code may not see this; name another, such as /usr")
-        sweep_places()
-        shared_libraries()
-        for _ in range(self._number):
-            self._places.append(SlotPlace.claim())
-
-    async def _choose(self) -> None:
+    async def _choose(self, folder: Path) -> None:
         """Make the slots of the strongest tier in which a first slot starts. Raises `ConfigError` if none does."""
-        reasons: dict[SandboxTier, SandboxError] = {}
-        for tier in self._candidates:
-            if tier.strength < self._weakest.strength:
-                break
-            home = await asyncio.to_thread(self._home, tier)
-            self._slots = [
-                SandboxSlot(place, tier=tier, home=home, programs=self._programs) for place in self._places
-            ]
+        for tier in self._tiers:
+            self._slots = [SandboxSlot(folder, f"{number}", tier=tier) for number in range(self._number)]
             try:
                 await self._slots[0].start()
-                await self._try_programs()
-                return
+                break
             except SandboxError as error:
-                reasons[tier] = error
-        why = (
-            "; ".join(f"{tier.value}: {reason}" for tier, reason in reasons.items())
-            or "a weaker one was asked for"
-        )
-        refusal = f"sandbox.require={self._require.value}: cannot be had here ({why}); {REMEDY}"
-        if self._programs:
-            remedy = "run as root or where user namespaces are allowed, or leave it out"
-            refusal = (
-                f"sandbox.programs: the tier namespaces, which they need, cannot be had here ({why}); {remedy}"
-            )
-        raise ConfigError(refusal) from next(reversed(reasons.values()), None)
-
-    @property
-    def _weakest(self) -> SandboxTier:
-        """The weakest tier allowed.
-
-        Host programs need namespaces: Landlock cannot hide packages below their folder.
-        """
-        return SandboxTier.NAMESPACES if self._programs else self._require
-
-    async def _try_programs(self) -> None:
-        """Try to start a shell if the pool has `programs`.
-
-        Raises `ConfigError` if code may start no process here.
-        """
-        if not self._programs:
-            return
-        if self._slots[0].alone:
-            why = "code may start no process in the sandbox of this machine"
-            raise ConfigError(f"sandbox.programs: {why}; run as root, or leave it out")
-        with suppress(ProcessLostError):
-            tried = await self._slots[0].run(ProgramPayload(program=TRIES_SHELL), limits=self._limits)
-            self._has_shell = tried.stdout == "runs\n"
-
-    def _home(self, tier: SandboxTier) -> Path | None:
-        """Copy the standard library if the programs' user cannot read the original; None if no copy is needed."""
-        place = self._places[0]
-        if tier is not SandboxTier.LANDLOCK or not place.users or is_library_readable_by_others():
-            return None
-        return copy_standard_library(place.folder / "python")
+                if tier is self._require:
+                    text = f"sandbox.require={tier.value}: this machine does not offer it ({error}); {REMEDY}"
+                    raise ConfigError(text) from error
 
     async def _close(self) -> None:
         self._open = False
         await asyncio.gather(*(slot.close() for slot in self._slots))
-        for place in self._places:
-            await asyncio.to_thread(place.release)
-        self._slots, self._places = [], []
+        self._slots = []
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
 
 def _text(program: str) -> str:
     """Replace characters that no file can hold, such as half of a surrogate pair."""
     return program.encode("utf-8", "replace").decode()
-
-
-async def survey_tiers() -> list[TierOffer]:
-    """Try every tier, the strongest first; say why this machine does not offer it, or how it is weaker here."""
-    return [await _offer(tier) for tier in SandboxTier]
-
-
-async def _offer(tier: SandboxTier) -> TierOffer:
-    try:
-        async with SandboxPool(slots=1, require=tier, tier=tier) as pool:
-            return TierOffer(tier, True, pool.weaknesses)
-    except ConfigError as error:
-        return TierOffer(tier, False, str(error.__cause__))  # without field and remedy

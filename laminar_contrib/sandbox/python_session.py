@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from laminar_contrib.sandbox.pool import SHELL, SandboxPool
+from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxLabel, SandboxResult
 from laminar_contrib.sandbox.session import SandboxSession
 
@@ -30,18 +30,8 @@ class PythonSession:
         self._was_cancelled = False  # the call before this one
         self._closed = False
 
-    @property
-    def has_shell(self) -> bool:
-        """True if code of the session may start a shell."""
-        return self._pool.has_shell
-
-    async def shell(self, command: str) -> str:
-        """Run a shell command in the folder of the session, and return its output as `python` does."""
-        run = f"__import__('subprocess').run(({SHELL!r}, '-c', {command!r}), stdin=-3, stderr=-2).returncode"
-        return await self.python(f"(lambda code: print(f'exit status {{code}}') if code else None)({run})")
-
     async def python(self, code: str) -> str:
-        """Run Python code and read what it prints; variables stay for the next call.
+        """Run Python code and read its output; variables stay for the next call.
 
         Raises `SandboxError` if the sandbox itself fails, `SessionClosedError` if `close` comes first.
         """

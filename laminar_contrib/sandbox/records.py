@@ -10,7 +10,7 @@ from enum import Enum
 
 import msgspec
 
-from laminar_contrib.sandbox.inside.homes import MOST_ENTRIES
+from laminar_contrib.sandbox.inside.home import MOST_ENTRIES
 from laminar_contrib.sandbox.inside.messages import SandboxLimits
 from laminar_contrib.sandbox.inside.program import DETAIL_CHARS, Claim
 
@@ -18,17 +18,10 @@ from laminar_contrib.sandbox.inside.program import DETAIL_CHARS, Claim
 class SandboxTier(Enum):
     """Strength of the fences around a program, the strongest first."""
 
-    NAMESPACES = "namespaces"
-    """Own processes, users, mounts, network and root with Python alone, and all of the next tier."""
     LANDLOCK = "landlock"
-    """Landlock, seccomp, limits, a user of its own where we are root; processes only where they can be ended."""
+    """Landlock, seccomp, no capabilities, limits. A program is a single process."""
     NONE = "none"
     """Limits alone: programs may read, write and reach whatever the owner may. Unsafe."""
-
-    @property
-    def strength(self) -> int:
-        """Larger is stronger."""
-        return -list(SandboxTier).index(self)
 
 
 class SandboxLabel(Enum):
@@ -45,9 +38,9 @@ class SandboxLabel(Enum):
     TIME = "time"
     """Seconds of CPU or of the wall used up."""
     MEMORY = "memory"
-    """Memory used up: by the cgroup's count, or by a claim of `MemoryError`."""
+    """Memory used up, by a claim of `MemoryError`."""
     PROCESSES = "processes"
-    """Too many processes and threads: by the cgroup's count, or by a claim."""
+    """A process or too many threads, by a claim."""
     NETWORK = "network"
     """A socket was refused, by a claim."""
     FILES = "files"
@@ -68,7 +61,7 @@ class SandboxResult:
     stderr: str = ""
     exit_code: int | None = None  # negative: the signal that ended it; None: a session that lives on
     elapsed_s: float = 0.0
-    cpu_s: float = 0.0  # of all its processes; of a session's call its own claim
+    cpu_s: float = 0.0  # of a session's call its own claim
     finished: bool = False  # claim: the program's last line was reached, not left early by `exit`
     value_json: str | None = None  # returned by the function that was called; the program may return anything
 
@@ -76,18 +69,6 @@ class SandboxResult:
     def alive(self) -> bool:
         """True if the session still has its variables."""
         return self.exit_code is None
-
-
-@dataclass(frozen=True, slots=True)
-class TierOffer:
-    """Whether this machine offers a tier.
-
-    E.g. `TierOffer(SandboxTier.NAMESPACES, False, "unshare: not permitted")`.
-    """
-
-    tier: SandboxTier
-    offered: bool
-    reason: str = ""  # why not, or how the tier is weaker here than elsewhere
 
 
 class SandboxError(RuntimeError):
@@ -105,24 +86,17 @@ def label(
     status: int | None,
     ended: str = "",
     cpu_s: float = 0.0,
-    num_oom_kills: int = 0,
-    num_refused: int = 0,
     too_long: bool = False,
 ) -> tuple[SandboxLabel, str]:
     """Return the label of a run, and one line that says why.
 
     `status` is that of `waitpid`; None for a session that lives on. `ended` is the zygote's reason to end the run:
-    `wall`, `folder`, `asked`. The slot's cgroup counts OOM kills and refused processes. `too_long` is True for
-    output, errors or a report above the limit.
+    `wall`, `folder`, `asked`. `too_long` is True for output, errors or a report above the limit.
     """
     number = exit_code(status)
     stopped = _signal_name(-number) if number is not None and number < 0 else ""
     if too_long:
         return SandboxLabel.OUTPUT, f"more than {limits.output_bytes} bytes"
-    if num_oom_kills:
-        return SandboxLabel.MEMORY, f"more than {limits.memory_bytes} bytes"
-    if num_refused:
-        return SandboxLabel.PROCESSES, f"more than {limits.processes}, {num_refused} refused"
     if ended == "folder":
         return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes or {MOST_ENTRIES} names"
     if stopped == "SIGXFSZ":

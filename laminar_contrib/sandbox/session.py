@@ -81,7 +81,7 @@ class SandboxSession:
         live = await self._resume()
         files, end = live.files, live.end
         files.clear()
-        before, start = self._slot.set_limits(self._limits), time.monotonic()
+        start = time.monotonic()
         call = asyncio.create_task(_call(live, code.encode("utf-8", "replace"), self._limits.output_bytes))
         try:
             await asyncio.wait({call, end}, timeout=self._limits.wall_s, return_when=asyncio.FIRST_COMPLETED)
@@ -92,14 +92,14 @@ class SandboxSession:
             await asyncio.wait({call})
         if answered:
             self._slot.send_command(SlotCommand(kind="pause"))
-            result = self._slot.result(files, self._limits, before=before, news=None)
+            result = self._slot.result(files, self._limits, news=None)
         else:
             if not timed_out:  # the program seems to exit by itself: let its own status be the result
                 await asyncio.wait({end}, timeout=OWN_END_S)
             news = await self._ended(live)
             if timed_out:
                 news = SlotNews(kind="end", status=news.status, ended="wall", cpu_s=news.cpu_s)
-            result = self._slot.result(files, self._limits, before=before, news=news)
+            result = self._slot.result(files, self._limits, news=news)
         return replace(result, elapsed_s=time.monotonic() - start)
 
     async def _resume(self) -> LiveProgram:

@@ -4,7 +4,7 @@
     ready -> (run, or a session) ready
     any   -> (abandon, when the zygote is lost) cold
 
-A cold slot can start again; `start` first ends every process that the slot had before
+A cold slot can start again; `start` first ends the zygote that the slot had before
 (`tests/sandbox/test_ends.py`). A program gets its input and leaves its output in files in memory, so no process
 waits on a pipe.
 """
@@ -12,19 +12,17 @@ waits on a pipe.
 import asyncio
 import fcntl
 import os
-import platform
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from laminar_contrib.sandbox.inside.messages import HEADER, SandboxLimits, SlotCommand, SlotNews, SlotSetup
-from laminar_contrib.sandbox.inside.namespaces import USER
 from laminar_contrib.sandbox.inside.program import ProgramPayload
-from laminar_contrib.sandbox.interpreter import shared_libraries, zygote_command, zygote_environment
-from laminar_contrib.sandbox.places import CgroupCounts, SlotPlace
 from laminar_contrib.sandbox.records import (
     SandboxError,
     SandboxLabel,
@@ -39,7 +37,18 @@ from laminar_py.children import HostedCall, HostedProcess, ProcessLostError
 START_S, END_S = 60.0, 5.0
 STARTS = 5  # of a zygote that is lost before it is ready
 GRACE_S = 10.0  # for the zygote to end a program whose time is over
-COUNTED_USERS = (5, 14)  # kernel that counts processes by user namespace
+START = """
+import sys
+sys.path.append(sys.argv[1])
+from laminar_contrib.sandbox.inside.zygote import main
+sys.path.remove(sys.argv[1])
+main()
+"""
+ZYGOTE = (  # nothing but the standard library, nothing written beside it; a virtual environment is only a link
+    *(str(Path(sys.executable).resolve()), "-P", "-s", "-S", "-B", "-c", START),
+    str(Path(__file__).parent.parent.parent),
+)
+VARIABLES = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}  # of a zygote: none of ours
 
 
 class RunFiles:
@@ -96,19 +105,13 @@ def _file(content: bytes, *, appends: bool = False) -> int:
 
 
 class SandboxSlot:
-    """A slot that runs programs in one tier.
+    """A slot that runs programs in one tier. `folder` is the pool's, and `name` the slot's own in it."""
 
-    `home` is the copy of the standard library, if the slot's user cannot read the original. `programs` are folders
-    of the host whose files a program may execute.
-    """
-
-    def __init__(
-        self, place: SlotPlace, *, tier: SandboxTier, home: Path | None, programs: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, name: str, *, tier: SandboxTier) -> None:
         self.tier = tier
-        self._place = place
-        self._home = home
-        self._programs = programs
+        self._folder = folder
+        self._name = name
+        self._numbers = count()  # of zygotes: the home of an abandoned one may still be in use
         self._zygote: HostedProcess | None = None
         self._old: HostedProcess | None = None  # an abandoned zygote, until `_end` has ended it
 
@@ -116,27 +119,6 @@ class SandboxSlot:
     def ready(self) -> bool:
         """True if the slot has a zygote. The zygote may still turn out to be lost."""
         return self._zygote is not None
-
-    @property
-    def alone(self) -> bool:
-        """True if programs may not start processes, because this machine cannot count or kill them."""
-        if self._place.users or self.tier is SandboxTier.NONE:
-            return False
-        release = tuple(int(part) for part in platform.release().split(".")[:2])
-        counted = self._place.cgroup is not None or release >= COUNTED_USERS
-        return self.tier is SandboxTier.LANDLOCK or not counted
-
-    @property
-    def weaknesses(self) -> str:
-        """How the tier is weaker on this machine than elsewhere, in words; empty if it is not."""
-        found = []
-        if self._place.cgroup is None:
-            found.append("no writable cgroup: memory is bounded for each process alone")
-        if not self._place.users and self.tier is SandboxTier.LANDLOCK:
-            found.append("not root: programs run as our own user")
-        if self.alone:
-            found.append("programs may start no process")
-        return "; ".join(found)
 
     async def start(self) -> None:
         """Start a zygote and run a first program in it. Raises `SandboxError` if the fences cannot be put up."""
@@ -153,14 +135,13 @@ class SandboxSlot:
                 self.abandon()
                 raise
         self.abandon()
-        raise SandboxError(f"slot {self._place.number} does not start: {lost}") from lost
+        raise SandboxError(f"slot {self._name} does not start: {lost}") from lost
 
     async def run(
         self, payload: ProgramPayload, *, limits: SandboxLimits, stdin: bytes = b"", packed: bytes = b""
     ) -> SandboxResult:
         """Run a program to its end and return its result. Raises `ProcessLostError`."""
         with closing(RunFiles(packed or pack(payload, {}), stdin)) as files:
-            before = self.set_limits(limits)
             call = self.send_command(SlotCommand(kind="run", limits=limits), files.descriptors)
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
@@ -169,17 +150,15 @@ class SandboxSlot:
                 raise ProcessLostError(
                     "the sandbox's zygote does not answer", "its program exceeded wall_s"
                 ) from error
-            return self.result(files, limits, before=before, news=news)
+            return self.result(files, limits, news=news)
 
-    def result(
-        self, files: RunFiles, limits: SandboxLimits, *, before: CgroupCounts, news: SlotNews | None
-    ) -> SandboxResult:
-        """Label a run by its output and its cgroup's counts since `before`.
+    def result(self, files: RunFiles, limits: SandboxLimits, *, news: SlotNews | None) -> SandboxResult:
+        """Label a run by its output and the zygote's message.
 
         `news` is the zygote's message about the end of the run; None after a call of a session that lives on.
         """
         (stdout, stderr, report), too_long = files.read_output(limits.output_bytes)
-        counts, claim = self.counts().since(before), read_claim(report)
+        claim = read_claim(report)
         status = None if news is None else news.status
         named, detail = label(
             limits,
@@ -187,8 +166,6 @@ class SandboxSlot:
             status=status,
             ended="" if news is None else news.ended,
             cpu_s=0.0 if news is None else news.cpu_s,
-            num_oom_kills=counts.num_oom_kills,
-            num_refused=counts.num_refused,
             too_long=too_long,
         )
         return SandboxResult(
@@ -202,19 +179,6 @@ class SandboxSlot:
             finished=claim.finished,
             value_json=claim.value_json if named is SandboxLabel.OK else None,
         )
-
-    def set_limits(self, limits: SandboxLimits) -> CgroupCounts:
-        """Set the limits of the cgroup and return its counts before a run. Raises `ProcessLostError`."""
-        if self._place.cgroup is not None:
-            try:
-                self._place.cgroup.set_limits(memory_bytes=limits.memory_bytes, processes=limits.processes)
-            except OSError as error:  # earlier runs still hold more memory than the new limit
-                raise ProcessLostError("its cgroup takes no limit", str(error)) from error
-        return self.counts()
-
-    def counts(self) -> CgroupCounts:
-        """Read the counts of the cgroup; zeros without a cgroup."""
-        return CgroupCounts(0, 0) if self._place.cgroup is None else self._place.cgroup.counts()
 
     def send_command(self, command: SlotCommand | SlotSetup, descriptors: Sequence[int] = ()) -> HostedCall:
         """Send a command to the zygote. Raises `ProcessLostError` if the slot has abandoned it."""
@@ -237,54 +201,28 @@ class SandboxSlot:
         await self._end()
 
     async def _start(self) -> None:
-        """Start the slot's zygote, set up its tier, and run a trial program in it.
+        """Start the slot's zygote, and run a trial program in it.
 
-        Raises `ProcessLostError`, and `SandboxError` if the tier cannot be set up or the trial fails.
+        Raises `ProcessLostError`, and `SandboxError` if the fences cannot be made or the trial fails.
         """
-        environment = zygote_environment(self._home)
-        self._zygote = zygote = await HostedProcess.start(zygote_command(), environment=environment, cwd="/")
-        users, cgroup = self._place.users, self._place.cgroup
-        folder = self._place.folder / "root"
-        folder.mkdir(exist_ok=True)
-        setup = SlotSetup(
-            tier=self.tier.value,
-            folder=str(folder),
-            readable=[*shared_libraries(), *self._programs],
-            uids=users,
-            cgroups=[] if cgroup is None else cgroup.joins,
-            alone=self.alone,
-            counted=cgroup is not None,
+        self._zygote = await HostedProcess.start(ZYGOTE, environment=VARIABLES, cwd="/")
+        home = self._folder / f"{self._name}-{next(self._numbers)}"
+        news = await read_news(
+            self.send_command(SlotSetup(home=str(home), walls=self.tier is not SandboxTier.NONE))
         )
-        news = await read_news(self.send_command(setup))
-        while news.kind == "map":
-            _map_users(zygote.pid, users)
-            news = await read_news(self.send_command(SlotCommand(kind="mapped")))
         if news.kind != "ready":
-            raise SandboxError(f"slot {self._place.number} does not start: {news.detail}")
-        if cgroup is not None:
-            cgroup.measure_own_memory()
+            raise SandboxError(news.detail)
         result = await self.run(ProgramPayload(program="print('ready')"), limits=SandboxLimits())
         if result.stdout != "ready\n":
-            raise SandboxError(f"slot {self._place.number} runs nothing: {result.detail} {result.stderr.strip()}")
+            raise SandboxError(f"it runs nothing: {result.detail} {result.stderr.strip()}")
 
     async def _end(self) -> None:
-        """Wait until the last zygote and its processes have ended; kill them after `END_S`."""
+        """Wait until the last zygote has ended; kill it after `END_S`."""
         old, self._old = self._old, None
         if old is not None:
             await old.end(patience_s=END_S)
-        await asyncio.to_thread(self._place.end_all)
 
 
 async def read_news(call: HostedCall) -> SlotNews:
     """Wait for the zygote's answer to a command. Raises `ProcessLostError`."""
     return msgspec.json.decode(await call.answer, type=SlotNews)
-
-
-def _map_users(zygote: int, users: list[int]) -> None:
-    """Write the user map of a zygote's process: its root is our user, or the slot's first user if we are root."""
-    folder = Path("/proc") / str(zygote)
-    if not users:
-        (folder / "setgroups").write_text("deny")
-    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-        mapped = f"0 {users[0]} 1\n{USER} {users[1]} 1\n" if users else f"0 {own} 1\n"
-        (folder / name).write_text(mapped)

@@ -19,7 +19,7 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit fo
 MAKE_DIR, MAKE_REG, MAKE_FIFO, MAKE_SYM, REFER, TRUNCATE = (1 << bit for bit in (7, 8, 10, 12, 13, 14))
 ALL_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # known from this version on
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-READ = EXECUTE | READ_FILE | READ_DIR
+READ = READ_FILE | READ_DIR
 USE = WRITE_FILE | READ_FILE | TRUNCATE
 OWN = USE | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER
 WRITES = OWN & ~(READ_FILE | READ_DIR)
@@ -108,8 +108,7 @@ def forbid_writes(folder: Path) -> bool:
             restrict(fence)
         finally:
             os.close(fence)
-    kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
-    kernel.keep_capabilities(kernel.held_capabilities() & KEPT_CAPABILITIES)
+    kernel.keep_capabilities(KEPT_CAPABILITIES)
     return fenced
 
 

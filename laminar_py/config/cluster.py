@@ -4,9 +4,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from laminar_py.config.section import ConfigError, Count, Seconds, Section
+from laminar_py.config.section import Count, Seconds, Section
 
 
 class Device(StrEnum):
@@ -80,25 +80,17 @@ class SupervisorConfig(Section):
 class WeakestSandbox(StrEnum):
     """Weakest isolation that a run accepts."""
 
-    NAMESPACES = "namespaces"
     LANDLOCK = "landlock"
     NONE = "none"
 
 
-def _check_folder(path: str) -> str:
-    if not path.startswith("/") or path.strip("/") == "":
-        raise ConfigError(f"sandbox.programs={path}: no absolute path of a folder; write one such as /usr")
-    return path
-
-
 class SandboxConfig(Section):
-    """Isolation of programs that the model writes. `laminar doctor` shows which tiers a machine offers."""
+    """Isolation of programs that the model writes. `laminar doctor` shows whether a machine offers it."""
 
     require: WeakestSandbox = WeakestSandbox.LANDLOCK
-    """Weakest tier that the run accepts; it uses the strongest tier of the machine. `namespaces`: processes,
-    users, mounts and network of its own, a root with only Python and `programs`, and all of `landlock`.
-    `landlock`: Landlock, seccomp, limits, a user of its own. `none`: only limits, so a program can read and reach
-    everything that the run can; unsafe."""
+    """Weakest fences that the run accepts. `landlock`: Landlock, seccomp and limits, for a program of one process
+    without network, which reads Python alone and writes into a folder of its own. `none`: limits only where the
+    machine has no Landlock, so a program can read and reach everything that the run can; unsafe."""
     slots: Count = 2
     """Programs that run at the same time in each scorer, and in each environment process that runs code."""
     cpu_s: Seconds = 4.0
@@ -107,6 +99,3 @@ class SandboxConfig(Section):
     """Wall time of a run, seconds."""
     memory_mib: Annotated[int, Field(ge=32)] = 256
     """Memory of a run, MiB."""
-    programs: tuple[Annotated[str, AfterValidator(_check_folder)], ...] = ()
-    """Folders of the host whose files a program may read and run, beside Python's own, e.g. `/usr` for a shell. It
-    needs the tier `namespaces`. The model can read all files there."""

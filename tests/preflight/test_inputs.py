@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from laminar_py.children import kernel
 from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger import live
@@ -19,6 +18,7 @@ from laminar_py.runtime.preflight.inputs import (
     version_bytes,
 )
 from laminar_py.runtime.preflight.node_checks import node_faults
+from tests import mounts
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.runs.runs import REPO, quickstart_model
@@ -98,11 +98,11 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk-1"  # which the second node of a cluster has for `disk`
     folder.mkdir()
     try:
-        kernel.mount("tmpfs", str(folder), "tmpfs", data="size=4m")
+        mounts.mount("tmpfs", str(folder), "tmpfs", data="size=4m")
     except PermissionError as error:
         pytest.skip(f"no disk can be made here: {error}")
     yield folder
-    kernel.unmount(str(folder))
+    mounts.unmount(str(folder))
 
 
 def test_a_disk_without_room_is_told_with_what_is_free_and_what_is_needed(small_disk):

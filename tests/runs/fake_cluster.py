@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.children import kernel
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
+from tests import mounts
 
 STORE_BYTES = 80 * 2**20
 PATIENCE_S = 60.0
@@ -101,14 +101,14 @@ def seeing(folder: Path, place: Path) -> Iterator[None]:
     """This thread, and for good what it starts meanwhile, sees a folder at another place."""
     here = os.getcwd()
     with Path("/proc/thread-self/ns/mnt").open() as before:
-        kernel.unshare(kernel.CLONE_NEWNS)
+        mounts.unshare(mounts.CLONE_NEWNS)
         try:
-            kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-            kernel.mount(str(folder), str(place), flags=kernel.MS_BIND)
+            mounts.mount("", "/", flags=mounts.MS_REC | mounts.MS_PRIVATE)
+            mounts.mount(str(folder), str(place), flags=mounts.MS_BIND)
             yield
         finally:
-            kernel.unshare(kernel.CLONE_FS)  # with threads that were begun meanwhile it has one folder to work in
-            kernel.enter(before.fileno(), kernel.CLONE_NEWNS)
+            mounts.unshare(mounts.CLONE_FS)  # with threads that were begun meanwhile it has one folder to work in
+            mounts.enter(before.fileno(), mounts.CLONE_NEWNS)
             os.chdir(here)
 
 

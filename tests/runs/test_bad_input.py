@@ -189,9 +189,8 @@ def test_a_sandbox_that_cannot_be_had_is_one_line_that_says_why(tmp_path):
     done = laminar_without_sandbox("train", CONFIG, *alone, f"data.train={path}", "reward.use=[code]")
     (line,) = done.stderr.strip().splitlines()
     assert done.returncode == 2
-    assert line.startswith("laminar: sandbox.require=landlock: cannot be had here (namespaces: ")
-    assert "unshare: Operation not permitted" in line
-    assert "laminar doctor" in line
+    assert line.startswith("laminar: sandbox.require=landlock: this machine does not offer it (")
+    assert "no Landlock" in line
     assert not (tmp_path / "runs").exists()
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from laminar_lab.audit.queries import Filters, accounting, listing
 from laminar_lab.audit.verify import prove
-from laminar_py.children import kernel
 from laminar_py.ledger.database import LedgerError, reading
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.local import is_local
 from laminar_py.ledger.segments.writer import segments_in
 from laminar_py.records.trajectory import DropReason
+from tests import mounts
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import TrainProcess, forget_versions
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
@@ -44,7 +44,7 @@ class HostsRun:
         self.small = tmp_path / "disk-1"
         self.small.mkdir()
         try:
-            kernel.mount("tmpfs", str(self.small), "tmpfs", data=f"size={DISK_BYTES}")
+            mounts.mount("tmpfs", str(self.small), "tmpfs", data=f"size={DISK_BYTES}")
         except PermissionError as error:
             pytest.skip(f"hosts cannot have disks of their own here: {error}")
         self.cluster = FakeCluster(0, 0, disk=tmp_path / "disk")
@@ -101,7 +101,7 @@ def hosts(tmp_path):
     made = HostsRun(tmp_path)
     with made.cluster:
         yield made
-    kernel.unmount(str(made.small))
+    mounts.unmount(str(made.small))
     forget_versions(made.run.path)
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxError, SandboxLabel
-from tests.sandbox.conftest import BOUND_S, TIGHT, left_since, traces
+from tests.sandbox.conftest import BOUND_S, TIGHT, left_since, pool_of, traces
 
 OWNER = """
 import asyncio, sys
@@ -19,7 +18,7 @@ from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxTier
 async def main():
     tier = SandboxTier(sys.argv[1])
-    async with SandboxPool(slots=2, require=tier, tier=tier) as pool:
+    async with SandboxPool(slots=2, require=tier, fenced=tier is not SandboxTier.NONE) as pool:
         run = asyncio.create_task(pool.run("import time; print('x' * 9, flush=True); time.sleep(99)"))
         await pool.run("1")
         print("here", flush=True)
@@ -41,7 +40,7 @@ async def until(true):
 
 async def test_each_process_of_a_pool_may_be_killed_and_the_pool_goes_on(tier):
     before = traces()
-    async with SandboxPool(slots=1, require=tier, tier=tier, limits=TIGHT) as pool:
+    async with pool_of(tier, slots=1, limits=TIGHT) as pool:
         for which in range(len(zygotes())):
             for process in zygotes()[which : which + 1]:
                 process.kill()
@@ -52,7 +51,7 @@ async def test_each_process_of_a_pool_may_be_killed_and_the_pool_goes_on(tier):
 @pytest.mark.parametrize("which", [0, 1, -1])
 async def test_a_program_whose_processes_are_killed_is_run_again(tier, which):
     before = traces()
-    async with SandboxPool(slots=1, require=tier, tier=tier, limits=TIGHT) as pool:
+    async with pool_of(tier, slots=1, limits=TIGHT) as pool:
         idle = len(zygotes())
         run = asyncio.create_task(pool.run("import time; time.sleep(1); print(1)"))
         await until(lambda: len(zygotes()) > idle)
@@ -65,7 +64,7 @@ async def test_a_program_whose_processes_are_killed_is_run_again(tier, which):
 
 async def test_a_run_that_is_cancelled_is_ended(tier):
     before = traces()
-    async with SandboxPool(slots=1, require=tier, tier=tier) as pool:
+    async with pool_of(tier, slots=1) as pool:
         idle = len(zygotes())
         run = asyncio.create_task(pool.run("import time; time.sleep(99)"))
         await until(lambda: len(zygotes()) > idle)
@@ -76,7 +75,7 @@ async def test_a_run_that_is_cancelled_is_ended(tier):
 
 
 async def test_a_pool_that_is_closed_says_so(tier):
-    async with SandboxPool(slots=1, require=tier, tier=tier) as pool:
+    async with pool_of(tier, slots=1) as pool:
         run = asyncio.create_task(pool.run("import time; time.sleep(99)"))
         waiting = asyncio.create_task(pool.run("1"))
         await asyncio.sleep(0)
@@ -86,7 +85,7 @@ async def test_a_pool_that_is_closed_says_so(tier):
             await waiting
 
 
-def test_nothing_outlives_an_owner_that_is_killed_but_what_the_next_pool_sweeps(tier):
+def test_nothing_outlives_an_owner_that_is_killed(tier):
     before = traces()
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, tier.value], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
@@ -100,11 +99,6 @@ def test_nothing_outlives_an_owner_that_is_killed_but_what_the_next_pool_sweeps(
     _, alive = psutil.wait_procs(below, timeout=BOUND_S)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
-    async def open_and_close():
-        async with SandboxPool(slots=1, require=tier, tier=tier):
-            pass
-
-    asyncio.run(open_and_close())
     assert left_since(before) == {}
 
 
@@ -117,7 +111,7 @@ def test_two_owners_have_slots_of_their_own(tier):
 
 
 async def test_a_slot_that_does_not_start_is_taken_after_the_others(tier, monkeypatch):
-    async with SandboxPool(slots=2, require=tier, tier=tier) as pool:
+    async with pool_of(tier, slots=2) as pool:
         broken = pool._slots[0]
         broken.abandon()
 

@@ -32,9 +32,6 @@ FAILED = 1 << 8  # exit code 1
         ("files", {"status": signal.SIGKILL, "ended": "folder"}),
         ("output", {"status": signal.SIGXFSZ, "too_long": True}),
         ("output", {"status": 0, "too_long": True}),
-        ("memory", {"status": signal.SIGKILL, "num_oom_kills": 1}),
-        ("processes", {"status": 0, "num_refused": 1}),
-        ("processes", {"status": signal.SIGKILL, "ended": "wall", "num_refused": 9}),
     ],
 )
 def test_a_label_follows_from_the_evidence(expected, evidence):

@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from laminar_contrib.sandbox.inside.messages import SandboxLimits
-from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxLabel, SandboxTier
+from tests.sandbox.conftest import pool_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -93,7 +93,7 @@ async def test_a_session_holds_its_slot_until_its_end(pool):
 
 
 async def test_a_session_whose_sandbox_is_killed_says_that_its_variables_are_lost(tier):
-    async with SandboxPool(slots=1, require=tier, tier=tier) as own, own.session() as session:
+    async with pool_of(tier, slots=1) as own, own.session() as session:
         await session.run("x = 1")
         zygote = psutil.Process(own._slots[0]._zygote.pid)
         for process in (zygote, *zygote.children(recursive=True)):  # it first, or it tells of the program's end

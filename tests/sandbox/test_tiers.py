@@ -1,74 +1,58 @@
-"""Tiers: named with their reasons, and never weaker than asked for."""
+"""Tiers: a machine without fences says why, and none weaker than asked for is taken."""
 
 import pytest
 
-from laminar_contrib.sandbox import places
+from laminar_contrib.sandbox.doctor import find_sandbox
 from laminar_contrib.sandbox.inside import seccomp
 from laminar_contrib.sandbox.pool import SandboxPool
-from laminar_contrib.sandbox.records import SandboxTier
-from laminar_py.children import landlock
+from laminar_contrib.sandbox.records import SandboxError, SandboxTier
+from laminar_contrib.sandbox.slot import SandboxSlot
 from laminar_py.config.section import ConfigError
-from tests.sandbox.conftest import left_since, traces
 
 
-def test_every_tier_is_offered_or_has_a_reason(offers):
-    assert list(offers) == list(SandboxTier)
-    assert all(offer.offered or offer.reason for offer in offers.values())
-    assert offers[SandboxTier.NONE].offered
+@pytest.fixture
+def no_fences(monkeypatch):
+    """A machine on which slots with fences do not start."""
+    start = SandboxSlot.start
+
+    async def refuse(slot):
+        if slot.tier is not SandboxTier.NONE:
+            raise SandboxError("no Landlock")
+        await start(slot)
+
+    monkeypatch.setattr(SandboxSlot, "start", refuse)
 
 
-async def test_the_strongest_tier_is_taken(offers):
-    strongest = next(tier for tier, offer in offers.items() if offer.offered)
+async def test_fences_are_used_wherever_they_can_be_had(tier):
     async with SandboxPool(slots=1, require=SandboxTier.NONE) as pool:
-        assert pool.tier is strongest
+        assert pool.tier is not SandboxTier.NONE
 
 
-async def test_a_tier_below_the_required_one_is_not_taken_even_when_named():
-    with pytest.raises(ConfigError, match=r"sandbox\.require=landlock"):
-        async with SandboxPool(slots=1, require=SandboxTier.LANDLOCK, tier=SandboxTier.NONE):
+async def test_a_pool_without_the_fences_that_it_needs_does_not_open(no_fences):
+    with pytest.raises(ConfigError, match=r"sandbox\.require=landlock: .* does not offer it \(no Landlock\)"):
+        async with SandboxPool(slots=1):
             pytest.fail("it opened")
+    async with SandboxPool(slots=1, require=SandboxTier.NONE) as pool:
+        assert pool.tier is SandboxTier.NONE
 
 
-def test_numbers_of_slots_are_not_shared_and_come_free_again():
-    before = traces()
-    first, second = places.SlotPlace.claim(), places.SlotPlace.claim()
-    assert first.number != second.number
-    assert not set(first.users) & set(second.users)
-    first.release()
-    third = places.SlotPlace.claim()
-    assert third.number == first.number
-    second.release()
-    third.release()
-    assert left_since(before) == {}
-
-
-def test_events_of_both_versions_of_cgroups_are_counted(tmp_path):
-    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 2\noom_kill 2\n")
-    (tmp_path / "pids.events").write_text("max 5\n")
-    (tmp_path / "memory.current").write_text("4096\n")
-    for name in ("memory.max", "memory.swap.max", "pids.max"):
-        (tmp_path / name).write_text("max\n")
-    cgroup = places.SlotCgroup(tmp_path, tmp_path)
-    assert cgroup.counts() == places.CgroupCounts(2, 5)
-    cgroup.measure_own_memory()
-    cgroup.set_limits(memory_bytes=100, processes=3)
-    limits = [(tmp_path / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max")]
-    assert limits == ["4196", "0", "5"]
-    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert places.SlotCgroup(tmp_path, tmp_path).counts() == places.CgroupCounts(1, 5)
+def test_the_doctor_tells_of_fences_and_of_their_absence(tier, no_fences, monkeypatch):
+    found = find_sandbox()
+    assert (found.state, found.good) == ("none (no Landlock)", False)
+    assert "Linux 5.13" in found.remedy
+    monkeypatch.undo()
+    assert find_sandbox().good
 
 
 def test_filters_are_assembled_for_each_machine_that_is_known(monkeypatch):
     for machine in seccomp.ARCHITECTURES:
         monkeypatch.setattr("laminar_py.children.kernel.MACHINE", machine)
-        for alone in (0, 7):
-            code = seccomp.assemble(alone=alone)
-            assert len(code) % 8 == 0
-            assert len(code) // 8 < 4096  # the most that the kernel takes
-            assert code[-8] == seccomp.RETURN
-            steps = [(index, *code[8 * index + 2 : 8 * index + 4]) for index in range(len(code) // 8 - 1)]
-            assert all(index + 1 + max(then, other) < len(code) // 8 for index, then, other in steps)
-
-
-def test_landlock_tells_its_version():
-    assert landlock.version() >= 0
+        code = seccomp.assemble()
+        own = seccomp.for_process(code, 7)
+        changed = [at for at in range(0, len(code), 4) if code[at : at + 4] != own[at : at + 4]]
+        assert len(changed) == len(seccomp.SIGNAL_ARGUMENT)
+        assert all(own[at : at + 4] == (7).to_bytes(4, "little") for at in changed)
+        assert len(code) // 8 < 4096  # the most that the kernel takes
+        assert code[-8] == seccomp.RETURN
+        steps = [(index, *code[8 * index + 2 : 8 * index + 4]) for index in range(len(code) // 8 - 1)]
+        assert all(index + 1 + max(then, other) < len(code) // 8 for index, then, other in steps)

@@ -1,11 +1,14 @@
-"""Fences that a child of the zygote applies before it runs a program: limits, user, Landlock, seccomp.
+"""Fences that a child of the zygote applies before it runs a program: limits, capabilities, Landlock, seccomp.
 
 The zygote makes them once. `apply` applies all of them or raises (law 10).
 """
 
+import glob
 import math
 import os
 import resource
+import sys
+import sysconfig
 from collections.abc import Iterator
 
 from laminar_contrib.sandbox.inside import seccomp
@@ -13,27 +16,25 @@ from laminar_contrib.sandbox.inside.messages import SandboxLimits
 from laminar_py.children import kernel, landlock
 
 NUM_DESCRIPTORS = 64
-SPARE = 8  # processes that the user's limit allows above the cgroup's: only the cgroup counts refusals
-ADDRESS_SPACE = 4  # times the memory limit, where a cgroup bounds the memory in use
 HIDDEN = ("site-packages", "dist-packages")  # installed packages, in a folder of the standard library
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")  # that extension modules may load
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 class Fences:
-    """Fences around every program of a slot.
+    """Fences around every program of a slot. With `walls` False they are limits alone.
 
-    Programs run as `user`, or as the zygote's user if it is None. `walls` turns Landlock and seccomp on. `shared`
-    is True if programs see the host's files. `SlotSetup` explains `alone` and `counted`.
+    Raises `OSError` if there should be walls and this kernel has no Landlock, or an unknown processor.
     """
 
-    def __init__(self, *, user: int | None, walls: bool, shared: bool, alone: bool, counted: bool) -> None:
+    def __init__(self, *, walls: bool) -> None:
         if walls and not seccomp.offered():
             raise OSError(f"seccomp is not known of {kernel.MACHINE}")
-        self._user = user
+        if walls and not landlock.version():
+            raise OSError("this kernel has no Landlock, or it is disabled at boot")
         self._walls = walls
-        self._alone = alone
-        self._counted = counted
-        self._shared = shared
-        self._filter = self._assemble() if walls and not alone else b""
+        self._filter = seccomp.assemble() if walls else b""
+        self._readable = list(_readable()) if walls else []
         self._rules = -1
         self._processes = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._space = 0
@@ -44,12 +45,11 @@ class Fences:
         self._space = int(os.read(file, 100).split()[0]) * resource.getpagesize()
         os.close(file)
 
-    def allow_paths(self, *, readable: list[str], home: str) -> None:
-        """Let programs read the paths `readable` and write into the folder `home`."""
-        if self._walls and landlock.version():
-            devices = [(path, landlock.USE) for path in ("/dev/null", "/dev/zero", "/dev/urandom")]
-            rules = [*_without_hidden(readable), (home, landlock.OWN), *devices]
-            old, self._rules = self._rules, landlock.ruleset(rules)
+    def allow_home(self, path: str) -> None:
+        """Let programs write into the folder `path`, and read Python and its libraries."""
+        if self._walls:
+            devices = [(device, landlock.USE) for device in DEVICES]
+            old, self._rules = self._rules, landlock.ruleset([*self._readable, (path, landlock.OWN), *devices])
             if old >= 0:
                 os.close(old)
 
@@ -58,23 +58,14 @@ class Fences:
         os.setsid()
         self._accept_oom_kill()
         self._set_limits(limits, session=session)
-        if self._user is not None:
-            os.setgroups([])
-            os.setresgid(self._user, self._user, self._user)
-            os.setresuid(self._user, self._user, self._user)
         if self._walls:
-            kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
             kernel.keep_capabilities(0)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.end_with_parent()
-        if self._rules >= 0:
-            landlock.restrict(self._rules)
         if self._walls:
-            seccomp.apply_filter(self._assemble(alone=os.getpid()) if self._alone else self._filter)
-
-    def _assemble(self, *, alone: int = 0) -> bytes:
-        return seccomp.assemble(alone=alone, shared=self._shared, own_user=self._user is not None)
+            landlock.restrict(self._rules)
+            seccomp.apply_filter(seccomp.for_process(self._filter, os.getpid()))
 
     def _accept_oom_kill(self) -> None:
         """Make the kernel kill this process first when memory is short, before the zygote and others."""
@@ -94,22 +85,19 @@ class Fences:
         kernel.limit(resource.RLIMIT_CORE, 0)
         kernel.limit(resource.RLIMIT_NOFILE, NUM_DESCRIPTORS)
         kernel.limit(resource.RLIMIT_FSIZE, max(limits.file_bytes, limits.output_bytes + 1))
-        wanted = limits.memory_bytes * (ADDRESS_SPACE if self._counted else 1)
-        kernel.limit(resource.RLIMIT_AS, self._space + wanted)
+        kernel.limit(resource.RLIMIT_AS, self._space + limits.memory_bytes)
         kernel.limit(resource.RLIMIT_MEMLOCK, 0)
         kernel.limit(resource.RLIMIT_MSGQUEUE, 0)
-        if self._walls and not self._alone:
-            others = 2 if self._user is None else 0  # the launcher and the zygote are the same user then
-            kernel.limit(resource.RLIMIT_NPROC, limits.processes + others + (SPARE if self._counted else 0))
 
 
-def _without_hidden(paths: list[str]) -> Iterator[tuple[str, int]]:
-    """Yield rights to read these paths, without installed packages in them.
+def _readable() -> Iterator[tuple[str, int]]:
+    """Yield rights to read Python and its libraries, without installed packages.
 
     A Landlock rule can only add rights to the rule of a parent folder. So a folder with packages may be listed,
     and each of its other entries gets a rule of its own.
     """
-    for path in paths:
+    own = glob.glob(os.path.join(str(sysconfig.get_config_var("LIBDIR")), "*.so*"))
+    for path in (*filter(os.path.exists, sys.path), os.path.realpath(sys.executable), *LIBRARIES, *own):
         hidden = [name for name in HIDDEN if os.path.isdir(os.path.join(path, name))]
         yield path, landlock.READ_DIR if hidden else landlock.READ
         if hidden:

@@ -1,9 +1,9 @@
 """Messages between a slot and its zygote, as bodies of calls (`laminar_py.children`), in JSON.
 
-The first call is a `SlotSetup`, each further one a `SlotCommand`. Each answer is a `SlotNews`: `map` (write my
-user map, then call again), `ready`, `fault` (and it exits), `end` (of a run), `done`. Input and output of a
-program lie in files of their own, whose descriptors come with the command. So a program cannot write into this
-socket, and the zygote reads nothing that a program wrote.
+The first call is a `SlotSetup`, each further one a `SlotCommand`. Each answer is a `SlotNews`: `ready`, `fault`
+(and it exits), `end` (of a run), `done`. Input and output of a program lie in files of their own, whose
+descriptors come with the command. So a program cannot write into this socket, and the zygote reads nothing that
+a program wrote.
 """
 
 import json
@@ -22,13 +22,11 @@ class SandboxLimits:
     """
 
     cpu_s: float = 5.0
-    """Seconds of CPU time of each process, rounded up to whole seconds."""
+    """Seconds of CPU time, rounded up to whole seconds."""
     wall_s: float = 10.0
     """Seconds from start to end. On a busy machine a program may need more of them than of CPU time."""
     memory_bytes: int = 256 << 20
-    """Memory of all processes and files if a cgroup counts it, else address space of each process."""
-    processes: int = 16
-    """Processes and threads at one time, the program itself included."""
+    """Address space."""
     file_bytes: int = 16 << 20
     """Size of the program's private folder, hence of any file."""
     output_bytes: int = 1 << 20
@@ -45,20 +43,15 @@ DEFAULTS = SandboxLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSetup:
-    """First call: tier, folder, users and cgroups of the slot."""
+    """First call."""
 
-    tier: str
-    folder: str  # an empty folder that belongs to the slot
-    readable: list[str]  # shared libraries that extension modules may need, and folders of programs
-    uids: list[int]  # of the zygote and of its programs on the host; empty: the owner's user for both
-    cgroups: list[str]  # files into which a process writes its id to join the cgroup
-    alone: bool  # programs may start no process, since this machine could not count or kill it
-    counted: bool  # a cgroup counts processes and memory
+    home: str  # a path at which nothing exists; the zygote makes it a folder, and removes it at the end
+    walls: bool  # False: limits alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCommand:
-    """Command to the zygote: `run`, with five descriptors or a session's six, `pause`, `resume`, `mapped`."""
+    """Command to the zygote: `run`, with five descriptors or a session's six, `pause`, `resume`."""
 
     kind: str
     limits: SandboxLimits = DEFAULTS
@@ -73,7 +66,7 @@ class SlotNews:
     detail: str = ""
     status: int = 0  # of the program, as `waitpid` has it
     ended: str = ""  # by the zygote: `wall`, `folder` (it is full) or `asked`
-    cpu_s: float = 0.0  # of the program and of all below it
+    cpu_s: float = 0.0  # of the program
     elapsed_s: float = 0.0
 
 

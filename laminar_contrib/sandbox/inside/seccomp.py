@@ -1,13 +1,15 @@
 """Seccomp: a filter of the system calls that a program may make, assembled here.
 
-The filter refuses calls that reach out of the sandbox, and rarely used parts of the kernel. A refused socket
-answers "network is down" and a refused process "try again", so labels can tell them from other refusals.
+The filter refuses calls that reach out of the sandbox, new processes, and rarely used parts of the kernel. A
+refused socket answers "network is down" and a refused process "try again", so labels can tell them from other
+refusals. The filter also refuses changes of files that Landlock does not know of: times, modes, owners, extended
+attributes and, before its version 3, truncation. Calls that set times and modes have no effect but report success,
+since `shutil.copy` and others do not expect a refusal.
 """
 
 import ctypes
 import errno
 import struct
-from collections.abc import Mapping
 
 from laminar_py.children import kernel
 
@@ -16,16 +18,17 @@ NEW_CALLS = 451  # first number that is not known here; both machines share thos
 SHARED = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
     "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
-    "pidfd_getfd": 438, "process_madvise": 440,
+    "openat2": 437, "pidfd_getfd": 438, "process_madvise": 440,
     "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_mrelease": 448,
     "set_mempolicy_home_node": 450,
 }  # fmt: skip
 BY_MACHINE = {
     "x86_64": {
+        "open": 2, "truncate": 76,
         "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "utime": 132, "setxattr": 188,
         "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
         "timer_create": 222, "utimes": 235, "fchownat": 260, "futimesat": 261, "fchmodat": 268,
-        "utimensat": 280,
+        "utimensat": 280, "openat": 257,
         "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43,
         "bind": 49, "listen": 50, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62,
         "semget": 64, "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71,
@@ -48,7 +51,7 @@ BY_MACHINE = {
     "aarch64": {
         "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15,
         "fremovexattr": 16, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88,
-        "timer_create": 107,
+        "timer_create": 107, "truncate": 45, "openat": 56,
         "io_setup": 0, "lookup_dcookie": 18, "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "umount2": 39,
         "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51, "quotactl": 60, "vmsplice": 75,
         "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
@@ -68,15 +71,10 @@ BY_MACHINE = {
     },
 }  # fmt: skip
 NETWORK = ("socket", "connect", "accept", "accept4", "bind", "listen")
-SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 SIGNAL_ARGUMENT = {"kill": 1, "tgkill": 2, "rt_sigqueueinfo": 1, "rt_tgsigqueueinfo": 2}
 TIMES = ("utime", "utimes", "futimesat", "utimensat")
 MODES = ("chmod", "fchmod", "fchmodat")
-OWNERSHIP = ("chown", "fchown", "lchown", "fchownat")
-ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
-METADATA = {*TIMES, *MODES, *OWNERSHIP, *ATTRIBUTES}
-CONDITIONAL = {"clone", "fork", "vfork", "fcntl", "ioctl", "prctl", "prlimit64", "socketpair", *METADATA}
-CONDITIONAL |= {*NETWORK, *SIGNALS}
+OPENS = {"open": 1, "openat": 2}  # argument that has the flags
 NAMESPACES = 0x7E020080  # flags of clone that make one
 THREAD = 0x00010000
 OWNERS = (8, 10, 15)  # commands of fcntl that send signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX
@@ -84,6 +82,8 @@ TERMINAL = (0x5412, 0x541C, 0x8901, 0x8902)  # of ioctl: TIOCSTI, TIOCLINUX, FIO
 FLAGS = (0x40086602, 0x401C5820, 0x40087602)  # of ioctl: FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION
 WAKE = 18  # SIGCONT, with which a paused program could wake itself
 UNIX, STREAM = 1, 1
+TRUNCATES, WRITES = 0x200, 3  # flags of open: O_TRUNC, which truncates even if the file is opened for reading
+OWN_PROCESS = 0x0A5E1F00  # stands for the process id in a filter, until `for_process`
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, MASK, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
@@ -99,15 +99,13 @@ def offered() -> bool:
     return kernel.MACHINE in ARCHITECTURES
 
 
-def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> bytes:
-    """Assemble the filter.
-
-    `alone` is the id of a process that may neither start nor signal another one; 0 allows both. With `shared` the
-    program sees files of the host. Then the filter also refuses changes that Landlock cannot: times and extended
-    attributes, and modes and owners if the program runs as our user (`own_user` False). Calls that set times and
-    modes have no effect but report success, since `shutil.copy` and others do not expect a refusal.
-    """
+def assemble() -> bytes:
+    """Assemble the filter, with `OWN_PROCESS` for the id of the program, which may signal itself alone."""
     calls = SHARED | BY_MACHINE[kernel.MACHINE]
+    answers = dict.fromkeys(calls, errno.EPERM) | dict.fromkeys(NETWORK, errno.ENETDOWN)
+    answers |= dict.fromkeys((*TIMES, *MODES), 0) | dict.fromkeys(("fork", "vfork"), errno.EAGAIN)
+    answers["openat2"] = errno.ENOSYS  # its flags lie in memory: callers fall back to openat
+    bodies = {name: [_refuse(number)] for name, number in answers.items()} | _conditional()
     code = [
         _op(LOAD, ARCHITECTURE),
         _op(EQUAL, ARCHITECTURES[kernel.MACHINE], 1, 0),
@@ -117,11 +115,14 @@ def assemble(*, alone: int = 0, shared: bool = False, own_user: bool = True) -> 
         _op(AT_LEAST, NEW_CALLS, 0, 1),
         _refuse(errno.ENOSYS),
     ]
-    bodies = {**_refusals(calls), **_conditional(calls), **(_single_process(calls, alone) if alone else {})}
-    bodies |= _metadata_answers(calls, own_user=own_user) if shared else {}
     for name, body in bodies.items():
-        code += _case(calls[name], body)
+        code += _case(calls[name], body) if name in calls else []
     return b"".join([*code, _op(RETURN, ALLOW)])
+
+
+def for_process(code: bytes, process: int) -> bytes:
+    """Return the filter for the process of this id."""
+    return code.replace(struct.pack("=I", OWN_PROCESS), struct.pack("=I", process))
 
 
 def apply_filter(code: bytes) -> None:
@@ -131,15 +132,21 @@ def apply_filter(code: bytes) -> None:
     kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.byref(program))
 
 
-def _refusals(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
-    refused = {name: [_refuse(errno.EPERM)] for name in calls if name not in CONDITIONAL}
-    return refused | {name: [_refuse(errno.ENETDOWN)] for name in NETWORK}
-
-
-def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
+def _conditional() -> dict[str, list[bytes]]:
     """Return the filter programs of calls that are allowed with some arguments only, by name of the call."""
     return {
-        "clone": [*_clone_checks(), _op(RETURN, ALLOW)],
+        "clone": [
+            *_argument(0),
+            _op(ANY_BIT, NAMESPACES, 0, 1),
+            _refuse(errno.EPERM),
+            _op(MASK, 0xFF),
+            _op(EQUAL, WAKE, 0, 1),  # a child whose exit would send it to its parent
+            _refuse(errno.EPERM),
+            *_argument(0),
+            _op(ANY_BIT, THREAD, 1, 0),
+            _refuse(errno.EAGAIN),
+            _op(RETURN, ALLOW),
+        ],
         "fcntl": _refuse_values(1, OWNERS),
         "ioctl": _refuse_values(1, (*TERMINAL, *FLAGS)),
         "prctl": _refuse_values(0, (kernel.PR_SET_SECCOMP, kernel.PR_SET_PDEATHSIG)),
@@ -154,47 +161,22 @@ def _conditional(calls: Mapping[str, int]) -> dict[str, list[bytes]]:
             _refuse(errno.ENETDOWN),
             _op(RETURN, ALLOW),
         ],
-        **{name: _refuse_values(SIGNAL_ARGUMENT[name], (WAKE,)) for name in SIGNALS},
+        **{
+            name: [
+                *_argument(index),
+                _op(ANY_BIT, TRUNCATES, 1, 0),
+                _op(RETURN, ALLOW),
+                _op(ANY_BIT, WRITES, 1, 0),
+                _refuse(errno.EPERM),
+                _op(RETURN, ALLOW),
+            ]
+            for name, index in OPENS.items()
+        },
+        **{
+            name: [*_argument(index), _op(EQUAL, WAKE, 0, 1), _refuse(errno.EPERM), *_only(0, OWN_PROCESS)]
+            for name, index in SIGNAL_ARGUMENT.items()
+        },
     }
-
-
-def _clone_checks() -> list[bytes]:
-    """Refuse new namespaces, and a child whose exit would send SIGCONT to its parent."""
-    return [
-        *_argument(0),
-        _op(ANY_BIT, NAMESPACES, 0, 1),
-        _refuse(errno.EPERM),
-        _op(MASK, 0xFF),
-        _op(EQUAL, WAKE, 0, 1),
-        _refuse(errno.EPERM),
-        *_argument(0),
-    ]
-
-
-def _metadata_answers(calls: Mapping[str, int], *, own_user: bool) -> dict[str, list[bytes]]:
-    answers = dict.fromkeys(TIMES, 0) | dict.fromkeys(ATTRIBUTES, errno.EPERM)
-    if not own_user:
-        answers |= dict.fromkeys(MODES, 0) | dict.fromkeys(OWNERSHIP, errno.EPERM)
-    return {name: [_refuse(number)] for name, number in answers.items() if name in calls}
-
-
-def _single_process(calls: Mapping[str, int], process: int) -> dict[str, list[bytes]]:
-    """Return filter programs that refuse new processes, and signals to any process but `process`.
-
-    Threads stay allowed.
-    """
-    threads = [
-        *_clone_checks(),
-        _op(ANY_BIT, THREAD, 1, 0),
-        _refuse(errno.EAGAIN),
-        _op(RETURN, ALLOW),
-    ]
-    forks = {name: [_refuse(errno.EAGAIN)] for name in ("fork", "vfork") if name in calls}
-    signals = {
-        name: [*_argument(SIGNAL_ARGUMENT[name]), _op(EQUAL, WAKE, 0, 1), _refuse(errno.EPERM), *_only(0, process)]
-        for name in SIGNALS
-    }
-    return {"clone": threads, **forks, **signals}
 
 
 def _case(number: int, body: list[bytes]) -> list[bytes]:

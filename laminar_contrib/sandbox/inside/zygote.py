@@ -1,4 +1,4 @@
-"""The zygote: a warm interpreter inside its slot's fences, which forks a child for each program.
+"""The zygote: a warm interpreter that forks a child for each program, which puts on the fences.
 
 A slot starts it with a socket to the owner. It never reads data of a program, so no run sees another run's data.
 It ends when its owner ends. Its states, by commands of the owner:
@@ -14,28 +14,23 @@ import gc
 import importlib
 import math
 import os
-import resource
 import select
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
-from laminar_contrib.sandbox.inside import namespaces, program
+from laminar_contrib.sandbox.inside import program
 from laminar_contrib.sandbox.inside.fences import NUM_DESCRIPTORS, Fences
-from laminar_contrib.sandbox.inside.homes import FolderHome, Home, MemoryHome
+from laminar_contrib.sandbox.inside.home import Home
 from laminar_contrib.sandbox.inside.messages import (
     SlotCommand,
     SlotNews,
-    SlotSetup,
     news_frame,
     read_command,
     read_setup,
 )
-from laminar_contrib.sandbox.inside.reapers import NamespaceReaper, Reaper, TreeReaper, UserReaper, end_all
-from laminar_py.children import kernel, landlock, own_control, receive_call
+from laminar_py.children import own_control, receive_call
 
 PRELOADED = (  # modules that short programs import; each further module makes every fork slower
     "abc array ast base64 bisect calendar cmath collections.abc contextlib copy csv dataclasses datetime decimal"
@@ -43,9 +38,8 @@ PRELOADED = (  # modules that short programs import; each further module makes e
     " queue random re shutil statistics string struct subprocess tempfile textwrap threading time traceback types"
     " typing unittest zlib"
 )
-LOOK_S = 0.05  # between two measurements of a folder whose size the kernel does not bound
+LOOK_S = 0.05  # between two measurements of a program's folder
 STREAMS = 5  # descriptors of a run: payload, input, output, errors, report; a session has its calls as sixth
-KEPT_CAPABILITIES = 0b11101011  # of root outside of namespaces: over files and signals, to become others
 
 
 class OwnerGoneError(Exception):
@@ -55,23 +49,11 @@ class OwnerGoneError(Exception):
 class Zygote:
     """The loop of a zygote, which runs one program at a time."""
 
-    def __init__(
-        self,
-        control: socket.socket,
-        *,
-        owner: int,
-        fences: Fences,
-        home: Home,
-        reaper: Reaper,
-        readable: list[str],
-    ) -> None:
+    def __init__(self, control: socket.socket, *, owner: int, fences: Fences, home: Home) -> None:
         self._control = control
         self._owner = owner
         self._fences = fences
         self._home = home
-        self._reaper = reaper
-        self._readable = readable
-        self._status: int | None = None  # exit status of the child once it has ended
         self._woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda number, place: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -96,60 +78,50 @@ class Zygote:
                         self._answer(number, SlotNews(kind="done"))  # its program has ended before
 
     def _run(self, number: int, command: SlotCommand, descriptors: list[int]) -> None:
-        """Fork a program, wait for its end within its limits, kill its processes, and report the outcome.
+        """Fork a program, wait for its end within its limits, kill it, and report the outcome.
 
         The home folder is reset before and after the run.
         """
-        self._reset_home(command)
-        before, start = _children_cpu_s(), time.monotonic()
+        self._reset_home()
+        start = time.monotonic()
         child = os.fork()
         if child == 0:
             self._run_program(command, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._status = None
-        ended = ""
         try:
             ended = self._await_end(child, command, start + command.limits.wall_s)
         finally:
             elapsed_s = time.monotonic() - start
-            status = end_all(self._reaper, child, self._status)
-        if not ended and self._home.is_full(
-            command.limits.file_bytes
-        ):  # measured again, now that no process can hide files
+            os.kill(child, signal.SIGKILL)  # it is not reaped yet, so the id is its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # for processes that a program without walls has started
+            _, status, used = os.wait4(child, 0)
+        if not ended and self._home.is_full(command.limits.file_bytes):  # measured again: nothing hides files now
             ended = "folder"
-        news = SlotNews(
-            kind="end", status=status, ended=ended, cpu_s=_children_cpu_s() - before, elapsed_s=elapsed_s
-        )
-        self._answer(number, news)
-        self._reset_home(command)
+        cpu_s = used.ru_utime + used.ru_stime
+        self._answer(number, SlotNews(kind="end", status=status, ended=ended, cpu_s=cpu_s, elapsed_s=elapsed_s))
+        self._reset_home()
 
-    def _reset_home(self, command: SlotCommand) -> None:
-        if self._home.reset(command.limits.file_bytes):
-            self._fences.allow_paths(readable=self._readable, home=self._home.path)
+    def _reset_home(self) -> None:
+        if self._home.reset():
+            self._fences.allow_home(self._home.path)
 
     def _await_end(self, child: int, command: SlotCommand, deadline: float) -> str:
         """Wait until a child ends, or until there is a reason to end it. Returns the reason, or ""."""
-        looks = isinstance(self._home, FolderHome)
-        while not self._reap_child(child):
-            left = None if command.session else deadline - time.monotonic()
-            if left is not None and left <= 0:
+        while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            left = LOOK_S if command.session else deadline - time.monotonic()
+            if left <= 0:
                 return "wall"
-            if self._wait(min(left or LOOK_S, LOOK_S) if looks else left):
+            if self._wait(min(left, LOOK_S)):
                 number, next_command, _ = self._receive()
                 if next_command is None:
                     return "asked"
-                paused = next_command.kind == "pause"
-                self._reaper.signal_all(signal.SIGSTOP if paused else signal.SIGCONT, leader=child)
+                os.kill(child, signal.SIGSTOP if next_command.kind == "pause" else signal.SIGCONT)
                 self._answer(number, SlotNews(kind="done"))
             if self._home.is_full(command.limits.file_bytes):
                 return "folder"
         return ""
-
-    def _reap_child(self, child: int) -> bool:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        self._status = status if ended else None
-        return bool(ended)
 
     def _wait(self, seconds: float | None) -> bool:
         """Wait for a command, for the end of a child, or for `seconds`. Returns True if a command has arrived.
@@ -200,64 +172,28 @@ class Zygote:
 def main() -> None:
     """Serve runs in the fences that the owner's first call asks for, until the owner closes the socket or ends.
 
-    If the fences cannot be set up, send the reason to the owner and return. Returns at once if no call comes.
+    If the fences cannot be made, send the reason to the owner and return. Returns at once if no call comes.
     """
     control = own_control()
     owner = os.pidfd_open(os.getppid())
     call = receive_call(control)
     if call is None:
         return
-    number, setup, _ = call
-
-    def map_users() -> None:
-        """Ask the owner to write the user map of this process, and wait for it. Raises `OwnerGoneError`."""
-        nonlocal number
-        control.sendall(news_frame(number, SlotNews(kind="map")))
-        mapped = receive_call(control)
-        if mapped is None:
-            raise OwnerGoneError
-        number = mapped[0]
-
+    number, body, _ = call
+    setup = read_setup(body)
+    home = Home(setup.home)
     try:
-        zygote = _set_up(control, read_setup(setup), owner, map_users)
+        for name in PRELOADED.split():
+            importlib.import_module(name)
+        zygote = Zygote(control, owner=owner, fences=Fences(walls=setup.walls), home=home)
     except Exception as error:  # noqa: BLE001 - the owner raises it
         fault = SlotNews(kind="fault", detail=f"{error}" or type(error).__name__)
         control.sendall(news_frame(number, fault))
         return
-    zygote.serve(number)
-
-
-def _set_up(control: socket.socket, setup: SlotSetup, owner: int, map_users: Callable[[], None]) -> Zygote:
-    """Enter the cgroups and the tier of `setup`, and return the zygote with its fences, home and reaper.
-
-    Raises `OSError` if the kernel lacks something that the tier needs.
-    """
-    for path in setup.cgroups:
-        with open(path, "w") as file:
-            file.write("0")
-    for name in PRELOADED.split():
-        importlib.import_module(name)
-    library = [path for path in sys.path if os.path.exists(path)]
-    readable = [*library, os.path.realpath(sys.executable), *setup.readable]
-    walls = setup.tier != "none"
-    if setup.tier == "landlock" and not landlock.version():
-        raise OSError("tier landlock: this kernel has no Landlock, or it is disabled at boot")
-    user = (namespaces.USER if setup.tier == "namespaces" else setup.uids[1]) if setup.uids and walls else None
-    shared = setup.tier == "landlock"
-    fences = Fences(user=user, walls=walls, shared=shared, alone=setup.alone, counted=setup.counted)
-    home: Home
-    reaper: Reaper
-    if setup.tier == "namespaces":
-        namespaces.enter(setup, control, readable=readable, map_users=map_users)
-        home, reaper, readable = MemoryHome(user or 0), NamespaceReaper(), ["/"]
-    else:
-        home = FolderHome(os.path.join(setup.folder, "home"), user)
-        reaper = TreeReaper() if user is None else UserReaper.split(setup.uids[0], user, control)
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        if user is not None:
-            kernel.drop_bounding_set()
-            kernel.keep_capabilities(KEPT_CAPABILITIES)
-    return Zygote(control, owner=owner, fences=fences, home=home, reaper=reaper, readable=readable)
+    try:
+        zygote.serve(number)
+    finally:
+        home.remove()
 
 
 def _move_descriptors(descriptors: list[int]) -> None:
@@ -271,8 +207,3 @@ def _move_descriptors(descriptors: list[int]) -> None:
 def _replace_environment(home: str) -> None:
     os.environ.clear()
     os.environ.update(HOME=home, TMPDIR=home, LANG="C.UTF-8", PATH="/usr/bin:/bin")
-
-
-def _children_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime

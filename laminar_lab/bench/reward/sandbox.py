@@ -127,10 +127,9 @@ async def _rate(pool: SandboxPool, programs: Sequence[SmallProgram]) -> Row:
                 group.create_task(_run_all(pool, todo), name="runs")
         rates.append(len(part) / (time.perf_counter() - began))
         log_line(f"sandbox, round {number + 1} of {ROUNDS}: {rates[-1]:.0f}")
-    weak = f" ({pool.weaknesses})" if pool.weaknesses else ""
     conditions = (
         f"{len(programs)} different programs of 4 to 15 lines, calls and scripts by turns, outputs compared; tier"
-        f" {pool.tier.value}{weak}, {len(os.sched_getaffinity(0))} slots, as many as cores; {ROUNDS} rounds:"
+        f" {pool.tier.value}, {len(os.sched_getaffinity(0))} slots, as many as cores; {ROUNDS} rounds:"
         f" {spread(rates)}"
     )
     return Row("sandbox_runs_per_s", median(rates), "programs/s", conditions)

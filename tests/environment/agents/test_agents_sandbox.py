@@ -12,7 +12,7 @@ from laminar_contrib.agents.connections import ConnectionBounds
 from laminar_contrib.agents.endpoint import serve
 from laminar_contrib.agents.history import AssistantMessages
 from laminar_contrib.agents.kind import open_agents
-from laminar_contrib.sandbox.pool import SandboxPool, survey_tiers
+from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.python_session import PythonSession
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
@@ -78,10 +78,6 @@ class Client:
         """Status of a request to run code, and what it printed."""
         return await self._post("python", {"code": code})
 
-    async def shell(self, command):
-        """Status of a request to run a command, and what it printed."""
-        return await self._post("shell", {"command": command})
-
     async def _post(self, path, body):
         headers = {"Authorization": f"Bearer {self.key}"}
         async with self.http.post(f"{self.url}/{path}", json=body, headers=headers) as answer:
@@ -115,18 +111,6 @@ async def begun(agent):
     while not agent._session._calls:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await asyncio.sleep(0)
-
-
-async def test_a_shell_is_there_where_there_are_programs_for_it(tmp_path):
-    strongest, *_ = await survey_tiers()
-    if not strongest.offered:
-        pytest.skip(strongest.reason)
-    async with SandboxPool(slots=1, programs=["/usr"]) as pool, session_of(pool, tmp_path) as (_, client):
-        assert await client.python("open('mine', 'w').write('1')") == (200, "1")
-        assert await client.shell("ls | wc -l; exit 2") == (200, "1\nexit status 2")
-    async with SandboxPool(slots=1) as pool, session_of(pool, tmp_path) as (_, client):
-        assert await client.python("1") == (200, "1")
-        assert await client.shell("ls") == (404, None)
 
 
 async def test_code_whose_client_breaks_off_takes_its_variables_with_it(tmp_path):

@@ -2,21 +2,21 @@
 
 import os
 
-from laminar_contrib.sandbox.inside.homes import FolderHome
+from laminar_contrib.sandbox.inside.home import Home
 
 
 def test_a_folder_with_more_names_than_a_command_takes_is_emptied(tmp_path):
-    home = FolderHome(str(tmp_path / "home"), None)
-    home.reset(1)
+    home = Home(str(tmp_path / "home"))
+    home.reset()
     for number in range(9000):
         os.symlink("x", os.path.join(home.path, f"{number:010d}".ljust(255, "x")))
     assert home.is_full(1 << 30)
-    assert home.reset(1)
+    assert home.reset()
     assert os.listdir(home.path) == []
 
 
 def test_a_folder_that_vanishes_at_each_look_counts_as_full(tmp_path, monkeypatch):
-    home = FolderHome(str(tmp_path), None)
+    home = Home(str(tmp_path))
     (tmp_path / "inner").mkdir()
     assert not home.is_full(1 << 20)
     found = os.open
