@@ -53,7 +53,6 @@ LIBRARIES = {  # heavy library: where it may be imported
     "peft": ("learner/lora.py",),
     "aiohttp": (
         "engines/sglang/",
-        "reward/judge.py",
         "ledger/segments/store.py",
     ),
     "plotly": (),

@@ -25,26 +25,20 @@ class SandboxTier(Enum):
 
 
 class SandboxLabel(Enum):
-    """How a run ended, as the kernel or the owner saw it. A label marked as a claim rests on the program's report.
+    """How a run ended, as the kernel or the owner saw it.
 
-    A program may forge or hide claims, and may exit with code 0 early. So `ok` says only that the program exited
-    well. No label makes a wrong output right: the owner compares outputs outside the sandbox.
+    A program may exit with code 0 early. So `ok` says only that the program exited well, and the owner compares
+    outputs outside the sandbox.
     """
 
     OK = "ok"
     """Exit code 0."""
     ERROR = "error"
-    """Another exit code, for example after an exception that no other label covers."""
+    """Another exit code, for example after an exception, such as `MemoryError` or one of a refused call."""
     TIME = "time"
     """Seconds of CPU or of the wall used up."""
-    MEMORY = "memory"
-    """Memory used up, by a claim of `MemoryError`."""
-    PROCESSES = "processes"
-    """A process or too many threads, by a claim."""
-    NETWORK = "network"
-    """A socket was refused, by a claim."""
     FILES = "files"
-    """A file too large or the folder full, by the kernel; a path outside of it, by a claim."""
+    """A file was too large, or the folder was full."""
     OUTPUT = "output"
     """Output, errors or the returned value were longer than allowed."""
     CRASH = "crash"
@@ -75,7 +69,6 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed, not the program in it. The message names the slot and the failure."""
 
 
-CLAIMED = {kind: SandboxLabel(kind) for kind in ("memory", "processes", "network", "files")}
 CPU_SLACK_S = 0.2  # between the kernel's clocks
 
 
@@ -109,7 +102,7 @@ def label(
         return SandboxLabel.CRASH, f"ended by {stopped}"
     if number == 0 or (number is None and not claim.detail):
         return SandboxLabel.OK, ""
-    return CLAIMED.get(claim.kind, SandboxLabel.ERROR), claim.detail or f"exit code {number}"
+    return SandboxLabel.ERROR, claim.detail or f"exit code {number}"
 
 
 def exit_code(status: int | None) -> int | None:

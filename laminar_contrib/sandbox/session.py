@@ -29,9 +29,9 @@ class LiveProgram:
 class SandboxSession:
     """A program that runs its code piece by piece, e.g. `session.run("x = 1")`, then `session.run("x")`.
 
-    The program is stopped between calls. A piece that breaks a limit ends the program, and the next piece starts
-    without variables. The kernel bounds the CPU time of each process, but code can raise that limit; the limit on
-    wall time always holds.
+    Threads of the program run between calls, too. A piece that breaks a limit ends the program, and the next piece
+    starts without variables. The kernel bounds the CPU time, but code can raise that limit; the limit on wall time
+    of a call always holds.
     """
 
     def __init__(self, slot: SandboxSlot, *, packed: bytes, limits: SandboxLimits) -> None:
@@ -73,12 +73,12 @@ class SandboxSession:
                     self._slot.abandon()
 
     async def _run(self, code: str) -> SandboxResult:
-        """Run a piece of code in the session's program, and pause the program after its answer.
+        """Run a piece of code in the session's program.
 
         A program that exits or exceeds `wall_s` is ended; the next call starts a new one. Raises
         `ProcessLostError` if the zygote is gone.
         """
-        live = await self._resume()
+        live = await self._program()
         files, end = live.files, live.end
         files.clear()
         start = time.monotonic()
@@ -91,7 +91,6 @@ class SandboxSession:
             call.cancel()
             await asyncio.wait({call})
         if answered:
-            self._slot.send_command(SlotCommand(kind="pause"))
             result = self._slot.result(files, self._limits, news=None)
         else:
             if not timed_out:  # the program seems to exit by itself: let its own status be the result
@@ -102,11 +101,10 @@ class SandboxSession:
             result = self._slot.result(files, self._limits, news=news)
         return replace(result, elapsed_s=time.monotonic() - start)
 
-    async def _resume(self) -> LiveProgram:
-        """Resume the program, or start a new one if the last has ended. Raises `ProcessLostError`."""
+    async def _program(self) -> LiveProgram:
+        """Return the program; start a new one if the last has ended. Raises `ProcessLostError`."""
         if self._live is not None:
             if not self._live.end.done():
-                self._slot.send_command(SlotCommand(kind="resume"))
                 return self._live
             if self._live.end.exception():
                 self._live.end.result()
@@ -122,7 +120,7 @@ class SandboxSession:
             reader, writer = await asyncio.open_connection(sock=ours)
             files, command = (
                 RunFiles(self._packed, b""),
-                SlotCommand(kind="run", limits=self._limits, session=True),
+                SlotCommand(limits=self._limits, session=True),
             )
             try:
                 run = self._slot.send_command(command, [*files.descriptors, theirs.fileno()])

@@ -142,7 +142,7 @@ class SandboxSlot:
     ) -> SandboxResult:
         """Run a program to its end and return its result. Raises `ProcessLostError`."""
         with closing(RunFiles(packed or pack(payload, {}), stdin)) as files:
-            call = self.send_command(SlotCommand(kind="run", limits=limits), files.descriptors)
+            call = self.send_command(SlotCommand(limits=limits), files.descriptors)
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S):
                     news = await read_news(call)

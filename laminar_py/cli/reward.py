@@ -116,9 +116,9 @@ def score_and_print(
 
     With `failures` False a failed reward counts only if `difference` says so.
     """
-    from laminar_py.runtime.preflight.rewards import check_answers, log_folder
+    from laminar_py.runtime.preflight.rewards import check_terms, log_folder
 
-    check_answers(settings.reward)
+    check_terms(settings.reward, settings.sandbox)
     tally = ScoreTally()
     failed: list[str] = []
     differing: list[str] = []

@@ -179,8 +179,6 @@ REWARDS = Registry(
         "format": "laminar_py.reward.terms:FORMAT",
         "length": "laminar_py.reward.terms:LENGTH",
         "environment": "laminar_py.reward.terms:ENVIRONMENT",
-        "judge": "laminar_py.reward.judge:JUDGE",
-        "steps": "laminar_py.reward.steps:STEPS",
         FUNCTION: "laminar_py.reward.terms:FUNCTION_KIND",
     },
 )

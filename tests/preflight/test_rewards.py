@@ -9,10 +9,12 @@ from threading import Thread
 
 import pytest
 
+from laminar_contrib.reward_models import judge
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.preflight import rewards
-from laminar_py.runtime.preflight.rewards import check_answers, check_rewards
+from laminar_py.runtime.preflight.rewards import check_rewards, check_terms
 from tests.data.builders import GOOD, read, written
 
 
@@ -31,18 +33,18 @@ def test_whatever_a_server_answers_it_is_there(status):
     with HTTPServer(("127.0.0.1", 0), Answering) as server:
         answer = Thread(target=server.handle_request)
         answer.start()
-        check_answers(judged_at(server.server_port))
+        check_terms(judged_at(server.server_port), SandboxConfig())
         answer.join()
 
 
 def test_a_server_that_says_nothing_in_time_is_named(monkeypatch):
-    monkeypatch.setattr(rewards, "ANSWER_S", 0.1)
+    monkeypatch.setattr(judge, "ANSWER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(
             ConfigError, match=rf"urls=http://127.0.0.1:{port}/v1 of judge: does not answer \(timed"
         ):
-            check_answers(judged_at(port))
+            check_terms(judged_at(port), SandboxConfig())
 
 
 def test_it_is_said_how_far_a_long_look_at_the_problems_is(monkeypatch, caplog, tmp_path):

@@ -85,8 +85,8 @@ async def test_tests_after_one_that_is_out_of_time_are_not_waited_for(tmp_path):
 
 VIOLATIONS = {
     "time": "def f(x):\n    while True: pass",
-    "memory": "def f(x):\n    return 'a' * 10**10",
-    "files": "def f(x):\n    return open('/etc/passwd').read()",
+    "error: MemoryError": "def f(x):\n    return 'a' * 10**10",
+    "error: PermissionError": "def f(x):\n    return open('/etc/passwd').read()",
     "crash": "def f(x):\n    import ctypes\n    ctypes.string_at(0)",
     "error": "def f(",
 }
@@ -98,7 +98,7 @@ async def test_a_violation_is_a_label_and_no_failed_reward(tmp_path):
         found = await score(scorer, *(request_of(program, FUNCTION, index=index) for index, program in programs))
     for one, label in zip(found, VIOLATIONS, strict=True):
         assert (one.value, one.failure) == (0.0, None)
-        assert one.terms[0].text.startswith(f"test 1: {label}: ")
+        assert one.terms[0].text.startswith(f"test 1: {label}:")
 
 
 FORGERIES = {

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from laminar_contrib.reward_models.judge import Servers
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig
 from laminar_py.records.scoring import PoolAddresses, ServerAddress, TryAgainError
-from laminar_py.reward.judge import Servers
 from laminar_py.reward.scorer import LaunchedServers, Scorer
 from tests.reward.requests import make_request, serving
 from tests.reward.test_scorer import score

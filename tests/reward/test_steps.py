@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from laminar_contrib.reward_models.steps import minimum_rewards, separated, step_ends
 from laminar_py.records.columns import TOKEN_REWARDS
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.steps import minimum_rewards, separated, step_ends
 from tests.reward.requests import make_request, serving
 from tests.reward.test_scorer import column, score, scorer_of
 

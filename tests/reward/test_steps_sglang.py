@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from transformers import Qwen3ForCausalLM
 
+from laminar_contrib.reward_models.steps import StepsTerm, open_steps, separated, step_ends
 from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
 from laminar_py.config.algorithm import Advantage
@@ -30,7 +31,6 @@ from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.columns import TOKEN_REWARDS
 from laminar_py.records.credit import earned_by, returns_of
 from laminar_py.records.trajectory import Kind, Status
-from laminar_py.reward.steps import StepsTerm, open_steps, separated, step_ends
 from tests.engines.sglang.rig import make_model, make_spec
 from tests.reward.requests import make_request
 from tests.runs.runs import ALONE, LAMINAR, REPO, TrainProcess

@@ -50,7 +50,7 @@ def test_filters_are_assembled_for_each_machine_that_is_known(monkeypatch):
         code = seccomp.assemble()
         own = seccomp.for_process(code, 7)
         changed = [at for at in range(0, len(code), 4) if code[at : at + 4] != own[at : at + 4]]
-        assert len(changed) == len(seccomp.SIGNAL_ARGUMENT)
+        assert len(changed) == len(seccomp.SIGNALS)
         assert all(own[at : at + 4] == (7).to_bytes(4, "little") for at in changed)
         assert len(code) // 8 < 4096  # the most that the kernel takes
         assert code[-8] == seccomp.RETURN

@@ -1,7 +1,7 @@
 """Messages between a slot and its zygote, as bodies of calls (`laminar_py.children`), in JSON.
 
 The first call is a `SlotSetup`, each further one a `SlotCommand`. Each answer is a `SlotNews`: `ready`, `fault`
-(and it exits), `end` (of a run), `done`. Input and output of a program lie in files of their own, whose
+(and it exits), `end` (of a run). Input and output of a program lie in files of their own, whose
 descriptors come with the command. So a program cannot write into this socket, and the zygote reads nothing that
 a program wrote.
 """
@@ -51,9 +51,8 @@ class SlotSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCommand:
-    """Command to the zygote: `run`, with five descriptors or a session's six, `pause`, `resume`."""
+    """Command to the zygote to run a program, with five descriptors, or six for a session."""
 
-    kind: str
     limits: SandboxLimits = DEFAULTS
     session: bool = False
 

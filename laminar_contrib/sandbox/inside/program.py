@@ -8,7 +8,6 @@ import ast
 import atexit
 import builtins
 import contextlib
-import errno
 import io
 import json
 import linecache
@@ -29,7 +28,6 @@ from laminar_py.children import exactly
 NAME = "program.py"
 DETAIL_CHARS = 400
 SHOWN_CHARS = 16384  # of a traceback, which shows lines of the program
-CHAIN = 20  # causes of an exception that we look at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +45,7 @@ class Claim:
     """Report of a child about itself. A program can forge all of it."""
 
     finished: bool = False  # the program ran to its last line
-    kind: str = ""  # of its exception: `memory`, `network`, `files`, `processes`, or empty for others
-    detail: str = ""
+    detail: str = ""  # its exception
     value_json: str | None = None  # returned by the function that was called
     cpu_s: float = 0.0  # a call of a session
 
@@ -133,7 +130,6 @@ def _run_guarded(claim: Claim, body: Callable[[], None]) -> int:
         return 1
     except BaseException as error:  # noqa: BLE001 - untrusted code raises anything
         with contextlib.suppress(BaseException):  # also in its texts
-            claim.kind = kind_of(error)
             claim.detail = " ".join(f"{type(error).__name__}: {error}".split())[:DETAIL_CHARS]
         with contextlib.suppress(BaseException):
             shown = traceback.TracebackException.from_exception(error)
@@ -142,44 +138,6 @@ def _run_guarded(claim: Claim, body: Callable[[], None]) -> int:
             _show_error("".join(shown.format())[-SHOWN_CHARS:])
         return 1
     return 0
-
-
-def kind_of(error: BaseException) -> str:
-    """Name of the fence that an exception tells of, as far as it can be seen from inside."""
-    return next((kind for each in _chain(error) if (kind := _kind(each))), "")
-
-
-def _kind(error: BaseException) -> str:
-    """Return which limit or fence caused an error: `memory`, `processes`, `network` or `files`; "" for none."""
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-        return "memory"
-    if isinstance(error, RuntimeError) and "start new thread" in str(error):
-        return "processes"
-    if not isinstance(error, OSError):
-        return ""
-    if error.errno == errno.ENETDOWN or type(error).__name__ == "gaierror":
-        return "network"
-    if error.errno == errno.EAGAIN and error.filename is None:
-        return "processes"
-    outside = isinstance(error.filename, str | bytes) and not _is_in_home(os.fsdecode(error.filename))
-    refused = (errno.EACCES, errno.EPERM, errno.EROFS) if error.filename is not None else ()
-    return "files" if outside or error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, *refused) else ""
-
-
-def _is_in_home(path: str) -> bool:
-    home = os.path.realpath(sys.path[0])
-    return os.path.commonpath((home, os.path.realpath(os.path.join(home, path)))) == home
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its causes."""
-    ahead, seen = [error], 0
-    while ahead and seen < CHAIN:
-        each = ahead.pop()
-        seen += 1
-        yield each
-        more = (each.__cause__, each.__context__, getattr(each, "reason", None))
-        ahead += [one for one in more if isinstance(one, BaseException)]
 
 
 def _prepare(files: dict[str, bytes]) -> None:

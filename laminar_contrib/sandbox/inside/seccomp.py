@@ -71,7 +71,7 @@ BY_MACHINE = {
     },
 }  # fmt: skip
 NETWORK = ("socket", "connect", "accept", "accept4", "bind", "listen")
-SIGNAL_ARGUMENT = {"kill": 1, "tgkill": 2, "rt_sigqueueinfo": 1, "rt_tgsigqueueinfo": 2}
+SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 TIMES = ("utime", "utimes", "futimesat", "utimensat")
 MODES = ("chmod", "fchmod", "fchmodat")
 OPENS = {"open": 1, "openat": 2}  # argument that has the flags
@@ -80,7 +80,6 @@ THREAD = 0x00010000
 OWNERS = (8, 10, 15)  # commands of fcntl that send signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX
 TERMINAL = (0x5412, 0x541C, 0x8901, 0x8902)  # of ioctl: TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
 FLAGS = (0x40086602, 0x401C5820, 0x40087602)  # of ioctl: FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION
-WAKE = 18  # SIGCONT, with which a paused program could wake itself
 UNIX, STREAM = 1, 1
 TRUNCATES, WRITES = 0x200, 3  # flags of open: O_TRUNC, which truncates even if the file is opened for reading
 OWN_PROCESS = 0x0A5E1F00  # stands for the process id in a filter, until `for_process`
@@ -139,10 +138,6 @@ def _conditional() -> dict[str, list[bytes]]:
             *_argument(0),
             _op(ANY_BIT, NAMESPACES, 0, 1),
             _refuse(errno.EPERM),
-            _op(MASK, 0xFF),
-            _op(EQUAL, WAKE, 0, 1),  # a child whose exit would send it to its parent
-            _refuse(errno.EPERM),
-            *_argument(0),
             _op(ANY_BIT, THREAD, 1, 0),
             _refuse(errno.EAGAIN),
             _op(RETURN, ALLOW),
@@ -172,10 +167,7 @@ def _conditional() -> dict[str, list[bytes]]:
             ]
             for name, index in OPENS.items()
         },
-        **{
-            name: [*_argument(index), _op(EQUAL, WAKE, 0, 1), _refuse(errno.EPERM), *_only(0, OWN_PROCESS)]
-            for name, index in SIGNAL_ARGUMENT.items()
-        },
+        **{name: _only(0, OWN_PROCESS) for name in SIGNALS},
     }
 
 

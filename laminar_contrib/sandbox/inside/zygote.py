@@ -3,9 +3,7 @@
 A slot starts it with a socket to the owner. It never reads data of a program, so no run sees another run's data.
 It ends when its owner ends. Its states, by commands of the owner:
 
-    setting up -> idle -> (run) running -> idle             a program ends, or is ended at its wall time
-                          running -> (pause) paused -> (resume) running     between calls of a session
-                          running or paused -> (cancelled) idle
+    setting up -> idle -> (a command) running -> idle     a program ends, is ended at its wall time, or cancelled
 """
 
 import contextlib
@@ -72,10 +70,8 @@ class Zygote:
             while True:
                 if self._wait(None):
                     number, command, descriptors = self._receive()
-                    if command is not None and command.kind == "run":
+                    if command is not None:  # else its program has ended before
                         self._run(number, command, descriptors)
-                    elif command is not None:
-                        self._answer(number, SlotNews(kind="done"))  # its program has ended before
 
     def _run(self, number: int, command: SlotCommand, descriptors: list[int]) -> None:
         """Fork a program, wait for its end within its limits, kill it, and report the outcome.
@@ -114,11 +110,8 @@ class Zygote:
             if left <= 0:
                 return "wall"
             if self._wait(min(left, LOOK_S)):
-                number, next_command, _ = self._receive()
-                if next_command is None:
-                    return "asked"
-                os.kill(child, signal.SIGSTOP if next_command.kind == "pause" else signal.SIGCONT)
-                self._answer(number, SlotNews(kind="done"))
+                self._receive()  # the owner sends nothing but a cancellation during a run
+                return "asked"
             if self._home.is_full(command.limits.file_bytes):
                 return "folder"
         return ""

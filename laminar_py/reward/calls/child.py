@@ -7,7 +7,6 @@ responses at a time.
 """
 
 import asyncio
-import faulthandler
 import inspect
 import logging
 import resource
@@ -15,9 +14,8 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -45,7 +43,6 @@ from laminar_py.reward.outcome import (
 
 log = logging.getLogger(__name__)
 GRACE_S = 3.0  # beyond the timeout that a process keeps itself
-LATE_S = 1.0  # a call that overruns its timeout by so much hangs
 CALLS_AT_ONCE = 256  # of an `async` function in one process
 
 
@@ -55,16 +52,10 @@ class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
     term: str  # settings of the term, as JSON
     timeout_s: float  # of a call
     folder: str  # of the process's logs
-    name: str = ""  # of the process
     columns: list[Column] = []  # that the algorithm needs besides a value
     env: dict[str, str] = {}  # variables it sees besides `hosted.INHERITED_VARIABLES`; not sent
     record: str | None = None  # folder of the run, which the function may not write to
     grace_s: float = GRACE_S  # after its timeout a call counts as hanging
-
-    @property
-    def hang_log(self) -> Path:
-        """File that takes the stacks of a call which is not over `LATE_S` after its limit."""
-        return Path(self.folder) / f"{self.name}.hangs"
 
 
 class CallStarted(msgspec.Struct, frozen=True):
@@ -90,21 +81,18 @@ def main() -> None:
         return
     number, body, _ = first
     spec = decode(CallSpec, body)
-    with open(spec.hang_log, "wb", buffering=0) as hangs:
-        if spec.record is not None and not forbid_writes(Path(spec.record)):
-            log.warning("no Landlock here: functions may write to %s and read our environment", spec.record)
-        try:
-            function = _load(spec)
-        except ConfigError as error:
-            control.sendall(call_frame(number, encode(CallStarted(fault=str(error)))))
-            return
-        control.sendall(call_frame(number, encode(CallStarted(concurrency=function.concurrency))))
-        limit_s = spec.timeout_s + LATE_S
-        watch = partial(faulthandler.dump_traceback_later, limit_s, file=hangs)  # works while a call holds the GIL
-        if function.concurrency > 1:
-            asyncio.run(_serve_many(function, control, watch, pause_s=limit_s / 2))
-        else:
-            _serve_each(function, control, watch)
+    if spec.record is not None and not forbid_writes(Path(spec.record)):
+        log.warning("no Landlock here: functions may write to %s and read our environment", spec.record)
+    try:
+        function = _load(spec)
+    except ConfigError as error:
+        control.sendall(call_frame(number, encode(CallStarted(fault=str(error)))))
+        return
+    control.sendall(call_frame(number, encode(CallStarted(concurrency=function.concurrency))))
+    if function.concurrency > 1:
+        asyncio.run(_serve_many(function, control))
+    else:
+        _serve_each(function, control)
 
 
 def _load(spec: CallSpec) -> "LimitedFunction":
@@ -118,24 +106,20 @@ def _load(spec: CallSpec) -> "LimitedFunction":
     return LimitedFunction(function, timeout_s=spec.timeout_s, columns=spec.columns)
 
 
-def _serve_each(function: "LimitedFunction", control: socket.socket, watch: Callable[[], None]) -> None:
-    """Answer one request at a time. `watch` starts the timer that writes the stacks of all threads."""
+def _serve_each(function: "LimitedFunction", control: socket.socket) -> None:
+    """Answer one request at a time."""
     while (call := receive_call(control)) is not None:
         number, body, _ = call
         request = decode(ScoringRequest, body)
-        watch()
         try:
             answer = CallAnswer(function.call(request))
         except Exception:  # noqa: BLE001 - a mistake of ours: errors of the user's code are outcomes
             answer = CallAnswer(None, traceback.format_exc())
-        faulthandler.cancel_dump_traceback_later()
         control.sendall(call_frame(number, encode(answer)))
 
 
-async def _serve_many(
-    function: "LimitedFunction", control: socket.socket, watch: Callable[[], None], *, pause_s: float
-) -> None:
-    """Answer requests at the same time. The timer of `watch` runs out if the loop blocks."""
+async def _serve_many(function: "LimitedFunction", control: socket.socket) -> None:
+    """Answer requests at the same time."""
     reader, writer = await asyncio.open_connection(sock=control)
 
     async def answer(number: int, body: bytes) -> None:
@@ -145,12 +129,7 @@ async def _serve_many(
             answer = CallAnswer(None, traceback.format_exc())
         writer.write(call_frame(number, encode(answer)))
 
-    async def keep_watch() -> None:
-        while True:
-            watch()
-            await asyncio.sleep(pause_s)
-
-    running: set[asyncio.Task[None]] = {asyncio.create_task(keep_watch(), name="watch")}
+    running = set[asyncio.Task[None]]()
     while True:
         try:
             size, number = CALL.unpack(await reader.readexactly(CALL.size))

@@ -6,8 +6,6 @@ calls were in it, the pool repeats each of them with fewer calls beside it, in t
 
 import asyncio
 import logging
-import re
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -28,17 +26,14 @@ SUSPECT_WORKERS = 2  # that repeat suspect calls
 NARROWER = 8  # times fewer suspect calls at a time in a worker
 MOST_CRASHES = 3  # of workers over one response, before it fails
 START_S = 60.0
-OWN_FILES = str(Path(__file__).parent)
-FRAME = re.compile(r'File "(.+)", line (\d+) in ')
 WAIT_S = 0.05  # a call waits so long for a free worker before it starts another
 
 
 class RewardWorker:
     """A process that calls the function (`calls.child`)."""
 
-    def __init__(self, process: HostedProcess, *, concurrency: int, hang_log: Path) -> None:
+    def __init__(self, process: HostedProcess, *, concurrency: int) -> None:
         self._process = process
-        self._hang_log = hang_log
         self.concurrency = concurrency
         self.takes_many = concurrency > 1  # also if the pool gives it one call at a time
         self.num_calls = 0
@@ -49,7 +44,7 @@ class RewardWorker:
 
         Raises `ConfigError` if the process does not start, or cannot load the function.
         """
-        spec, log_file = msgspec.structs.replace(spec, name=name), Path(spec.folder) / log
+        log_file = Path(spec.folder) / log
         process = await HostedProcess.start_module(
             "laminar_py.reward.calls.child", variables={"PYTHONUNBUFFERED": "1", **spec.env}, log=log_file
         )
@@ -67,7 +62,7 @@ class RewardWorker:
         except BaseException:  # also when the start is cancelled
             await process.end()
             raise
-        return cls(process, concurrency=started.concurrency, hang_log=spec.hang_log)
+        return cls(process, concurrency=started.concurrency)
 
     @property
     def is_lost(self) -> bool:
@@ -94,16 +89,9 @@ class RewardWorker:
         assert answer.outcome is not None, answer.bug
         return answer.outcome
 
-    def hang_place(self) -> str:
-        """Return the line of the user's code in which the call hung, e.g. " (at rewards.py:7)", or ""."""
-        with suppress(OSError):
-            return _place_in_stacks(self._hang_log.read_text(errors="replace"))
-        return ""
-
     async def end(self) -> None:
         """Kill the process and all processes that it started."""
         await self._process.end()
-        self._hang_log.unlink(missing_ok=True)
 
 
 class CallPool:
@@ -198,7 +186,7 @@ class CallPool:
 
     def _hung(self, worker: RewardWorker) -> Outcome:
         limit = self._spec.timeout_s
-        where = worker.hang_place() + ("; an async function must not block" if worker.takes_many else "")
+        where = "; an async function must not block" if worker.takes_many else ""
         detail = (
             f"no value within {limit:g} s, by reward.timeout_s or its own limit, nor could it be stopped{where}"
         )
@@ -268,13 +256,3 @@ class CallPool:
         for worker in [worker for worker in self._workers if worker.is_lost and not worker.num_calls]:
             self._workers.remove(worker)
             await worker.end()
-
-
-def _place_in_stacks(stacks: str) -> str:
-    for stack in stacks.split("(most recent call first):"):
-        frames: list[tuple[str, str]] = FRAME.findall(stack)
-        ours = next((index for index, (file, _) in enumerate(frames) if file.startswith(OWN_FILES)), None)
-        if ours:
-            own = frames[ours - 1][0]  # the user's file
-            return next(f" (at {file}:{number})" for file, number in frames[:ours] if file == own)
-    return ""

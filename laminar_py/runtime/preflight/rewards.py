@@ -9,11 +9,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from http.client import HTTPException
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, build_opener
 
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import FUNCTION, REWARDS, RewardConfig, TermConfig, check_tasks
@@ -23,9 +20,7 @@ from laminar_py.data.sources import DataSource
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.calls.child import CallSpec
 from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.judge import AskingTerm
 
-ANSWER_S = 5.0  # for a server to answer
 SETS = "eval.sets."
 MOST = 50_000  # problems of a source that are checked; each takes up to a millisecond
 PROGRESS_S = 5.0  # between lines on the progress of the check
@@ -41,10 +36,7 @@ def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandb
     check_problems(reward, problems)
     terms = {term.model_dump_json(): term for term in reward.terms}
     if sandbox is not None:
-        check_answers(reward)
-        for term in terms.values():
-            with REWARDS.naming_package(term.kind):
-                REWARDS.get(term.kind).check(term, sandbox)
+        check_terms(reward, sandbox)
     made = [term for term in terms.values() if REWARDS.get(term.kind).make is not None]
     asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
 
@@ -80,19 +72,11 @@ def check_problem(reward: RewardConfig, problem: Prompt, *, place: str, set_name
             )
 
 
-def check_answers(reward: RewardConfig) -> None:
-    """Refuse servers that the run does not launch and that do not answer a request. Raises `ConfigError`."""
-    asked = {url: term.title for term in reward.terms if isinstance(term, AskingTerm) for url in term.urls}
-    opener = build_opener(ProxyHandler({}))  # scorers use no proxy either
-    for url, title in asked.items():
-        try:
-            with suppress(HTTPError), opener.open(url, timeout=ANSWER_S):
-                pass
-        except (OSError, HTTPException) as error:
-            why = error.reason if isinstance(error, URLError) else error
-            raise ConfigError(
-                f"reward.use: urls={url} of {title}: does not answer ({why}); start it or mend the address"
-            ) from None
+def check_terms(reward: RewardConfig, sandbox: SandboxConfig) -> None:
+    """Refuse terms that cannot run on this host. Raises `ConfigError`."""
+    for term in {term.model_dump_json(): term for term in reward.terms}.values():
+        with REWARDS.naming_package(term.kind):
+            REWARDS.get(term.kind).check(term, sandbox)
 
 
 @contextmanager

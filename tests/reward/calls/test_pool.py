@@ -104,20 +104,12 @@ async def outcomes_of(pool: CallPool, *responses: str) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("kind", ["hang", "hold"])
-async def test_a_hang_that_nothing_interrupts_costs_its_own_response_and_is_told_with_its_line(tmp_path, kind):
+async def test_a_hang_that_nothing_interrupts_costs_its_own_response(tmp_path, kind):
     async with pool_of(tmp_path) as pool:
         outcomes = await outcomes_of(pool, "1", kind, "2", "3")
     assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0, 3.0]
-    line = (
-        REWARDS.splitlines().index("        time.sleep(60)" if kind == "hang" else "            time.sleep(60)")
-        + 1
-    )
     assert outcomes[1].failure is LATE
-    place = f" (at {tmp_path}/mine.py:{line})"
-    assert (
-        outcomes[1].detail
-        == f"no value within 0.5 s, by reward.timeout_s or its own limit, nor could it be stopped{place}"
-    )
+    assert outcomes[1].detail.endswith("by reward.timeout_s or its own limit, nor could it be stopped")
 
 
 async def test_a_response_that_kills_its_process_is_given_up_after_some_and_the_others_are_scored(tmp_path):

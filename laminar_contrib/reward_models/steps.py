@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
+from laminar_contrib.reward_models.judge import AskingTerm, Servers, check_urls, open_servers
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest
-from laminar_py.reward.judge import AskingTerm, Servers, open_servers
 
 TEMPERATURE = 0.1  # of the minimum
 
@@ -146,4 +146,4 @@ async def open_steps(term: StepsTerm, context: ServeContext) -> AsyncIterator[Se
         yield StepsReward(term, servers, context.decode)
 
 
-STEPS = RewardKind(settings=StepsTerm, serve=open_steps)
+STEPS = RewardKind(settings=StepsTerm, serve=open_steps, check=check_urls)

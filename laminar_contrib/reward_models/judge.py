@@ -12,19 +12,24 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from http.client import HTTPException
 from typing import ClassVar, Self, TypeVar
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, build_opener
 
 import aiohttp
 import msgspec
 from pydantic import model_validator
 
+from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, ServerAddress, TryAgainError
-from laminar_py.reward.terms import missing_answer
+from laminar_py.reward import missing_answer
 
 BUSY = {408, 425, 429, 500, 502, 503, 504}
+ANSWER_S = 5.0  # for a server to answer before a run
 REST_S = 5.0  # pause of a server that failed, if there is another
 T = TypeVar("T")
 
@@ -63,6 +68,20 @@ class AskingTerm(TermConfig):
         if self.servers is not None and self.key is not None:
             raise ConfigError(f"key={self.key}: launched servers have keys of their own; leave it out")
         return self
+
+
+def check_urls(term: AskingTerm, sandbox: SandboxConfig) -> None:
+    """Refuse servers of `urls` that do not answer a request. Raises `ConfigError`."""
+    opener = build_opener(ProxyHandler({}))  # scorers use no proxy either
+    for url in term.urls:
+        try:
+            with suppress(HTTPError), opener.open(url, timeout=ANSWER_S):
+                pass
+        except (OSError, HTTPException) as error:
+            why = error.reason if isinstance(error, URLError) else error
+            raise ConfigError(
+                f"reward.use: urls={url} of {term.title}: does not answer ({why}); start it or mend the address"
+            ) from None
 
 
 class Servers:
@@ -248,4 +267,4 @@ async def open_judge(term: JudgeTerm, context: ServeContext) -> AsyncIterator[Se
         yield Judge(term, servers)
 
 
-JUDGE = RewardKind(settings=JudgeTerm, serve=open_judge, caches=True, fault=missing_answer)
+JUDGE = RewardKind(settings=JudgeTerm, serve=open_judge, caches=True, check=check_urls, fault=missing_answer)
