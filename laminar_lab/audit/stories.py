@@ -24,6 +24,7 @@ from laminar_py.ledger import (
 from laminar_py.ledger.segments import Payload, join
 from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
 from laminar_py.records.host import visible
+from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import clip_spans
 
 _HIDDEN_FIELDS = ("spans", "terms", "at_once")  # of events: `describe_events` prints terms by itself
@@ -63,6 +64,12 @@ class Story:
     events: tuple[StoryEvent, ...]
     response: Payload  # token ids, log-probabilities and their weight versions
     lost: str = ""  # why the response cannot be read
+
+    @property
+    def terms(self) -> list[TermValue]:
+        """Terms of the last reward, with each verifier's words; undone work may be scored again."""
+        scores = [entry.event for entry in self.events if isinstance(entry.event, Scored)]
+        return scores[-1].terms if scores else []
 
     @property
     def spans(self) -> list[ReplicaSpan]:

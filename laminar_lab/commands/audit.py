@@ -27,7 +27,7 @@ from laminar_py.records.trajectory import DropReason, Kind, Status
 
 if TYPE_CHECKING:
     from laminar_lab.audit.queries import Filters
-    from laminar_lab.audit.samples import FullSample
+    from laminar_lab.audit.samples import Sample
     from laminar_py.ledger import TrajectoryRow
 
 audit = typer.Typer()
@@ -131,12 +131,12 @@ def show(
 ) -> None:
     """Show the history of a trajectory (replicas, versions, interruptions, moves, reward, use), then its text."""
     from laminar_lab.audit.sample_lines import describe_fate, describe_texts
-    from laminar_lab.audit.samples import read_stories
+    from laminar_lab.audit.samples import read_sample
     from laminar_lab.audit.stories import describe_events
 
-    ((story, sample),) = read_stories(context.obj, [trajectory], model=model)
-    _print_texts([describe_fate(sample)])
-    for line in describe_events(story):
+    sample = read_sample(context.obj, trajectory, model=model)
+    _print_texts([describe_fate(sample.story.row)])
+    for line in describe_events(sample.story):
         print_line(line)
     _warn_of_ids(sample)
     _print_texts(describe_texts(sample, colour=Colour.VERSION, full=True))
@@ -156,12 +156,12 @@ def list_trajectories(
 ) -> None:
     """List trajectories that meet all conditions, one line each, and their number."""
     from laminar_lab.audit.queries import count, listing
-    from laminar_py.ledger import TRAJECTORY_COLUMNS
+    from laminar_lab.audit.samples import row_record
 
     run: Path = context.obj
     if as_json:
         for row in listing(run, wanted, limit=limit):
-            _write_json(dict(zip(TRAJECTORY_COLUMNS, msgspec.to_builtins(row), strict=True)))
+            _write_json(row_record(row))
         return
     most = None if every else _LISTED if limit is None else limit
     listed = 0
@@ -276,7 +276,7 @@ def samples(
     for place, sample in enumerate(_read_samples(run, found, model)):
         if as_json:
             # ASCII, so that text of a model cannot control the terminal
-            console.file.write(json.dumps(msgspec.to_builtins(sample)) + "\n")
+            console.file.write(json.dumps(sample.record()) + "\n")
             continue
         if not place:
             _warn_of_ids(sample)
@@ -287,26 +287,25 @@ def samples(
 
 
 def _find_samples(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -> list[str]:
-    """Ids of trajectories to show. Without conditions or order: contrasts of training, or else of evaluations."""
+    """Return ids of trajectories to show; without conditions or order contrasts of the newest groups."""
     from laminar_lab.audit.queries import Filters
-    from laminar_lab.audit.samples import list_samples
+    from laminar_lab.audit.samples import list_samples, newest_contrasts
 
     if wanted != Filters() or order:
         found = list_samples(run, wanted, order=order or SampleOrder.NEWEST, limit=limit)
     else:
-        found = list_samples(run, Filters(kind=Kind.TRAIN), order=SampleOrder.CONTRAST, limit=limit)
-        found = found or list_samples(run, wanted, order=SampleOrder.CONTRAST, limit=limit)
+        found = newest_contrasts(run, limit=limit)
     return [row.id for row in found]
 
 
-def _read_samples(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["FullSample"]:
+def _read_samples(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["Sample"]:
     from laminar_lab.audit.samples import read_samples
 
     for at in range(0, len(ids), _AT_ONCE):
         yield from read_samples(run, ids[at : at + _AT_ONCE], model=model)
 
 
-def _warn_of_ids(sample: "FullSample") -> None:
+def _warn_of_ids(sample: "Sample") -> None:
     """Print why tokens are shown as ids, if they are."""
     if sample.ids_only:
         print_line(f"tokens are shown as ids: {sample.ids_only} (--model)")
