@@ -4,27 +4,24 @@
 wrote it; `sample_lines` escapes it.
 """
 
-import codecs
 import json
 import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, lru_cache
-from itertools import accumulate, groupby, islice, pairwise
+from functools import lru_cache
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import yaml
 
-from laminar_lab.audit.queries import Filters, condition
+from laminar_lab.audit.queries import Filters, condition, row_record
 from laminar_lab.audit.stories import Story, read_story_from
 from laminar_py.config.section import ConfigError
 from laminar_py.data import Tokenizer, load_tokenizer
 from laminar_py.ledger import (
-    TRAJECTORY_COLUMNS,
     StoredResponses,
     TrajectoryRow,
     ledger_path,
@@ -77,11 +74,6 @@ class Sample:
             "siblings": [row_record(row) for row in self.siblings],
             "lost": story.lost,
         }
-
-
-def row_record(row: TrajectoryRow) -> dict[str, object]:
-    """Return a row as JSON values by column."""
-    return dict(zip(TRAJECTORY_COLUMNS, msgspec.to_builtins(row), strict=True))
 
 
 class SampleOrder(StrEnum):
@@ -279,68 +271,31 @@ def _load_cached(folder: Path, changed_ns: int) -> Tokenizer:
 
 # ---- texts of tokens
 
-_BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}  # of SentencePiece
+_REPLACEMENT, _MOST_BYTES = "\ufffd", 4  # stands for broken bytes; bytes, and so tokens, of a character
 
 
 def token_texts(tokenizer: Tokenizer, ids: IntArray) -> list[str]:
     """Return a text [L] for each of the tokens `ids`; their join is the decoded response.
 
     A character of several tokens stands with its last token: the three tokens of "é!" have the texts `["", "é",
-    "!"]`. Bytes without a character become the replacement character. The texts are exact for byte-level
-    vocabularies, words and SentencePiece; for other decoders the bounds between tokens are estimated by lengths.
+    "!"]`. A token's text is the text that it adds to the token before it, as in vLLM's detokenizer. Where these
+    texts do not join to the decoded response, the bounds between tokens are estimated by lengths.
     """
-    whole = tokenizer.decode(ids, special=True)
-    texts = _decode_bytes(_bytes_of(tokenizer.word(id)) for id in ids.tolist())
+
+    def decode(start: int, end: int) -> str:
+        return tokenizer.decode(ids[start:end], special=True)
+
+    texts: list[str] = []
+    before, start, read = "", 0, 0  # `before` is the text of tokens [start, read), the last ones with a text
+    for end in range(1, len(ids) + 1):
+        text = decode(start, end)
+        if text.endswith(_REPLACEMENT) and end - read < _MOST_BYTES:
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        before, start, read = decode(read, end), read, end
+    whole = decode(0, len(ids))
     if "".join(texts) == whole:
         return texts
-    ends = list(accumulate(map(len, _decode_each(tokenizer, ids.tolist()))))
+    ends = list(accumulate(map(len, texts)))
     return [whole[start:end] for start, end in pairwise((0, *ends[:-1], len(whole)))]
-
-
-def _decode_bytes(tokens: Iterable[bytes]) -> list[str]:
-    """Return for each token the UTF-8 text that it completes."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    texts = [decoder.decode(token) for token in tokens]
-    if texts:
-        texts[-1] += decoder.decode(b"", final=True)
-    return texts
-
-
-def _bytes_of(word: str) -> bytes:
-    """Return a word's bytes in a byte-level vocabulary, which writes each byte as one character."""
-    try:
-        return bytes(_byte_characters()[character] for character in word)
-    except KeyError:  # an added token, which stands for itself
-        return word.encode()
-
-
-@cache
-def _byte_characters() -> dict[str, int]:
-    """Bytes by their characters (GPT-2): a printing byte stands for itself, the others follow from U+0100 on."""
-    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printing]
-    return {chr(byte): byte for byte in printing} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _decode_each(tokenizer: Tokenizer, ids: list[int]) -> Iterator[str]:
-    """Decode each token after the token before it; consecutive byte tokens are decoded together."""
-
-    @cache
-    def decode(*tokens: int) -> str:
-        return tokenizer.decode(np.array(tokens, np.int32), special=True)
-
-    before: tuple[int, ...] = ()
-    for is_bytes, found in groupby(ids, key=lambda id: tokenizer.word(id) in _BYTE_TOKENS):
-        row = list(found)
-        for unit in [tuple(row)] if is_bytes else [(id,) for id in row]:
-            added = decode(*before, *unit)[len(decode(*before)) :]
-            yield from _split_byte_text(tokenizer, unit, added) if is_bytes else [added]
-            before = unit
-
-
-def _split_byte_text(tokenizer: Tokenizer, unit: tuple[int, ...], text: str) -> list[str]:
-    """Divide the text of consecutive byte tokens among them; one broken byte makes all replacement characters."""
-    texts = _decode_bytes(bytes([_BYTE_TOKENS[tokenizer.word(id)]]) for id in unit)
-    if "".join(texts) == text:
-        return texts
-    return list(text) if len(text) == len(unit) else [""] * (len(unit) - 1) + [text]

@@ -155,8 +155,7 @@ def list_trajectories(
     wanted: "Filters",
 ) -> None:
     """List trajectories that meet all conditions, one line each, and their number."""
-    from laminar_lab.audit.queries import count, listing
-    from laminar_lab.audit.samples import row_record
+    from laminar_lab.audit.queries import count, listing, row_record
 
     run: Path = context.obj
     if as_json:
@@ -194,10 +193,10 @@ def sql(
     select(context.obj, statement, show=_write_rows if as_json else _print_rows)
 
 
-@audit.command(epilog="Example: laminar audit runs/quickstart-1 export out.parquet --responses")
+@audit.command(epilog="Example: laminar audit runs/quickstart-1 export out.jsonl --responses")
 def export(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(help="New file, .jsonl or .parquet")],
+    out: Annotated[Path, typer.Argument(help="New file, .jsonl")],
     responses: Annotated[bool, typer.Option("--responses", help="Include prompts, tokens and spans")] = False,
 ) -> None:
     """Write all trajectories, with every column, to a file for other tools."""

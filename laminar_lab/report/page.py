@@ -22,8 +22,7 @@ from laminar_lab.report.kit import Card, Chart, Heat, Panel, Series, Table, rend
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.snapshot import Snapshot
 from laminar_lab.report.tails import COUNTED, NAMES, Measure, distribution, format_seconds, measures
-from laminar_lab.report.terminal import drop_cells
-from laminar_lab.report.tokens import waterfall
+from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
 from laminar_lab.report.trajectories import Times, Trajectories
 from laminar_py.config.loading import dump_config
@@ -289,16 +288,7 @@ def rewards_until(train: Trajectories, ends_s: Times) -> list[float]:
 
 
 def tokens_panel(report: RunReport) -> Panel:
-    """Return the panel with the token waterfall, and with drops by reason."""
-    account = report.tokens
-    tokens = [
-        [row.name, f"{row.tokens:,}", f"{row.tokens / max(1, account.issued):.1%}", f"{row.trajectories:,}"]
-        for row in waterfall(account)
-    ]
-    drops = [[row.reason, *drop_cells(row)] for row in report.drops]
-    tables = [
-        Table(name="tokens", head=["", "tokens", "share", "trajectories"], rows=tokens),
-        Table(name="dropped", head=["reason", "trajectories", "share", "mean tokens", "mean reward"], rows=drops),
-    ]
-    title = "Where the tokens went, and dropped trajectories"
-    return Panel(id="drops", title=title, tables=tables if len(account.losses) or drops else [])
+    """Return the panel with the waterfall of tokens."""
+    rows = token_cells(report.tokens) if report.tokens.issued_trajectories else []
+    tables = [Table(head=["", *TOKEN_COLUMNS], rows=rows)] if rows else []
+    return Panel(id="tokens", title="Where the tokens went", tables=tables)

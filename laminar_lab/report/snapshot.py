@@ -280,22 +280,6 @@ class Snapshot:
         with reading(self.run) as connection:
             return [id for (id,) in connection.execute(query, (json.dumps(numbers.tolist()),))]
 
-    def at_rl(self, rl_s: Times) -> Times:
-        """Convert times on the clock of RL, which pauses during evaluations, to seconds since the run's start.
-
-        `metrics.jsonl` has the RL time of each step, and the ledger has the run's time of the same step. Times
-        between two steps are interpolated; times outside all steps keep their distance to the nearest step.
-        """
-        ends = {step.step: at_s for at_s, step in self.history.steps}
-        known = [(row.rl_s, ends[row.step]) for row in self.samples.steps if row.step in ends]
-        if not known:
-            return rl_s
-        rl, run = np.maximum.accumulate(np.array(known).T, axis=1)
-        before, after = run[0] - rl[0], run[-1] - rl[-1]
-        inside = np.interp(rl_s, rl, run)
-        found: Times = np.where(rl_s < rl[0], rl_s + before, np.where(rl_s > rl[-1], rl_s + after, inside))
-        return found
-
 
 def read_snapshot(run: Path) -> Snapshot:
     """Read a run folder or a ledger.

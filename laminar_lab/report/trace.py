@@ -152,7 +152,7 @@ def make_trace(snapshot: Snapshot, drawn: Residences, ids: Mapping[int, str]) ->
     slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
     events = [*_residences(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
     events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot)]
-    events += [*_running(snapshot), *_fleet(snapshot)]
+    events += _running(snapshot)
     first = min((event.ts for event in events), default=0)
     events = [msgspec.structs.replace(event, ts=event.ts - first) for event in events]
     events.sort(key=lambda event: event.ts)
@@ -292,16 +292,6 @@ def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
             yield _count(REPLICAS + replica, "running", at_s, {"running": round(value, 2)})
         for at_s, value in zip(edges.tolist(), away.tolist(), strict=False) if away.any() else ():
             yield _count(REPLICAS + replica, "in environments", at_s, {"away": round(value, 2)})
-
-
-def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    rows = keep_evenly(snapshot.samples.fleet, MOST_COUNTS)
-    times = snapshot.at_rl(np.array([row.rl_s for row in rows], np.float64)).tolist()
-    for at_s, row in zip(times, rows, strict=True):
-        for replica, waiting in zip(row.indices, row.waiting, strict=True):
-            yield _count(REPLICAS + replica, "waiting", at_s, {"waiting": waiting})
-        for replica, kv_use in zip(row.indices, row.kv_use, strict=True):
-            yield _count(REPLICAS + replica, "KV cache", at_s, {"share": kv_use})
 
 
 def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:
