@@ -116,8 +116,8 @@ def list_samples(
         query = f"SELECT number FROM trajectory WHERE {where} AND {has_number} ORDER BY {by} LIMIT ?"
         numbers = [number for (number,) in connection.execute(query, (*values, most))]
         rows = {row.number: row for row in _rows_among(connection, "number", numbers)}
-    found = [rows[number] for number in numbers]
-    return _contrasts(found, limit) if order is SampleOrder.CONTRAST else found
+    samples = [rows[number] for number in numbers]
+    return _contrasts(samples, limit) if order is SampleOrder.CONTRAST else samples
 
 
 def newest_contrasts(run: Path, *, limit: int) -> list[TrajectoryRow]:

@@ -72,17 +72,18 @@ def takes_conditions(command: Callable[..., None]) -> Callable[..., None]:
     conditions = inspect.signature(_conditions).parameters
 
     @functools.wraps(command)
-    def run(*arguments: object, **given: object) -> None:
+    def run(*arguments: object, **options: object) -> None:
         from laminar_lab.audit.queries import Filters
 
-        wanted = Filters(**{name: given.pop(name) for name in conditions})  # type: ignore[arg-type]
-        command(*arguments, **given, wanted=wanted)
+        wanted = Filters(**{name: options.pop(name) for name in conditions})  # type: ignore[arg-type]
+        command(*arguments, **options, wanted=wanted)
 
-    own = {
+    parameters = {
         name: parameter for name, parameter in inspect.signature(command).parameters.items() if name != "wanted"
     }
     merged = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (own | dict(conditions)).values()
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in (parameters | dict(conditions)).values()
     ]
     run.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads both
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
@@ -114,11 +115,11 @@ def verify(context: typer.Context) -> None:
         print_line("every law that was checked holds" if SIMULATED in proof.notes else "every law holds")
         return
     if len(proof.violations) > _PRINTED:
-        others = Counter((found.law, found.rule) for found in proof.violations[_PRINTED:])
+        others = Counter((violation.law, violation.rule) for violation in proof.violations[_PRINTED:])
         print_line(
             f"and {', '.join(f'{count} more of law {law}: {rule}' for (law, rule), count in others.items())}"
         )
-    broken = ", ".join(map(str, sorted({found.law for found in proof.violations})))
+    broken = ", ".join(map(str, sorted({violation.law for violation in proof.violations})))
     print_line(f"{len(proof.violations)} violations: broken are laws {broken}, see docs/laws.md")
     raise typer.Exit(1)
 
@@ -235,9 +236,9 @@ def _print_accounting(run: Path) -> None:
     """Print the number of trajectories by state and drop reason, and a histogram of staleness."""
     from laminar_lab.audit.queries import accounting, staleness_histogram
 
-    found = accounting(run)
+    counts = accounting(run)
     table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")
-    for name, account in (("train", found.train), ("eval", found.eval)):
+    for name, account in (("train", counts.train), ("eval", counts.eval)):
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(account.dropped.items()))
         dropped = sum(account.dropped.values())
         table.add_row(name, *map(str, (account.issued, account.consumed, dropped, account.live)), reasons)
@@ -271,8 +272,8 @@ def samples(
 
     if ids and (order or wanted != Filters()):
         raise ConfigError(f"{ids[0]}: ids and conditions exclude each other; leave one of them out")
-    found = ids or _find_samples(run, wanted, order, limit)
-    for place, sample in enumerate(_read_samples(run, found, model)):
+    chosen = ids or _find_samples(run, wanted, order, limit)
+    for place, sample in enumerate(_read_samples(run, chosen, model)):
         if as_json:
             # ASCII, so that text of a model cannot control the terminal
             console.file.write(json.dumps(sample.record()) + "\n")
@@ -282,7 +283,7 @@ def samples(
             _print_texts(filter(None, [describe_colours(colour)]))
         _print_texts([*describe_sample(sample, colour=colour, full=full), Text()])
     if not ids and not as_json:
-        _print_count(run, wanted, len(found))
+        _print_count(run, wanted, len(chosen))
 
 
 def _find_samples(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -> list[str]:
@@ -291,10 +292,10 @@ def _find_samples(run: Path, wanted: "Filters", order: SampleOrder | None, limit
     from laminar_lab.audit.samples import list_samples, newest_contrasts
 
     if wanted != Filters() or order:
-        found = list_samples(run, wanted, order=order or SampleOrder.NEWEST, limit=limit)
+        rows = list_samples(run, wanted, order=order or SampleOrder.NEWEST, limit=limit)
     else:
-        found = newest_contrasts(run, limit=limit)
-    return [row.id for row in found]
+        rows = newest_contrasts(run, limit=limit)
+    return [row.id for row in rows]
 
 
 def _read_samples(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["Sample"]:

@@ -12,9 +12,10 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
+from laminar_lab.report.intervals import area_of, integral, step_function
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.snapshot import Snapshot
-from laminar_lab.report.trajectories import STATUSES, Floats, Ints, ResidenceEnd, Residences, Times
+from laminar_lab.report.trajectories import STATUSES, Ints, ResidenceEnd, Residences, Times
 from laminar_py.ledger import ledger_path
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Checkpointed, PartCrashed, Relayed, VersionLoaded, VersionPublished
@@ -40,29 +41,17 @@ def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
     return lanes
 
 
-def occupancy(residences: Residences, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
+def occupancy(residences: Residences, *, replica: int, edges: Times) -> tuple[Times, Times]:
     """Return the mean number of trajectories on a replica, and of these in environments, both [B].
 
     Bins lie between `edges` [B + 1]. The first number is exact; for the second a trajectory is in its environment
     at any moment by the share of its time there.
     """
-    mine = residences.replica == replica
-    start, end = residences.start_s[mine], residences.end_s[mine]
-    ones, share, width = np.ones_like(start), residences.away[mine], np.diff(edges)
-    area = np.diff(_integral(start, ones, edges) - _integral(end, ones, edges))
-    away = np.diff(_integral(start, share, edges) - _integral(end, share, edges))
-    return (area / width).astype(np.float32), (away / width).astype(np.float32)
-
-
-def _integral(steps: Times, heights: Times, edges: Times) -> Times:
-    """Return the integrals [B + 1] up to each edge of a function that rises by `heights` at `steps`."""
-    order = np.argsort(steps)
-    steps, heights = steps[order], heights[order]
-    count = np.searchsorted(steps, edges)
-    rise = np.concatenate([[0.0], np.cumsum(heights)])[count]
-    moment = np.concatenate([[0.0], np.cumsum(heights * steps)])[count]
-    found: Times = edges * rise - moment
-    return found
+    mine, width = residences.where(residences.replica == replica), np.diff(edges)
+    bins = edges[:-1], edges[1:]
+    at, running = step_function(mine.start_s, mine.end_s)
+    area, away = integral(at, running, *bins), area_of(mine.start_s, mine.end_s, mine.away, *bins)
+    return area / width, away / width
 
 
 TRACE_NAME = "trace.json"
