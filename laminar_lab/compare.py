@@ -161,7 +161,7 @@ def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> It
     """Yield tables of speed, of staleness, of quality against time and device-hours, and of all sets by seeds."""
     heads, reports = short_names([run.report for run in runs]), [run.report for run in runs]
     speed = [
-        CompareRow(figure.compared, [figure.number(report) for report in reports], figure.format)
+        CompareRow(figure.compared, [figure.value(report) for report in reports], figure.format)
         for figure in FIGURES
         if figure.compared
     ]

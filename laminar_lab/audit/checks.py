@@ -7,6 +7,7 @@ event. `end` returns the violations that only the whole log shows.
 import sqlite3
 from collections import Counter
 from enum import StrEnum
+from itertools import filterfalse
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -129,13 +130,13 @@ class ConsumptionCheck(Check):
         return self._judge(event, row.oldest_version)
 
     def _judge(self, event: Consumed, oldest: int) -> list[Violation]:
-        found = []
+        faults = []
         actual = self._ages.age_of(oldest, after=event.step - 1)
         if event.staleness != actual:
-            found.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
+            faults.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
         if self._bound is not None and actual > self._bound and event.weight >= 1:
-            found.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
-        return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in found]
+            faults.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
+        return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in faults]
 
 
 class WeightsCheck(Check):
@@ -190,7 +191,12 @@ class WeightsCheck(Check):
         """Return uses of versions that were never published."""
         next_version = max(self._digests, default=-1) + 1
         under_way = {next_version} if self._open else set()
-        return [f for version, found in self._waiting.items() if version not in under_way for f in found]
+        return [
+            finding
+            for version, findings in self._waiting.items()
+            if version not in under_way
+            for finding in findings
+        ]
 
     def _wait(self, version: int, finding: Violation) -> None:
         self._waiting.setdefault(version, []).append(finding)
@@ -207,7 +213,7 @@ class WeightsCheck(Check):
     def _finished(self, event: Finished) -> list[Violation]:
         versions = versions_of(event.spans)
         # one by one, since a set difference with dictionary keys would look at all keys
-        for version in (one for one in versions if one not in self._digests):
+        for version in filterfalse(self._digests.__contains__, versions):
             message = f"has tokens of version {version}, which was never published"
             self._wait(version, Violation(Rule.VERSIONS, event.trajectory_id, message))
         if self._drains and len(versions) > 1:
@@ -216,12 +222,14 @@ class WeightsCheck(Check):
 
     def _load(self, event: VersionLoaded) -> list[Violation]:
         part = f"replica-{event.replica}"
-        found = self._compare(part, "loaded", event.version, event.digest)
+        violations = self._compare(part, "loaded", event.version, event.digest)
         before = self._loaded.get(part)
         if before is not None and event.version < before:
-            found.append(Violation(Rule.VERSIONS, part, f"went back from version {before} to {event.version}"))
+            violations.append(
+                Violation(Rule.VERSIONS, part, f"went back from version {before} to {event.version}")
+            )
         self._loaded[part] = event.version
-        return found + self._compare_checksum(event)
+        return violations + self._compare_checksum(event)
 
     def _compare_checksum(self, event: VersionLoaded) -> list[Violation]:
         """Compare the checksum of a verified load with the first one of the same layout."""
@@ -270,13 +278,13 @@ class StepCheck(Check):
 
     def end(self) -> list[Violation]:
         """Return the steps whose counts differ."""
-        found = []
+        violations = []
         for step in sorted(self._said.keys() | self._consumed.keys()):
-            said, consumed = self._said.get(step, 0), self._consumed[step]
-            if said != consumed:
-                message = f"says it used {said} trajectories, but it consumed {consumed}"
-                found.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
-        return found
+            stated, consumed = self._said.get(step, 0), self._consumed[step]
+            if stated != consumed:
+                message = f"says it used {stated} trajectories, but it consumed {consumed}"
+                violations.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
+        return violations
 
 
 class FiguresCheck(Check):
@@ -290,10 +298,10 @@ class FiguresCheck(Check):
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Collect an answer, or compare figures with the answers."""
         if isinstance(event, Evaluated):
-            found = set_figures(self._answers.pop(event.pass_id, []), samples=event.figures.samples)
-            if found is None or found.exact != event.figures.exact:
-                told = "none" if found is None else found.describe()
-                message = f"says {event.figures.describe()}, but its answers give {told}"
+            computed = set_figures(self._answers.pop(event.pass_id, []), samples=event.figures.samples)
+            if computed is None or computed.exact != event.figures.exact:
+                expected = "none" if computed is None else computed.describe()
+                message = f"says {event.figures.describe()}, but its answers give {expected}"
                 return [Violation(Rule.ROWS, f"evaluation {event.pass_id}", message)]
         elif row is not None and row.kind is Kind.EVAL:
             answers = self._answers.setdefault(row.group_id, [])

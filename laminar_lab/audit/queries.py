@@ -9,8 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger import Accounting, TrajectoryRow, read_accounting, reading, trajectory_rows
+from laminar_py.ledger import (
+    TRAJECTORY_COLUMNS,
+    Accounting,
+    TrajectoryRow,
+    read_accounting,
+    reading,
+    trajectory_rows,
+)
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 LARGEST = 2**63 - 1  # integer of SQLite
@@ -60,6 +69,11 @@ def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterato
     where, values = condition(filters)
     with reading(run) as connection:
         yield from trajectory_rows(connection, where, values, limit=limit)
+
+
+def row_record(row: TrajectoryRow) -> dict[str, object]:
+    """Return a row as JSON values by column."""
+    return dict(zip(TRAJECTORY_COLUMNS, msgspec.to_builtins(row), strict=True))
 
 
 def count(run: Path, filters: Filters) -> int:

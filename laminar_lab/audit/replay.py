@@ -172,19 +172,19 @@ class Replay:
             block = self._stored.fetchmany(_AT_ONCE)
             self._ahead.update((stored[0], stored) for stored in block)
             self._read = block[-1][0] if block else row.number
-        found, replayed = self._ahead.pop(row.number, None), row_values(row)
-        if found is None:
+        stored_row, replayed = self._ahead.pop(row.number, None), row_values(row)
+        if stored_row is None:
             self.violations.append(Violation(Rule.ROWS, row.id, "has no row"))
-        elif found != replayed:
-            self.violations += self._differences(row, replayed, found)
+        elif stored_row != replayed:
+            self.violations += self._differences(row, replayed, stored_row)
 
     def _differences(
         self, row: LiveTrajectory, replayed: Sequence[object], stored: Sequence[object]
     ) -> Iterator[Violation]:
         for place, column in enumerate(TRAJECTORY_COLUMNS):
-            found, expected = stored[place], msgspec.to_builtins(replayed[place])
-            if found != expected and not (column in _FROM_PIECES and row.finish_reason is None):
-                yield Violation(Rule.ROWS, row.id, f"{column} is {found!r}, the events say {expected!r}")
+            value, expected = stored[place], msgspec.to_builtins(replayed[place])
+            if value != expected and not (column in _FROM_PIECES and row.finish_reason is None):
+                yield Violation(Rule.ROWS, row.id, f"{column} is {value!r}, the events say {expected!r}")
 
     def _compare_tables(self) -> Iterator[Violation]:
         """Yield a violation for each row of a side table that the replay does not give."""
@@ -194,9 +194,9 @@ class Replay:
                 for connection in (self._connection, self._again)
             )
             for seq in sorted(stored.keys() | replayed.keys()):
-                found, expected = stored.get(seq), replayed.get(seq)
-                if found != expected:
-                    yield Violation(Rule.ROWS, f"{table} of event {seq}", f"is {found}, the events say {expected}")
+                value, expected = stored.get(seq), replayed.get(seq)
+                if value != expected:
+                    yield Violation(Rule.ROWS, f"{table} of event {seq}", f"is {value}, the events say {expected}")
 
     def _compare_accounting(self) -> Iterator[Violation]:
         """Yield violations if the counts of the rows differ from the replay, or do not add up."""

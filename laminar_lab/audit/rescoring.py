@@ -72,8 +72,8 @@ class _Roundings:
         return sum(abs(term.weight) * term.rounding * max(1.0, value) for term, value in each)
 
     def _term(self, name: str) -> TermConfig:
-        own = (term for term in self.config if name == term.title or name.startswith(f"{term.title}."))
-        return next(own, None) or max(self.config, key=lambda term: term.gives_columns)
+        matching = (term for term in self.config if name == term.title or name.startswith(f"{term.title}."))
+        return next(matching, None) or max(self.config, key=lambda term: term.gives_columns)
 
 
 def recorded_scores(run: Path) -> Iterator[RecordedScore]:
@@ -113,11 +113,11 @@ def _request(row: TrajectoryRow, prompt: Prompt, payload: Payload) -> ScoringReq
 def _recorded_terms(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, dict[str, float]]:
     """Return the recorded values of terms, by trajectory of a block, in one scan, since events have no index."""
     wanted = {row.id for row in rows}
-    found = connection.execute(
+    bodies = connection.execute(
         "SELECT subject, body FROM event WHERE seq BETWEEN ? AND ? AND kind = ? ORDER BY seq",
         (min(row.first_seq for row in rows), max(row.last_seq for row in rows), "scored"),
     )
-    events = ((subject, decode_event(body)) for subject, body in found if subject in wanted)
+    events = ((subject, decode_event(body)) for subject, body in bodies if subject in wanted)
     return {
         subject: {term.name: term.value for term in event.terms}
         for subject, event in events

@@ -122,18 +122,18 @@ def _check_counted(stored: list[StoredPiece], row: TrajectoryRow) -> Iterator[Vi
     if len(counted) < len(stored):
         yield Violation(Rule.SPANS, row.id, "has tokens of an engine, in a run that was simulated")
         return
-    edges = [0, *(one.end for one in counted)]
-    if [one.start for one in counted] != edges[:-1] or edges[-1] != row.length:
+    edges = [0, *(reference.end for reference in counted)]
+    if [reference.start for reference in counted] != edges[:-1] or edges[-1] != row.length:
         yield Violation(Rule.SPANS, row.id, f"{counted} are not its {row.length} tokens")
         return
     sure = row.restamped or 0
     try:
-        given, spans = spans_of(counted), decode_spans(row.spans or "[]")
+        stored_spans, spans = spans_of(counted), decode_spans(row.spans or "[]")
     except msgspec.DecodeError as error:
         yield Violation(Rule.SPANS, row.id, str(error))
         return
-    if row.spans is not None and clip_spans(given, sure) != clip_spans(spans, sure):
-        yield Violation(Rule.SPANS, row.id, f"was counted with {given}, it finished with {spans}")
+    if row.spans is not None and clip_spans(stored_spans, sure) != clip_spans(spans, sure):
+        yield Violation(Rule.SPANS, row.id, f"was counted with {stored_spans}, it finished with {spans}")
 
 
 def _check(connection: sqlite3.Connection, stored: list[StoredPiece], row: TrajectoryRow) -> Iterator[Violation]:
@@ -224,9 +224,9 @@ def _check_mask(mask: SamplingMask, piece: Piece) -> Iterator[str]:
 def _has_its_token(mask: SamplingMask, ids: IntArray) -> BoolArray:
     """Return [L] whether each row of a mask holds its own token."""
     row = np.repeat(np.arange(len(ids)), mask.counts)
-    found = np.zeros(len(ids), np.bool_)
-    found[row[mask.ids == ids[row]]] = True
-    return found
+    has_token = np.zeros(len(ids), np.bool_)
+    has_token[row[mask.ids == ids[row]]] = True
+    return has_token
 
 
 def _check_experts(connection: sqlite3.Connection, response: Payload, row: TrajectoryRow) -> Iterator[str]:
@@ -301,8 +301,8 @@ def _told(place: int | np.intp, what: str, *, count: int) -> str:
 
 def _sampled_in(piece: Piece) -> BoolArray:
     """Return [n] whether an engine sampled each token of a piece."""
-    own = shift_spans(clip_spans(piece.spans, piece.start), -piece.start)
-    return sampled_mask(own, piece.end - piece.start)
+    spans = shift_spans(clip_spans(piece.spans, piece.start), -piece.start)
+    return sampled_mask(spans, piece.end - piece.start)
 
 
 def _last_sampled(spans: tuple[Span, ...]) -> int:

@@ -22,11 +22,12 @@ from laminar_py.ledger import (
     trajectory_rows,
 )
 from laminar_py.ledger.segments import Payload, join
-from laminar_py.records.events import AnyEvent, Assigned, Consumed, Finished, Interrupted, Scored
+from laminar_py.records.events import AnyEvent, Assigned, Scored
 from laminar_py.records.host import visible
+from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import clip_spans
 
-_HIDDEN_FIELDS = ("spans", "terms", "at_once")  # of events: `describe_events` prints terms by itself
+_HIDDEN_FIELDS = ("trajectory_id", "spans", "terms", "at_once")  # of events; terms have words of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ class Story:
     events: tuple[StoryEvent, ...]
     response: Payload  # token ids, log-probabilities and their weight versions
     lost: str = ""  # why the response cannot be read
+
+    @property
+    def terms(self) -> list[TermValue]:
+        """Terms of the last reward, with each verifier's words; undone work may be scored again."""
+        scores = [entry.event for entry in self.events if isinstance(entry.event, Scored)]
+        return scores[-1].terms if scores else []
 
     @property
     def spans(self) -> list[ReplicaSpan]:
@@ -111,7 +118,7 @@ def read_story_from(connection: sqlite3.Connection, responses: StoredResponses, 
 
 def describe_events(story: Story) -> list[str]:
     """Return a line for each recording of the response, then a line for each event of the trajectory."""
-    events = (f"  {entry.since_s:9.3f} s  {line}" for entry, line in _event_lines(story))
+    events = (f"  {entry.since_s:9.3f} s  {_describe_event(entry.event)}" for entry in story.events)
     return [visible(line) for line in (*_recording_lines(story.response), *events)]
 
 
@@ -125,49 +132,19 @@ def _recording_lines(response: Payload) -> Iterator[str]:
         yield f"routed experts: positions {experts.start} to {experts.start + experts.positions}, {shape}"
 
 
-def _event_lines(story: Story) -> Iterator[tuple[StoryEvent, str]]:
-    """Yield each event with its line, which also has the time since an earlier event where it explains a wait."""
-    stopped: Interrupted | None = None
-    since: dict[str, float] = {}
-    for entry in story.events:
-        event = entry.event
-        if isinstance(event, str):
-            yield entry, f"{event} (of a later release)"
-            continue
-        fields = msgspec.to_builtins(event)
-        name = fields.pop("event")
-        del fields["trajectory_id"]
-        shown = {
-            key: value
-            for key, value in fields.items()
-            if value not in (None, "", []) and key not in _HIDDEN_FIELDS
-        }
-        details = [
-            f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
-        ]
-        match event:
-            case Assigned() if stopped is not None:
-                moved = "moved there by a repack" if stopped.reason == "repacked" else "continues"
-                details.append(f"[{moved}, {entry.since_s - since['stopped']:.3f} s after it stopped]")
-                stopped = None
-            case Assigned():
-                details.append(f"[queued {entry.since_s:.3f} s before it]")
-            case Interrupted():
-                stopped, since["stopped"] = event, entry.since_s
-            case Finished():
-                since["finished"] = entry.since_s
-            case Scored():
-                details += [
-                    f"{term.name} {term.value:g} in {term.elapsed_s:.3f} s{f' ({term.text})' if term.text else ''}"
-                    for term in event.terms
-                    if term.text or len(event.terms) > 1
-                ]
-                details.append(f"[{entry.since_s - since.get('finished', 0.0):.3f} s after it finished]")
-                since["scored"] = entry.since_s
-            case Consumed() if "scored" in since:
-                waited = entry.since_s - since["scored"]
-                details.append(f"[{waited:.3f} s after its score, for its group and in the buffer]")
-        yield entry, f"{name:<12} {'  '.join(details)}".rstrip()
+def _describe_event(event: AnyEvent | str) -> str:
+    if isinstance(event, str):
+        return f"{event} (of a later release)"
+    fields = msgspec.to_builtins(event)
+    name = fields.pop("event")
+    details = [
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in fields.items()
+        if value not in (None, "", []) and key not in _HIDDEN_FIELDS
+    ]
+    if isinstance(event, Scored):
+        details += [f"{term.name} {term.value:g} in {term.elapsed_s:.3f} s {term.text}" for term in event.terms]
+    return f"{name:<12} {'  '.join(details)}".rstrip()
 
 
 def _read_events(connection: sqlite3.Connection, row: TrajectoryRow) -> Iterator[StoryEvent]:

@@ -168,9 +168,9 @@ def _check_layout(run: Path) -> Proof:
     """Check that SQLite finds the file undamaged, and that it has the tables of the schema."""
     with reading(run) as connection:
         faults = [message for (message,) in connection.execute("PRAGMA integrity_check(10)") if message != "ok"]
-        found = [Violation(Rule.LOG, "file", message) for message in faults]
-        found += [Violation(Rule.LOG, name, "differs from the schema") for name in unlike_schema(connection)]
-        return Proof(violations=found)
+        violations = [Violation(Rule.LOG, "file", message) for message in faults]
+        violations += [Violation(Rule.LOG, name, "differs from the schema") for name in unlike_schema(connection)]
+        return Proof(violations=violations)
 
 
 def _check_events(run: Path) -> Proof:
@@ -182,20 +182,20 @@ def _check_events(run: Path) -> Proof:
         for check in checks:
             for kind in check.event_types:
                 by_type.setdefault(kind, []).append(check)
-        found: list[Violation] = []
+        violations: list[Violation] = []
         replay = Replay(connection)
         for stamped in replay.read_events():
             for check in by_type.get(type(stamped.event), ()):
-                found += check.check_event(stamped.event, replay.row_before(stamped.event))
+                violations += check.check_event(stamped.event, replay.row_before(stamped.event))
             replay.apply_event(stamped)
         replay.end()
         for check in checks:
-            found += check.end()
+            violations += check.end()
         notes = [SIMULATED] if is_simulated(connection) else []
     if replay.unknown:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(replay.unknown.items()))
         notes.append(f"skipped events of a later release: {kinds}")
-    return Proof(violations=found + replay.violations, notes=notes)
+    return Proof(violations=violations + replay.violations, notes=notes)
 
 
 def _check_chain(run: Path, first: int, last: int | None) -> Proof:

@@ -27,7 +27,7 @@ from laminar_py.records.trajectory import DropReason, Kind, Status
 
 if TYPE_CHECKING:
     from laminar_lab.audit.queries import Filters
-    from laminar_lab.audit.samples import FullSample
+    from laminar_lab.audit.samples import Sample
     from laminar_py.ledger import TrajectoryRow
 
 audit = typer.Typer()
@@ -72,17 +72,18 @@ def takes_conditions(command: Callable[..., None]) -> Callable[..., None]:
     conditions = inspect.signature(_conditions).parameters
 
     @functools.wraps(command)
-    def run(*arguments: object, **given: object) -> None:
+    def run(*arguments: object, **options: object) -> None:
         from laminar_lab.audit.queries import Filters
 
-        wanted = Filters(**{name: given.pop(name) for name in conditions})  # type: ignore[arg-type]
-        command(*arguments, **given, wanted=wanted)
+        wanted = Filters(**{name: options.pop(name) for name in conditions})  # type: ignore[arg-type]
+        command(*arguments, **options, wanted=wanted)
 
-    own = {
+    parameters = {
         name: parameter for name, parameter in inspect.signature(command).parameters.items() if name != "wanted"
     }
     merged = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (own | dict(conditions)).values()
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in (parameters | dict(conditions)).values()
     ]
     run.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads both
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
@@ -114,11 +115,11 @@ def verify(context: typer.Context) -> None:
         print_line("every law that was checked holds" if SIMULATED in proof.notes else "every law holds")
         return
     if len(proof.violations) > _PRINTED:
-        others = Counter((found.law, found.rule) for found in proof.violations[_PRINTED:])
+        others = Counter((violation.law, violation.rule) for violation in proof.violations[_PRINTED:])
         print_line(
             f"and {', '.join(f'{count} more of law {law}: {rule}' for (law, rule), count in others.items())}"
         )
-    broken = ", ".join(map(str, sorted({found.law for found in proof.violations})))
+    broken = ", ".join(map(str, sorted({violation.law for violation in proof.violations})))
     print_line(f"{len(proof.violations)} violations: broken are laws {broken}, see docs/laws.md")
     raise typer.Exit(1)
 
@@ -131,12 +132,12 @@ def show(
 ) -> None:
     """Show the history of a trajectory (replicas, versions, interruptions, moves, reward, use), then its text."""
     from laminar_lab.audit.sample_lines import describe_fate, describe_texts
-    from laminar_lab.audit.samples import read_stories
+    from laminar_lab.audit.samples import read_sample
     from laminar_lab.audit.stories import describe_events
 
-    ((story, sample),) = read_stories(context.obj, [trajectory], model=model)
-    _print_texts([describe_fate(sample)])
-    for line in describe_events(story):
+    sample = read_sample(context.obj, trajectory, model=model)
+    _print_texts([describe_fate(sample.story.row)])
+    for line in describe_events(sample.story):
         print_line(line)
     _warn_of_ids(sample)
     _print_texts(describe_texts(sample, colour=Colour.VERSION, full=True))
@@ -155,13 +156,12 @@ def list_trajectories(
     wanted: "Filters",
 ) -> None:
     """List trajectories that meet all conditions, one line each, and their number."""
-    from laminar_lab.audit.queries import count, listing
-    from laminar_py.ledger import TRAJECTORY_COLUMNS
+    from laminar_lab.audit.queries import count, listing, row_record
 
     run: Path = context.obj
     if as_json:
         for row in listing(run, wanted, limit=limit):
-            _write_json(dict(zip(TRAJECTORY_COLUMNS, msgspec.to_builtins(row), strict=True)))
+            _write_json(row_record(row))
         return
     most = None if every else _LISTED if limit is None else limit
     listed = 0
@@ -194,10 +194,10 @@ def sql(
     select(context.obj, statement, show=_write_rows if as_json else _print_rows)
 
 
-@audit.command(epilog="Example: laminar audit runs/quickstart-1 export out.parquet --responses")
+@audit.command(epilog="Example: laminar audit runs/quickstart-1 export out.jsonl --responses")
 def export(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(help="New file, .jsonl or .parquet")],
+    out: Annotated[Path, typer.Argument(help="New file, .jsonl")],
     responses: Annotated[bool, typer.Option("--responses", help="Include prompts, tokens and spans")] = False,
 ) -> None:
     """Write all trajectories, with every column, to a file for other tools."""
@@ -236,9 +236,9 @@ def _print_accounting(run: Path) -> None:
     """Print the number of trajectories by state and drop reason, and a histogram of staleness."""
     from laminar_lab.audit.queries import accounting, staleness_histogram
 
-    found = accounting(run)
+    counts = accounting(run)
     table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")
-    for name, account in (("train", found.train), ("eval", found.eval)):
+    for name, account in (("train", counts.train), ("eval", counts.eval)):
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(account.dropped.items()))
         dropped = sum(account.dropped.values())
         table.add_row(name, *map(str, (account.issued, account.consumed, dropped, account.live)), reasons)
@@ -272,41 +272,40 @@ def samples(
 
     if ids and (order or wanted != Filters()):
         raise ConfigError(f"{ids[0]}: ids and conditions exclude each other; leave one of them out")
-    found = ids or _find_samples(run, wanted, order, limit)
-    for place, sample in enumerate(_read_samples(run, found, model)):
+    chosen = ids or _find_samples(run, wanted, order, limit)
+    for place, sample in enumerate(_read_samples(run, chosen, model)):
         if as_json:
             # ASCII, so that text of a model cannot control the terminal
-            console.file.write(json.dumps(msgspec.to_builtins(sample)) + "\n")
+            console.file.write(json.dumps(sample.record()) + "\n")
             continue
         if not place:
             _warn_of_ids(sample)
             _print_texts(filter(None, [describe_colours(colour)]))
         _print_texts([*describe_sample(sample, colour=colour, full=full), Text()])
     if not ids and not as_json:
-        _print_count(run, wanted, len(found))
+        _print_count(run, wanted, len(chosen))
 
 
 def _find_samples(run: Path, wanted: "Filters", order: SampleOrder | None, limit: int) -> list[str]:
-    """Ids of trajectories to show. Without conditions or order: contrasts of training, or else of evaluations."""
+    """Return ids of trajectories to show; without conditions or order contrasts of the newest groups."""
     from laminar_lab.audit.queries import Filters
-    from laminar_lab.audit.samples import list_samples
+    from laminar_lab.audit.samples import list_samples, newest_contrasts
 
     if wanted != Filters() or order:
-        found = list_samples(run, wanted, order=order or SampleOrder.NEWEST, limit=limit)
+        rows = list_samples(run, wanted, order=order or SampleOrder.NEWEST, limit=limit)
     else:
-        found = list_samples(run, Filters(kind=Kind.TRAIN), order=SampleOrder.CONTRAST, limit=limit)
-        found = found or list_samples(run, wanted, order=SampleOrder.CONTRAST, limit=limit)
-    return [row.id for row in found]
+        rows = newest_contrasts(run, limit=limit)
+    return [row.id for row in rows]
 
 
-def _read_samples(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["FullSample"]:
+def _read_samples(run: Path, ids: Sequence[str], model: Path | None) -> Iterator["Sample"]:
     from laminar_lab.audit.samples import read_samples
 
     for at in range(0, len(ids), _AT_ONCE):
         yield from read_samples(run, ids[at : at + _AT_ONCE], model=model)
 
 
-def _warn_of_ids(sample: "FullSample") -> None:
+def _warn_of_ids(sample: "Sample") -> None:
     """Print why tokens are shown as ids, if they are."""
     if sample.ids_only:
         print_line(f"tokens are shown as ids: {sample.ids_only} (--model)")

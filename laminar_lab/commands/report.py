@@ -3,9 +3,7 @@
 Figures and tables come from `laminar_lab.report`.
 """
 
-import asyncio
 import dataclasses
-import os
 from functools import cached_property
 from math import isnan
 from pathlib import Path
@@ -60,17 +58,12 @@ def print_limits(run: Path) -> None:
 @dashboard_app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")
 def dashboard(
     run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 8400,
-    host: Annotated[
-        str, typer.Option(help="Interface; beyond loopback LAMINAR_DASHBOARD_TOKEN must be set")
-    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one")] = 8400,
 ) -> None:
     """Serve the report as a page that updates while the run runs, and /metrics for Prometheus, until Ctrl-C."""
-    from laminar_lab.report.dashboard import TOKEN_VARIABLE, serve
+    from laminar_lab.report.dashboard import serve
 
-    asyncio.run(
-        serve(run, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, announce=print_line)
-    )
+    serve(run, port=port, announce=print_line)
 
 
 def plain(value: object) -> object:

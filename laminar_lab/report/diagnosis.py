@@ -64,32 +64,15 @@ class JudgedBottleneck:
     evidence: str
 
 
-class BoundSide(StrEnum):
-    """Side on which a bound on staleness costs more."""
-
-    TIGHT = "too tight"
-    LOOSE = "too loose"
-    NEITHER = "neither too tight nor too loose"
-
-
-@dataclass(frozen=True, slots=True)
-class BoundFit:
-    """Costs of the bound on staleness, e.g. `BoundFit(BoundSide.LOOSE, 2, 0.01, 0.38)`."""
-
-    side: BoundSide
-    max_staleness: int | None
-    idle: float  # share of the goodput lost to idle replicas and to trajectories that were dropped as stale
-    lost: float  # share of the data's weight lost to age
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """The mean step, the bottleneck that binds it, and the bottleneck that would bind without the first."""
 
     mean_step: MeanStep
     binding: JudgedBottleneck
     next: JudgedBottleneck
-    bound: BoundFit | None  # None under schedules that bound staleness by themselves
+    max_staleness: int | None
+    idle: float | None  # share of goodput lost to idle replicas and stale drops; None: no bound is set
 
 
 def diagnose(step: MeanStep, config: RunConfig) -> Diagnosis:
@@ -99,12 +82,15 @@ def diagnose(step: MeanStep, config: RunConfig) -> Diagnosis:
     after = without_bottleneck(bottleneck, step)
     later = {name: gain for name, gain in _gains(after).items() if name is not bottleneck}
     following = _largest(later, after)
-    bounded = step.schedule is Schedule.ASYNC
+    bound, idle = config.staleness.max_staleness, None
+    if step.schedule is Schedule.ASYNC:
+        idle = 0.0 if bound is None else 1 - 1 / max(gains[Bottleneck.FRESHNESS], 1.0)
     return Diagnosis(
         mean_step=step,
         binding=JudgedBottleneck(bottleneck, gains[bottleneck], find_evidence(bottleneck, step)),
         next=JudgedBottleneck(following, later[following], find_evidence(following, step)),
-        bound=_fit_bound(step, config.staleness.max_staleness, gains[Bottleneck.FRESHNESS]) if bounded else None,
+        max_staleness=bound,
+        idle=idle,
     )
 
 
@@ -155,14 +141,6 @@ def _largest(gains: dict[Bottleneck, float], step: MeanStep) -> Bottleneck:
 
 def _useful_share(step: MeanStep) -> float:
     return (1 - step.stale_share) * (1 - step.hopeless_share) * (1 - step.age.lost)
-
-
-def _fit_bound(step: MeanStep, max_staleness: int | None, gain: float) -> BoundFit:
-    """Return the side on which the bound costs more; `gain` is the goodput without it over the goodput with it."""
-    idle, lost = 0.0 if max_staleness is None else 1 - 1 / max(gain, 1.0), step.age.lost
-    if max(idle, lost) < WORTH_MENTIONING:
-        return BoundFit(BoundSide.NEITHER, max_staleness, idle, lost)
-    return BoundFit(BoundSide.TIGHT if idle >= lost else BoundSide.LOOSE, max_staleness, idle, lost)
 
 
 def find_evidence(bottleneck: Bottleneck, step: MeanStep) -> str:
@@ -225,8 +203,8 @@ def describe_diagnosis(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     gain = f"at most {binding.gain:.2f} x" if binding.gain < 100 else "more than 100 x"
     then = f"then {following.bottleneck} limits, now: {following.evidence}"
     yield without, f"{gain} the goodput (useful trained tokens per second); {then}"
-    if diagnosis.bound is not None:
-        yield "staleness", _describe_bound(diagnosis.bound, step)
+    if diagnosis.idle is not None:
+        yield "staleness", _describe_bound(diagnosis.max_staleness, idle=diagnosis.idle, step=step)
     if step.use is not None:
         use = step.use
         engines = f"{use.slots:.0%} of the engines' slots, {use.kv:.0%} of their KV caches"
@@ -235,15 +213,18 @@ def describe_diagnosis(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "a step", f"takes {step.measured_s:.2f} s; {stages}"
 
 
-def _describe_bound(bound: BoundFit, step: MeanStep) -> str:
-    """Return the bound on staleness, and which of its two costs is larger, in one line."""
-    lost = f"{bound.lost:.0%} of the weight is gone"
-    kl = _describe_divergence(step)
-    if bound.max_staleness is None:
+def _describe_bound(max_staleness: int | None, *, idle: float, step: MeanStep) -> str:
+    """Return the two costs of the bound on staleness, the larger first, in one line."""
+    lost, kl = f"{step.age.lost:.0%} of the weight is gone", _describe_divergence(step)
+    if max_staleness is None:
         return f"staleness.max_staleness=null: nothing bounds staleness; {lost} ({kl})"
-    idle = f"{bound.idle:.0%} of the goodput is lost to idle replicas and dropped work"
-    first, second = (lost, idle) if bound.side is BoundSide.LOOSE else (idle, lost)
-    return f"staleness.max_staleness={bound.max_staleness} is {bound.side}: {first}; {second} ({kl})"
+    costs = [f"{idle:.0%} of the goodput is lost to idle replicas and dropped work", lost]
+    fit = "too tight"
+    if max(idle, step.age.lost) < WORTH_MENTIONING:
+        fit = "neither too tight nor too loose"
+    elif idle < step.age.lost:
+        fit, costs = "too loose", costs[::-1]
+    return f"staleness.max_staleness={max_staleness} is {fit}: {'; '.join(costs)} ({kl})"
 
 
 def _describe_divergence(step: MeanStep) -> str:

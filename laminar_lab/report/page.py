@@ -5,38 +5,33 @@ however long the run (`tests/report/test_page.py`). Single trajectories over tim
 Perfetto.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from rich.text import Text
 
-from laminar_lab.report.diagnosis import MEANINGS, STAGE_OF, Bottleneck, Diagnosis, describe_diagnosis
+from laminar_lab.audit.sample_lines import Colour, describe_sample
+from laminar_lab.audit.samples import newest_contrasts, read_samples
+from laminar_lab.report.diagnosis import MEANINGS, Diagnosis, describe_diagnosis
 from laminar_lab.report.figures import headline
 from laminar_lab.report.kit import Card, Chart, Heat, Panel, Series, Table, render
-from laminar_lab.report.mean_step import StageTimes, StepStage
 from laminar_lab.report.run_report import RunReport
-from laminar_lab.report.snapshot import History, Snapshot
+from laminar_lab.report.snapshot import Snapshot
 from laminar_lab.report.tails import COUNTED, NAMES, Measure, distribution, format_seconds, measures
-from laminar_lab.report.terminal import drop_cells
-from laminar_lab.report.texts import EmbeddedTexts, TextsPanel, embed_texts, make_texts
-from laminar_lab.report.tokens import waterfall
-from laminar_lab.report.trace import keep_evenly, natural_order, occupancy, write_beside
+from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
+from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
 from laminar_lab.report.trajectories import Times, Trajectories
 from laminar_py.config.loading import dump_config
-from laminar_py.config.rollout import Schedule
-from laminar_py.records.events import Pulled, Relayed
 from laminar_py.records.trajectory import Status
 
 REPORT_NAME = "report.html"
-MOST_BINS, MOST_COLUMNS, MOST_POINTS, MOST_NODES = 50, 240, 2_000, 200
+MOST_BINS, MOST_COLUMNS, MOST_POINTS = 50, 240, 2_000
+MOST_TEXTS = 12  # responses on the page
 MOST_CELLS, MOST_TIMES, MOST_STEPS = 60_000, 600, 400  # of the timeline
-DRAWN_S = 1e-4  # a shorter stage has no bar
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,15 +42,12 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     live: bool  # as `History.live`
     heard_s: float  # time of the last event, seconds since 1970
     cards: list[Card]
-    panels: list[Panel]  # above the texts
-    texts: TextsPanel
-    more: list[Panel]  # below them
+    panels: list[Panel]
 
 
 def write_page(report: RunReport) -> Path:
     """Write the page into the folder of the run and return its path."""
-    page = make_page(report, texts=embed_texts(report.snapshot.run))
-    return write_beside(report, REPORT_NAME, render_page(page).encode())
+    return write_beside(report, REPORT_NAME, render_page(make_page(report)).encode())
 
 
 def encode_page(page: Page) -> bytes:
@@ -68,8 +60,8 @@ def render_page(page: Page | None) -> str:
     return render(b"null" if page is None else encode_page(page), files("laminar_lab.report") / "web")
 
 
-def make_page(report: RunReport, *, texts: EmbeddedTexts | None = None) -> Page:
-    """Return the data of a run's page. Without `texts` the page requests them from its server."""
+def make_page(report: RunReport) -> Page:
+    """Return the data of a run's page."""
     snapshot, train = report.snapshot, report.snapshot.trajectories
     lengths, latencies = distribution_panels(train)
     config = "" if snapshot.config is None else dump_config(snapshot.config)
@@ -85,17 +77,27 @@ def make_page(report: RunReport, *, texts: EmbeddedTexts | None = None) -> Page:
             lengths,
             latencies,
             staleness_panel(train),
-            *([] if report.diagnosis is None else [step_panel(report.diagnosis)]),
+            tokens_panel(report),
             curves_panel(snapshot),
             learner_panel(snapshot),
-        ],
-        texts=make_texts(snapshot.run, total=len(snapshot.all_trajectories), here=texts),
-        more=[
-            tokens_panel(report),
-            relay_panel(snapshot.history),
+            texts_panel(snapshot.run),
             *([Panel(id="config", title="Config", text=config, is_wide=True)] if config else []),
         ],
     )
+
+
+def texts_panel(run: Path) -> Panel:
+    """Return the panel that shows responses from the newest groups, as `laminar samples` prints them."""
+    note = f"The best and worst of the newest groups; laminar samples {run} shows any."
+    lines: list[Text] = []
+    try:
+        ids = [row.id for row in newest_contrasts(run, limit=MOST_TEXTS)]
+        for sample in read_samples(run, ids):
+            lines += [*describe_sample(sample, colour=Colour.NONE, full=False), Text()]
+    except ValueError as error:  # a `ConfigError`, or a response whose pieces have a gap
+        note = str(error)
+    text = "\n".join(line.plain for line in lines)
+    return Panel(id="texts", title="What the model wrote", note=note, text=text, is_wide=True)
 
 
 def bottleneck_panel(diagnosis: Diagnosis) -> Panel:
@@ -215,54 +217,6 @@ def staleness_panel(train: Trajectories) -> Panel:
     return Panel(id="staleness", title="Staleness", charts=[Chart(x=title, y="learner steps old", heat=heat)])
 
 
-class StageBar(NamedTuple):
-    """Stage of the mean step, e.g. generation from 0 s on for 31.5 s, which binds."""
-
-    name: str
-    start_s: float
-    seconds: float
-    binding: bool
-
-
-def stage_bars(schedule: Schedule, times: StageTimes, bottleneck: Bottleneck) -> list[StageBar]:
-    """Return the bars of a mean step; stages that wait for each other follow each other, as in `compose`."""
-    turns = times.generation_s + times.environment_s
-    rollout = max(turns, times.reward_s, times.reference_s)
-    match schedule:
-        case Schedule.SYNC:
-            begin = {StepStage.LEARNER: rollout, StepStage.WEIGHTS: rollout + times.learner_s}
-        case Schedule.ONE_STEP:
-            begin = {StepStage.WEIGHTS: max(rollout, times.learner_s)}
-        case Schedule.ASYNC:
-            begin = {StepStage.WEIGHTS: turns}
-    begin[StepStage.ENVIRONMENT] = times.generation_s
-    binding = StepStage.GENERATION if bottleneck is Bottleneck.LONG_TAIL else STAGE_OF.get(bottleneck)
-    return [
-        StageBar(str(stage), begin.get(stage, 0.0), times.seconds_of(stage), stage is binding)
-        for stage in StepStage
-        if times.seconds_of(stage) >= DRAWN_S
-    ]
-
-
-def step_panel(diagnosis: Diagnosis) -> Panel:
-    """Return the panel of the mean step's stages."""
-    step = diagnosis.mean_step
-    bars = stage_bars(step.schedule, step.times, diagnosis.binding.bottleneck)
-    series = Series(
-        name="stage",
-        kind="row",
-        x=[bar.seconds for bar in bars],
-        y=[bar.name for bar in bars],
-        base=[bar.start_s for bar in bars],
-        colours=["second" if bar.binding else "accent" for bar in bars],
-        words=[f"{bar.name}: {format_seconds(bar.seconds)}" for bar in bars],
-    )
-    title = f"time in the step (s); measured: {format_seconds(step.measured_s)}"
-    note = "Stages that begin together run at the same time. The stage that limits the run is orange."
-    charts = [Chart(x=title, y="", series=[series], is_empty=not bars)]
-    return Panel(id="step", title="The mean step", note=note, charts=charts)
-
-
 def curves_panel(snapshot: Snapshot) -> Panel:
     """Return the panel of rewards, evaluations and entropy over seconds of RL."""
     ends = {step.step: at_s for at_s, step in snapshot.history.steps}
@@ -334,40 +288,7 @@ def rewards_until(train: Trajectories, ends_s: Times) -> list[float]:
 
 
 def tokens_panel(report: RunReport) -> Panel:
-    """Return the panel with the token waterfall, and with drops by reason."""
-    account = report.tokens
-    tokens = [
-        [row.name, f"{row.tokens:,}", f"{row.tokens / max(1, account.issued):.1%}", f"{row.trajectories:,}"]
-        for row in waterfall(account)
-    ]
-    drops = [[row.reason, *drop_cells(row)] for row in report.drops]
-    tables = [
-        Table(name="tokens", head=["", "tokens", "share", "trajectories"], rows=tokens),
-        Table(name="dropped", head=["reason", "trajectories", "share", "mean tokens", "mean reward"], rows=drops),
-    ]
-    title = "Where the tokens went, and dropped trajectories"
-    return Panel(id="drops", title=title, tables=tables if len(account.losses) or drops else [], is_wide=True)
-
-
-def relay_panel(history: History) -> Panel:
-    """Return the panel of the nodes that received versions, with their parents and the seconds of a version."""
-    taken = defaultdict[str, list[float]](list)
-    parents: dict[str, str] = {}
-    for _, event in history.of_kind(Relayed):
-        taken[event.node].append(event.elapsed_s)
-        parents[event.node] = event.parent
-    for _, pull in history.of_kind(Pulled):
-        taken[pull.subscriber].append(pull.waited_s)
-        parents[pull.subscriber] = pull.node
-    nodes = sorted(taken, key=natural_order)
-    rows = [
-        [node, parents[node], f"{len(times):,}", format_seconds(median(times)), format_seconds(max(times))]
-        for node in nodes[:MOST_NODES]
-        for times in [taken[node]]
-    ]
-    note = "Seconds from a node's first request for a version until it held and verified the version."
-    left_out = f" The first {MOST_NODES} of {len(nodes):,} nodes." if len(nodes) > MOST_NODES else ""
-    table = Table(head=["node", "last parent", "versions", "median", "longest"], rows=rows)
-    return Panel(
-        id="relays", title="Relays", note=f"{note}{left_out}", tables=[table] if rows else [], is_wide=True
-    )
+    """Return the panel with the waterfall of tokens."""
+    rows = token_cells(report.tokens) if report.tokens.issued_trajectories else []
+    tables = [Table(head=["", *TOKEN_COLUMNS], rows=rows)] if rows else []
+    return Panel(id="tokens", title="Where the tokens went", tables=tables)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from laminar_lab.report.intervals import area_of, covered_s, integral, step_function, summed_heights
 from laminar_lab.report.snapshot import History, find_presence
 from laminar_lab.report.trajectories import Ints, Residences, Times, Trajectories
 from laminar_py.config.run import RunConfig
@@ -64,7 +65,7 @@ def measure_pipeline(
     versions = _read_versions(history)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
-    away_s = _area_of(residences.start_s, residences.end_s, residences.away, begin, end)
+    away_s = area_of(residences.start_s, residences.end_s, residences.away, begin, end)
     columns: dict[str, npt.NDArray[Any]] = {
         "step": step.astype(np.int32),
         "end_s": end,
@@ -78,7 +79,7 @@ def measure_pipeline(
         "waited_s": np.minimum(waited, end - begin),
         "learner_s": np.maximum(end - begin - waited, 0.0),
         "stall_s": _sums_by_step(versions.published_s, versions.stall_s, begin, end),
-        "transfer_s": _covered_s(versions.published_s, versions.spread_s, begin, end),
+        "transfer_s": covered_s(versions.published_s, versions.spread_s, begin, end),
         "load_s": _means_by_step(versions.load_at_s, versions.load_s, begin, end),
     }
     return Pipeline(**{name: column[counts] for name, column in columns.items()})
@@ -154,32 +155,24 @@ def _replica_columns(
         ]
         start_s = np.minimum(residences.start_s[mine], horizon)
         end_s = np.minimum(residences.end_s[mine], horizon)
-        at, running = _step_function(start_s, end_s)
-        away = np.maximum(_summed_heights(start_s, end_s, residences.away[mine]), 0.0)
+        at, running = step_function(start_s, end_s)
+        away = np.maximum(summed_heights(start_s, end_s, residences.away[mine]), 0.0)
         filled = _filled_share(running, away, config.rollout.max_batch)
         usual = min(_usual_number(_counted_time(at, begin, end, counts), running), config.rollout.max_batch)
         loaded = versions.load_replica == replica
         late = _late_intervals(at, running, versions.load_at_s[loaded], versions.load_since_s[loaded])
-        busy_s = _integral(at, running > 0, begin, end)
-        generation_s = _integral(at, filled, begin, end)
+        busy_s = integral(at, running > 0, begin, end)
+        generation_s = integral(at, filled, begin, end)
         totals["generation_s"] += generation_s
         totals["environment_s"] += busy_s - generation_s
-        totals["crowded_s"] += _integral(at, running - away > config.rollout.max_batch, begin, end)
-        totals["tail_s"] += _integral(at, (running < TAIL_SHARE * usual) * filled, begin, end)
+        totals["crowded_s"] += integral(at, running - away > config.rollout.max_batch, begin, end)
+        totals["tail_s"] += integral(at, (running < TAIL_SHARE * usual) * filled, begin, end)
         empty_s = np.maximum(0.0, there_s - busy_s)
-        late_s = np.minimum(_covered_s(*late, begin, end), empty_s)
+        late_s = np.minimum(covered_s(*late, begin, end), empty_s)
         totals["late_s"] += late_s
         totals["held_s"] += empty_s - late_s
     count = sum(there.values(), np.zeros(len(end))) / np.maximum(end - begin, 1e-12)  # [S] on average
     return {name: total / np.maximum(count, 1e-12) for name, total in totals.items()}
-
-
-def _step_function(start: Times, stop: Times) -> tuple[Times, Ints]:
-    """Return a step function from intervals: from `at[i]` [n] on, `running[i]` of them are open."""
-    at = np.concatenate([start, stop])
-    change = np.concatenate([np.ones(len(start), np.int32), np.full(len(stop), -1, np.int32)])
-    order = np.argsort(at, kind="stable")
-    return at[order], np.cumsum(change[order]).astype(np.int32)
 
 
 def _filled_share(running: Ints, away: Times, slots: int) -> Times:
@@ -190,19 +183,6 @@ def _filled_share(running: Ints, away: Times, slots: int) -> Times:
     """
     share: Times = np.minimum(running - away, slots) / np.maximum(np.minimum(running, slots), 1)
     return share
-
-
-def _summed_heights(start: Times, stop: Times, height: Times) -> Times:
-    """Return the summed heights [2 n] of open intervals, from each time of `_step_function` on."""
-    order = np.argsort(np.concatenate([start, stop]), kind="stable")
-    heights: Times = np.cumsum(np.concatenate([height, -height])[order])
-    return heights
-
-
-def _area_of(start: Times, stop: Times, height: Times, begin: Times, end: Times) -> Times:
-    """Return for each step [S] the integral of intervals with these heights."""
-    at, _ = _step_function(start, stop)
-    return _integral(at, _summed_heights(start, stop, height), begin, end)
 
 
 def _counted_time(at: Times, begin: Times, end: Times, counts: BoolArray) -> Times:
@@ -236,23 +216,6 @@ def _late_intervals(at: Times, running: Ints, load_at: Times, since: Times) -> t
             begins.append(begin)
             lengths.append(max(0.0, served - begin))
     return np.array(begins), np.array(lengths)
-
-
-def _integral(at: Times, on: BoolArray | Times, begin: Times, end: Times) -> Times:
-    """Return for each step [S] the integral of a step function, e.g. the seconds in which a condition holds."""
-    if len(at) < 2:
-        return np.zeros(len(end))
-    total = np.concatenate([[0.0], np.cumsum(np.diff(at) * on[:-1])])
-    seconds: Times = np.interp(end, at, total) - np.interp(begin, at, total)
-    return seconds
-
-
-def _covered_s(start: Times, length: Times, begin: Times, end: Times) -> Times:
-    """Return the seconds of each step [S] that lie in at least one interval."""
-    if not len(start):
-        return np.zeros(len(end))
-    at, depth = _step_function(start, start + length)
-    return _integral(at, depth > 0, begin, end)
 
 
 def _sums_by_step(at: Times, value: Times, begin: Times, end: Times) -> Times:

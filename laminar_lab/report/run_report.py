@@ -11,7 +11,7 @@ from laminar_lab.report.mean_step import mean_step
 from laminar_lab.report.pipeline import measure_pipeline
 from laminar_lab.report.snapshot import Snapshot, read_snapshot
 from laminar_lab.report.tails import Distributions, Staleness, measure_staleness, measure_tails
-from laminar_lab.report.tokens import DropRow, TokenAccount, account_tokens, measure_drops
+from laminar_lab.report.tokens import TokenAccount, account_tokens
 from laminar_py.config.section import ConfigError
 from laminar_py.records.events import RunStarted
 
@@ -73,11 +73,6 @@ class RunReport:
     def tails(self) -> Distributions:
         """Distributions of lengths and times."""
         return measure_tails(self.snapshot.trajectories)
-
-    @cached_property
-    def drops(self) -> list[DropRow]:
-        """Kept trajectories, then drops by reason, and responses that a cap cut."""
-        return measure_drops(self.snapshot.trajectories)
 
     @cached_property
     def staleness(self) -> Staleness | None:

@@ -133,34 +133,34 @@ class History:
     @cached_property
     def steps(self) -> tuple[tuple[float, Stepped], ...]:
         """Learner steps that were not undone, with their end times."""
-        kept: list[tuple[float, Stepped]] = []
+        steps: list[tuple[float, Stepped]] = []
         for stamped in self.happened:
             if isinstance(stamped.event, Stepped):
-                kept.append((stamped.at_s, stamped.event))
+                steps.append((stamped.at_s, stamped.event))
             elif isinstance(stamped.event, RolledBack):
                 last = stamped.event.step
-                kept = [(at_s, step) for at_s, step in kept if step.step <= last]
-        return tuple(kept)
+                steps = [(at_s, step) for at_s, step in steps if step.step <= last]
+        return tuple(steps)
 
     @cached_property
     def skipped(self) -> tuple[int, ...]:
         """Steps whose loss or gradient was not finite when they were last done."""
-        found: set[int] = set()
+        steps: set[int] = set()
         for stamped in self.happened:
             if isinstance(stamped.event, Stepped):
-                found.discard(stamped.event.step)  # `StepSkipped` follows if it was skipped again
+                steps.discard(stamped.event.step)  # `StepSkipped` follows if it was skipped again
             elif isinstance(stamped.event, StepSkipped):
-                found.add(stamped.event.step)
-        return tuple(sorted(found))
+                steps.add(stamped.event.step)
+        return tuple(sorted(steps))
 
     @property
     def undone_tokens(self) -> int:
         """Tokens of steps that were rolled back."""
-        done, kept = (
+        done, standing = (
             (step.num_tokens for _, step in self.of_kind(Stepped)),
             (step.num_tokens for _, step in self.steps),
         )
-        return sum(done) - sum(kept)
+        return sum(done) - sum(standing)
 
     @property
     def evaluations(self) -> list[Evaluated]:
@@ -271,8 +271,8 @@ class Snapshot:
 
     def places(self, residences: Residences) -> npt.NDArray[np.int64]:
         """Return the place [M] in `all_trajectories` of each residence's trajectory."""
-        found: npt.NDArray[np.int64] = np.searchsorted(self.all_trajectories.number, residences.trajectory)
-        return found
+        places: npt.NDArray[np.int64] = np.searchsorted(self.all_trajectories.number, residences.trajectory)
+        return places
 
     def ids(self, numbers: Ints) -> list[str]:
         """Read the ids of trajectories with these ascending numbers from the ledger."""
@@ -280,78 +280,41 @@ class Snapshot:
         with reading(self.run) as connection:
             return [id for (id,) in connection.execute(query, (json.dumps(numbers.tolist()),))]
 
-    def at_rl(self, rl_s: Times) -> Times:
-        """Convert times on the clock of RL, which pauses during evaluations, to seconds since the run's start.
-
-        `metrics.jsonl` has the RL time of each step, and the ledger has the run's time of the same step. Times
-        between two steps are interpolated; times outside all steps keep their distance to the nearest step.
-        """
-        ends = {step.step: at_s for at_s, step in self.history.steps}
-        known = [(row.rl_s, ends[row.step]) for row in self.samples.steps if row.step in ends]
-        if not known:
-            return rl_s
-        rl, run = np.maximum.accumulate(np.array(known).T, axis=1)
-        before, after = run[0] - rl[0], run[-1] - rl[-1]
-        inside = np.interp(rl_s, rl, run)
-        found: Times = np.where(rl_s < rl[0], rl_s + before, np.where(rl_s > rl[-1], rl_s + after, inside))
-        return found
-
 
 def read_snapshot(run: Path) -> Snapshot:
-    """Read a run folder or a ledger.
-
-    Raises a one-line `ConfigError` without a readable ledger, or for a bad config.
-    """
-    folder = ledger_path(run).parent
-    with reading(run) as connection:
-        return _read_snapshot(run, folder, connection)
-
-
-def read_tables(
-    connection: sqlite3.Connection, *, has_environment: bool
-) -> tuple[Trajectories, RunTimes, History]:
-    """Read all trajectories, the run's clock and the events that are not about one trajectory."""
-    trajectories = read_trajectories(connection, has_environment=has_environment)
-    if not len(trajectories):  # times count from the start then
-        begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
-        trajectories = replace(trajectories, origin_s=begun)
-    times = RunTimes(connection, trajectories.origin_s)
-    return trajectories, times, read_history(connection, times)
-
-
-def _read_snapshot(run: Path, folder: Path, connection: sqlite3.Connection) -> Snapshot:
-    """Read a snapshot of a run from its open ledger `connection` and the other files of its `folder`.
+    """Read a snapshot of a run folder or a ledger, in one state of the ledger.
 
     The snapshot ends at the last time that any trajectory or event has, and open residences end there too. The
-    config is None for a ledger without a `config.yaml` beside it. Raises `ConfigError` for a bad config.
+    config is None for a ledger without a `config.yaml` beside it. Raises a one-line `ConfigError` without a
+    readable ledger, or for a bad config.
     """
+    folder = ledger_path(run).parent
     path = folder / "config.yaml"
     config = load_config(path, []) if path.is_file() else None
-    has_environment = config is not None and config.has_environment
-    all_trajectories, times, history = read_tables(connection, has_environment=has_environment)
-    last_event = "SELECT head.seq, coalesce(wall, 0.0) FROM head LEFT JOIN event USING (seq)"
-    seq, heard_s = connection.execute(last_event).fetchone()
-    known = [
-        all_trajectories.ended_s,
-        all_trajectories.finished_s,
-        all_trajectories.started_s,
-        all_trajectories.issued_s,
-    ]
-    latest = [float(np.nanmax(column)) for column in known if np.any(~np.isnan(column))]
-    end_s = max([0.0, *latest, *(stamped.at_s for stamped in history.happened[-1:])])
-    return Snapshot(
-        run=run,
-        name=folder.resolve().name,
-        config=None if config is None else with_last_fleet(config, history.happened),
-        seq=seq,
-        end_s=end_s,
-        heard_s=heard_s,
-        all_trajectories=all_trajectories,
-        residences=read_residences(connection, times).until(end_s).with_environments(all_trajectories),
-        history=history,
-        recomputed=_read_recomputed(connection),
-        samples=read_samples(folder),
-    )
+    with reading(run) as connection:
+        has_environment = config is not None and config.has_environment
+        trajectories = read_trajectories(connection, has_environment=has_environment)
+        if not len(trajectories):  # times count from the start then
+            begun = connection.execute("SELECT coalesce(min(wall), 0) FROM event WHERE seq = 1").fetchone()[0]
+            trajectories = replace(trajectories, origin_s=begun)
+        times = RunTimes(connection, trajectories.origin_s)
+        history = read_history(connection, times)
+        last_event = "SELECT head.seq, coalesce(wall, 0.0) FROM head LEFT JOIN event USING (seq)"
+        seq, heard_s = connection.execute(last_event).fetchone()
+        end_s = max([0.0, trajectories.last_s, *(stamped.at_s for stamped in history.happened[-1:])])
+        return Snapshot(
+            run=run,
+            name=folder.resolve().name,
+            config=None if config is None else with_last_fleet(config, history.happened),
+            seq=seq,
+            end_s=end_s,
+            heard_s=heard_s,
+            all_trajectories=trajectories,
+            residences=read_residences(connection, times).until(end_s).with_environments(trajectories),
+            history=history,
+            recomputed=_read_recomputed(connection),
+            samples=read_samples(folder),
+        )
 
 
 def _read_recomputed(connection: sqlite3.Connection) -> int:

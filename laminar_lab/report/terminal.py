@@ -10,7 +10,7 @@ from laminar_lab.report.diagnosis import NO_STEP, Diagnosis, describe_diagnosis
 from laminar_lab.report.figures import headline
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import COUNTED, NAMES, Distribution, Distributions, Measure, format_seconds
-from laminar_lab.report.tokens import DropRow, TokenAccount, waterfall
+from laminar_lab.report.tokens import TOKEN_COLUMNS, TokenAccount, token_cells
 from laminar_py.records.events import RefillStopped
 
 
@@ -25,8 +25,6 @@ def run_tables(report: RunReport) -> Iterator[Group | str]:
     if stopped:
         last = stopped[-1]
         yield f"steps that refill could not fill: {len(stopped)}, at last step {last.step} with {last.describe()}"
-    if len(report.drops) > 1:
-        yield drop_table(report.drops)
 
 
 def make_table(title: str, first: str, others: Iterable[str], rows: Iterable[Iterable[str]]) -> Group:
@@ -59,11 +57,7 @@ def diagnosis_table(diagnosis: Diagnosis | None) -> Group | str:
 
 def token_table(account: TokenAccount) -> Group:
     """Return the waterfall of tokens, from issued to useful ones."""
-    cells = (
-        (row.name, f"{row.tokens:,}", f"{row.tokens / max(1, account.issued):.1%}", f"{row.trajectories:,}")
-        for row in waterfall(account)
-    )
-    return make_table("\nWhere the tokens went", "", ("tokens", "share", "trajectories"), cells)
+    return make_table("\nWhere the tokens went", "", TOKEN_COLUMNS, token_cells(account))
 
 
 def _beside_lines(account: TokenAccount) -> Iterator[str]:
@@ -95,15 +89,3 @@ def _percentiles(measure: Measure, found: Distribution) -> list[str]:
 
 def _count(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def drop_table(rows: Iterable[DropRow]) -> Group:
-    """Return kept trajectories, then drops by reason and responses that a cap cut."""
-    cells = ((row.reason, *drop_cells(row)) for row in rows)
-    return make_table("\nDropped, and cut by caps", "", ("trajectories", "share", "mean tokens", "reward"), cells)
-
-
-def drop_cells(row: DropRow) -> list[str]:
-    """Return the number, the share, the mean tokens and the mean reward of a drop reason as texts."""
-    reward = "-" if row.reward is None else f"{row.reward:.3g}"
-    return [f"{row.count:,}", f"{row.share:.1%}", f"{row.length:,.0f}", reward]

@@ -1,54 +1,18 @@
-"""Use and loss of generated tokens: the waterfall from issued to useful tokens, and the drops by reason.
+"""Use and loss of generated tokens: the waterfall from issued to useful tokens.
 
 The useful tokens over seconds of RL are the goodput. Each response token of a training trajectory is counted once:
 issued = sum of the losses + useful (`tests/report/test_tokens.py`). Recomputed tokens and tokens of undone
 steps stand beside the waterfall.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from laminar_lab.report.snapshot import Snapshot
-from laminar_lab.report.trajectories import CAPS, REASONS, Trajectories
+from laminar_lab.report.trajectories import REASONS, Trajectories
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import DropReason, Status
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropRow:
-    """Ended trajectories with one drop reason or one cap, e.g.
-
-    12 that a cap cut: 0.2 % of all, 344 tokens each.
-    """
-
-    reason: str  # "kept": consumed trajectories, also if a cap cut them
-    count: int
-    share: float  # of all ended trajectories
-    length: float  # mean tokens
-    reward: float | None  # mean of known rewards
-
-
-def measure_drops(trajectories: Trajectories) -> list[DropRow]:
-    """Return rows of kept trajectories, then of each drop reason and each cap that occurred."""
-    t = trajectories.where(trajectories.is_status(Status.CONSUMED) | trajectories.is_status(Status.DROPPED))
-    kept = t.is_status(Status.CONSUMED)
-    rows = [_drop_row("kept", t, kept)]
-    rows += [_drop_row(str(reason).replace("_", " "), t, t.dropped_for(reason)) for reason in REASONS]
-    rows += [_drop_row(f"cap: {cap}", t, kept & (t.cap == code)) for code, cap in enumerate(CAPS)]
-    return [row for row in rows if row.count]
-
-
-def _drop_row(reason: str, t: Trajectories, mask: BoolArray) -> DropRow:
-    rewards = t.reward[mask & ~np.isnan(t.reward)]
-    return DropRow(
-        reason=reason,
-        count=int(mask.sum()),
-        share=float(mask.mean()) if len(mask) else 0.0,
-        length=float(t.length[mask].mean()) if mask.any() else 0.0,
-        reward=float(rewards.mean()) if len(rewards) else None,
-    )
-
 
 _LOSSES = {  # name of a loss: its drop reasons; `_without_signal` divides groups without signal
     "generated again": (DropReason.VERSION_LOST, DropReason.REFUSED, DropReason.HOST_LOST),
@@ -68,11 +32,12 @@ _LOSSES = {  # name of a loss: its drop reasons; `_without_signal` divides group
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Response tokens lost for one reason, e.g. `TokenLoss("stale", 4120, 40)`."""
+    """Response tokens lost for one reason, e.g. `TokenLoss("stale", 4120, 40, 0.25)`."""
 
     name: str
     tokens: int
     trajectories: int
+    reward: float | None  # mean of known rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +49,8 @@ class TokenAccount:
     useful: int  # consumed by steps that were not undone, times the weights of their losses
     issued_trajectories: int
     useful_trajectories: int  # consumed by steps that were not undone
+    issued_reward: float | None  # mean of known rewards, as in `TokenLoss`
+    useful_reward: float | None
     cut: int  # of the consumed, tokens of responses that a cap cut
     recomputed: int  # tokens of prompt and response whose KV cache was computed again after a move or new weights
     undone: int  # trained by steps that were rolled back
@@ -112,21 +79,34 @@ def account_tokens(snapshot: Snapshot) -> TokenAccount:
     masks["step skipped"] = consumed & skipped
     masked = stands & (t.weight == 0) & (t.cap >= 0)
     masks["cut, masked from the loss"], stands = masked, stands & ~masked
-    losses = [TokenLoss(name, int(lengths[mask].sum()), int(mask.sum())) for name, mask in masks.items()]
+    losses = [
+        TokenLoss(name, int(lengths[mask].sum()), int(mask.sum()), _mean_reward(t, mask))
+        for name, mask in masks.items()
+    ]
     whole = int(lengths[stands].sum())
     useful = round(float(np.sum(lengths[stands] * t.weight[stands].astype(np.float64))))
-    losses.append(TokenLoss("weighed less for staleness", whole - useful, int((stands & (t.weight < 1)).sum())))
+    light = stands & (t.weight < 1)
+    losses.append(
+        TokenLoss("weighed less for staleness", whole - useful, int(light.sum()), _mean_reward(t, light))
+    )
     return TokenAccount(
         issued=int(lengths.sum()),
         losses=tuple(loss for loss in losses if loss.trajectories),
         useful=useful,
         issued_trajectories=len(t),
         useful_trajectories=int(stands.sum()),
+        issued_reward=_mean_reward(t, np.ones(len(t), np.bool_)),
+        useful_reward=_mean_reward(t, stands),
         cut=int(lengths[stands & (t.cap >= 0)].sum()),
         recomputed=snapshot.recomputed,
         undone=snapshot.history.undone_tokens,
         rl_s=snapshot.samples.rl_s,
     )
+
+
+def _mean_reward(t: Trajectories, mask: BoolArray) -> float | None:
+    rewards = t.reward[mask & ~np.isnan(t.reward)]
+    return float(rewards.mean()) if len(rewards) else None
 
 
 def _dropped_for_any(t: Trajectories, reasons: tuple[DropReason, ...]) -> BoolArray:
@@ -150,7 +130,24 @@ def waterfall(account: TokenAccount) -> list[TokenLoss]:
     """Return the rows of the waterfall: issued tokens, the losses from the largest on, useful tokens."""
     losses = sorted(account.losses, key=lambda loss: -loss.tokens)
     return [
-        TokenLoss("issued", account.issued, account.issued_trajectories),
-        *(TokenLoss(f"- {loss.name}", loss.tokens, loss.trajectories) for loss in losses),
-        TokenLoss("= useful", account.useful, account.useful_trajectories),
+        TokenLoss("issued", account.issued, account.issued_trajectories, account.issued_reward),
+        *(replace(loss, name=f"- {loss.name}") for loss in losses),
+        TokenLoss("= useful", account.useful, account.useful_trajectories, account.useful_reward),
+    ]
+
+
+TOKEN_COLUMNS = ("tokens", "share", "trajectories", "mean reward")
+
+
+def token_cells(account: TokenAccount) -> list[list[str]]:
+    """Return the rows of the waterfall as texts: the name, then `TOKEN_COLUMNS`."""
+    return [
+        [
+            row.name,
+            f"{row.tokens:,}",
+            f"{row.tokens / max(1, account.issued):.1%}",
+            f"{row.trajectories:,}",
+            "-" if row.reward is None else f"{row.reward:.3g}",
+        ]
+        for row in waterfall(account)
     ]

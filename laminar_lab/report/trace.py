@@ -12,9 +12,10 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
+from laminar_lab.report.intervals import area_of, integral, step_function
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.snapshot import Snapshot
-from laminar_lab.report.trajectories import STATUSES, Floats, Ints, ResidenceEnd, Residences, Times
+from laminar_lab.report.trajectories import STATUSES, Ints, ResidenceEnd, Residences, Times
 from laminar_py.ledger import ledger_path
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.events import Checkpointed, PartCrashed, Relayed, VersionLoaded, VersionPublished
@@ -40,29 +41,17 @@ def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
     return lanes
 
 
-def occupancy(residences: Residences, *, replica: int, edges: Times) -> tuple[Floats, Floats]:
+def occupancy(residences: Residences, *, replica: int, edges: Times) -> tuple[Times, Times]:
     """Return the mean number of trajectories on a replica, and of these in environments, both [B].
 
     Bins lie between `edges` [B + 1]. The first number is exact; for the second a trajectory is in its environment
     at any moment by the share of its time there.
     """
-    mine = residences.replica == replica
-    start, end = residences.start_s[mine], residences.end_s[mine]
-    ones, share, width = np.ones_like(start), residences.away[mine], np.diff(edges)
-    area = np.diff(_integral(start, ones, edges) - _integral(end, ones, edges))
-    away = np.diff(_integral(start, share, edges) - _integral(end, share, edges))
-    return (area / width).astype(np.float32), (away / width).astype(np.float32)
-
-
-def _integral(steps: Times, heights: Times, edges: Times) -> Times:
-    """Return the integrals [B + 1] up to each edge of a function that rises by `heights` at `steps`."""
-    order = np.argsort(steps)
-    steps, heights = steps[order], heights[order]
-    count = np.searchsorted(steps, edges)
-    rise = np.concatenate([[0.0], np.cumsum(heights)])[count]
-    moment = np.concatenate([[0.0], np.cumsum(heights * steps)])[count]
-    found: Times = edges * rise - moment
-    return found
+    mine, width = residences.where(residences.replica == replica), np.diff(edges)
+    bins = edges[:-1], edges[1:]
+    at, running = step_function(mine.start_s, mine.end_s)
+    area, away = integral(at, running, *bins), area_of(mine.start_s, mine.end_s, mine.away, *bins)
+    return area / width, away / width
 
 
 TRACE_NAME = "trace.json"
@@ -152,7 +141,7 @@ def make_trace(snapshot: Snapshot, drawn: Residences, ids: Mapping[int, str]) ->
     slots = _lanes(drawn.replica, drawn.start_s, drawn.end_s)
     events = [*_residences(snapshot, drawn, slots, ids), *_arrows(drawn, slots), *_scores(snapshot, ids)]
     events += [*_learner(snapshot), *_relays(relayed, relay_lanes), *_loads(snapshot)]
-    events += [*_running(snapshot), *_fleet(snapshot)]
+    events += _running(snapshot)
     first = min((event.ts for event in events), default=0)
     events = [msgspec.structs.replace(event, ts=event.ts - first) for event in events]
     events.sort(key=lambda event: event.ts)
@@ -292,16 +281,6 @@ def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
             yield _count(REPLICAS + replica, "running", at_s, {"running": round(value, 2)})
         for at_s, value in zip(edges.tolist(), away.tolist(), strict=False) if away.any() else ():
             yield _count(REPLICAS + replica, "in environments", at_s, {"away": round(value, 2)})
-
-
-def _fleet(snapshot: Snapshot) -> Iterator[TraceEvent]:
-    rows = keep_evenly(snapshot.samples.fleet, MOST_COUNTS)
-    times = snapshot.at_rl(np.array([row.rl_s for row in rows], np.float64)).tolist()
-    for at_s, row in zip(times, rows, strict=True):
-        for replica, waiting in zip(row.indices, row.waiting, strict=True):
-            yield _count(REPLICAS + replica, "waiting", at_s, {"waiting": waiting})
-        for replica, kv_use in zip(row.indices, row.kv_use, strict=True):
-            yield _count(REPLICAS + replica, "KV cache", at_s, {"share": kv_use})
 
 
 def _names(events: list[TraceEvent], relay_lanes: list[str]) -> Iterator[TraceEvent]:

@@ -80,10 +80,16 @@ class Trajectories:
     def where(self, mask: BoolArray) -> "Trajectories":
         """Return the trajectories for which `mask` [N] is true."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept: dict[str, Any] = {
+        chosen: dict[str, Any] = {
             name: column[mask] for name, column in columns.items() if isinstance(column, np.ndarray)
         }
-        return replace(self, **kept)
+        return replace(self, **chosen)
+
+    @property
+    def last_s(self) -> float:
+        """The last known time of any trajectory; 0 without one."""
+        columns = np.concatenate([self.ended_s, self.finished_s, self.started_s, self.issued_s])
+        return float(np.nanmax(columns, initial=0.0))
 
     @property
     def has_turns(self) -> bool:
@@ -92,18 +98,18 @@ class Trajectories:
 
     def is_kind(self, kind: Kind) -> BoolArray:
         """Whether each trajectory [N] has this kind."""
-        found: BoolArray = self.kind == KINDS.index(kind)
-        return found
+        mask: BoolArray = self.kind == KINDS.index(kind)
+        return mask
 
     def is_status(self, status: Status) -> BoolArray:
         """Whether each trajectory [N] has this status."""
-        found: BoolArray = self.status == STATUSES.index(status)
-        return found
+        mask: BoolArray = self.status == STATUSES.index(status)
+        return mask
 
     def dropped_for(self, reason: DropReason) -> BoolArray:
         """Whether each trajectory [N] was dropped for this reason."""
-        found: BoolArray = self.drop == REASONS.index(reason)
-        return found
+        mask: BoolArray = self.drop == REASONS.index(reason)
+        return mask
 
 
 _TYPES: dict[str, type] = {  # of numeric columns
@@ -143,17 +149,17 @@ def read_trajectories(connection: sqlite3.Connection, *, has_environment: bool =
         blocks["group"].append(np.array([groups.setdefault(id, len(groups)) for id in next(values)], np.int32))
         blocks["task"].append(np.array([task_of[id] if task_of else 0 for id in next(values)], np.int32))
     joined = {
-        name: np.concatenate([np.empty(0, _TYPES.get(name, np.int32)), *found]) for name, found in blocks.items()
+        name: np.concatenate([np.empty(0, _TYPES.get(name, np.int32)), *parts]) for name, parts in blocks.items()
     }
-    found = read_turns(connection) if has_environment else ()
-    turns, environment_s = _turn_columns(joined["number"], found)
+    finished = read_turns(connection) if has_environment else ()
+    turns, environment_s = _turn_columns(joined["number"], finished)
     return Trajectories(**joined, turns=turns, environment_s=environment_s, origin_s=origin, tasks=tasks)
 
 
-def _turn_columns(number: Ints, found: Iterable[FinishedTurns]) -> tuple[Ints, Floats]:
+def _turn_columns(number: Ints, finished: Iterable[FinishedTurns]) -> tuple[Ints, Floats]:
     """Return turns [N] and seconds of environments [N] of trajectories with these numbers."""
     turns, environment_s = np.full(len(number), -1, np.int32), np.full(len(number), np.nan, np.float32)
-    rows = np.array([(one.number, one.turns, one.environment_s) for one in found], np.float64).reshape(-1, 3)
+    rows = np.array([(row.number, row.turns, row.environment_s) for row in finished], np.float64).reshape(-1, 3)
     places = np.searchsorted(number, rows[:, 0])
     turns[places], environment_s[places] = rows[:, 1], rows[:, 2]
     return turns, environment_s

@@ -13,5 +13,6 @@ if TYPE_CHECKING:
     from laminar_py.observe.summary import LengthFigures as LengthFigures
     from laminar_py.observe.summary import Summary as Summary
     from laminar_py.observe.summary import summarise as summarise
+    from laminar_py.observe.trackers import flat_row as flat_row
 else:
     __getattr__ = public_names(__name__)

@@ -110,7 +110,7 @@ async def test_what_is_no_ledger_is_one_line_and_exit_code_2(tmp_path, laminar, 
         (("list", "--version", "9" * 20), "version=99999999999999999999: no such number is on record"),
         (("show", "g7.7"), "trajectory=g7.7: not in"),
         (("sql", "DROP TABLE step"), "sql='DROP TABLE step': not authorized"),
-        (("export", "out.txt"), "out=out.txt: its suffix is neither"),
+        (("export", "out.txt"), "out=out.txt: its suffix is not .jsonl"),
     ],
 )
 async def test_a_bad_question_is_one_line_and_exit_code_2(tmp_path, laminar, words, message):

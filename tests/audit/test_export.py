@@ -3,7 +3,6 @@
 import json
 
 import msgspec
-import pyarrow.parquet as pq
 import pytest
 
 from laminar_lab.audit.export import export
@@ -46,15 +45,12 @@ async def a_run(run):
 
 
 def read(path):
-    if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-async def test_an_export_has_every_trajectory_once_with_what_the_ledger_says_of_it(tmp_path, suffix):
+async def test_an_export_has_every_trajectory_once_with_what_the_ledger_says_of_it(tmp_path):
     await a_run(tmp_path)
-    out = tmp_path / f"out{suffix}"
+    out = tmp_path / "out.jsonl"
     assert export(tmp_path, out, responses=True) == 4
     found = {record["id"]: record for record in read(out)}
     assert sorted(found) == ["g0.0", "g1.0", "g2.0", "g2.1"]
@@ -68,10 +64,9 @@ async def test_an_export_has_every_trajectory_once_with_what_the_ledger_says_of_
     assert found["g0.0"]["response_ids"] == tokens("g0.0", 0, 7)[0].tolist()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-async def test_without_responses_an_export_is_the_table(tmp_path, suffix):
+async def test_without_responses_an_export_is_the_table(tmp_path):
     await a_run(tmp_path)
-    out = tmp_path / f"out{suffix}"
+    out = tmp_path / "out.jsonl"
     export(tmp_path, out)
     assert [record["id"] for record in read(out)] == ["g0.0", "g1.0", "g2.0", "g2.1"]
     assert set(read(out)[0]) == set(TRAJECTORY_COLUMNS)
@@ -81,7 +76,7 @@ async def test_without_responses_an_export_is_the_table(tmp_path, suffix):
     ("out", "message"),
     [
         ("there.jsonl", "exists already; name a new file"),
-        ("out.csv", "its suffix is neither .jsonl nor .parquet"),
+        ("out.csv", "its suffix is not .jsonl"),
         ("no/out.jsonl", "does not exist; create it"),
     ],
 )

@@ -1,7 +1,5 @@
 """One trajectory's life, as the audit tells it."""
 
-import re
-
 from laminar_lab.audit.stories import ReplicaSpan, describe_events, read_story
 from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamCut
 from laminar_py.records.spans import Span
@@ -68,5 +66,5 @@ async def test_a_story_tells_a_move_and_who_made_which_tokens(tmp_path):
     ]
     lines = describe_events(told)
     assert "consumed     step 1  version 2  staleness 2  weight 1" in lines[-1]
-    (moved,) = (line for line in lines if "epoch 2  length 3" in line)
-    assert re.search(r"replica 1 .*moved there by a repack, 1\.000 s after it stopped", moved)
+    assert any("interrupted" in line and "reason repacked" in line for line in lines)
+    assert any("assigned" in line and "replica 1  epoch 2  length 3" in line for line in lines)

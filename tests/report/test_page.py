@@ -13,16 +13,17 @@ from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.snapshot import read_snapshot
 from laminar_lab.report.trace import choose_residences
 from laminar_py.config.loading import dump_config, load_config
-from laminar_py.records.events import Dropped, Pulled, Relayed
+from laminar_py.records.events import Dropped
 from laminar_py.records.trajectory import DropReason
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, issue, open_ledger
 from tests.report.browser import browsing, needs_browser, slow_in_browser
 from tests.report.scripted import CONFIG
 from tests.report.synthetic import simulate
+from tests.samples.runs import encode, make_model, write_sample
 
 MARKS = """JSON.stringify(Object.fromEntries(
-  ['timeline', 'lengths', 'latencies', 'staleness', 'step', 'curves', 'learner'].map((id) => {
+  ['timeline', 'lengths', 'latencies', 'staleness', 'curves', 'learner'].map((id) => {
     const box = document.getElementById(id), size = box.querySelector('svg').getBoundingClientRect();
     const marks = box.querySelectorAll('.bars .point, .heatmaplayer image, .scatterlayer path.js-line').length;
     return [id, [size.width, size.height, marks]];
@@ -60,8 +61,7 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
             assert height > 150, panel
             assert marks > 0, panel
         assert await tab.look("document.querySelectorAll('#timeline .bars .point').length") == 12  # steps
-        assert await tab.look("document.querySelectorAll('#relays tbody tr').length") == 6
-        assert await tab.look("document.querySelectorAll('#drops table').length") == 2
+        assert await tab.look("document.querySelectorAll('#tokens table').length") == 1
         assert await tab.look("document.querySelectorAll('#learner .js-line').length") == 6
         assert (
             await tab.look("document.querySelector('#config pre').textContent")
@@ -105,25 +105,13 @@ async def test_nothing_from_a_run_becomes_markup(tmp_path):
         begin(ledger)
         issue(ledger, "g0.0")
         ledger.append(Dropped("g0.0", DropReason.REWARD_FAILED, evil))
-        ledger.append(
-            Relayed(
-                node=evil,
-                version=1,
-                digest="d",
-                num_bytes=10,
-                base=None,
-                wire_bytes=10,
-                first_byte_s=0.1,
-                elapsed_s=0.2,
-                parent=evil,
-            )
-        )
-        ledger.append(Pulled("relay-0", evil, 1, 0.1))
+        write_sample(ledger, "g1.0", encode(make_model(tmp_path / "model"), evil), prompt=evil, verdict=evil)
+    (run / "config.yaml").write_text(dump_config(load_config(CONFIG, [f"model.path={tmp_path / 'model'}"])))
     report = write_report(run)
     async with browsing(tmp_path / "profile") as tab:
         await tab.open(report.as_uri())
         assert await tab.look("document.querySelectorAll('img').length") == 0
-        assert evil in await tab.look(TEXT.format("relays"))
+        assert evil in await tab.look(TEXT.format("texts"))
         assert await tab.look("document.getElementById('name').textContent") == run.name
         assert await tab.look("window.hit") is None
         assert tab.errors == []

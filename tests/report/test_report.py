@@ -82,7 +82,7 @@ async def test_a_report_says_where_tokens_and_time_went(run):
         f"what to change first: laminar advise {run}",
     ):
         assert words in done.stdout
-    tails = done.stdout.split("\nTails\n")[1].split("\n\n")[0].splitlines()
+    tails = done.stdout.split("\nTails\n")[1].split("in pictures")[0].splitlines()
     assert all(line.startswith(("    ", *NAMES.values(), "  of it,")) for line in tails), "no cell is wrapped"
     assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout, "tables fit the terminal"
 

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from collections import Counter
 
-import msgspec
 import numpy as np
 import pytest
 
 from laminar_lab.audit.queries import Filters, count, listing
-from laminar_lab.audit.samples import FullSample, SampleOrder, list_samples, read_sample, read_samples
+from laminar_lab.audit.samples import SampleOrder, list_samples, read_sample, read_samples
 from laminar_lab.audit.stories import ReplicaSpan
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import token_values
@@ -87,7 +86,7 @@ async def test_lists_have_what_the_audit_lists(run, model, filters):
     assert [row.id for row in found] == list(audited)[::-1]
     assert len(found) == count(run, filters)
     for row in found:
-        assert (row.status, row.reward, row.length) == (audited[row.id].status, audited[row.id].reward, row.length)
+        assert row == audited[row.id]
     assert {row.id for row in list_samples(run, filters, order=SampleOrder.CONTRAST)} <= audited.keys()
 
 
@@ -123,47 +122,30 @@ async def test_a_sample_has_its_text_its_reward_and_what_stands_beside_it(run, m
         columns = {"token_rewards": steps}
         write_sample(ledger, "g0.0", ids, prompt="<|im_start|>2+2=", verdict="right", columns=columns)
     found = read_sample(run, "g0.0")
-    assert (found.text, found.prompt, found.answer, found.task) == ("4 is é😀", "<|im_start|>2+2=", "4", "sum")
+    story = found.story
+    assert (found.text, story.prompt, story.answer, story.task) == ("4 is é😀", "<|im_start|>2+2=", "4", "sum")
     assert found.tokens == [*"4 is ", "", "é", "", "", "", "😀"]
-    assert (found.ids, found.ids_only) == (ids.tolist(), "")
+    assert (found.record()["ids"], found.ids_only) == (ids.tolist(), "")
     assert found.logprobs == pytest.approx(logprobs_of(ids).tolist())
-    assert found.spans == [ReplicaSpan(version=0, replica=0, start=0, end=len(ids))]
-    assert [(term.name, term.value, term.elapsed_s, term.text) for term in found.terms] == [
+    assert story.spans == [ReplicaSpan(version=0, replica=0, start=0, end=len(ids))]
+    assert [(term.name, term.value, term.elapsed_s, term.text) for term in story.terms] == [
         ("math", 1.0, 0.25, "right")
     ]
     assert found.columns == {"token_rewards": list(map(float, range(len(ids))))}
-    assert msgspec.json.decode(msgspec.json.encode(found), type=FullSample) == found
 
 
-async def test_siblings_are_of_its_group_and_history_has_every_visit_of_its_prompt(run, model):
+async def test_siblings_are_the_samples_of_its_group(run, model):
     await a_run(run, model)
-    found = read_sample(run, "g2.1")
-    assert [row.id for row in found.siblings] == ["g2.0", "g2.1"]
-    assert [(visit.group_id, visit.samples, visit.scored) for visit in found.history] == [
-        ("g0", 3, 3),
-        ("g2", 2, 2),
-        ("g3", 3, 0),
-    ]
-    first, _, last = found.history
-    assert (first.step, first.version, first.mean_reward, first.solved) == (1, 0, 0.5, pytest.approx(1 / 3))
-    assert first.mean_length == 2
-    assert (last.step, last.mean_reward, last.solved) == (None, None, None)
-
-
-async def test_a_response_is_solved_where_the_run_says_so(run, model):
-    write_config(run, model, solved_at=0.5)
-    await a_run(run, model)
-    assert read_sample(run, "g0.0").history[0].solved == pytest.approx(2 / 3)
+    assert [row.id for row in read_sample(run, "g2.1").siblings] == ["g2.0", "g2.1"]
 
 
 async def test_what_runs_waits_was_dropped_or_evaluated_is_read_as_well(run, model):
     await a_run(run, model)
-    read = {one.row.id: one for one in read_samples(run, ["g3.0", "g3.1", "g3.2", "e0-aime.0", "g1.0"])}
+    read = {one.story.row.id: one for one in read_samples(run, ["g3.0", "g3.1", "g3.2", "e0-aime.0", "g1.0"])}
     assert [one.text for one in read.values()] == ["half a wor", "under", "", "x", "4444"]
-    assert read["g3.0"].row.drop_reason is DropReason.GROUP_DEADLINE
-    assert (read["g3.1"].terms, read["g3.2"].spans) == ([], [])
-    assert (read["e0-aime.0"].row.set_name, read["e0-aime.0"].row.step) == ("aime", None)
-    assert [visit.group_id for visit in read["e0-aime.0"].history] == ["e0-aime"]
+    assert read["g3.0"].story.row.drop_reason is DropReason.GROUP_DEADLINE
+    assert (read["g3.1"].story.terms, read["g3.2"].story.spans) == ([], [])
+    assert [row.id for row in read["e0-aime.0"].siblings] == ["e0-aime.0"]
 
 
 async def test_a_sample_reads_the_same_from_sqlite_and_from_the_archive(run, model):
@@ -182,9 +164,9 @@ async def test_a_sample_reads_the_same_from_sqlite_and_from_the_archive(run, mod
         await ledger.commit()
         live = read_sample(run, "g0.0")
         assert await archive(ledger, 1) == 1
-    assert read_sample(run, "g0.0") == live
+    assert read_sample(run, "g0.0").record() == live.record()
     assert live.text == "made by two versions"
-    assert [(span.version, span.start) for span in live.spans] == [(0, 0), (1, 4)]
+    assert [(span.version, span.start) for span in live.story.spans] == [(0, 0), (1, 4)]
 
 
 async def test_a_response_that_is_lost_is_no_empty_one_and_costs_no_other(run, model):
@@ -194,9 +176,9 @@ async def test_a_response_that_is_lost_is_no_empty_one_and_costs_no_other(run, m
         write_sample(ledger, "g0.1", encode(model, "here"))
         await ledger.record_lost_pieces([1], "host 10.0.0.7 is gone")
     gone, here = read_samples(run, ["g0.0", "g0.1"])
-    assert (gone.text, gone.ids, gone.spans, gone.columns) == ("", [], [], {})
-    assert gone.lost == "trajectory=g0.0: its tokens cannot be read (on record as lost)"
-    assert (here.text, here.lost) == ("here", "")
+    assert (gone.text, gone.tokens, gone.story.spans, gone.columns) == ("", [], [], {})
+    assert gone.story.lost == "trajectory=g0.0: its tokens cannot be read (on record as lost)"
+    assert (here.text, here.story.lost) == ("here", "")
 
 
 def zeros(length):
@@ -209,14 +191,14 @@ async def test_text_is_kept_as_it_was_written(run, model, text):
         begin(ledger)
         write_sample(ledger, "g0.0", encode(model, text), prompt=text, verdict=text)
     found = read_sample(run, "g0.0")
-    assert (found.text, found.prompt, found.terms[0].text) == (text, text, text)
+    assert (found.text, found.story.prompt, found.story.terms[0].text) == (text, text, text)
 
 
 async def test_without_the_model_tokens_are_ids_and_a_line_says_why(run, model, tmp_path):
     await a_run(run, model)
     moved = shutil.move(model, tmp_path / "moved")
     found = read_sample(run, "g0.0")
-    assert found.tokens == [f"{id} " for id in found.ids]
+    assert found.tokens == [f"{id} " for id in found.story.response.ids]
     assert found.ids_only == f"model.path={model}: no tokenizer.json in it; name a Hugging Face model folder"
     assert read_sample(run, "g0.0", model=moved).text == "4"
     (run / "config.yaml").unlink()
@@ -256,4 +238,4 @@ def test_a_run_that_was_killed_reads_as_it_stands(tmp_path):
     assert len(rows) == count(tmp_path, Filters())
     assert Counter(row.status for row in rows)[Status.CONSUMED] >= 48
     for found in read_samples(tmp_path, [row.id for row in rows]):
-        assert len(found.ids) == len(found.logprobs) == len(found.tokens) == found.row.length
+        assert len(found.logprobs) == len(found.tokens) == found.story.row.length

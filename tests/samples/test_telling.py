@@ -1,54 +1,59 @@
 """Samples as lines of a terminal: text is text, whatever it contains."""
 
 import io
+import math
 import re
 
-import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from laminar_lab.audit.sample_lines import CUT_AT, Colour, describe_colours, describe_response, describe_sample
-from laminar_lab.audit.samples import FullSample, PromptVisit, SampleRow
-from laminar_lab.audit.stories import ReplicaSpan
+from laminar_lab.audit.samples import Sample
+from laminar_lab.audit.stories import Story, StoryEvent
+from laminar_py.ledger import TRAJECTORY_COLUMNS, TrajectoryRow
+from laminar_py.ledger.segments import Payload
+from laminar_py.records.events import Assigned, Scored
 from laminar_py.records.scoring import TermValue
+from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 from tests.samples.runs import HOSTILE
 
 
 def make_row(**other):
-    fields = dict.fromkeys(SampleRow.__struct_fields__)
+    fields = dict.fromkeys(TRAJECTORY_COLUMNS)
     fields |= {"number": 1, "id": "g0.0", "prompt_id": "p0", "group_id": "g0", "kind": Kind.TRAIN}
     fields |= {"status": Status.CONSUMED, "reward": 1.0, "length": 1, "finish_reason": FinishReason.STOP}
-    return SampleRow(**(fields | other))
+    return TrajectoryRow(**(fields | other))
 
 
-def make_visit(number=1, **other):
-    fields = {"group_id": f"g{number}", "kind": Kind.TRAIN, "number": number, "step": None, "version": 0}
-    fields |= {"samples": 1, "scored": 1, "mean_reward": 0.25, "solved": 0.0, "mean_length": 1.0}
-    return PromptVisit(**(fields | other))
+RIGHT = TermValue(name="math", value=1.0, elapsed_s=0.5, text="right", said="4")
 
 
-def make_sample(*tokens, spans=None, **other):
+def make_sample(*tokens, spans=None, logprobs=None, row=None, terms=(RIGHT,), ids_only="", **other):
     """A response of these tokens under version 0, or under `spans` of (version, start, end)."""
     spans = [(0, 0, len(tokens))] if spans is None and tokens else spans or []
-    fields = {
-        "row": make_row(length=len(tokens)),
-        "prompt": "2+2=",
-        "answer": "4",
-        "task": "sum",
-        "tokens": list(tokens),
-        "ids_only": "",
-        "ids": list(range(len(tokens))),
-        "logprobs": [-0.5] * len(tokens),
-        "spans": [ReplicaSpan(version=of, replica=1, start=start, end=end) for of, start, end in spans],
-        "terms": [TermValue(name="math", value=1.0, elapsed_s=0.5, text="right", said="4")],
-        "columns": {},
-        "siblings": [make_row(), make_row(id="g0.1", reward=None), make_row(id="g0.2", reward=0.5)],
-        "history": [make_visit()],
-    }
-    return FullSample(**(fields | other))
+    known = [-0.5] * len(tokens) if logprobs is None else [math.nan if x is None else x for x in logprobs]
+    response = Payload(
+        ids=np.arange(len(tokens), dtype=np.int32),
+        logprobs=np.array(known, np.float32),
+        spans=tuple(Span(*span) for span in spans),
+    )
+    events = [
+        Assigned("g0.0", 1, 1, 0),
+        Scored(trajectory_id="g0.0", reward=1.0, elapsed_s=0.5, terms=list(terms)),
+    ]
+    fields = {"prompt": "2+2=", "answer": "4", "task": "sum"} | other
+    story = Story(
+        row=row or make_row(length=len(tokens)),
+        events=tuple(StoryEvent(seq, 0.0, "host", event) for seq, event in enumerate(events)),
+        response=response,
+        **fields,
+    )
+    siblings = [make_row(), make_row(id="g0.1", reward=None), make_row(id="g0.2", reward=0.5)]
+    return Sample(story=story, tokens=list(tokens), ids_only=ids_only, columns={}, siblings=siblings)
 
 
 def tell(sample, *, colour=Colour.VERSION, full=False):
@@ -63,10 +68,9 @@ def test_a_problem_without_an_answer_is_told_without_one():
     assert "prompt p0 of sum:" in tell(make_sample("4", answer=""))
 
 
-def test_a_sample_is_told_with_problem_text_verdict_group_and_visits():
-    history = [make_visit(number, step=number) for number in range(1, 11)]
+def test_a_sample_is_told_with_problem_text_verdict_and_group():
     row = make_row(length=2, step=9, staleness=3, advantage=0.5)
-    assert tell(make_sample("four", "!\nor 4", row=row, history=history)) == [
+    assert tell(make_sample("four", "!\nor 4", row=row)) == [
         "g0.0: reward 1; advantage 0.5; 2 tokens, ended by stop; used by step 9, staleness 3",
         "prompt p0 of sum, answer '4':",
         "  2+2=",
@@ -76,8 +80,14 @@ def test_a_sample_is_told_with_problem_text_verdict_group_and_visits():
         "math 1 in 0.500 s, says '4'",
         "  right",
         "group g0, rewards: [1] - 0.5",
-        "prompt p0, visits 10, mean rewards, the newest 8: " + ", ".join(f"0.25 (step {n})" for n in range(3, 11)),
     ]
+
+
+def test_an_evaluation_has_no_step_and_no_advantage():
+    row = make_row(kind=Kind.EVAL, group_id="e0-aime", step=-1, staleness=0, advantage=0.0)
+    head, *_, last = tell(make_sample("4", row=row))
+    assert head == "g0.0: reward 1; 1 tokens, ended by stop; consumed"
+    assert last == "pass e0-aime, rewards: [1] - 0.5"
 
 
 def test_each_change_of_version_is_a_line_at_its_token():
@@ -172,5 +182,5 @@ def drawn(sample, colour):
 
 def test_tokens_that_are_ids_and_unfinished_responses_are_told():
     row = make_row(reward=None, finish_reason=None, status=Status.RUNNING, length=2)
-    (head, *_) = tell(msgspec.structs.replace(make_sample("1 ", "2 "), row=row, terms=[]))
+    (head, *_) = tell(make_sample("1 ", "2 ", row=row, terms=[]))
     assert head == "g0.0: no reward; 2 tokens so far; running"

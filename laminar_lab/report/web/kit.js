@@ -36,13 +36,6 @@ function fillSelect(select, options) {
   if (options.some(([value]) => value === chosen)) select.value = chosen;
 }
 
-// What to ask the server, with the token that the page itself was asked with.
-function address(name, query = {}) {
-  const token = new URLSearchParams(location.search).get("token");
-  const asked = new URLSearchParams({ ...query, ...(token === null ? {} : { token }) }).toString();
-  return asked ? `${name}?${asked}` : name;
-}
-
 function drawCards(cards) {
   byId("headline").replaceChildren(...cards.map((one) => {
     const card = element("div", undefined, "figure");

@@ -1,15 +1,14 @@
 // The page of a run, from the data in it; a page without data requests `data.json` again and again.
 
+const LOOK_S = 2; // between two requests
 const QUIET_S = 120; // without any event, after which a run may have been killed
 
 function drawPage(page) {
-  window.laminar = { page, texts };
+  window.laminar = { page };
   document.title = `${page.name} – laminar`;
   byId("name").textContent = page.name;
   drawCards(page.cards);
-  for (const [place, panels] of [["panels", page.panels], ["more", page.more]])
-    for (const panel of panels) drawPanel(panel, byId(place));
-  texts.show(page.texts);
+  for (const panel of page.panels) drawPanel(panel, byId("panels"));
 }
 
 function say(text) {
@@ -24,11 +23,10 @@ function endOf(page) {
 }
 
 async function follow() {
-  let tag = null, wait_s = 2, drawn = null;
+  let tag = null, drawn = null;
   for (;;) {
     try {
-      const answer = await fetch(address("data.json"), { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
-      wait_s = Number(answer.headers.get("X-Refresh-Seconds")) || wait_s;
+      const answer = await fetch("data.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
       if (answer.status === 200) {
         tag = answer.headers.get("ETag");
         const page = await answer.json();
@@ -37,12 +35,11 @@ async function follow() {
       } else if (answer.status !== 304) {
         throw new Error((await answer.text()) || `it answers ${answer.status}`);
       }
-      const again = drawn.page.live ? `, looks again every ${number(wait_s, 2)} s` : "";
-      say(`${endOf(drawn.page)}; drawn at ${drawn.when}${again}`);
+      say(`${endOf(drawn.page)}; drawn at ${drawn.when}`);
     } catch (error) {
       say(`${drawn ? "not up to date" : "waiting"}: ${error.message}`);
     }
-    await new Promise((done) => setTimeout(done, wait_s * 1000));
+    await new Promise((done) => setTimeout(done, LOOK_S * 1000));
   }
 }
 
