@@ -122,7 +122,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     """
     alive = {node.id for node in nodes}
 
-    def kept(place: Place | None) -> Place | None:
+    def if_alive(place: Place | None) -> Place | None:
         return place if place is not None and place.node in alive else None
 
     first = keep is None
@@ -132,10 +132,10 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     reference: Place | None = None
     if keep is not None:
         for index, place in enumerate(keep.replicas):
-            replicas[index] = None if index in needs.gone else kept(place)
-        servers = [kept(place) for place in keep.servers] or servers
-        learner = keep.learner if all(map(kept, keep.learner)) else None
-        reference = kept(keep.reference)
+            replicas[index] = None if index in needs.gone else if_alive(place)
+        servers = [if_alive(place) for place in keep.servers] or servers
+        learner = keep.learner if all(map(if_alive, keep.learner)) else None
+        reference = if_alive(keep.reference)
     room = _Room(needs, nodes)
     room.reserve([*replicas, *servers, reference])
     learner = room.place_learner() if learner is None else learner
@@ -278,14 +278,14 @@ class _Room:
         """Return the nodes on a server's host: the server reads versions from that host's shared memory."""
         host = self._needs.hosts[index]
         loopback = host in ("localhost", "::1") or host.startswith("127.")
-        found = [node for node in self._nodes if node.ip == host or (loopback and node.here)]
-        if not found:
+        nodes = [node for node in self._nodes if node.ip == host or (loopback and node.here)]
+        if not nodes:
             known = ", ".join(sorted({node.ip for node in self._nodes}))
             raise ConfigError(
                 f"{self._needs.placed_by}[{index}]: no Ray node has the address {host}, and a server reads weights"
                 f" from its own host's memory; name one of {known}, or run `ray start` there"
             )
-        return found
+        return nodes
 
     def _no_room(self, setting: str, gpus: int, remedy: str) -> ConfigError:
         needs, most = self._needs, max(self._free.values())
@@ -355,21 +355,21 @@ class Placement:
         async with self._looking:
             if self._looked <= oldest:
                 began = loop.time()
-                self._plan_anew(await asyncio.to_thread(self._list_nodes))
+                self._plan_again(await asyncio.to_thread(self._list_nodes))
                 self._looked = began
 
     async def scale(self, needs: Needs) -> None:
         """Make a new plan for a fleet of another size; live parts keep their places. Raises `RunFailedError`."""
         async with self._looking:
             self._needs = needs
-            self._plan_anew(await asyncio.to_thread(self._list_nodes), scaled=True)
+            self._plan_again(await asyncio.to_thread(self._list_nodes), scaled=True)
 
     @property
     def needs(self) -> Needs:
         """Present demand of the run."""
         return self._needs
 
-    def _plan_anew(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
+    def _plan_again(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
         """Plan again if a node of the plan is gone, the needs were `scaled`, or a part has no place.
 
         Parts on live nodes keep their places. Raises `RunFailedError` if the nodes have no room for the run.

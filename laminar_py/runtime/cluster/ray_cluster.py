@@ -63,7 +63,7 @@ class RayCluster:
     def nodes(self) -> list[Node]:
         """Return the live nodes with their free GPUs, the controller's node first."""
         free = ray._private.state.available_resources_per_node()  # public calls give only the sum over all nodes
-        found = [
+        nodes = [
             Node(
                 id=node["NodeID"],
                 ip=node["NodeManagerAddress"],
@@ -74,7 +74,7 @@ class RayCluster:
             for node in ray.nodes()
             if node["Alive"]
         ]
-        return sorted(found, key=lambda node: (not node.here, node.ip, node.id))
+        return sorted(nodes, key=lambda node: (not node.here, node.ip, node.id))
 
     def close(self) -> None:
         """Leave the cluster, after all calls: a later call would start Ray again."""

@@ -3,7 +3,7 @@
 Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
 the scheduler submits finished trajectories, the loop `collect_reference_logprobs` records its answers, and neither
 waits for the other. A submitted trajectory that is still wanted gets its log-probabilities once, also if the
-process crashes (law 6). `WeightFolder` publishes the weights of an evaluation, which has no learner.
+process crashes (law 6). `publish_model` publishes the weights of an evaluation, which has no learner.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar
-from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -45,6 +45,7 @@ PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
 WATCH_S = 5.0
 REFERENCE = "reference-0"
+PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
 class LearnerLink(Keeper):
@@ -134,7 +135,7 @@ class LearnerLink(Keeper):
         """
         requests = []
         for part, bundles in zip(self.parts, packed.bundles, strict=True):
-            refs = (ref for bundle in bundles for one in bundle for ref in one.refs)
+            refs = (ref for bundle in bundles for trajectory in bundle for ref in trajectory.refs)
             request = FetchRequest(bundles, self._payload.stores_for(refs, part.place.node))
             requests.append(await asyncio.to_thread(encode, request))  # megabytes: off the loop
         lost: dict[str, str] = {}
@@ -241,7 +242,7 @@ class ReferenceStage(Keeper):
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
-            refs = (ref for one in bundle for ref in one.refs)
+            refs = (ref for trajectory in bundle for ref in trajectory.refs)
             request = ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node))
             answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
             return await watched(answer, self._check(part))
@@ -276,34 +277,21 @@ class ReferenceStage(Keeper):
 # ---- in place of a learner, where weights are evaluated
 
 
-class WeightFolder(Keeper):
-    """Publishes the model of an evaluation's config as version 0."""
-
-    actor_class = "laminar_py.runtime.workers.processes.learner:WeightsActor"
-    timeout_s = 3600.0  # a large model on a slow disk
-
-    def __init__(self, incarnation: Incarnation, *, relays: Relays) -> None:
-        super().__init__(incarnation, "weights")
-        self._relays = relays
-
-    def places(self) -> Sequence[Place | None]:
-        """Return the place of learner rank 0."""
-        return self._placement.plan.learner[:1]
-
-    async def start_parts(self, parts: Sequence[Part]) -> None:
-        """Wait for the root relay."""
-        await self._relays.root_up()
-
-    async def publish(self) -> Published:
-        """Publish the model; if the process crashes, start another and try again. Raises RunFailedError."""
-
-        async def call(parts: Sequence[Part]) -> Published:
-            spec = WeightsSpec(
-                config=self._config.model_dump_json(),
-                run_dir=str(self._incarnation.run.path),
-                store=str(self._relays.store(0)),
-                chunk_bytes=self._relays.chunk_bytes,
-            )
-            return await parts[0].call_for(Published, "publish", spec)
-
-        return await self.call_with_restarts(call)
+async def publish_model(incarnation: Incarnation, relays: Relays) -> Published:
+    """Publish the model of an evaluation's config as version 0. Raises RunFailedError if the process crashes."""
+    await relays.root_up()
+    spec = WeightsSpec(
+        config=incarnation.config.model_dump_json(),
+        run_dir=str(incarnation.run.path),
+        store=str(relays.store(0)),
+        chunk_bytes=relays.chunk_bytes,
+    )
+    actor = "laminar_py.runtime.workers.processes.learner:WeightsActor"
+    place = incarnation.placement.plan.learner[0]
+    part = Part("weights", actor, concurrency=1, timeout_s=PUBLISH_S, place=place)
+    try:
+        return await part.call_for(Published, "publish", spec)
+    except PartCrashedError as error:
+        raise RunFailedError(f"the weights are not published: {error.reason}; see logs/weights.log") from error
+    finally:
+        part.kill()

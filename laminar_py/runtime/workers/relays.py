@@ -281,8 +281,8 @@ class Relays:
             return []
 
         answers = await asyncio.gather(*(look(node, host) for node, host in hosts))
-        found = {manifest.version: manifest for manifests in answers for manifest in manifests}
-        return [found[version] for version in sorted(found)]
+        by_version = {manifest.version: manifest for manifests in answers for manifest in manifests}
+        return [by_version[version] for version in sorted(by_version)]
 
     # ---- nodes
 
@@ -341,9 +341,9 @@ def stored_manifests(store: str) -> bytes:
     """Return the encoded manifests of the complete versions in a store on this host."""
     folder = Path(store)
     versions = complete_versions(folder) if folder.is_dir() else []
-    found = []
+    manifests = []
     for version in versions:
         with contextlib.suppress(FileNotFoundError):  # deleted since
             data = (folder / folder_name(version) / MANIFEST).read_bytes()
-            found.append(msgspec.json.decode(data, type=Manifest))
-    return encode(found)
+            manifests.append(msgspec.json.decode(data, type=Manifest))
+    return encode(manifests)
