@@ -26,9 +26,6 @@ class ClusterConfig(Section):
     learner_device: Device | None = None
     """Device of the learner's ranks and of a reference stage, with `cuda` one GPU each. Default: GPUs if the run
     launches SGLang servers on GPUs, else CPUs."""
-    shared_nodes: bool = True
-    """Learner and replicas may share a node (never a GPU); `false`: the learner and the replicas use different
-    nodes."""
 
 
 class TopologyKind(StrEnum):

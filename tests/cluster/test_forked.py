@@ -19,15 +19,18 @@ from tests.cluster.test_part import Unmade
 
 PATIENCE_S = 60.0
 CLIENT = """
-import asyncio, threading
+import asyncio
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.part import Part
 from tests.cluster.test_forked import Seeing
 
-with open_cluster(None):
+async def main():
     part = Part("part-0", Seeing, concurrency=1, timeout_s=60)
-    print(asyncio.run(part.call("parent")), flush=True)
-    threading.Event().wait()
+    print(await part.call("parent"), flush=True)
+    await asyncio.Event().wait()
+
+with open_cluster(None):
+    asyncio.run(main())
 """
 
 

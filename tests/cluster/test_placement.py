@@ -65,17 +65,10 @@ def on(places) -> str:
         ),  # the controller's node has no GPU
         (
             (8, 8, 8),
-            Needs(ranks=8, rank_gpus=1, replicas=16, replica_gpus=1, shared_nodes=False),
+            Needs(ranks=8, rank_gpus=1, replicas=16, replica_gpus=1),
             "a" * 8,
             "b" * 8 + "c" * 8,
             "abc",
-        ),
-        (
-            (8, 8),
-            Needs(ranks=4, rank_gpus=1, replicas=4, replica_gpus=2, shared_nodes=False),
-            "aaaa",
-            "bbbb",
-            "ab",
         ),
         (
             (8, 8, 8),
@@ -92,7 +85,7 @@ def on(places) -> str:
             "ab",
         ),  # elsewhere the learner would cost a replica
         ((8, 8), Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=8), "a", "ab", "ab"),  # a learner on CPUs
-        ((0, 8), Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=8, shared_nodes=False), "a", "b", "ab"),
+        ((0, 8), Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=8), "a", "b", "ab"),
         (
             (0, 0, 0),
             Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0, hosts=("10.0.0.2", "127.0.0.1")),
@@ -115,15 +108,10 @@ def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
         (
             (0, 0),
             Needs(ranks=2, rank_gpus=0, replicas=2, replica_gpus=0, reference=True),
-            "a",
-        ),  # on CPUs, beside the learner
+            "b",
+        ),  # on CPUs, where fewest parts are
         ((8,), Needs(ranks=2, rank_gpus=1, replicas=5, replica_gpus=1, reference=True), "a"),
         ((8, 8), Needs(ranks=8, rank_gpus=1, replicas=7, replica_gpus=1, reference=True), "b"),
-        (
-            (8, 8, 8),
-            Needs(ranks=7, rank_gpus=1, replicas=16, replica_gpus=1, shared_nodes=False, reference=True),
-            "a",
-        ),  # where no replica can be
         (
             (8, 9),
             Needs(ranks=4, rank_gpus=1, replicas=3, replica_gpus=4, reference=True),
@@ -142,11 +130,6 @@ def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, ne
     [
         ((0, 0), Needs(ranks=1, rank_gpus=0, replicas=2, replica_gpus=0, servers=(("prm", 0),) * 2), "ba"),
         ((8,), Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=2, servers=(("prm", 1), ("judge", 1))), "aa"),
-        (
-            (8, 8),
-            Needs(ranks=4, rank_gpus=1, replicas=2, replica_gpus=4, shared_nodes=False, servers=(("prm", 4),)),
-            "a",
-        ),  # where no replica can be
         (
             (6, 9),
             Needs(ranks=2, rank_gpus=1, replicas=3, replica_gpus=4, servers=(("prm", 1),)),
@@ -172,37 +155,32 @@ def test_servers_of_the_reward_have_devices_of_their_own_where_they_cost_least(g
         (
             (8,),
             Needs(ranks=2, rank_gpus=1, replicas=7, replica_gpus=1),
-            r"rollout\.replicas=7: there is room for 6; .* more than 0 left .* learner's 2; low",
+            r"rollout\.replicas=7: there is room for 6; .* more than 0 left .* learner's 2 and placed rep",
         ),
         (
             (4, 4),
             Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=8, placed_by="dice.size"),
-            r"there is room for 0; each needs 8 GPUs of one node \(dice\.size\), .* than 4",
+            r"there is room for 0; each of them \(dice\.size\) needs 8 GPUs of one node, .* than 4",
         ),
         (
             (4,),
             Needs(ranks=4, rank_gpus=1, replicas=1, replica_gpus=0, reference=True),
-            r"algorithm\.reference_pass=stage: needs .* the learner's 4",
+            r"algorithm\.reference_pass=stage: it needs .* the learner's 4",
         ),
         (
             (8,),
             Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1, reference=True),
-            r"the learner's 2 and the reference's 1; lower",
+            r"the learner's 2, the reference's 1 and placed replicas; lower",
         ),
         (
             (8,),
             Needs(ranks=2, rank_gpus=1, replicas=5, replica_gpus=1, servers=(("prm", 2),)),
-            r"there is room for 4; .* the learner's 2 and reward\.servers' 2; lower",
+            r"there is room for 4; .* the learner's 2, reward\.servers' 2 and placed replicas; lower",
         ),
         (
             (2, 2),
             Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=0, servers=(("prm", 2), ("prm", 2))),
             r"reward\.servers\.prm\.gpus=2: .* no node has more than 1 left beside the learner's 1",
-        ),
-        (
-            (8,),
-            Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=1, shared_nodes=False),
-            r"cluster\.shared_nodes=false: the learner has every node",
         ),
         (
             (0, 0),
@@ -226,7 +204,6 @@ NEEDS = st.builds(
     replicas=st.integers(1, 10),
     replica_gpus=st.sampled_from([0, 1, 2, 4, 8]),
     relays=st.integers(1, 4),
-    shared_nodes=st.booleans(),
 )
 
 
@@ -258,8 +235,6 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
         pool for (pool, _), place in zip(needs.servers, plan.servers, strict=True) if place is not None
     }, "a pool has a server"
     assert [plan.reference and plan.reference.gpus] == [needs.rank_gpus if needs.reference else None]
-    if not needs.shared_nodes:
-        assert not set(on(plan.learner)) & set(on(plan.replicas))
     assert plan.relays[0] == plan.learner[0].node
     tree = grow_tree(shape_of(TopologyKind.KARY, fanout=2), [""] * len(plan.relays))
     for index, place in enumerate(plan.replicas):
@@ -304,8 +279,7 @@ def test_a_learner_of_one_node_never_takes_the_room_that_replicas_need(needs, fo
 
     def fits(home: Node) -> bool:
         left = [node.gpus - (ranks if node is home else 0) for node in found]
-        usable = [count for node, count in zip(found, left, strict=True) if needs.shared_nodes or node is not home]
-        return min(left) >= 0 and sum(count // needs.replica_gpus for count in usable) >= needs.replicas
+        return min(left) >= 0 and sum(count // needs.replica_gpus for count in left) >= needs.replicas
 
     if max(node.gpus for node in found) >= ranks:
         assert (planned(needs, found) is not None) == any(map(fits, found))
@@ -335,9 +309,7 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
 
 async def test_a_placement_is_made_anew_from_the_nodes_alive():
     seen = hosts(8, 8, 8)
-    placement = Placement(
-        Needs(ranks=2, rank_gpus=1, replicas=8, replica_gpus=1, shared_nodes=False), lambda: seen
-    )
+    placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=8, replica_gpus=1), lambda: seen)
     assert on(placement.plan.replicas) == "b" * 8
     del seen[1]
     await placement.refresh()
@@ -351,9 +323,7 @@ async def test_a_placement_is_made_anew_from_the_nodes_alive():
 
 async def test_replicas_of_a_dead_node_that_find_no_room_come_back_with_a_node_that_has_it():
     seen = hosts(8, 8, 8)
-    placement = Placement(
-        Needs(ranks=8, rank_gpus=1, replicas=16, replica_gpus=1, shared_nodes=False), lambda: seen
-    )
+    placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=16, replica_gpus=1), lambda: seen)
     del seen[1]
     await placement.refresh()
     assert [place.node if place else None for place in placement.plan.replicas] == [None] * 8 + ["c"] * 8

@@ -58,7 +58,7 @@ def test_groups_are_nodes_in_their_order_with_the_cores_of_those_without_gpus():
 
 @pytest.mark.usefixtures("no_ray")
 def test_memory_is_that_of_the_smallest_kind_that_a_part_is_placed_on(tmp_path):
-    config = config_7b(tmp_path, "rollout.replicas=8", "learner.world_size=8", "cluster.shared_nodes=false")
+    config = config_7b(tmp_path, "rollout.replicas=8", "learner.world_size=8")
     small, large = (gpu_memory(config, gpu_bytes=size) for size in (80e9, 141e9))
     assert placed(config, "2x8xH200").memory == large
     assert placed(config, "1x8xH200", "1x8xH100").memory in ([small[0], large[1]], [large[0], small[1]])

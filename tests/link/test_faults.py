@@ -21,10 +21,9 @@ NUM_REPLICAS, NUM_REPORTS, NUM_ORDERS, NUM_FAULTS = 3, 60, 60, 25
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Whatever was lost is said again soon."""
-    monkeypatch.setattr(hub_module, "RESEND_S", 0.1)
+    monkeypatch.setattr(hub_module, "RESEND_S", 0.3)
     monkeypatch.setattr(hub_module, "CHECK_S", 0.05)
     monkeypatch.setattr(replica_link, "RESEND_S", 0.1)
-    monkeypatch.setattr(replica_link, "ACKNOWLEDGE_S", 0.05)
 
 
 async def _report(replica, rng):

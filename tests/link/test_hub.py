@@ -65,10 +65,10 @@ async def test_orders_are_sent_again_until_they_are_heard(monkeypatch):
             for name in ("x", "y", "z"):
                 connection.send_command(Abort([name]))
             assert [await hand.commands(), await hand.commands()] == [[1, 2, 3], [1, 2, 3]]
-            await hand.say(Up(label=A, number=1, commands_received=2))
+            await hand.report(1, commands_received=2)
             while (commands := await hand.commands()) != [3]:
                 assert commands == [1, 2, 3]
-            await hand.say(Up(label=A, number=1, commands_received=3))
+            await hand.report(1, commands_received=3)
             while connection.has_unacknowledged:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -102,7 +102,7 @@ async def test_orders_for_a_replica_that_starts_come_with_the_answer_to_its_firs
             connection.send_command(Abort([name]))
             await asyncio.sleep(0.05)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.say(Up(label=A, number=0, commands_received=0))
+            await hand.report(0, commands_received=0)
             assert await hand.commands() == [1, 2]
 
 
@@ -124,7 +124,7 @@ async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_
         await desk.until(lambda: connection.reports_received == 2)
         await asyncio.sleep(0.1)
         with by_hand(desk.hub.endpoint, A) as hand:
-            await hand.say(Up(label=A, number=2, commands_received=0))
+            await hand.report(2, commands_received=0)
             assert await hand.commands() == [1]
 
 
@@ -148,7 +148,7 @@ async def test_an_order_for_which_there_is_no_frame_is_refused_where_it_is_put(m
     monkeypatch.setattr(hub_module, "MOST_COMMAND_BYTES", 100)
     async with serving() as desk:
         connection = desk.hub.open(A, 0)
-        with pytest.raises(AssertionError, match=r"Abort of \d+ bytes for replica-0-1-0: share it out"):
+        with pytest.raises(AssertionError, match=r"Abort of \d+ bytes for replica-0-1-0: split it"):
             connection.send_command(Abort(["g0.0"] * 50))
         assert not connection.has_unacknowledged
 
@@ -182,7 +182,7 @@ async def test_a_line_that_falls_silent_is_lost_and_one_that_speaks_is_not():
 
 async def _speak(hand):
     while True:
-        await hand.say(Up(label=hand.label, number=0, commands_received=0))
+        await hand.report(0, commands_received=0)
         await asyncio.sleep(0.1)
 
 

@@ -147,7 +147,7 @@ class Stopped:
 
 
 async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(learner_link, "ACTOR", Stopped)
+    monkeypatch.setattr(LearnerLink, "actor_class", Stopped)
     monkeypatch.setattr(learner_link, "WATCH_S", 0.1)
     settings = {
         "name": "t",

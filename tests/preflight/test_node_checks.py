@@ -51,7 +51,7 @@ async def test_only_gpus_that_a_run_uses_are_asked_for_their_memory(tmp_path, mo
 
 
 async def test_the_learner_is_not_refused_for_the_gpus_of_engines(tmp_path, monkeypatch, caplog):
-    config = shipped("7b_8gpu", tmp_path, *TWO, "cluster.shared_nodes=false")
+    config = shipped("7b_8gpu", tmp_path, "learner.world_size=2", "rollout.replicas=8")
     asked = tells(monkeypatch, a=141, b=80)
     await place_parts(config)
     assert (asked, caplog.text) == (["a", "b"], "")

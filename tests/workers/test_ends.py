@@ -21,14 +21,17 @@ from tests.runs.fake_cluster import FakeCluster, joined
 
 PATIENCE_S = 60.0
 CLIENT = """
-import asyncio, sys, threading
+import asyncio
 from laminar_py.runtime.cluster.backend import open_cluster
-from tests.workers.test_ends import StuckActor, parts, processes
+from tests.workers.test_ends import StuckActor, start_two
+
+async def main():
+    _, running = await start_two(StuckActor)
+    print(*(process.pid for process in running), flush=True)
+    await asyncio.Event().wait()
 
 with open_cluster(None):
-    held = parts(StuckActor)
-    print(*(process.pid for process in asyncio.run(processes(held))), flush=True)
-    threading.Event().wait()
+    asyncio.run(main())
 """
 
 
@@ -40,13 +43,10 @@ class StuckActor(PartActor):
         return super().pid()
 
 
-def parts(kind: type) -> list[Part]:
-    """Two parts; Ray ends those that nobody refers to any more."""
-    return [Part(f"part-{index}", kind, concurrency=4, timeout_s=PATIENCE_S) for index in range(2)]
-
-
-async def processes(of: list[Part]) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid in await asyncio.gather(*(part.call("pid") for part in of))]
+async def start_two(kind: type) -> tuple[list[Part], list[psutil.Process]]:
+    """Two parts, and their processes; Ray ends parts without a reference."""
+    parts = [Part(f"part-{index}", kind, concurrency=4, timeout_s=PATIENCE_S) for index in range(2)]
+    return parts, [psutil.Process(pid) for pid in await asyncio.gather(*(part.call("pid") for part in parts))]
 
 
 def gone(running: list[psutil.Process]) -> bool:
@@ -57,26 +57,26 @@ def gone(running: list[psutil.Process]) -> bool:
 @pytest.mark.parametrize("kind", [ReplicaActor, WeightsActor], ids=["on-an-event-loop", "on-threads"])
 def test_parts_of_a_ray_node_that_was_killed_are_gone_even_one_that_hangs(kind):
     with joined(FakeCluster(0)):
-        held = parts(kind)
-        running = asyncio.run(processes(held))
+        held, running = asyncio.run(start_two(kind))
         running[0].send_signal(signal.SIGSTOP)  # it hangs, and never hears that its node is gone
         node = running[0].parent()
         assert node.name() == "raylet"
         node.kill()
         assert gone(running)
+        assert held
 
 
 @pytest.mark.slow
 def test_a_part_that_cannot_end_is_gone_with_its_ray_node():
     with joined(FakeCluster(0)):
-        held = parts(StuckActor)
-        process, _ = asyncio.run(processes(held))
+        held, (process, _) = asyncio.run(start_two(StuckActor))
         node = process.parent()
         process.terminate()  # as Ray does; its threads end, and the interpreter waits for ours
         with pytest.raises(psutil.TimeoutExpired):
             process.wait(3)
         node.kill()
         process.wait(PATIENCE_S)
+        assert held
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -93,19 +93,21 @@ def test_forked_parts_are_gone_with_the_process_that_started_them(hangs):
 
 def test_forked_parts_are_gone_with_their_cluster():
     with open_cluster(None):
-        running = asyncio.run(processes(held := parts(StuckActor)))
+        held, running = asyncio.run(start_two(StuckActor))
     assert not any(process.is_running() for process in running), "they are reaped, too"
     assert held
 
 
-def test_a_part_whose_fork_server_died_is_gone_and_the_next_one_has_another_server(monkeypatch):
+async def test_a_part_whose_fork_server_died_is_gone_and_the_next_one_has_another_server(monkeypatch):
     monkeypatch.delenv(SHARED)
     with open_cluster(None):
-        running = asyncio.run(processes(held := parts(ReplicaActor)))
+        held, running = await start_two(ReplicaActor)
         os.kill(running[0].ppid(), signal.SIGKILL)
         assert gone(running)
-        assert [process.is_running() for process in asyncio.run(processes(parts(ReplicaActor)))] == [True, True]
+        others, running = await start_two(ReplicaActor)
+        assert [process.is_running() for process in running] == [True, True]
         assert held
+        assert others
 
 
 def test_a_server_that_several_use_outlives_each_of_them(tmp_path, monkeypatch):
@@ -113,7 +115,7 @@ def test_a_server_that_several_use_outlives_each_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv(SHARED, str(tmp_path / "server"))
     for _ in range(2):
         with open_cluster(None):
-            assert len(asyncio.run(processes(parts(WeightsActor)))) == 2
+            assert len(asyncio.run(start_two(WeightsActor))[1]) == 2
     deadline = time.monotonic() + PATIENCE_S
     while psutil.Process(server.pid).children() and time.monotonic() < deadline:
         time.sleep(0.05)

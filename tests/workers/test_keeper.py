@@ -10,7 +10,7 @@ from laminar_py.records.events import PartCrashed, PartStarted
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Supervisor
-from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.keeper import Keeper
 from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0
@@ -40,34 +40,34 @@ class Actor:
         await asyncio.Event().wait()
 
 
-class Life:
+class Life(Keeper):
     """A part of one process or several, whose starts fail as often as they should."""
 
-    def __init__(self, monkeypatch, *, fails=0, places=(HERE,), max_restarts=3, **spec):
+    actor_class = Actor
+    concurrency = 1
+    timeout_s = 1.0
+
+    def __init__(self, monkeypatch, *, fails=0, places=(HERE,), max_restarts=3, **attributes):
         self.processes = Processes(monkeypatch, lambda name: Actor())
-        self.events, self.rests, self.calls = [], [], []
+        self.events, self.rests = [], []
         self._fails = fails
         self.served = asyncio.Queue()
         self.room = Room(*places)
         supervisor = Supervisor(record=self.events.append, max_restarts=max_restarts)
-        self.keeper = Keeper(
-            PartSpec(
-                names=[f"part-{index}" for index in range(len(places))],
-                actor_class=Actor,
-                concurrency=1,
-                timeout_s=1.0,
-                places=lambda: self.room.places,
-                **({"start": self.start, "rest": self.rest} | spec),
-            ),
-            make_incarnation(placement=self.room, supervisor=supervisor),
-        )
+        incarnation = make_incarnation(placement=self.room, supervisor=supervisor)
+        super().__init__(incarnation, *(f"part-{index}" for index in range(len(places))))
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
-    async def start(self, parts):
+    def places(self):
+        return self.room.places
+
+    async def start_parts(self, parts):
         if self._fails:
             self._fails -= 1
             raise PartCrashedError("part-0", "out of memory")
 
-    async def serve(self, parts):
+    async def watch(self, parts):
         self.served.put_nowait(parts)
         await asyncio.gather(*(part.call("serve") for part in parts))
 
@@ -78,7 +78,7 @@ class Life:
 @asynccontextmanager
 async def kept(life):
     async with asyncio.timeout(PATIENCE_S):
-        task = asyncio.create_task(life.keeper.call_with_restarts(life.serve))
+        task = asyncio.create_task(life.keep())
         try:
             yield
         finally:
@@ -116,14 +116,14 @@ async def test_what_a_part_died_over_is_asked_of_the_next(monkeypatch):
             raise PartCrashedError("part-0", "killed")
         return 42
 
-    assert await life.keeper.call_with_restarts(call) == 42
+    assert await life.call_with_restarts(call) == 42
     assert asked[0] != asked[1]
 
 
 async def test_failed_starts_in_a_row_are_rested_for_ever_longer(monkeypatch):
     life = Life(monkeypatch, fails=3)
     async with asyncio.timeout(PATIENCE_S):
-        await life.keeper.bring_up()
+        await life.bring_up()
     assert life.rests == [1, 2, 3]
     assert [(await life.processes.next()).is_dead for _ in range(4)] == [True, True, True, False]
 
@@ -131,20 +131,20 @@ async def test_failed_starts_in_a_row_are_rested_for_ever_longer(monkeypatch):
 async def test_a_first_start_that_fails_too_often_ends_the_run(monkeypatch):
     life = Life(monkeypatch, fails=2, first_starts=2)
     with pytest.raises(RunFailedError, match=r"part-0 does not start: out of memory; see logs/part-0\.log"):
-        await life.keeper.bring_up()
+        await life.bring_up()
 
 
 async def test_deaths_beyond_the_limit_end_the_run(monkeypatch):
     life = Life(monkeypatch, fails=9, max_restarts=3)
     with pytest.raises(RunFailedError, match=r"part-0 crashed 4 times.*supervisor\.max_restarts=3"):
-        await life.keeper.bring_up()
+        await life.bring_up()
 
 
 async def test_a_death_on_purpose_is_not_counted(monkeypatch):
     async def on_purpose(error):
         return None
 
-    life = Life(monkeypatch, settle=on_purpose, max_restarts=0)
+    life = Life(monkeypatch, clean_up=on_purpose, max_restarts=0)
     async with kept(life):
         (first,) = await life.served.get()
         first.die()
@@ -156,7 +156,7 @@ async def test_a_part_without_a_place_waits_until_there_is_one(monkeypatch):
     life = Life(monkeypatch, places=(None,))
     async with kept(life):
         await life.room.refreshed.wait()
-        assert life.keeper.parts == ()
+        assert life.parts == ()
         life.room.real = [Place("node-1")]
         (part,) = await life.served.get()
     assert part.place == Place("node-1")
@@ -170,7 +170,7 @@ async def test_a_part_whose_node_goes_as_it_starts_comes_up_elsewhere(monkeypatc
         if parts[0].place == HERE:
             await parts[0].call("serve")
 
-    life = Life(monkeypatch, start=start)
+    life = Life(monkeypatch, start_parts=start)
     async with kept(life):
         (first,) = await starting.get()
         life.room.real = [Place("node-1")]
@@ -193,7 +193,7 @@ async def test_a_part_whose_place_goes_in_the_rest_before_its_restart_waits_for_
         first.die()
         await rested.wait()
         await life.room.refreshed.wait()
-        assert life.keeper.parts == ()
+        assert life.parts == ()
         life.room.real = [Place("node-1")]
         (second,) = await life.served.get()
     assert second.place == Place("node-1")
@@ -205,10 +205,10 @@ async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_t
             "part-0", "out of memory in step: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
         )
 
-    life = Life(monkeypatch, start=start, max_restarts=9, spares_memory="lower packer.max_tokens")
+    life = Life(monkeypatch, start_parts=start, max_restarts=9, spares_memory="lower packer.max_tokens")
     told = r"part-0 ran out of memory twice, last: out of memory in step: .* 2.00 GiB; lower packer\.max_tokens"
     with pytest.raises(RunFailedError, match=told):
-        await life.keeper.bring_up()
+        await life.bring_up()
     assert sum(isinstance(event, PartCrashed) for event in life.events) == 2
 
 
@@ -218,16 +218,16 @@ STARVES = PartCrashedError("part-0", "out of memory in step")
 def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_of_health(monkeypatch):
     async def starve():
         life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens", forgives_s=3600.0)
-        await life.keeper.bring_up()
-        await life.keeper.replace(STARVES)
+        await life.bring_up()
+        await life.replace(STARVES)
         for _ in range(3):
-            await life.keeper.bring_up()
+            await life.bring_up()
             await asyncio.sleep(3600.0)
-            await life.keeper.replace(STARVES)
-        await life.keeper.bring_up()
+            await life.replace(STARVES)
+        await life.bring_up()
         await asyncio.sleep(3599.0)
         with pytest.raises(RunFailedError, match="ran out of memory twice"):
-            await life.keeper.replace(STARVES)
+            await life.replace(STARVES)
 
     virtually(starve())
 
@@ -235,13 +235,13 @@ def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_
 def test_the_second_death_for_want_of_memory_ends_the_run_also_hours_after_the_first(monkeypatch):
     async def starve():
         life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens")
-        await life.keeper.bring_up()
+        await life.bring_up()
         await asyncio.sleep(70 * 60.0)
-        await life.keeper.replace(STARVES)
-        await life.keeper.bring_up()
+        await life.replace(STARVES)
+        await life.bring_up()
         await asyncio.sleep(70 * 60.0)
         with pytest.raises(RunFailedError, match="ran out of memory twice"):
-            await life.keeper.replace(STARVES)
+            await life.replace(STARVES)
 
     virtually(starve())
 
@@ -249,4 +249,4 @@ def test_the_second_death_for_want_of_memory_ends_the_run_also_hours_after_the_f
 async def test_a_part_whose_memory_no_setting_spares_dies_of_it_as_of_anything(monkeypatch):
     life = Life(monkeypatch, fails=3)
     async with asyncio.timeout(PATIENCE_S):
-        await life.keeper.bring_up()
+        await life.bring_up()

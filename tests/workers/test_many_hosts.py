@@ -46,8 +46,8 @@ class Store:
     def start(self, data):
         return f"{self._name}:1"
 
-    def ping(self):
-        pass
+    async def watch(self, seconds):
+        await asyncio.sleep(seconds)
 
     def pid(self):
         return 7
@@ -132,7 +132,7 @@ class Incarnation:
     async def begin(self, index):
         node = self.node_of(index)
         label = await self.payload.new_label(f"replica-{index}", node)
-        self.replicas._labels[index] = label
+        self.replicas._keepers[index].label = label
         self.fleet.writers[index] = SegmentWriter(self.cluster.folder(node), label)
 
     def node_of(self, index):
@@ -144,14 +144,14 @@ class Incarnation:
             make_piece(item, item.length, item.length + 2, (Span(0, item.length, item.length + 2),))
             for item in self.fleet.running[index].values()
         ]
-        Journal(self.cluster.folder(self.node_of(index)), self.replicas._labels[index]).write(pieces)
+        Journal(self.cluster.folder(self.node_of(index)), self.replicas._keepers[index].label).write(pieces)
 
     async def die(self, gone):
         """Hosts are lost; their keepers notice all at the same time."""
         indices = [index for index in self.alive if self.node_of(index) in {make_node(host).id for host in gone}]
         self.cluster.lose(gone)
         self.alive = [index for index in self.alive if index not in indices]
-        await asyncio.gather(*(self.replicas._take_over(index) for index in indices))
+        await asyncio.gather(*(self.replicas._keepers[index].take_over() for index in indices))
         self.replicas.update_places()
         for index in indices:
             self.fleet.running[index].clear()
@@ -267,7 +267,7 @@ async def test_parts_that_die_with_their_host_lose_it_once(monkeypatch, tmp_path
         await run.start()
         await run.make_steps(1, 1)
         ledger.append(checkpoint(1, 0))
-        label = run.replicas._labels[GONE[0]]
+        label = run.replicas._keepers[GONE[0]].label
         scheduler, told, lose = run.fleet.scheduler, [], ledger.record_lost_pieces
 
         async def note(numbers, reason):

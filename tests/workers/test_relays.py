@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -112,14 +111,13 @@ async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the
 
 
 async def comes_back_elsewhere(relays, node):
-    """A relay dies, and somebody takes its port before it is back."""
-    endpoint = relays._endpoints[node]
+    """A relay is killed, and is back at another port."""
+    endpoint = relays._keepers[node].endpoint
     process = psutil.Process(await pid_of(relays, node))
     process.send_signal(signal.SIGKILL)
     await asyncio.to_thread(process.wait)
-    with socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))):
-        while relays._endpoints[node] == endpoint:
-            await relays._changed.wait()
+    while relays._keepers[node].endpoint == endpoint:
+        await relays._changed.wait()
 
 
 async def pid_of(relays, node):
@@ -127,8 +125,7 @@ async def pid_of(relays, node):
 
 
 @pytest.mark.usefixtures("cluster")
-async def test_when_a_relay_comes_back_at_another_port_all_are_told_and_none_starts_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(relays_module, "PORT_SHARE", 0.0)  # nobody waits for the port
+async def test_when_a_relay_comes_back_at_another_port_all_are_told_and_none_starts_anew(tmp_path):
     placement = Placement(Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, relays=2), one_node)
     async with kept(tmp_path, placement) as relays:
         subscriber = Subscriber(await relays.attach(0, placement.plan.replicas[0]), "replica-0", relays.keys)
@@ -161,7 +158,7 @@ async def test_a_host_that_hangs_counts_like_one_that_died_when_versions_are_loo
     hangs = False
     monkeypatch.setattr(relays_module, "on_node", on_node)
     relays = make_relays(tmp_path, None)
-    relays._hosts[0] = "a"
+    relays._keeper(0).host = "a"
     await write(relays, 0, chunk_bytes=SMALLEST_CHUNK_BYTES)
     assert [manifest.version for manifest in await relays.published()] == [0]
     monkeypatch.setattr(relays_module, "NODE_TIMEOUT_S", 0.2)
@@ -180,7 +177,7 @@ async def test_a_mistake_of_ours_on_a_host_is_no_death_of_it(tmp_path, monkeypat
     ]
     monkeypatch.setattr(relays_module, "on_node", on_node)
     relays = make_relays(tmp_path, None)
-    relays._hosts[0] = "a"
+    relays._keeper(0).host = "a"
     assert await relays.published() == []
     assert "relay-0: OSError: unreadable from node a; its versions are ignored" in caplog.text
     with pytest.raises(PartBugError, match="relay-0: TypeError: planted"):

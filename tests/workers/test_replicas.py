@@ -29,9 +29,8 @@ from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.orchestrator.controller import issue, process_reports
 from laminar_py.runtime.orchestrator.parts import Handoff
-from laminar_py.runtime.workers import replicas as replicas_module
 from laminar_py.runtime.workers.incarnation import Supervisor
-from laminar_py.runtime.workers.replicas import Replicas, pace_of
+from laminar_py.runtime.workers.replicas import ReplicaKeeper, Replicas, pace_of
 from laminar_py.runtime.workers.specs import ReplicaSpec
 from tests.builders import make_ref
 from tests.control.fleet import Fleet, make_tokens
@@ -317,6 +316,7 @@ async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_
         await asyncio.sleep(0.1)
         assert third.actor.did.empty()
         world.may_start.set()
+        third.actor.report(admissible=0)
         assert await third.actor.told("abort") == ["g0.0"]
 
 
@@ -552,7 +552,7 @@ async def test_a_replica_that_joins_and_does_not_start_leaves_again_and_ends_no_
     async with kept(world):
         world.may_start.clear()
         await scale(world)
-        for _ in range(replicas_module.FIRST_STARTS):
+        for _ in range(ReplicaKeeper.first_starts):
             (await world.next()).die("no such engine")
         await world.left.wait()
         assert world.scheduler.views.num_placed == 2

@@ -1,4 +1,4 @@
-"""Messages to scorers, and the servers that the run launches for terms of the reward."""
+"""Servers that the run launches for terms of the reward."""
 
 import asyncio
 from pathlib import Path
@@ -8,46 +8,13 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.scoring import ServerAddress, Unscored
+from laminar_py.records.scoring import ServerAddress
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.placement import Place
-from laminar_py.runtime.workers.scorers import MESSAGE_BYTES, RemoteScorer, RewardServers
+from laminar_py.runtime.workers.scorers import RewardServers
 from laminar_py.runtime.workers.specs import ServerStart
-from tests.reward.requests import make_requests
 from tests.runs.runs import REPO
-from tests.workers.fakes import Hosts, Processes, make_incarnation
-
-
-class Recorder:
-    """A part that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.sent = []
-        self.place = SimpleNamespace(node=None)
-
-    async def call(self, name: str, message: bytes) -> None:
-        assert name == "submit_responses"
-        self.sent.append(message)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "messages"),
-    [
-        ([1] * 512, [512]),
-        ([MESSAGE_BYTES, 1, 1], [1, 2]),
-        ([1, MESSAGE_BYTES, MESSAGE_BYTES, 1], [2, 1, 1]),
-        ([MESSAGE_BYTES // 2] * 4, [2, 2]),
-        ([], []),
-    ],
-)
-async def test_large_responses_go_in_messages_of_a_few(sizes, messages):
-    part = Recorder()
-    requests = make_requests(*("x" * size for size in sizes))
-    await RemoteScorer(part, 1, Hosts()).submit_responses([Unscored(request=request) for request in requests])
-    sent = [decode(list[Unscored], message) for message in part.sent]
-    assert [len(some) for some in sent] == messages
-    assert [one.request.response for some in sent for one in some] == [one.response for one in requests]
-
+from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 60.0
 POOLS = "servers: {prm: {model: /m, count: 2}}"

@@ -41,7 +41,7 @@ def cluster():
 
 @pytest.fixture(autouse=True)
 def _quick_to_notice(monkeypatch):
-    monkeypatch.setattr(stores_module, "PING_S", 0.1)
+    monkeypatch.setattr(stores_module, "FOLLOW_S", 0.1)
 
 
 def make_stores(folder, placement):
@@ -127,7 +127,7 @@ async def test_what_runs_on_a_host_ends_with_the_patience_of_who_asked(tmp_path,
     os.mkfifo(tmp_path / "replica-0-1-0.1.journal")  # stands for a disk that answers nothing: who opens it waits
     request = encode(SalvageRequest("*", "salvage-0", {"a": Known(1, 0)}))
     asked = asyncio.create_task(on_node(cluster.id_of(1), salvage, str(tmp_path), request))
-    (process,) = await asyncio.to_thread(wait_for, "ray::salvage")
+    (process,) = await asyncio.to_thread(wait_for, "ray::salvage.answer")
     await asyncio.sleep(1)
     assert process.is_running()
     assert not asked.done()

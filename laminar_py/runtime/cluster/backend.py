@@ -7,22 +7,33 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Protocol
 
 from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.calls import ActorClass, Answer, Scalar
+from laminar_py.runtime.cluster.calls import (
+    ActorClass,
+    Answer,
+    FailureKind,
+    FunctionCalls,
+    Raised,
+    Scalar,
+    path_of,
+)
+from laminar_py.runtime.cluster.errors import RemoteCallError
+from laminar_py.runtime.cluster.forked import LOOPBACK as LOOPBACK
 from laminar_py.runtime.cluster.forked import ForkedCluster
 from laminar_py.runtime.cluster.placement import Node, Place
-
-LOOPBACK = "127.0.0.1"
 
 
 class Process(Protocol):
     """A process of the run, seen from the process that started it."""
 
-    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Call a method once the process is up; the inner future is the answer of the method."""
+    async def ready(self) -> None:
+        """Wait until the process can be called. Raises `NoAnswerError` if it does not start."""
+        ...
+
+    async def call(self, method: str, *arguments: Scalar) -> Answer:
+        """Call a method of the object that the process hosts. Raises `NoAnswerError` if the process ends first."""
         ...
 
     def kill(self) -> None:
@@ -41,10 +52,6 @@ class Cluster(Protocol):
 
     def nodes(self) -> list[Node]:
         """Return the nodes with their free GPUs, the controller's node first."""
-        ...
-
-    async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-        """Run a function in a process on a node, and return its answer."""
         ...
 
 
@@ -88,12 +95,21 @@ async def on_node(
 ) -> bytes:
     """Run a function of this package on a node, and return its answer. Raises `NoAnswerError`, `RemoteCallError`.
 
-    On this node the function runs on a thread, and raises its own errors. With `apart`, for heavy work, it runs in
-    a process of low priority on this node, too.
+    On this node the function runs on a thread, and raises its own errors. On another node, or with `apart` for
+    heavy work, it runs in a process of low priority, which ends with the call, also when the caller is cancelled.
     """
     if not apart and node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
-    return await cluster().on_node(node, function, *arguments)
+    process = cluster().start(FunctionCalls, title=function.__name__, concurrency=1, place=Place(node))
+    try:
+        await process.ready()
+        answer = await process.call("call", path_of(function), *arguments)
+    finally:
+        process.kill()
+    if isinstance(answer, Raised):
+        raise RemoteCallError(answer.failure.reason, is_bug=answer.failure.kind is FailureKind.BUG)
+    assert isinstance(answer.value, bytes), f"{function.__name__} answers bytes"
+    return answer.value
 
 
 def free_port(ip: str) -> bytes:

@@ -12,13 +12,14 @@ import asyncio
 import functools
 import importlib
 import inspect
+import os
 import struct
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
-from itertools import count
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeAlias, get_args, get_type_hints
 
 import msgspec
@@ -26,9 +27,10 @@ import msgspec
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import StoreFullError
-from laminar_py.runtime.cluster.errors import NoAnswerError, RemoteCallError, bug_in, errors_in, unwritable
+from laminar_py.runtime.cluster.errors import bug_in, errors_in, unwritable
 
 HEAD = struct.Struct("<I")
+LOW_PRIORITY = 10  # niceness
 MAX_FRAME = 1 << 30  # bytes; the largest frames are a learner's requests of some megabytes
 
 Scalar: TypeAlias = bytes | str | int | float | bool | None
@@ -94,14 +96,6 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(kind=FailureKind.CRASH, reason=f"{type(first).__name__}: {first}", traceback=text)
 
 
-def answer_of(function: Callable[..., Scalar], *arguments: Scalar) -> Answer:
-    """Call a function; return its value or its error as an answer."""
-    try:
-        return Returned(0, function(*arguments))
-    except Exception as error:  # noqa: BLE001 - the caller judges it
-        return Raised(0, failure_of(error))
-
-
 def encode_answer(answer: Answer) -> bytes:
     """Encode an answer; if its value is no scalar, or too large, encode a failure instead."""
     try:
@@ -115,15 +109,6 @@ def encode_answer(answer: Answer) -> bytes:
 def read_answer(data: bytes) -> Answer:
     """Decode an answer."""
     return decode(Answer, data)  # type: ignore[arg-type]
-
-
-def value_of(answer: Answer) -> Scalar:
-    """Return the value of an answer. Raises `RemoteCallError` if the answer is an error."""
-    if isinstance(answer, Raised):
-        failure = answer.failure
-        raise RemoteCallError(failure.reason, is_bug=failure.kind is FailureKind.BUG)
-    value: Scalar = answer.value
-    return value
 
 
 def as_scalar(value: object) -> Scalar:
@@ -152,21 +137,32 @@ def _record_types(method: Callable[..., object]) -> dict[int, type]:
 
 
 class Shell:
-    """Hosts an object in its process: `await shell.answer(7, "ping", b"...")` calls its method `ping`.
+    """Hosts an object in its process: `await Shell("module:Class").answer(7, "ping", b"...")` calls its `ping`.
 
     If the class has coroutine methods, all methods run on the event loop; otherwise on `concurrency` threads.
+    If the class cannot be imported, or its constructor raises, each call answers with that error.
     """
 
-    def __init__(self, actor_class: type, *, concurrency: int) -> None:
-        self._part = actor_class()
-        methods = inspect.getmembers(actor_class, inspect.isfunction)
-        is_async = any(inspect.iscoroutinefunction(method) for _, method in methods)
-        self._threads = None if is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="calls")
+    def __init__(self, path: str, *, concurrency: int) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        self._object: object = None
+        self._error: Exception | None = None
+        try:
+            actor_class = import_path(path)
+            assert isinstance(actor_class, type), f"{path} is a class"
+            methods = inspect.getmembers(actor_class, inspect.isfunction)
+            if not any(inspect.iscoroutinefunction(method) for _, method in methods):
+                self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="calls")
+            self._object = actor_class()
+        except Exception as error:  # noqa: BLE001 - the caller judges it
+            self._error = error
 
     async def answer(self, number: int, method: str, *arguments: Scalar) -> Answer:
         """Call a method; return its value or its error as an answer."""
         try:
-            bound = getattr(self._part, method)
+            if self._error is not None:
+                raise self._error
+            bound = getattr(self._object, method)
             if self._threads is None:
                 value = bound(*decode_arguments(bound, arguments))
                 value = as_scalar(await value if inspect.isawaitable(value) else value)
@@ -182,31 +178,28 @@ def _call_method(bound: Callable[..., object], arguments: Sequence[Scalar]) -> S
     return as_scalar(bound(*decode_arguments(bound, arguments)))
 
 
-class Refusal:
-    """Stands for the shell of an object whose constructor raised: each call raises the same error."""
+class FunctionCalls:
+    """The object of a process that calls functions of this package, at a low priority."""
 
-    def __init__(self, error: Exception) -> None:
-        self._failure = failure_of(error)
+    def __init__(self) -> None:
+        os.nice(LOW_PRIORITY)
 
-    async def answer(self, number: int, method: str, *arguments: Scalar) -> Answer:
-        """Answer with the failure of the constructor."""
-        return Raised(number, self._failure)
-
-
-def open_shell(path: str, *, concurrency: int) -> Shell | Refusal:
-    """Import the class at "module:Class", make an object of it, and host it; a `Refusal` if either raises."""
-    try:
-        module, _, name = path.partition(":")
-        actor_class: object = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-        assert isinstance(actor_class, type), f"{path} is a class"
-        return Shell(actor_class, concurrency=concurrency)
-    except Exception as error:  # noqa: BLE001 - the caller judges it
-        return Refusal(error)
+    def call(self, path: str, *arguments: Scalar) -> object:
+        """Call the function at "module:function"."""
+        return import_path(path)(*arguments)
 
 
-def class_path(actor_class: ActorClass) -> str:
-    """The "module:Class" of a class, e.g. "tests.cluster.test_part:Faulty"."""
-    return actor_class if isinstance(actor_class, str) else f"{actor_class.__module__}:{actor_class.__qualname__}"
+def path_of(target: Callable[..., object] | str) -> str:
+    """Return the "module:name" of a class or function, e.g. "tests.cluster.test_part:Faulty"."""
+    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+
+
+def import_path(path: str) -> Callable[..., object]:
+    """Import the class or function at "module:name"."""
+    module, _, name = path.partition(":")
+    target: object = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    assert isinstance(target, type | FunctionType), f"{path} is a class or a function"
+    return target
 
 
 def set_title(title: str) -> None:
@@ -232,7 +225,7 @@ def write_data(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(HEAD.pack(len(data)) + data)
 
 
-async def serve(shell: Shell | Refusal, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def serve(shell: Shell, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer the calls of a connection until it ends."""
     calls = set[asyncio.Task[None]]()
 
@@ -246,44 +239,3 @@ async def serve(shell: Shell | Refusal, reader: asyncio.StreamReader, writer: as
             task.add_done_callback(calls.discard)
     except (asyncio.IncompleteReadError, OSError):
         writer.close()
-
-
-class Caller:
-    """Makes calls over a connection: `await caller.call_method("ping", b"...")`."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._numbers = count()
-        self._waiting = dict[int, asyncio.Future[Answer]]()
-        self._end: NoAnswerError | None = None
-
-    async def run(self) -> None:
-        """Receive answers until the connection ends."""
-        try:
-            while True:
-                answer = read_answer(await read_frame(self._reader))
-                waiting = self._waiting.pop(answer.number, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
-        except (asyncio.IncompleteReadError, OSError):
-            return
-
-    def call_method(self, method: str, *arguments: Scalar) -> asyncio.Future[Answer]:
-        """Make a call; the future is its answer, or raises `NoAnswerError` if the process ends first."""
-        answer = asyncio.get_running_loop().create_future()
-        if self._end is not None:
-            answer.set_exception(self._end)
-        else:
-            number = next(self._numbers)
-            self._waiting[number] = answer
-            write_frame(self._writer, Call(number, method, list(arguments)))
-        return answer
-
-    def close(self, error: NoAnswerError) -> None:
-        """Close the connection; waiting and later calls raise `error`."""
-        self._end = error
-        self._writer.close()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(error)
-        self._waiting.clear()

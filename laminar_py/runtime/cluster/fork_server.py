@@ -33,7 +33,7 @@ import msgspec
 
 from laminar_py.children import kernel
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster.calls import HEAD, open_shell, serve, set_title, write_frame
+from laminar_py.runtime.cluster.calls import HEAD, Shell, serve, set_title, write_frame
 
 GUARD = b"g"  # the byte with which a client sends the guard
 STATUS = struct.Struct("<i")
@@ -203,8 +203,7 @@ async def _serve(start: StartProcess, connection: socket.socket) -> None:
     """Host the object until the client is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
-    shell = open_shell(start.actor_class, concurrency=start.concurrency)
-    await serve(shell, reader, writer)
+    await serve(Shell(start.actor_class, concurrency=start.concurrency), reader, writer)
 
 
 if __name__ == "__main__":

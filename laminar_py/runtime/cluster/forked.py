@@ -1,13 +1,12 @@
 """Processes of a run on this host alone, forked from a process with all imports done. No Ray.
 
-The client of `fork_server`. Calls travel over Unix sockets in a folder of the run's owner, so nothing listens on a
-network. All I/O runs on one event loop in a thread of its own, so a part can be called from any loop.
+The client of `fork_server`. Calls travel over Unix sockets in a folder of the run's owner, so nothing listens on
+a network. The kernel ends a process as soon as its event loop in this process ends, or `ForkedCluster.close` is
+called.
 """
 
 import asyncio
 import contextlib
-import functools
-import importlib
 import os
 import shutil
 import signal
@@ -15,12 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, wait
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -29,21 +24,20 @@ from laminar_py.runtime.cluster.calls import (
     HEAD,
     ActorClass,
     Answer,
-    Caller,
+    Call,
     Scalar,
-    class_path,
+    path_of,
+    read_answer,
     read_frame,
-    value_of,
+    write_frame,
 )
 from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.fork_server import GUARD, STATUS, Started, StartProcess
 from laminar_py.runtime.cluster.placement import Node, Place
 
-T = TypeVar("T")
 HERE = "here"  # the only node
 LOOPBACK = "127.0.0.1"
 SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server for several runs, e.g. of a test session
-LOW = 10  # priority, as `nice` has it
 START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
 LAST_BYTES = 4096  # of a file, among which its last line is searched
@@ -52,27 +46,28 @@ MAX_FOLDER = 60  # characters of a temporary folder: a socket's path has 107 at 
 
 
 class ForkedCluster:
-    """This host: `ForkedCluster()` starts its fork server, `close()` ends all processes."""
+    """This host: `ForkedCluster()` starts its fork server, `close()` ends all processes.
+
+    Each GPU belongs to one process at a time.
+    """
 
     here = HERE
 
     def __init__(self) -> None:
         short = None if len(tempfile.gettempdir()) <= MAX_FOLDER else "/tmp"  # paths of sockets are short
+        self.processes = set[ForkedProcess]()
         self._session = Path(tempfile.mkdtemp(prefix="laminar-", dir=short))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="processes", daemon=True)
-        self._thread.start()
         self._server: subprocess.Popen[bytes] | None = None
-        self._processes = set[ForkedProcess]()
         self._starts = count()
-        self._gpus = GpuPool(_visible_gpus())
+        self._free_gpus = _visible_gpus()
+        self._gpus_changed = asyncio.Event()  # set, and replaced, when GPUs come back or a process is killed
         if SHARED not in os.environ:
             self._start_server()
 
     def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> "ForkedProcess":
         """Start a process that hosts an object of `actor_class`, once its GPUs are free; it sees no other GPUs."""
         start = StartProcess(
-            actor_class=class_path(actor_class),
+            actor_class=path_of(actor_class),
             title=title,
             concurrency=concurrency,
             environment=dict(os.environ),
@@ -80,59 +75,47 @@ class ForkedCluster:
             path=sys.path,
             errors=str(self._session / f"{title}-{next(self._starts)}.err"),
         )
-        process = ForkedProcess(
-            start,
-            self._loop,
-            gpus=self._gpus,
-            num_gpus=place.gpus,
-            connect=self._connect,
-            server=self._server_path,
-        )
-        self._processes.add(process)
-        process.ended.add_done_callback(lambda _: self._processes.discard(process))
+        process = ForkedProcess(self, start, num_gpus=place.gpus)
+        self.processes.add(process)
         return process
 
     def nodes(self) -> list[Node]:
         """Return this host with its free GPUs."""
-        return [
-            Node(id=HERE, ip=LOOPBACK, gpus=len(self._gpus.free), cpus=len(os.sched_getaffinity(0)), here=True)
-        ]
-
-    async def on_node(self, node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-        """Run a function in a process of low priority, which ends with the call; return its answer."""
-        process = self.start(_LowPriority, title=function.__name__, concurrency=1, place=Place())
-        try:
-            asked = process.call_method("call", function.__module__, function.__qualname__, *arguments)
-            answer = await asyncio.wrap_future(asked)
-            found = value_of(await asyncio.wrap_future(answer))
-        finally:
-            process.kill()
-        assert isinstance(found, bytes), f"{function.__name__} answers bytes"
-        return found
+        cpus = len(os.sched_getaffinity(0))
+        return [Node(id=HERE, ip=LOOPBACK, gpus=len(self._free_gpus), cpus=cpus, here=True)]
 
     def close(self) -> None:
-        """End all processes, and wait until they are gone."""
-        processes = list(self._processes)
+        """End all processes, and wait until they have ended."""
+        processes = list(self.processes)
         for process in processes:
             process.kill()
         if self._server is not None and not any(process.is_up for process in processes):
             self._server.kill()  # it may still import, and has nothing to reap
-        wait([process.ended for process in processes], END_S)
+        for process in processes:
+            process.wait_ended(END_S)
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(_settle(), self._loop).result(END_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
         shutil.rmtree(self._session, ignore_errors=True)
 
-    @property
-    def _server_path(self) -> Path:
-        return Path(os.environ.get(SHARED) or self._session / "server")
+    # ---- what processes call
 
-    def _connect(self) -> socket.socket:
+    async def take_gpus(self, process: "ForkedProcess", number: int) -> list[str]:
+        """Wait for free GPUs and take them. Raises `NoAnswerError` if the process is killed first."""
+        while len(self._free_gpus) < number:
+            if process.is_killed:
+                raise NoAnswerError("the run ended it before it had its GPUs")
+            await self._gpus_changed.wait()
+        taken, self._free_gpus = self._free_gpus[:number], self._free_gpus[number:]
+        return taken
+
+    def give_back(self, gpus: list[str]) -> None:
+        """Free these GPUs, and wake all processes that wait for some."""
+        self._free_gpus += gpus
+        self._gpus_changed.set()
+        self._gpus_changed = asyncio.Event()
+
+    def connect(self) -> socket.socket:
         """Connect to the server, which is started again if it has ended."""
         if SHARED not in os.environ and (self._server is None or self._server.poll() is not None):
             self._start_server()
@@ -143,6 +126,15 @@ class ForkedCluster:
             connection.close()
             raise
         return connection
+
+    @property
+    def server_errors(self) -> Path:
+        """The server's standard error."""
+        return _errors_of(self._server_path)
+
+    @property
+    def _server_path(self) -> Path:
+        return Path(os.environ.get(SHARED) or self._session / "server")
 
     def _start_server(self) -> None:
         path = self._session / "server"
@@ -166,155 +158,121 @@ def start_server(path: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-class GpuPool:
-    """The GPUs of this host, each of one process at a time. Changed on one event loop alone."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.free = tuple(names)
-        self._changed = asyncio.Event()  # set, and replaced, when GPUs come back or a process is killed
-
-    async def take_gpus(self, number: int, *, unless: Callable[[], bool]) -> tuple[str, ...]:
-        """Wait for free GPUs and take them. Raises `NoAnswerError` if `unless` becomes true first."""
-        while len(self.free) < number:
-            if unless():
-                raise NoAnswerError("the run ended it before it had its GPUs")
-            await self._changed.wait()
-        taken, self.free = self.free[:number], self.free[number:]
-        return taken
-
-    def give_back(self, gpus: Sequence[str]) -> None:
-        """Free these GPUs, and wake all processes that wait."""
-        self.free += tuple(gpus)
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
 class ForkedProcess:
-    """A process of this host, seen from the process that started it. Each method may be called on any thread."""
+    """A process of this host, seen from the event loop that started it.
 
-    def __init__(
-        self,
-        start: StartProcess,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        gpus: GpuPool,
-        num_gpus: int,
-        connect: Callable[[], socket.socket],
-        server: Path,
-    ) -> None:
-        self.ended = Future[str]()  # reason
-        self.is_up = False
+    Its guard is one end of a socket pair: the kernel kills the process when the guard is shut down or closed, and
+    the fork server sends the exit status over it.
+    """
+
+    def __init__(self, cluster: ForkedCluster, start: StartProcess, *, num_gpus: int) -> None:
+        self.is_up = self.is_killed = False
+        self._cluster = cluster
         self._start = start
-        self._loop = loop
-        self._gpus, self._num_gpus, self._taken = gpus, num_gpus, tuple[str, ...]()
-        self._connect, self._server = connect, server
-        self._killed = False
-        self._guard, self._theirs = socket.socketpair()
+        self._num_gpus = num_gpus
+        self._numbers = count()
+        self._waiting = dict[int, asyncio.Future[Answer]]()  # calls without an answer
+        self._end: NoAnswerError | None = None  # why later calls get no answer
+        self._guard, self._childs_guard = socket.socketpair()
         self._guard.setblocking(False)
-        self._caller = self._soon(self._open())
-        self._soon(self._watch())
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._serving = loop.create_task(self._serve(), name=start.title)
 
-    def call_method(self, method: str, *arguments: Scalar) -> "Future[Future[Answer]]":
-        """Call a method once the process is up; the inner future is its answer, or raises `NoAnswerError`."""
-        return self._soon(self._begin_call(method, *arguments))
+    async def ready(self) -> None:
+        """Wait until the process is up. Raises `NoAnswerError` if it does not start."""
+        await asyncio.shield(self._ready)
+
+    async def call(self, method: str, *arguments: Scalar) -> Answer:
+        """Call a method of the object in the process, and return its answer. Raises `NoAnswerError`."""
+        if self._end is not None:
+            raise self._end
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        write_frame(self._writer, Call(number, method, list(arguments)))
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
 
     def kill(self) -> None:
         """End the process, by a signal of the kernel."""
-        with contextlib.suppress(RuntimeError):  # the cluster is closed
-            self._loop.call_soon_threadsafe(self._kill)
+        self.is_killed = self.is_killed or self._end is None
+        self._shut_guard()
+        self._cluster.give_back([])
 
-    def _kill(self) -> None:
-        self._killed = self._killed or not self.ended.done()
+    def wait_ended(self, timeout_s: float) -> None:
+        """Block until a killed process has ended, which its event loop may not see any more."""
+        with contextlib.suppress(OSError):  # it has ended, or the time is over
+            self._guard.settimeout(timeout_s)
+            self._guard.recv(STATUS.size)
+
+    def _shut_guard(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
             self._guard.shutdown(socket.SHUT_WR)
-        self._gpus.give_back(())
 
-    def _soon(self, work: Coroutine[object, object, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def _open(self) -> Caller:
-        """Request the process from the server, and wait until it is up. Raises `NoAnswerError`."""
+    async def _serve(self) -> None:
+        """Start the process, pass its answers to the calls that wait for them, and see it end."""
+        gpus = list[str]()
         try:
-            with self._theirs:
-                self._taken = await self._gpus.take_gpus(self._num_gpus, unless=lambda: self._killed)
-                visible = {"CUDA_VISIBLE_DEVICES": ",".join(self._taken)}
-                environment = self._start.environment | visible
-                request = encode(msgspec.structs.replace(self._start, environment=environment))
-                connection = self._connect()
-                sent = socket.send_fds(connection, [GUARD, HEAD.pack(len(request))], [self._theirs.fileno()])
-            assert sent == len(GUARD) + HEAD.size, "a few bytes fit any socket"
-            connection.sendall(request)
-            reader, writer = await asyncio.open_unix_connection(sock=connection, limit=BUFFER_BYTES)
-            async with asyncio.timeout(START_S):
-                decode(Started, await read_frame(reader))
-        except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is one too
-            self._kill_unstarted()
-            last = _last_line(Path(self._start.errors)) or _last_line(_errors_of(self._server)) or str(error)
-            raise NoAnswerError(f"its process did not start: {last}") from None
-        self.is_up = True
-        caller = Caller(reader, writer)
-        self._loop.create_task(self._take_answers(caller), name="answers")
-        return caller
+            try:
+                with self._childs_guard:
+                    gpus = await self._cluster.take_gpus(self, self._num_gpus)
+                    connection = self._request_process(gpus)
+                reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=BUFFER_BYTES)
+                async with asyncio.timeout(START_S):
+                    decode(Started, await read_frame(reader))
+                self.is_up = True
+                self._ready.set_result(None)
+                while True:
+                    self._take_answer(read_answer(await read_frame(reader)))
+            except (asyncio.IncompleteReadError, OSError, NoAnswerError) as error:  # a timeout is an `OSError` too
+                if not self.is_up:
+                    self._fail_start(error)
+            await self._see_end()
+        except asyncio.CancelledError:  # the event loop ends; `ForkedCluster.close` waits for the process
+            self._shut_guard()
+            raise
+        self._guard.close()
+        self._cluster.give_back(gpus)
+        self._cluster.processes.discard(self)
 
-    def _kill_unstarted(self) -> None:
-        with contextlib.suppress(OSError):
-            self._guard.shutdown(socket.SHUT_WR)
+    def _take_answer(self, answer: Answer) -> None:
+        waiting = self._waiting.get(answer.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
-    async def _take_answers(self, caller: Caller) -> None:
-        reason = "its answers cannot be read"
+    def _request_process(self, gpus: list[str]) -> socket.socket:
+        """Request the process from the server; return the connection to it. Raises `OSError`."""
+        environment = self._start.environment | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        request = encode(msgspec.structs.replace(self._start, environment=environment))
+        connection = self._cluster.connect()
+        sent = socket.send_fds(connection, [GUARD, HEAD.pack(len(request))], [self._childs_guard.fileno()])
+        assert sent == len(GUARD) + HEAD.size, "a few bytes fit any socket"
+        connection.sendall(request)
+        return connection
+
+    def _fail_start(self, error: Exception) -> None:
+        self._shut_guard()
+        last = _last_line(Path(self._start.errors)) or _last_line(self._cluster.server_errors) or str(error)
+        self._end = NoAnswerError(f"its process did not start: {last}")
+        self._ready.set_exception(self._end)
+        self._ready.exception()  # perhaps no caller waits for it
+
+    async def _see_end(self) -> None:
+        """Wait for the exit status, then have all calls raise. Without a server there is no status."""
         try:
-            await caller.run()
-            reason = await asyncio.wrap_future(self.ended)
-        finally:
-            caller.close(NoAnswerError(reason))
-
-    async def _watch(self) -> None:
-        """Wait for the exit status of the process; there is none if the server crashed or could not fork."""
-        try:
-            status = await self._loop.sock_recv(self._guard, STATUS.size)
+            status = await asyncio.get_running_loop().sock_recv(self._guard, STATUS.size)
         except OSError:
             status = b""
-        self._guard.close()
-        self._gpus.give_back(self._taken)
-        self._taken = ()
-        last = "" if self._killed else _last_line(Path(self._start.errors))
-        self.ended.set_result(_exit_reason(status) + (f"; it last wrote: {last}" if last else ""))
-
-    async def _begin_call(self, method: str, *arguments: Scalar) -> "Future[Answer]":
-        answer = Future[Answer]()
-        caller = await asyncio.shield(asyncio.wrap_future(self._caller))  # other calls wait for it, too
-        asked = caller.call_method(method, *arguments)
-        asked.add_done_callback(functools.partial(_pass_on, answer))
-        return answer
-
-
-class _LowPriority:
-    """Calls one function in a process of low priority."""
-
-    def call(self, module: str, name: str, *arguments: Scalar) -> bytes:
-        """Call the function, and return its answer."""
-        os.nice(LOW)
-        answer = getattr(importlib.import_module(module), name)(*arguments)
-        assert isinstance(answer, bytes), f"{name} answers bytes"
-        return answer
-
-
-async def _settle() -> None:
-    """Wait until each call to an ended process has raised."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
-        await asyncio.wait(others)
-
-
-def _pass_on(answer: "Future[Answer]", asked: "asyncio.Future[Answer]") -> None:
-    """Copy the result of a future on the loop to a future for any thread."""
-    error = asked.exception()
-    if not answer.set_running_or_notify_cancel():
-        return  # its caller was cancelled
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(asked.result())
+        if self._end is None:
+            last = "" if self.is_killed else _last_line(Path(self._start.errors))
+            self._end = NoAnswerError(_exit_reason(status) + (f"; it last wrote: {last}" if last else ""))
+            self._writer.close()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self._end)
 
 
 def _exit_reason(status: bytes) -> str:

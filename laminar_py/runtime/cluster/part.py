@@ -7,14 +7,14 @@ to change a setting, and `PartBugError` for a mistake in this package: both end 
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.backend import Process, cluster
-from laminar_py.runtime.cluster.calls import ActorClass, Answer, Failure, FailureKind, Raised, Scalar, as_scalar
+from laminar_py.runtime.cluster.calls import ActorClass, Failure, FailureKind, Raised, Scalar, as_scalar
 from laminar_py.runtime.cluster.errors import (
     NoAnswerError,
     PartBugError,
@@ -46,6 +46,7 @@ class Part:
         self.place = place
         self._timeout_s = timeout_s
         self._bug: PartBugError | None = None  # raised by a call of `send`
+        self._sending = set[asyncio.Task[Scalar]]()  # calls of `send`
         self._process: Process = cluster().start(actor_class, title=name, concurrency=concurrency, place=place)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
@@ -56,14 +57,16 @@ class Part:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
-            asked = await asyncio.wrap_future(self._process.call_method(method, *map(as_scalar, arguments)))
+            await self._process.ready()
             async with asyncio.timeout(limit):
-                answer = await asyncio.wrap_future(asked)
+                answer = await self._process.call(method, *map(as_scalar, arguments))
         except TimeoutError:
             self.kill()
             raise PartCrashedError(self.name, f"no answer to {method} in {limit:g} s") from None
         except NoAnswerError as error:
             self.kill()
+            if self._bug is not None:
+                raise self._bug from error
             raise PartCrashedError(self.name, str(error)) from error
         if isinstance(answer, Raised):
             self.kill()
@@ -82,18 +85,16 @@ class Part:
         return decode(answer_type, answer)
 
     def send(self, method: str, *arguments: object) -> None:
-        """Call a method without waiting; a crash or a bug shows at a later `call`, other errors in the log."""
+        """Call a method without waiting; a later `call` raises the bug or the crash."""
+        sending = asyncio.create_task(self.call(method, *arguments, timeout_s=math.inf), name=f"send-{method}")
+        self._sending.add(sending)
+        sending.add_done_callback(self._note_sent)
 
-        def answered(done: "Future[Answer]") -> None:
-            if not done.cancelled() and done.exception() is None and isinstance(answer := done.result(), Raised):
-                error = self._error(method, answer.failure)
-                self._bug = error if isinstance(error, PartBugError) else self._bug
-
-        def asked(done: "Future[Future[Answer]]") -> None:
-            if not done.cancelled() and done.exception() is None:
-                done.result().add_done_callback(answered)
-
-        self._process.call_method(method, *map(as_scalar, arguments)).add_done_callback(asked)
+    def _note_sent(self, sending: "asyncio.Task[Scalar]") -> None:
+        self._sending.discard(sending)
+        error = None if sending.cancelled() else sending.exception()
+        if isinstance(error, PartBugError):
+            self._bug = error
 
     def _error(self, method: str, failure: Failure) -> Exception:
         """Return the error that a method's failure means for the run; log its traceback."""

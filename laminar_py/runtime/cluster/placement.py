@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,10 +55,7 @@ class Needs:
     replicas: int  # present and past ones; their numbers are below this
     replica_gpus: int  # tensor-parallel, on one node
     relays: int = 1  # nodes of the tree if all parts are on one host
-    shared_nodes: bool = True  # of learner and replicas
-    hosts: tuple[
-        str, ...
-    ] = ()  # [replicas] host of the server that a replica attaches to; empty: they launch theirs
+    hosts: tuple[str, ...] = ()  # [replicas] host of the server that a replica attaches to; empty: it starts one
     reference: bool = False  # a process with as many GPUs as a rank
     servers: tuple[tuple[str, int], ...] = ()  # of the reward: pool, GPUs on one node
     placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
@@ -67,14 +64,13 @@ class Needs:
     @classmethod
     def from_config(cls, config: RunConfig) -> "Needs":
         """Return the demand of a config."""
-        rollout, engine, cluster = config.rollout, config.rollout.engine, config.cluster
+        rollout, engine = config.rollout, config.rollout.engine
         return cls(
             ranks=config.learner.world_size,
             rank_gpus=1 if config.learner_device is Device.CUDA else 0,
             replicas=rollout.replicas,
             replica_gpus=0 if engine.hosts else engine.gpus,
             relays=config.relay.nodes,
-            shared_nodes=cluster.shared_nodes,
             hosts=engine.hosts,
             placed_by=engine.placed_by,
             reference=config.algorithm.reference_in_own_process,
@@ -85,16 +81,6 @@ class Needs:
     def server_gpus(self) -> int:
         """GPUs that all reward servers take."""
         return sum(gpus for _, gpus in self.servers)
-
-    @property
-    def before_replicas(self) -> str:
-        """Words for the GPUs of parts that are placed before replicas.
-
-        E.g. "the learner's 4 and the reference's 1".
-        """
-        reference = f" and the reference's {self.rank_gpus}" if self.reference else ""
-        servers = f" and reward.servers' {self.server_gpus}" if self.server_gpus else ""
-        return f"the learner's {self.ranks * self.rank_gpus}{reference}{servers}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,34 +121,40 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     learner's ranks start and end together. Raises `ConfigError` if there are too few nodes or GPUs.
     """
     alive = {node.id for node in nodes}
-    free = Counter({node.id: node.gpus for node in nodes})
-    lived = ((i, place) for i, place in enumerate(keep.replicas if keep else ()) if i not in needs.gone)
-    replicas = {i: place for i, place in lived if place is not None and place.node in alive}
-    reference = keep.reference if keep and keep.reference and keep.reference.node in alive else None
-    servers = [place if place and place.node in alive else None for place in keep.servers] if keep else []
-    servers = servers or [None for _ in needs.servers]
-    _reserve_gpus(free, [*replicas.values(), *servers, reference])
-    learner = keep.learner if keep and all(place.node in alive for place in keep.learner) else None
-    if learner is None:
-        occupied = {place.node for place in replicas.values()} if not needs.shared_nodes else set()
-        learner = _place_learner(needs, [node for node in nodes if node.id not in occupied], free)
-    _reserve_gpus(free, learner)
+
+    def if_alive(place: Place | None) -> Place | None:
+        return place if place is not None and place.node in alive else None
+
+    first = keep is None
+    replicas: list[Place | None] = [None] * needs.replicas
+    servers: list[Place | None] = [None] * len(needs.servers)
+    learner: Sequence[Place] | None = None
+    reference: Place | None = None
+    if keep is not None:
+        for index, place in enumerate(keep.replicas):
+            replicas[index] = None if index in needs.gone else if_alive(place)
+        servers = [if_alive(place) for place in keep.servers] or servers
+        learner = keep.learner if all(map(if_alive, keep.learner)) else None
+        reference = if_alive(keep.reference)
+    room = _Room(needs, nodes)
+    room.reserve([*replicas, *servers, reference])
+    learner = room.place_learner() if learner is None else learner
+    room.reserve(learner)
+    room.learner_nodes = {place.node for place in learner}
     if needs.reference and reference is None:
-        reference = _place_reference(needs, nodes, free, learner)
-        _reserve_gpus(free, [reference])
-    for index, place in enumerate(servers):
-        if place is None:
-            servers[index] = _place_server(needs, index, nodes, free, (*learner, *servers), first=keep is None)
-            _reserve_gpus(free, [servers[index]])
-    replicas = _place_replicas(needs, nodes, free, learner, replicas, first=keep is None)
-    placed = tuple(replicas.get(index) for index in range(needs.replicas))
+        reference = room.place_beside_replicas(
+            needs.rank_gpus, "algorithm.reference_pass=stage: it", "set it to learner, lower learner.world_size"
+        )
+        room.reserve([reference])
+    room.place_servers(servers, first=first)
+    room.place_replicas(replicas, first=first)
     return Plan(
-        learner=learner,
-        replicas=placed,
+        learner=tuple(learner),
+        replicas=tuple(replicas),
         relays=place_relays(
             needs.relays,
             learner=[place.node for place in learner],
-            hosts=[place.node for place in placed if place is not None],
+            hosts=[place.node for place in replicas if place is not None],
             alive=alive,
             before=keep.relays if keep else (),
         ),
@@ -171,163 +163,139 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     )
 
 
-def _reserve_gpus(free: Counter[str], places: Iterable[Place | None]) -> None:
-    for place in filter(None, places):
-        assert place.node is not None, "a plan names a node for every part"
-        free[place.node] -= place.gpus
+class _Room:
+    """The GPUs that are left on each node while a plan is made, and where the next part fits."""
 
+    def __init__(self, needs: Needs, nodes: Sequence[Node]) -> None:
+        self.learner_nodes: Collection[str | None] = ()
+        self._needs = needs
+        self._nodes = nodes
+        self._free = Counter({node.id: node.gpus for node in nodes})
+        self._residents = Counter[str]()  # parts on each node
 
-def _place_learner(needs: Needs, nodes: Sequence[Node], free: Mapping[str, int]) -> tuple[Place, ...]:
-    """Place the ranks on as few nodes as possible; the last of these costs the fewest replicas."""
-    wanted, total = needs.ranks * needs.rank_gpus, sum(free[node.id] for node in nodes)
-    if not nodes or wanted > total:
-        raise ConfigError(
-            f"learner.world_size={needs.ranks}: needs {wanted} GPUs, {total} are free on {len(nodes)} nodes; lower"
-            " it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
+    def reserve(self, places: Iterable[Place | None]) -> None:
+        """Take the GPUs of these places."""
+        for place in filter(None, places):
+            assert place.node is not None, "a plan names a node for every part"
+            self._free[place.node] -= place.gpus
+            self._residents[place.node] += 1
+
+    def place_learner(self) -> list[Place]:
+        """Place the ranks on as few nodes as possible; the last of these costs the fewest replicas."""
+        needs, free = self._needs, self._free
+        wanted, total = needs.ranks * needs.rank_gpus, sum(free.values())
+        if wanted > total:
+            raise ConfigError(
+                f"learner.world_size={needs.ranks}: needs {wanted} GPUs, {total} are free on {len(self._nodes)}"
+                " nodes; lower it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
+            )
+        chosen: list[Place] = []
+        rest = sorted(self._nodes, key=lambda node: -free[node.id])
+        while free[rest[0].id] < wanted - len(chosen):
+            chosen += [Place(rest[0].id, 1)] * free[rest[0].id]
+            rest = rest[1:]
+        gpus = wanted - len(chosen)
+        last = min(
+            (node for node in rest if free[node.id] >= gpus),
+            key=lambda node: (self._lost_replicas(node, gpus), not node.here, free[node.id]),
         )
-    chosen: list[Place] = []
-    rest = sorted(nodes, key=lambda node: -free[node.id])
-    while free[rest[0].id] < wanted - len(chosen):
-        chosen += [Place(rest[0].id, 1)] * free[rest[0].id]
-        rest = rest[1:]
-    gpus = wanted - len(chosen)
+        return [*chosen, *[Place(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen))]
 
-    def cost(node: Node) -> tuple[int, bool, int]:
-        """Rank a node: replicas that lose their room there, whether it is not the controller's, its free GPUs."""
-        have, size = free[node.id], needs.replica_gpus
-        left = have - gpus if needs.shared_nodes else 0
-        return (have // size - left // size if size else 0, not node.here, have)
+    def place_servers(self, places: list[Place | None], *, first: bool) -> None:
+        """Place the reward servers without a place; `places` gets them.
 
-    last = min((node for node in rest if free[node.id] >= gpus), key=cost)
-    return (*chosen, *[Place(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen)))
+        Raises `ConfigError` without room in a first plan, or if no server of its pool has a place.
+        """
+        for index, (pool, gpus) in enumerate(self._needs.servers):
+            if places[index] is None:
+                setting = f"reward.servers.{pool}.gpus={gpus}: each server"
+                try:
+                    place = self.place_beside_replicas(gpus, setting, "lower gpus, count or learner.world_size")
+                except ConfigError:
+                    pools = zip(self._needs.servers, places, strict=True)
+                    if first or not any(other == pool and placed for (other, _), placed in pools):
+                        raise
+                    continue
+                self.reserve([place])
+                places[index] = place
 
+    def place_replicas(self, places: list[Place | None], *, first: bool) -> None:
+        """Place the replicas without a place where there is room; `places` gets them.
 
-def _place_reference(
-    needs: Needs, nodes: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
-) -> Place:
-    """Place the reference on the node where it costs the fewest replicas, then on one of the learner's."""
-    if not needs.rank_gpus:
-        return Place(learner[0].node)
-    room = [node for node in nodes if free[node.id]]
-    if not room:
-        raise ConfigError(
-            f"algorithm.reference_pass=stage: needs a GPU beside the learner's {needs.ranks}, and none is left;"
-            " set it to learner, lower learner.world_size, or join a cluster with more (cluster.address)"
+        Raises `ConfigError` without room in a first plan.
+        """
+        for index, place in enumerate(places):
+            if place is None and index not in self._needs.gone:
+                try:
+                    places[index] = self._place_replica(index)
+                except ConfigError:
+                    if first:
+                        raise
+                self.reserve([places[index]])
+
+    def place_beside_replicas(self, gpus: int, setting: str, remedy: str) -> Place:
+        """Place a reference or a server: with GPUs where it costs the fewest replicas, then beside the learner."""
+        if not gpus:
+            return Place(self._idlest(self._nodes).id)
+        fitting = [node for node in self._nodes if self._free[node.id] >= gpus]
+        if not fitting:
+            raise self._no_room(setting, gpus, remedy)
+        node = min(
+            fitting,
+            key=lambda node: (
+                self._lost_replicas(node, gpus),
+                node.id not in self.learner_nodes,
+                self._free[node.id],
+            ),
         )
-    return Place(_cheapest(needs, needs.rank_gpus, room, free, learner).id, needs.rank_gpus)
+        return Place(node.id, gpus)
 
+    def _place_replica(self, index: int) -> Place:
+        """Place a replica: with GPUs on as few nodes as possible, without them by the CPUs of all nodes."""
+        needs = self._needs
+        nodes = self._nodes_of_server(index) if needs.hosts and len(self._nodes) > 1 else self._nodes
+        size = needs.replica_gpus
+        if not size:
+            return Place(self._idlest(nodes).id)
+        fitting = [node for node in nodes if self._free[node.id] >= size]
+        if not fitting:
+            setting = (
+                f"rollout.replicas={needs.replicas}: there is room for {index}; each of them ({needs.placed_by})"
+            )
+            raise self._no_room(setting, size, "lower one of these")
+        used = max(fitting, key=lambda node: (self._residents[node.id] > 0, self._free[node.id] // size))
+        return Place(used.id, size)
 
-def _cheapest(
-    needs: Needs, gpus: int, room: Sequence[Node], free: Mapping[str, int], learner: Sequence[Place]
-) -> Node:
-    """Choose the node where so many GPUs cost the fewest replicas, then one of the learner's, then the fullest."""
-    beside, size = {place.node for place in learner}, needs.replica_gpus
+    def _lost_replicas(self, node: Node, gpus: int) -> int:
+        """Return how many replicas have no room on a node any more if another part takes so many of its GPUs."""
+        free, size = self._free[node.id], self._needs.replica_gpus
+        return free // size - (free - gpus) // size if size else 0
 
-    def cost(node: Node) -> tuple[int, bool, int]:
-        """Rank a node: replicas that lose their room there, whether it is not the learner's, its free GPUs."""
-        serves = size > 0 and (needs.shared_nodes or node.id not in beside)
-        lost = free[node.id] // size - (free[node.id] - gpus) // size if serves else 0
-        return (lost, node.id not in beside, free[node.id])
+    def _idlest(self, nodes: Sequence[Node]) -> Node:
+        return min(nodes, key=lambda node: (self._residents[node.id] + 1) / max(1, node.cpus))
 
-    return min(room, key=cost)
+    def _nodes_of_server(self, index: int) -> list[Node]:
+        """Return the nodes on a server's host: the server reads versions from that host's shared memory."""
+        host = self._needs.hosts[index]
+        loopback = host in ("localhost", "::1") or host.startswith("127.")
+        nodes = [node for node in self._nodes if node.ip == host or (loopback and node.here)]
+        if not nodes:
+            known = ", ".join(sorted({node.ip for node in self._nodes}))
+            raise ConfigError(
+                f"{self._needs.placed_by}[{index}]: no Ray node has the address {host}, and a server reads weights"
+                f" from its own host's memory; name one of {known}, or run `ray start` there"
+            )
+        return nodes
 
-
-def _place_server(
-    needs: Needs,
-    index: int,
-    nodes: Sequence[Node],
-    free: Mapping[str, int],
-    residents: Sequence[Place | None],
-    *,
-    first: bool,
-) -> Place | None:
-    """Place a server: with GPUs where it costs the fewest replicas, without them by the CPUs of all nodes.
-
-    Returns None without room. Raises `ConfigError` in a first plan, or if no server of its pool has a place.
-    """
-    pool, gpus = needs.servers[index]
-    room = [node for node in nodes if free[node.id] >= gpus]
-    if room and gpus:
-        learner = [place for place in residents[: needs.ranks] if place is not None]
-        return Place(_cheapest(needs, gpus, room, free, learner).id, gpus)
-    there = Counter(place.node for place in residents if place is not None)
-    if room:
-        return Place(min(room, key=lambda node: (there[node.id] + 1) / max(1, node.cpus)).id)
-    others = zip(needs.servers, residents[needs.ranks :], strict=True)
-    if not first and any(other == pool and place is not None for (other, _), place in others):
-        return None
-    most = max(free[node.id] for node in nodes)
-    reference = " and the reference's" if needs.reference else ""
-    raise ConfigError(
-        f"reward.servers.{pool}.gpus={gpus}: each of its servers needs {gpus} GPUs of one node, and no node has"
-        f" more than {most} left beside the learner's {needs.ranks * needs.rank_gpus}{reference} and those of"
-        " other servers; lower gpus, count or learner.world_size, or join a cluster with more (cluster.address)"
-    )
-
-
-def _place_replicas(
-    needs: Needs,
-    nodes: Sequence[Node],
-    free: Counter[str],
-    learner: Sequence[Place],
-    there: Mapping[int, Place],
-    *,
-    first: bool,
-) -> dict[int, Place]:
-    """Place the replicas that are not `there` yet, where there is room; a first plan must have room for all."""
-    replicas = dict(there)
-    apart = {place.node for place in learner} if not needs.shared_nodes else set()
-    pool = [node for node in nodes if node.id not in apart]
-    for index in range(needs.replicas):
-        if index not in replicas and index not in needs.gone:
-            residents = Counter(place.node for place in (*learner, *replicas.values()))
-            try:
-                replicas[index] = _place_replica(needs, index, pool, free, residents)
-            except ConfigError:
-                if first:
-                    raise
-                continue
-            _reserve_gpus(free, [replicas[index]])
-    return replicas
-
-
-def _place_replica(
-    needs: Needs, index: int, pool: Sequence[Node], free: Mapping[str, int], residents: Counter[str | None]
-) -> Place:
-    """Place a replica: with GPUs on as few nodes as possible, without them by the CPUs of all nodes."""
-    size = needs.replica_gpus
-    if not pool:
-        raise ConfigError(
-            "cluster.shared_nodes=false: the learner has every node, and replicas need others; set it to true, or"
-            " join a cluster of more (cluster.address)"
+    def _no_room(self, setting: str, gpus: int, remedy: str) -> ConfigError:
+        needs, most = self._needs, max(self._free.values())
+        others = f"the learner's {needs.ranks * needs.rank_gpus}"
+        others += f", the reference's {needs.rank_gpus}" if needs.reference else ""
+        others += f", reward.servers' {needs.server_gpus}" if needs.server_gpus else ""
+        return ConfigError(
+            f"{setting} needs {gpus} GPUs of one node, and no node has more than {most} left beside {others}"
+            f" and placed replicas; {remedy}, or join a cluster with more (cluster.address)"
         )
-    if needs.hosts and len(pool) > 1:
-        pool = _nodes_of_server(needs, index, pool)
-    if not size:
-        return Place(min(pool, key=lambda node: (residents[node.id] + 1) / max(1, node.cpus)).id)
-    fitting = [node for node in pool if free[node.id] >= size]
-    if fitting:
-        return Place(max(fitting, key=lambda node: (residents[node.id] > 0, free[node.id] // size)).id, size)
-    most = max(free[node.id] for node in pool)
-    raise ConfigError(
-        f"rollout.replicas={needs.replicas}: there is room for {residents.total() - needs.ranks}; each needs"
-        f" {size} GPUs of one node ({needs.placed_by}), and no node has more than {most} left beside"
-        f" {needs.before_replicas}; lower one of these, or join a cluster with more (cluster.address)"
-    )
-
-
-def _nodes_of_server(needs: Needs, index: int, nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes on a server's host: the server reads versions from that host's shared memory."""
-    host = needs.hosts[index]
-    loopback = host in ("localhost", "::1") or host.startswith("127.")
-    found = [node for node in nodes if node.ip == host or (loopback and node.here)]
-    if not found:
-        known = ", ".join(sorted({node.ip for node in nodes}))
-        raise ConfigError(
-            f"{needs.placed_by}[{index}]: no Ray node has the address {host}, and a server reads weights from"
-            f" its own host's memory; name one of {known}, or run `ray start` there"
-        )
-    return found
 
 
 def place_relays(
@@ -387,21 +355,21 @@ class Placement:
         async with self._looking:
             if self._looked <= oldest:
                 began = loop.time()
-                self._plan_anew(await asyncio.to_thread(self._list_nodes))
+                self._plan_again(await asyncio.to_thread(self._list_nodes))
                 self._looked = began
 
     async def scale(self, needs: Needs) -> None:
         """Make a new plan for a fleet of another size; live parts keep their places. Raises `RunFailedError`."""
         async with self._looking:
             self._needs = needs
-            self._plan_anew(await asyncio.to_thread(self._list_nodes), scaled=True)
+            self._plan_again(await asyncio.to_thread(self._list_nodes), scaled=True)
 
     @property
     def needs(self) -> Needs:
         """Present demand of the run."""
         return self._needs
 
-    def _plan_anew(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
+    def _plan_again(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
         """Plan again if a node of the plan is gone, the needs were `scaled`, or a part has no place.
 
         Parts on live nodes keep their places. Raises `RunFailedError` if the nodes have no room for the run.
@@ -428,9 +396,8 @@ class Placement:
                 "nodes of the cluster are gone, and no replica has a place; join others and --resume"
             )
         if self.plan != before:
-            log.log(
-                logging.WARNING if gone else logging.INFO, "nodes %s are gone; plan: %s", sorted(gone), self.plan
-            )
+            level = logging.WARNING if gone else logging.INFO
+            log.log(level, "nodes %s are gone; plan: %s", sorted(gone), self.plan)
 
     @property
     def spread(self) -> bool:

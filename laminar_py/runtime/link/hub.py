@@ -8,7 +8,7 @@ Owned by `workers.replicas`. A `ReplicaConnection` belongs to one life of a repl
 
 The hub accepts each report of an open connection once, in order, and only then acknowledges it. Commands reach the
 replica once, in the order of `send_command`, or are lost with its process. A closed connection delivers nothing
-more (`tests/link/test_faults.py`). The work of the hub grows with the number of frames, not of replicas.
+more (`tests/link/test_faults.py`).
 """
 
 import asyncio
@@ -25,9 +25,11 @@ from laminar_py.runtime.link.messages import MOST_LABEL, CallOff, Command, Down,
 
 CHECK_S = 0.5  # at most, between two checks for silent connections and for commands to resend
 MOST_BEHIND_S = 5.0  # by which a check is postponed while more frames wait
-RESEND_S = 2.0  # after which commands without an acknowledgement are sent again
+RESEND_S = (
+    8.0  # after which commands are sent again: longer than a replica is quiet, since reports acknowledge them
+)
 MOST_FRAMES = 128  # received at once: replicas resend frames that wait in the socket for long
-MOST_REPORTS = 16  # taken in before the event loop gets its turn
+MOST_REPORTS = 16  # processed before the event loop gets its turn
 MOST_REST_S = 0.02  # in which reports gather, where there are many
 FRAME_BYTES = MAX_FRAME_BYTES // 8  # of commands in one frame, unless one alone is larger
 MOST_COMMAND_BYTES = MAX_FRAME_BYTES - 1024  # the frame has a head
@@ -40,16 +42,16 @@ class ReplicaConnection:
         self.replica = replica
         self.label = label
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.reports_received = 0  # number of the last report that was taken in
-        self.commands_received = 0  # number of the last command that the replica acknowledged
+        self.reports_received = 0  # number of the last report that was processed
+        self.last_frame_s: float | None = None  # when the last frame arrived; None before the process has started
         self._came = 0  # number of the last report that arrived
         self._hub = hub
-        self._sent = 0
-        self._unacknowledged: deque[tuple[int, bytes]] = deque()
         self._number = 0  # of the newest command
+        self._sent = 0  # number of the last command that was sent
+        self._sent_s: float | None = None  # when the first of the unacknowledged commands was sent
+        self._unacknowledged: deque[tuple[int, bytes]] = deque()  # commands with their numbers
         self._ids = count()
         self._requests: dict[int, asyncio.Future[Reply | None]] = {}
-        self._is_there = False  # the replica has sent a frame, and every frame to it could be sent since
         self._closed = False
 
     def send_command(self, command: Command) -> None:
@@ -59,31 +61,26 @@ class ReplicaConnection:
         """
         data = encode(command)
         size = len(data)
-        assert size <= MOST_COMMAND_BYTES, (
-            f"{type(command).__name__} of {size} bytes for {self.label}: share it out"
-        )
+        assert size <= MOST_COMMAND_BYTES, f"{type(command).__name__} of {size} bytes for {self.label}: split it"
         if not self._closed:
             self._number += 1
             self._unacknowledged.append((self._number, data))
-            if self._is_there:
-                self._hub.send_soon(self)
+            self._hub.send_soon(self)
 
     async def request_survey(self, *, within_s: float | None = None) -> Survey | None:
         """Return a survey of the replica's trajectories; None if its process ends or `within_s` passes first."""
-        id = next(self._ids)
-        answer = await self._request(id, Look(id), within_s)
-        return None if answer is None else answer.survey
+        reply = await self._request(Look(next(self._ids)), within_s)
+        return None if reply is None else reply.survey
 
     async def expect(self, version: int, trajectory_ids: Sequence[str], *, within_s: float | None = None) -> bool:
         """Return True if the replica promises to keep `version` until these trajectories arrive or are called off.
 
         A late answer counts as no: a `CallOff` follows the question after `within_s`.
         """
-        id = next(self._ids)
-        answer = await self._request(id, Expect(id, version, list(trajectory_ids)), within_s)
-        if answer is None:
+        reply = await self._request(Expect(next(self._ids), version, list(trajectory_ids)), within_s)
+        if reply is None:
             self.send_command(CallOff(list(trajectory_ids)))
-        return answer is not None and answer.promised
+        return reply is not None and reply.promised
 
     def lose(self, reason: str) -> None:
         """Set `lost` to the reason, by which the owner of the connection ends the replica."""
@@ -92,25 +89,23 @@ class ReplicaConnection:
 
     # ---- what the hub calls
 
-    def receive(self, up: Up) -> bool:
-        """Process a frame; return True if it has a report that is next in order."""
-        self._is_there = True
-        self.commands_received = max(self.commands_received, min(up.commands_received, self._number))
-        while self._unacknowledged and self._unacknowledged[0][0] <= self.commands_received:
-            self._unacknowledged.popleft()
-        if self._number > self._sent:
-            self._hub.send_soon(self)  # it could not be sent before
-        if up.report is None:
-            return False
-        if up.number <= self.reports_received:
-            self._hub.send_soon(self)  # the acknowledgement was lost
+    def receive(self, up: Up, now: float) -> bool:
+        """Process the acknowledgements in a frame; return True if its report is next in order."""
+        self.last_frame_s = now
+        received = min(up.commands_received, self._number)
+        if self._unacknowledged and self._unacknowledged[0][0] <= received:
+            while self._unacknowledged and self._unacknowledged[0][0] <= received:
+                self._unacknowledged.popleft()
+            self._sent_s = now if self._unacknowledged else None
+        if self._number > self._sent or up.number <= self.reports_received:
+            self._hub.send_soon(self)  # commands that could not be sent before, or a lost acknowledgement
         if up.number != self._came + 1:
             return False
         self._came = up.number
         return True
 
     def acknowledge(self, up: Up) -> None:
-        """Acknowledge the report of a frame, and pass its answers to the callers that wait for them."""
+        """Acknowledge a processed report, and pass its answers to the callers that wait for them."""
         self.reports_received = up.number
         for answer in up.answers:
             future = self._requests.pop(answer.id, None)
@@ -119,25 +114,32 @@ class ReplicaConnection:
         if not self._closed:
             self._hub.send_soon(self)
 
-    def next_frames(self, *, again: bool) -> list[Down]:
-        """Return the frames to send now: new commands, or with `again` all commands without an acknowledgement."""
-        if again:
-            self._sent = self.commands_received
-        commands = [(number, command) for number, command in self._unacknowledged if number > self._sent]
-        self._sent = self._number
-        downs, batch, size = list[Down](), list[bytes](), 0
-        for number, command in commands:
-            if batch and size + len(command) > FRAME_BYTES:
-                downs.append(self._down(number - len(batch), batch))
-                batch, size = [], 0
-            batch.append(command)
-            size += len(command)
-        return [*downs, self._down(self._number + 1 - len(batch), batch)]
+    def is_overdue(self, now: float) -> bool:
+        """Return True if commands were sent long ago, and are not acknowledged."""
+        return self._sent_s is not None and now > self._sent_s + RESEND_S
 
-    def mark_disconnected(self) -> None:
-        """Resend all unacknowledged commands with the next frame, since the frames sent before may be lost."""
-        self._sent = self.commands_received
-        self._is_there = False
+    def next_frames(self, now: float) -> list[Down]:
+        """Return the frames to send now: commands that are not sent yet, or are overdue."""
+        if self.is_overdue(now):
+            self.mark_unsent()
+        frames, batch, size = list[Down](), list[msgspec.Raw](), 0
+        for number, command in self._unacknowledged:
+            if number <= self._sent:
+                continue
+            if batch and size + len(command) > FRAME_BYTES:
+                frames.append(Down(self.reports_received, number - len(batch), tuple(batch)))
+                batch, size = [], 0
+            batch.append(msgspec.Raw(command))
+            size += len(command)
+        if batch and self._sent_s is None:
+            self._sent_s = now
+        self._sent = self._number
+        return [*frames, Down(self.reports_received, self._number + 1 - len(batch), tuple(batch))]
+
+    def mark_unsent(self) -> None:
+        """Send all unacknowledged commands with the next frames, since the frames sent before may be lost."""
+        self._sent = self._number - len(self._unacknowledged)
+        self._sent_s = None
 
     def close(self) -> None:
         """End all waiting and later requests without an answer; drop later commands."""
@@ -153,15 +155,12 @@ class ReplicaConnection:
         """True while the replica has not acknowledged all commands."""
         return bool(self._unacknowledged)
 
-    def _down(self, first: int, commands: Sequence[bytes]) -> Down:
-        return Down(self.reports_received, first, tuple(map(msgspec.Raw, commands)))
-
-    async def _request(self, id: int, question: Look | Expect, within_s: float | None) -> Reply | None:
+    async def _request(self, question: Look | Expect, within_s: float | None) -> Reply | None:
         """Send a question and return its answer; None if the connection closes or `within_s` passes first."""
         if self._closed:
             return None
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
-        self._requests[id] = answer
+        self._requests[question.id] = answer
         self.send_command(question)
         try:
             async with asyncio.timeout(within_s):
@@ -169,7 +168,7 @@ class ReplicaConnection:
         except TimeoutError:
             return None
         finally:
-            self._requests.pop(id, None)
+            self._requests.pop(question.id, None)
 
 
 class ReplicaHub:
@@ -191,16 +190,10 @@ class ReplicaHub:
         self._check_s = min(CHECK_S, patience_s / 8)
         self._loop = asyncio.get_running_loop()
         self._connections: dict[bytes, ReplicaConnection] = {}
-        self._last_s: dict[
-            ReplicaConnection, float
-        ] = {}  # when the last frame of each connection arrived, the oldest first
-        self._sent_s: dict[
-            ReplicaConnection, float
-        ] = {}  # when unacknowledged commands were sent, the oldest first
         self._to_send: dict[ReplicaConnection, None] = {}
         self._due = False  # `_send_due` runs at the end of this event loop turn
         self._checked_s = self._loop.time()
-        self._taking = asyncio.Lock()  # held while reports are taken in
+        self._processing = asyncio.Lock()  # held while reports are processed
 
     @property
     def endpoint(self) -> str:
@@ -216,13 +209,13 @@ class ReplicaHub:
 
     def mark_started(self, connection: ReplicaConnection) -> None:
         """Count the silence of a connection from now on: its process has started."""
-        if self._connections.get(connection.label.encode()) is connection:
-            self._last_s.setdefault(connection, self._loop.time())
+        if connection.last_frame_s is None:
+            connection.last_frame_s = self._loop.time()
 
     async def close(self, connection: ReplicaConnection) -> None:
-        """Close a connection; return when the reports that arrived before are taken in."""
+        """Close a connection; return when the reports that arrived before are processed."""
         self._drop(connection)
-        async with self._taking:
+        async with self._processing:
             pass
 
     def send_soon(self, connection: ReplicaConnection) -> None:
@@ -240,7 +233,7 @@ class ReplicaHub:
                 began = self._loop.time()
                 await self._receive()
                 await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more frames gather meanwhile
-            self._check_silence()
+            self._check_connections()
 
     def end(self) -> None:
         """Close all connections, and the socket, for which the garbage collector would otherwise wait forever."""
@@ -250,77 +243,51 @@ class ReplicaHub:
 
     def _drop(self, connection: ReplicaConnection) -> None:
         self._connections.pop(connection.label.encode(), None)
-        for times in (self._last_s, self._sent_s, self._to_send):
-            times.pop(connection, None)
+        self._to_send.pop(connection, None)
         connection.close()
 
     async def _receive(self) -> None:
-        """Receive at most `MOST_FRAMES` frames, and take in their reports."""
-        frames: list[tuple[ReplicaConnection, Up, ReplicaReport]] = []
+        """Receive at most `MOST_FRAMES` frames, and process their reports."""
+        frames: list[tuple[ReplicaConnection, Up]] = []
         now = self._loop.time()
         for sender, frame in self._server.drain(MOST_FRAMES):
             connection = self._connections.get(sender)
             up = None if connection is None else read_record(Up, frame)
             if connection is None or up is None or up.label != connection.label:
                 continue
-            _move_to_end(self._last_s, connection, now)
-            if self._receive_frame(connection, up, now) and up.report is not None:
-                frames.append((connection, up, up.report))
-        async with self._taking:
+            if connection.receive(up, now):
+                frames.append((connection, up))
+        async with self._processing:
             for first in range(0, len(frames), MOST_REPORTS):
                 batch = frames[first : first + MOST_REPORTS]
-                await self._on_reports([(connection, report) for connection, _, report in batch])
-                for connection, up, _ in batch:
+                await self._on_reports([(connection, up.report) for connection, up in batch])
+                for connection, up in batch:
                     connection.acknowledge(up)
                 await asyncio.sleep(0)
 
-    def _receive_frame(self, connection: ReplicaConnection, up: Up, now: float) -> bool:
-        """Pass a frame to its connection; return True if its report is next in order.
-
-        If the frame acknowledges commands, the time to resend the other commands starts again.
-        """
-        received = connection.commands_received
-        has_report = connection.receive(up)
-        if (
-            connection.commands_received > received
-            and self._sent_s.pop(connection, None) is not None
-            and connection.has_unacknowledged
-        ):
-            self._sent_s[connection] = now
-        return has_report
-
-    def _check_silence(self) -> None:
-        """Lose silent connections, and resend commands without an acknowledgement, unless more frames wait."""
+    def _check_connections(self) -> None:
+        """Lose silent connections, and resend overdue commands, unless more frames wait."""
         now = self._loop.time()
         behind = self._server.has_more and now < self._checked_s + MOST_BEHIND_S
         if behind or now < self._checked_s + self._check_s:
             return
-        if now > self._checked_s + self._patience_s / 2:
-            self._last_s = dict.fromkeys(self._last_s, now)  # this process stood still, not the replicas
+        stalled = now > self._checked_s + self._patience_s / 2  # this process stood still, not the replicas
         self._checked_s = now
-        while self._last_s and (oldest := next(iter(self._last_s.items())))[1] < now - self._patience_s:
-            del self._last_s[oldest[0]]
-            oldest[0].lose(f"no report in {self._patience_s:g} s")
-        while self._sent_s and (late := next(iter(self._sent_s.items())))[1] < now - RESEND_S:
-            self._send(late[0], again=True)
+        for connection in self._connections.values():
+            if connection.last_frame_s is not None:
+                if stalled:
+                    connection.last_frame_s = now
+                elif now > connection.last_frame_s + self._patience_s:
+                    connection.lose(f"no report in {self._patience_s:g} s")
+            if connection.is_overdue(now):
+                self.send_soon(connection)
 
     def _send_due(self) -> None:
+        """Send the due frames; the frames of a replica without a connection wait for its next frame."""
         self._due = False
         connections, self._to_send = self._to_send, {}
         for connection in connections:
-            self._send(connection, again=False)
-
-    def _send(self, connection: ReplicaConnection, *, again: bool) -> None:
-        """Send the due frames of a connection; if it is not connected, they wait for its next frame."""
-        for down in connection.next_frames(again=again):
-            if not self._server.send(connection.label.encode(), encode(down)):
-                connection.mark_disconnected()
-                self._sent_s.pop(connection, None)
-                return
-            if again or (down.commands and connection not in self._sent_s):
-                _move_to_end(self._sent_s, connection, self._loop.time())
-
-
-def _move_to_end(times: dict[ReplicaConnection, float], connection: ReplicaConnection, now: float) -> None:
-    times.pop(connection, None)
-    times[connection] = now
+            for down in connection.next_frames(self._loop.time()):
+                if not self._server.send(connection.label.encode(), encode(down)):
+                    connection.mark_unsent()
+                    break

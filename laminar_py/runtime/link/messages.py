@@ -3,10 +3,9 @@
 A replica sends the first frame. In one life of a replica, reports and commands are numbered from 1. Each side
 resends until the other acknowledges, and ignores duplicates and frames that follow a lost one.
 
-    Up(label, number)           -> Down(first, commands)    the replica is up: the waiting commands are sent
-    Up(label, number, report)   -> Down(reports_received)   resent until acknowledged, one report at a time
-    Down(first, commands)       -> Up(commands_received)    resent until acknowledged, in order
-    Look(id), Expect(id)        -> Up(report, answers)      answers travel with a report that is sent at once
+    Up(number, report)     -> Down(reports_received)   resent until acknowledged, one report at a time
+    Down(first, commands)  -> Up(commands_received)    resent until acknowledged, in order
+    Look(id), Expect(id)   -> Up(report, answers)      answers travel with a report that is sent at once
 """
 
 from typing import Annotated, TypeAlias
@@ -86,15 +85,12 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Up(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Frame of a replica, with or without a report.
-
-    E.g. `Up(label="replica-0-1-3", number=0, commands_received=0)`.
-    """
+    """Frame of a replica, e.g. `Up(label="replica-0-1-3", number=1, commands_received=0, report=report)`."""
 
     label: Label  # of the replica's life, as of its segments
     number: Count  # of the report
     commands_received: Count  # number of the last command that came
-    report: ReplicaReport | None = None
+    report: ReplicaReport
     answers: tuple[Reply, ...] = ()
 
 

@@ -7,7 +7,7 @@ Commands start once, in the order in which the controller sent them (`tests/link
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from laminar_py.records.codec import decode, encode
@@ -30,7 +30,6 @@ from laminar_py.runtime.link.messages import (
 
 UNSENT_S = 0.05  # before the first retry of a frame that could not be sent
 RESEND_S = 1.0  # before a report without an acknowledgement is first sent again
-ACKNOWLEDGE_S = 0.5  # to wait for a report that acknowledges commands, before a frame of its own does
 
 
 class ObeysCommands(Protocol):
@@ -92,8 +91,7 @@ class ReplicaLink:
         self._quiet_s = quiet_s
         self._number = 0  # of the last report
         self._reports_received = 0
-        self._commands_received = 0  # commands
-        self._acknowledged = 0  # commands that a sent frame has acknowledged
+        self._commands_received = 0
         self._acknowledged_event = asyncio.Event()
         self._answers: list[Reply] = []
 
@@ -113,24 +111,27 @@ class ReplicaLink:
             self._peer.close()
 
     async def _send_reports(self) -> None:
-        await self._announce()
+        quiet_s = 0.0  # the first report is sent at once: commands wait for it
         while True:
-            report = await self._replica.next_report(self._quiet_s)
+            report = await self._replica.next_report(quiet_s)
+            quiet_s = self._quiet_s
             answers, self._answers = self._answers, []
             self._number += 1
             await self._send_report(report, tuple(answers))
 
-    async def _announce(self) -> None:
-        """Send a first frame, since commands wait for it."""
-        while not self._peer.send(self._frame()):  # noqa: ASYNC110 (no event says when the connection is up)
-            await asyncio.sleep(UNSENT_S)
-
     async def _send_report(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
-        """Send a report until the controller acknowledges it."""
+        """Send a report until the controller acknowledges it; each frame acknowledges the received commands."""
         unsent_s, wait_s = UNSENT_S, RESEND_S
         while self._reports_received < self._number:
             self._acknowledged_event.clear()
-            if self._peer.send(self._frame(report, answers)):
+            up = Up(
+                label=self._label,
+                number=self._number,
+                commands_received=self._commands_received,
+                report=report,
+                answers=answers,
+            )
+            if self._peer.send(encode(up)):
                 await self._wait_acknowledged(wait_s)
                 wait_s = min(max(RESEND_S, self._quiet_s), 2 * wait_s)
             else:
@@ -142,28 +143,8 @@ class ReplicaLink:
             async with asyncio.timeout(timeout_s):
                 await self._acknowledged_event.wait()
 
-    def _frame(self, report: ReplicaReport | None = None, answers: tuple[Reply, ...] = ()) -> bytes:
-        """Encode a frame with a report, its answers, and the acknowledgement of all received commands."""
-        self._acknowledged = self._commands_received
-        up = Up(
-            label=self._label,
-            number=self._number,
-            commands_received=self._commands_received,
-            report=report,
-            answers=answers,
-        )
-        return encode(up)
-
-    def _acknowledge(self) -> None:
-        """Acknowledge commands that no report has acknowledged yet."""
-        if self._acknowledged < self._commands_received and not self._peer.closed:
-            self._peer.send(self._frame())
-
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
-        """Receive frames of the controller until cancelled, and start each command once, in order.
-
-        Commands that no report acknowledges within `ACKNOWLEDGE_S` are acknowledged by a frame of their own.
-        """
+        """Receive frames of the controller until cancelled, and start each command once, in order."""
         while True:
             down = read_record(Down, await self._peer.receive())
             if down is None:
@@ -171,18 +152,15 @@ class ReplicaLink:
             self._reports_received = max(self._reports_received, down.reports_received)
             if self._reports_received >= self._number:
                 self._acknowledged_event.set()
-            if down.commands:
-                self._acknowledged = min(self._acknowledged, down.first - 1)  # these are resent
             for number, data in enumerate(down.commands, down.first):
                 if number == self._commands_received + 1:
                     self._commands_received = number
                     await self._start_command(decode(Command, data), tasks)  # type: ignore[arg-type]
-            if down.commands:
-                asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge)
 
     async def _start_command(self, command: Command, tasks: asyncio.TaskGroup) -> None:
-        """Start a command; it may still run when the next command starts."""
+        """Start a command; a command that waits for the engine may still run when the next command starts."""
         replica = self._replica
+        waits: Coroutine[object, object, None] | None = None
         match command:
             case Submit(assignments):
                 replica.start_assignments(assignments)
@@ -192,21 +170,20 @@ class ReplicaLink:
                 self._attach(relay)
             case Expect(id, version, trajectory_ids):
                 self._answer(Reply(id, promised=replica.expect(version, trajectory_ids)))
-            case Abort() | GiveUp() | Stop() | Look():
-                tasks.create_task(self._carry_out(command))
-                await asyncio.sleep(0)  # it starts now
-
-    async def _carry_out(self, command: Abort | GiveUp | Stop | Look) -> None:
-        """Carry out a command that waits for the engine; a `Look` answers with a survey."""
-        match command:
             case Abort(trajectory_ids):
-                await self._replica.abort(trajectory_ids)
+                waits = replica.abort(trajectory_ids)
             case GiveUp(trajectory_ids):
-                await self._replica.give_up(trajectory_ids)
+                waits = replica.give_up(trajectory_ids)
             case Stop(evaluations):
-                await self._replica.stop(evaluations=evaluations)
+                waits = replica.stop(evaluations=evaluations)
             case Look(id):
-                self._answer(Reply(id, survey=await self._replica.survey()))
+                waits = self._survey(id)
+        if waits is not None:
+            tasks.create_task(waits)
+            await asyncio.sleep(0)  # it starts now
+
+    async def _survey(self, id: int) -> None:
+        self._answer(Reply(id, survey=await self._replica.survey()))
 
     def _answer(self, answer: Reply) -> None:
         self._answers.append(answer)

@@ -2,16 +2,14 @@
 
     replica -> process  AskedTurn(number, turn)    sent again to the next process, or after a while, until answered
     process -> replica  TurnAnswer(number, turn)   the same answer to each repetition
-    replica -> process  DeltaFrame(number, deltas) tokens of a running turn, for environments that listen
-    process -> replica  DeltaAck(number)           for every eighth frame
+    replica -> process  DeltaFrame(deltas)         tokens of a running turn, for environments that listen
     replica -> process  Forget(trajectory_ids)     these trajectories have ended
 
 A process leaves the address of its socket in the run's folder. A replica finds a process that restarted there. All
 replicas choose the same process for a trajectory, so a turn that moved to another replica reaches the same
 environment.
 
-A replica stays at most `MOST_AHEAD` frames of deltas ahead; tokens gather meanwhile for the next frame. So a busy
-process gets fewer frames, and no socket holds more than these. A lost delta costs nothing, since the asked turn
+Deltas gather in the replica while the connection takes no frame. A lost delta costs nothing, since the asked turn
 has all tokens (`tests/link/test_turns.py`).
 """
 
@@ -31,8 +29,6 @@ from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
 from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketFactory, read_record
 
-ACKNOWLEDGE_EVERY = 8  # frames of deltas
-MOST_AHEAD = 4 * ACKNOWLEDGE_EVERY  # far below what a socket takes in before it stops reading
 MOST_FRAMES = 16  # received before the event loop gets its turn
 UNSENT_S = 0.02  # between two tries to send over a connection that is not up yet
 FIND_S = 0.1  # between two looks for a process that has not started
@@ -49,9 +45,8 @@ class AskedTurn(msgspec.Struct, frozen=True, tag="turn"):
 
 
 class DeltaFrame(msgspec.Struct, frozen=True, tag="deltas"):
-    """Deltas of turns, in a frame with its number; the first is 1."""
+    """Deltas of turns."""
 
-    number: int
     deltas: list[TurnDelta]
 
 
@@ -68,14 +63,7 @@ class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
     turn: EnvironmentTurn
 
 
-class DeltaAck(msgspec.Struct, frozen=True, tag="delta_ack"):
-    """Acknowledges all frames of deltas up to this number, e.g. `DeltaAck(8)`."""
-
-    number: int
-
-
 ToProcess: TypeAlias = AskedTurn | DeltaFrame | Forget
-ToReplica: TypeAlias = TurnAnswer | DeltaAck
 
 
 class AnswersTurns(Protocol):
@@ -131,10 +119,8 @@ class TurnServer:
             case AskedTurn(number, turn) if (sender, number) not in self._answering:
                 self._answering.add((sender, number))
                 tasks.create_task(self._answer(sender, number, turn, host), name=f"turn-{turn.trajectory_id}")
-            case DeltaFrame(number, deltas):
+            case DeltaFrame(deltas):
                 host.receive_deltas(deltas)
-                if number % ACKNOWLEDGE_EVERY == 0:
-                    self._server.send(sender, encode(DeltaAck(number)))
             case Forget(trajectory_ids):
                 host.forget(trajectory_ids)
 
@@ -158,7 +144,6 @@ class EnvironmentLink:
         self._asked: dict[int, tuple[bytes, asyncio.Future[EnvironmentTurn]]] = {}  # frame, answer
         self._unsent: dict[int, bytes] = {}  # frames of asked turns, by number
         self._gathered: list[TurnDelta] = []
-        self._sent = self._acknowledged = 0  # frames of deltas: sent, acknowledged
         self._numbers = count()
         self._resend_s = 0.0  # when asked turns are sent again
         self._looked_s = 0.0  # when the address was read last
@@ -206,14 +191,8 @@ class EnvironmentLink:
             if not self._peer.send(frame):
                 return
             del self._unsent[number]
-        if self._has_deltas_due and self._peer.send(encode(DeltaFrame(self._sent + 1, self._gathered))):
-            self._sent += 1
+        if self._gathered and self._peer.send(encode(DeltaFrame(self._gathered))):
             self._gathered = []
-
-    @property
-    def _has_deltas_due(self) -> bool:
-        """True if the process may get another frame of deltas now."""
-        return bool(self._gathered) and self._sent - self._acknowledged < MOST_AHEAD
 
     async def _run(self) -> None:
         """Follow the address of the process, send, and receive answers until cancelled."""
@@ -223,9 +202,9 @@ class EnvironmentLink:
                 self._send_due_again()
                 if self._peer is None:
                     await asyncio.sleep(FIND_S)
-                elif await self._peer.wait(UNSENT_S if self._unsent or self._has_deltas_due else LOOK_S):
+                elif await self._peer.wait(UNSENT_S if self._unsent or self._gathered else LOOK_S):
                     for frame in self._peer.drain(MOST_FRAMES):
-                        self._receive(read_record(ToReplica, frame))  # type: ignore[arg-type]
+                        self._receive(read_record(TurnAnswer, frame))
                     await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         except Exception as error:
             for _, answer in self._asked.values():
@@ -247,7 +226,7 @@ class EnvironmentLink:
             if self._peer is not None:
                 self._peer.close()
                 self._gathered = []  # its environments do not listen before they have a turn
-            self._peer, self._endpoint, self._acknowledged = self._connect(endpoint), endpoint, self._sent
+            self._peer, self._endpoint = self._connect(endpoint), endpoint
             self._resend_s = now
 
     def _send_due_again(self) -> None:
@@ -257,14 +236,11 @@ class EnvironmentLink:
             self._unsent = {number: frame for number, (frame, _) in self._asked.items()}
         self._send_due()
 
-    def _receive(self, message: ToReplica | None) -> None:
-        match message:
-            case DeltaAck(number):
-                self._acknowledged = max(self._acknowledged, min(number, self._sent))
-            case TurnAnswer(number, turn) if number in self._asked:
-                answer = self._asked[number][1]
-                if not answer.done():
-                    answer.set_result(turn)
+    def _receive(self, answer: TurnAnswer | None) -> None:
+        if answer is not None and answer.number in self._asked:
+            waiting = self._asked[answer.number][1]
+            if not waiting.done():
+                waiting.set_result(answer.turn)
 
 
 class RemoteEnvironments:

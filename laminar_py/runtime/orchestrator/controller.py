@@ -85,7 +85,7 @@ from laminar_py.runtime.orchestrator.trainer import BatchLostError, StopRequest,
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import RunStart, open_incarnation
-from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage, WeightFolder
+from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
 from laminar_py.runtime.workers.payload import PayloadHosts, restore_live
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
@@ -250,7 +250,6 @@ class Controller:
         )
         self._scoring = self._make_scoring()
         self._evaluator = self._make_evaluator()
-        self._weights = None if source is None else WeightFolder(incarnation, relays=relays)
         self._learning = self._make_learning() if source is None else None
 
     def interrupt(self) -> None:
@@ -340,8 +339,8 @@ class Controller:
 
     async def _start_parts(self) -> None:
         """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
-        makes_versions = self._weights if self._learning is None else self._learning.learner
-        parts = (self._scoring, self._environments, makes_versions, self._replicas, self._reference)
+        learner = None if self._learning is None else self._learning.learner
+        parts = (self._scoring, self._environments, learner, self._replicas, self._reference)
         for part in (self._payload.stores, *(one for one in parts if one is not None)):
             part.spawn()
         async with asyncio.TaskGroup() as tasks:
@@ -412,9 +411,8 @@ class Controller:
         Passes begin once version 0 is published, since a replica calls a version lost that no relay has.
         Trajectories of an earlier controller belong to these passes, so they continue after that.
         """
-        assert self._weights is not None, "an evaluation publishes the weights of its source"
         assert self._source is not None, "an evaluation has a source"
-        published = await publish_source(self._incarnation, self._weights, step=self._source.step)
+        published = await publish_source(self._incarnation, self._relays, step=self._source.step)
         self._scheduler.published(published.version)
         done = {one.pass_id for one in self._evaluations}
         run, sets = self._incarnation.run, list(self._incarnation.inputs.sets)

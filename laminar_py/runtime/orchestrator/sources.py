@@ -29,7 +29,8 @@ from laminar_py.records.weights import Published
 from laminar_py.runtime.orchestrator.exports import export, run_of
 from laminar_py.runtime.orchestrator.versions import record_version
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.learner import WeightFolder
+from laminar_py.runtime.workers.learner import publish_model
+from laminar_py.runtime.workers.relays import Relays
 
 MODEL = "model"  # folder in the evaluation, for the exported weights of a checkpoint
 
@@ -180,12 +181,12 @@ def answers_on_record(
         return {id: read_answers(connection, id) for id in ids if id not in done}
 
 
-async def publish_source(incarnation: Incarnation, weights: WeightFolder, *, step: int) -> Published:
+async def publish_source(incarnation: Incarnation, relays: Relays, *, step: int) -> Published:
     """Publish the weights of an evaluation, which are of this step, as version 0.
 
     Raises `ConfigError` if they differ from the weights that the evaluation began with.
     """
-    published = await weights.publish()
+    published = await publish_model(incarnation, relays)
     with reading(incarnation.run.live_ledger) as connection:
         known = connection.execute("SELECT digest FROM version WHERE version = 0").fetchone()
     if known is None:

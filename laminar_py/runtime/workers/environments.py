@@ -6,27 +6,56 @@ environments from saved turns.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.host import SavedTurns, environments_path
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.keeper import Keeper, keep_all
 from laminar_py.runtime.workers.specs import EnvironmentSpec
 
 START_S = 120.0
-WATCH_S = 5.0  # length of one call that watches a process
-PATIENCE_S = 30.0  # for its answer
 SWEEP_S = 10.0
-FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
-async def count_unless_spent(error: PartCrashedError) -> PartCrashedError | None:
-    """Return the crash to count; None if the process ended itself because it had used up its limits."""
-    return None if error.reason.startswith(ProcessSpentError.__name__) else error
+class EnvironmentKeeper(Keeper):
+    """Keeps one environment process alive."""
+
+    actor_class = "laminar_py.runtime.workers.processes.environment:EnvironmentActor"
+    timeout_s = 30.0
+    first_starts = 2
+    spares_memory = "lower environment.at_once or environment.most_kept, or raise environment.workers"
+
+    def __init__(self, incarnation: Incarnation, index: int, keys: RelayKeys) -> None:
+        super().__init__(incarnation, f"environment-{index}")
+        self._index = index
+        self._keys = keys
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the nodes of the run in turn."""
+        return [self._placement.scorer_place(self._index)]
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Load the environments in a started process, which then listens for turns of replicas."""
+        node = parts[0].place.node
+        assert node is not None, "a plan names a node for every part"
+        spec = EnvironmentSpec(
+            config=self._config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            index=self._index,
+            messages=self._incarnation.inputs.messages,
+            host=self._placement.ip(node),  # loopback where the run is on this machine alone
+            public_key=self._keys.public,
+            secret_key=self._keys.secret,
+        )
+        await parts[0].call("start", spec, timeout_s=START_S)
+
+    async def clean_up(self, error: PartCrashedError) -> PartCrashedError | None:
+        """Return the crash to count; None if the process ended itself because it had used up its limits."""
+        return None if error.reason.startswith(ProcessSpentError.__name__) else error
 
 
 class EnvironmentProcesses:
@@ -34,10 +63,9 @@ class EnvironmentProcesses:
 
     def __init__(self, incarnation: Incarnation, keys: RelayKeys) -> None:
         self._incarnation = incarnation
-        self._keys = keys
         settings = incarnation.config.environment
         workers = range(0 if settings is None else settings.workers)
-        self._keepers = [Keeper(self._spec(index), incarnation) for index in workers]
+        self._keepers = [EnvironmentKeeper(incarnation, index, keys) for index in workers]
 
     def spawn(self) -> None:
         """Start all processes; `start` loads the environments in them."""
@@ -50,9 +78,7 @@ class EnvironmentProcesses:
 
     async def keep(self) -> None:
         """Keep all processes alive until cancelled. Raises RunFailedError if one crashes too often."""
-        async with asyncio.TaskGroup() as tasks:
-            for keeper in self._keepers:
-                tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-environments")
+        await keep_all(self._keepers)
 
     async def sweep(self, is_followed: Callable[[str], bool]) -> None:
         """Delete the environments of trajectories that have ended, once that is on record; until cancelled.
@@ -70,36 +96,3 @@ class EnvironmentProcesses:
                 for part in (part for keeper in self._keepers if keeper.is_up for part in keeper.parts):
                     part.send("forget", ended)
                 await asyncio.to_thread(saved.forget, ended)
-
-    async def _watch(self, parts: Sequence[Part]) -> None:
-        while True:
-            await parts[0].call("watch", WATCH_S)
-
-    def _spec(self, index: int) -> PartSpec:
-        """Describe an environment process for its keeper."""
-        return PartSpec(
-            names=[f"environment-{index}"],
-            actor_class="laminar_py.runtime.workers.processes.environment:EnvironmentActor",
-            concurrency=4,
-            timeout_s=PATIENCE_S,
-            places=lambda: [self._incarnation.placement.scorer_place(index)],
-            start=partial(self._start, index),
-            settle=count_unless_spent,
-            first_starts=FIRST_STARTS,
-            spares_memory="lower environment.at_once or environment.most_kept, or raise environment.workers",
-        )
-
-    async def _start(self, index: int, parts: Sequence[Part]) -> None:
-        """Load the environments in a started process, which then listens for turns of replicas."""
-        node = parts[0].place.node
-        assert node is not None, "a plan names a node for every part"
-        spec = EnvironmentSpec(
-            config=self._incarnation.config.model_dump_json(),
-            run_dir=str(self._incarnation.run.path),
-            index=index,
-            messages=self._incarnation.inputs.messages,
-            host=self._incarnation.placement.ip(node),  # loopback where the run is on this machine alone
-            public_key=self._keys.public,
-            secret_key=self._keys.secret,
-        )
-        await parts[0].call("start", spec, timeout_s=START_S)

@@ -1,10 +1,10 @@
 """Keepers: each starts the processes of one part of a run, calls them, and replaces them when they crash.
 
-Every kind of part has an owner beside this module (replicas, relays, scorers, learner, reference, trackers), which
-describes the part in a `PartSpec`. Only its `Keeper` changes the state of a part:
+Each kind of part is a subclass of `Keeper` beside this module: replica, relay, scorer, learner and so on. Only its
+keeper changes the state of a part:
 
     none -> spawned  processes run; there are none while the plan has no room for them
-    spawned -> up    `PartSpec.start` has returned
+    spawned -> up    `start_parts` has returned
     any -> none      a process crashed, hung, or was ended on purpose; the others of the part end with it
 
 A crash is counted once, before another process starts (`tests/workers/test_keeper.py`).
@@ -12,8 +12,7 @@ A crash is counted once, before another process starts (`tests/workers/test_keep
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from laminar_py.runtime.cluster.calls import ActorClass
@@ -25,47 +24,32 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 T = TypeVar("T")
 RETRY_S = 2.0  # after a first failed start; it grows with each failure
 MAX_PATIENCE = 15  # times `RETRY_S`, at most
+WATCH_S = 5.0  # length of one call that watches a process
 STARVED = 2  # crashes for want of memory after which the run ends
 
 
-async def back_off(failures: int) -> None:
-    """Wait after `failures` failed starts in a row."""
-    await asyncio.sleep(RETRY_S * min(failures, MAX_PATIENCE))
-
-
-async def count_every_crash(error: PartCrashedError) -> PartCrashedError | None:
-    """Return the crash: it is counted, and there is nothing to clean up."""
-    return error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartSpec:
-    """Describes a part: its processes, and what its owner does when they start and crash."""
-
-    names: Sequence[str]  # of its processes, which start and end together, e.g. the ranks of a learner
-    actor_class: ActorClass  # of the object that each process hosts
-    concurrency: int
-    timeout_s: float  # of a call
-    places: Callable[[], Sequence[Place | None]]  # of each process by the plan in force; None without room
-    start: Callable[[Sequence[Part]], Awaitable[None]]  # loads the part in its processes
-    settle: Callable[[PartCrashedError], Awaitable[PartCrashedError | None]] = count_every_crash
-    """Cleans up after a crashed part; returns the crash to count, or None for a crash that does not count."""
-    rest: Callable[[int], Awaitable[None]] = back_off  # between a crash and the next process
-    first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
-    on_record: bool = True  # whether its starts are events in the ledger
-    make: MakePart | None = None  # makes the processes in place of `Part`
-    spares_memory: str = ""
-    """Advice for a message: which settings need less memory. A part with advice may run out of memory once."""
-    forgives_s: float = math.inf  # after so long up, earlier crashes for want of memory are forgotten
-
-
 class Keeper:
-    """Keeps the processes of one part alive, e.g. `await Keeper(spec, incarnation).bring_up()`."""
+    """Keeps the processes of one part alive, which start and end together, e.g. the ranks of a learner.
 
-    def __init__(self, spec: PartSpec, incarnation: Incarnation) -> None:
+    A kind of part sets the attributes, and overrides the methods of the first section.
+    """
+
+    actor_class: ActorClass  # of the object that each process hosts
+    timeout_s: float  # of a call
+    concurrency = 4  # calls at once in a process
+    first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
+    on_record = True  # whether its starts are events in the ledger
+    spares_memory = ""
+    """Advice for a message: which settings need less memory. A part with advice may run out of memory once."""
+    forgives_s = math.inf  # after so long up, earlier crashes for want of memory are forgotten
+    make_part: MakePart | None = None  # makes the processes in place of `Part`
+
+    def __init__(self, incarnation: Incarnation, *names: str) -> None:
         self.parts: Sequence[Part] = ()
-        self.is_up = False
-        self._spec = spec
+        self.up = asyncio.Event()  # set while the part is up
+        self._names = names  # of its processes
+        self._incarnation = incarnation
+        self._config = incarnation.config
         self._supervisor = incarnation.supervisor
         self._placement = incarnation.placement
         self._served = False
@@ -73,20 +57,49 @@ class Keeper:
         self._starved = 0  # crashes for want of memory that count
         self._up_s = 0.0  # when it came up
 
+    # ---- what a kind of part defines
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the place of each process by the plan in force; None without room."""
+        raise NotImplementedError
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Load the part in its processes. Raises PartCrashedError."""
+        raise NotImplementedError
+
+    async def watch(self, parts: Sequence[Part]) -> None:
+        """Serve until a process crashes or hangs: call its `watch` again and again. Raises PartCrashedError."""
+        while True:
+            await parts[0].call("watch", WATCH_S)
+
+    async def clean_up(self, error: PartCrashedError) -> PartCrashedError | None:
+        """Clean up after a crash; return the crash to count, or None for a crash that does not count."""
+        return error
+
+    async def rest(self, failures: int) -> None:
+        """Wait between a crash and the next process, after `failures` failed starts in a row."""
+        await asyncio.sleep(RETRY_S * min(failures, MAX_PATIENCE))
+
+    # ---- the same for every kind
+
+    @property
+    def is_up(self) -> bool:
+        """True from the start of the part to its crash."""
+        return self.up.is_set()
+
     def spawn(self) -> bool:
         """Start the processes if there are none and the plan has room; return True if there are processes."""
         if not self.parts:
-            spec = self._spec
-            places = [place for place in spec.places() if place is not None]
-            if len(places) == len(spec.names):
-                make = spec.make or Part
+            places = [place for place in self.places() if place is not None]
+            if len(places) == len(self._names):
                 self.parts = [
-                    make(
-                        name, spec.actor_class, concurrency=spec.concurrency, timeout_s=spec.timeout_s, place=place
-                    )
-                    for name, place in zip(spec.names, places, strict=True)
+                    self._make_part(name, place) for name, place in zip(self._names, places, strict=True)
                 ]
         return bool(self.parts)
+
+    def _make_part(self, name: str, place: Place) -> Part:
+        make = self.make_part or Part
+        return make(name, self.actor_class, concurrency=self.concurrency, timeout_s=self.timeout_s, place=place)
 
     async def begin(self) -> Sequence[Part]:
         """Start the part as soon as there is room, and return its processes. Raises PartCrashedError."""
@@ -94,23 +107,30 @@ class Keeper:
             await asyncio.sleep(RETRY_S)
             await self._placement.refresh(age_s=RETRY_S)
         if not self.is_up:
-            await self._spec.start(self.parts)
+            await self.start_parts(self.parts)
             pids = await asyncio.gather(*(part.call("pid") for part in self.parts))
-            self.is_up, self._served, self._failures = True, True, 0
+            self._served, self._failures = True, 0
             self._up_s = asyncio.get_running_loop().time()
+            self.up.set()
             for part, pid in zip(self.parts, pids, strict=True):
                 assert isinstance(pid, int)
-                if self._spec.on_record:
+                if self.on_record:
                     self._supervisor.started(part.name, pid)
         return self.parts
 
     async def bring_up(self) -> Sequence[Part]:
         """Start the part, again if processes crash meanwhile; return them. Raises RunFailedError, ConfigError."""
 
-        async def give(parts: Sequence[Part]) -> Sequence[Part]:
-            return parts
+        while not self.is_up:
+            try:
+                await self.begin()
+            except PartCrashedError as error:
+                await self.replace(error)
+        return self.parts
 
-        return await self.call_with_restarts(give)
+    async def keep(self) -> None:
+        """Start the part and watch it, again after each crash, until cancelled. Raises as `call_with_restarts`."""
+        await self.call_with_restarts(self.watch)
 
     async def call_with_restarts(self, call: Callable[[Sequence[Part]], Awaitable[T]]) -> T:
         """Return the result of `call` on the processes; if they crash, restart them and call again.
@@ -127,25 +147,26 @@ class Keeper:
         """End the processes, clean up, count the crash, and wait. Raises RunFailedError if there were too many."""
         self.kill()
         self._failures += not self.is_up
-        if self.is_up and asyncio.get_running_loop().time() - self._up_s >= self._spec.forgives_s:
+        if self.is_up and asyncio.get_running_loop().time() - self._up_s >= self.forgives_s:
             self._starved = 0
-        self.parts, self.is_up = (), False
-        crash = await self._spec.settle(error)
+        self.parts = ()
+        self.up.clear()
+        crash = await self.clean_up(error)
         if crash is not None:
             self._supervisor.crashed(crash)
             self._end_if_starved(crash)
-            if self._failures == self._spec.first_starts and not self._served:
+            if self._failures == self.first_starts and not self._served:
                 raise RunFailedError(f"{crash.part} does not start: {crash.reason}; see logs/{crash.part}.log")
         await self._placement.refresh()
-        await self._spec.rest(self._failures)
+        await self.rest(self._failures)
         await self._placement.refresh()  # a node may have gone meanwhile
 
     def _end_if_starved(self, crash: PartCrashedError) -> None:
-        if self._spec.spares_memory and for_memory(crash.reason):
+        if self.spares_memory and for_memory(crash.reason):
             self._starved += 1
             if self._starved == STARVED:
                 raise RunFailedError(
-                    f"{crash.part} ran out of memory twice, last: {crash.reason}; {self._spec.spares_memory}, and"
+                    f"{crash.part} ran out of memory twice, last: {crash.reason}; {self.spares_memory}, and"
                     f" --resume; see logs/{crash.part}.log"
                 )
 
@@ -153,3 +174,10 @@ class Keeper:
         """End all processes; `call_with_restarts` notices it like any other crash."""
         for part in self.parts:
             part.kill()
+
+
+async def keep_all(keepers: Iterable[Keeper]) -> None:
+    """Keep these parts alive until cancelled. Raises RunFailedError if one crashes too often."""
+    async with asyncio.TaskGroup() as tasks:
+        for keeper in keepers:
+            tasks.create_task(keeper.keep(), name="keep")

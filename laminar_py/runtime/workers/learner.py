@@ -3,7 +3,7 @@
 Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
 the scheduler submits finished trajectories, the loop `collect_reference_logprobs` records its answers, and neither
 waits for the other. A submitted trajectory that is still wanted gets its log-probabilities once, also if the
-process crashes (law 6). `WeightFolder` publishes the weights of an evaluation, which has no learner.
+process crashes (law 6). `publish_model` publishes the weights of an evaluation, which has no learner.
 """
 
 import asyncio
@@ -21,10 +21,11 @@ from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar
-from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError
+from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
+from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.keeper import Keeper
 from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.specs import (
@@ -39,18 +40,21 @@ from laminar_py.runtime.workers.specs import (
 )
 
 T = TypeVar("T")
-ACTOR = "laminar_py.runtime.workers.processes.learner:LearnerActor"
 START_S = 600.0  # a rank does not answer while it imports and loads
 PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
 WATCH_S = 5.0
-CALLS = 6  # at once: a step, a version, a checkpoint, and a call for the progress beside each
 REFERENCE = "reference-0"
 PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
-class LearnerLink:
+class LearnerLink(Keeper):
     """Calls all `world_size` learner processes together; the trainer decides when they are replaced."""
+
+    actor_class = "laminar_py.runtime.workers.processes.learner:LearnerActor"
+    concurrency = 6  # a step, a version, a checkpoint, and a call for the progress beside each
+    timeout_s = START_S
+    spares_memory = "lower packer.max_tokens, set learner.recompute=all, or raise learner.world_size"
 
     def __init__(
         self,
@@ -60,46 +64,27 @@ class LearnerLink:
         payload: PayloadHosts,
         show: Callable[[LearnerProgress], None],
     ) -> None:
+        super().__init__(incarnation, *(f"learner-{r}" for r in range(incarnation.config.learner.world_size)))
         self._payload = payload
-        self._config = incarnation.config
         self._run_dir = incarnation.run.path
         self._relays = relays
         self._show = show
-        self._placement = incarnation.placement
         self._starts = 0
         self._started: LearnerStarted | None = None
         self._checkpoint: Path | None = None
-        spec = PartSpec(
-            names=[f"learner-{rank}" for rank in range(incarnation.config.learner.world_size)],
-            actor_class=ACTOR,
-            concurrency=CALLS,
-            timeout_s=START_S,
-            places=lambda: incarnation.placement.plan.learner,
-            start=self._start,
-            spares_memory="lower packer.max_tokens, set learner.recompute=all, or raise learner.world_size",
-        )
-        self._keeper = Keeper(spec, incarnation)
-
-    def spawn(self) -> None:
-        """Start the processes; `start` loads the model in them."""
-        self._keeper.spawn()
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
         """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartCrashedError."""
         self._checkpoint = checkpoint
-        await self._keeper.begin()
+        await self.begin()
         assert self._started is not None, "a started learner has sizes"
         return self._started
 
-    async def replace(self, crash: PartCrashedError) -> None:
-        """End all ranks and count the crash; the next `start` has others. Raises RunFailedError."""
-        await self._keeper.replace(crash)
+    def places(self) -> Sequence[Place | None]:
+        """Return the places of all ranks."""
+        return self._placement.plan.learner
 
-    def kill(self) -> None:
-        """End all ranks."""
-        self._keeper.kill()
-
-    async def _start(self, parts: Sequence[Part]) -> None:
+    async def start_parts(self, parts: Sequence[Part]) -> None:
         """Start all ranks together, from the checkpoint if there is one; they meet at a new rendezvous."""
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
@@ -149,8 +134,8 @@ class LearnerLink:
         Raises PartCrashedError.
         """
         requests = []
-        for part, bundles in zip(self._keeper.parts, packed.bundles, strict=True):
-            refs = (ref for bundle in bundles for one in bundle for ref in one.refs)
+        for part, bundles in zip(self.parts, packed.bundles, strict=True):
+            refs = (ref for bundle in bundles for trajectory in bundle for ref in trajectory.refs)
             request = FetchRequest(bundles, self._payload.stores_for(refs, part.place.node))
             requests.append(await asyncio.to_thread(encode, request))  # megabytes: off the loop
         lost: dict[str, str] = {}
@@ -162,11 +147,11 @@ class LearnerLink:
     async def step(self, terms: StepTerms, *, version: int | None) -> StepOutcome:
         """Step on the fetched trajectories; publish the weights as `version`, if set. Raises PartCrashedError."""
         request = encode(StepRequest(terms, version))
-        return await self._call_first(StepOutcome, "step", [request] * len(self._keeper.parts))
+        return await self._call_first(StepOutcome, "step", [request] * len(self.parts))
 
     async def publish(self, version: int) -> None:
         """Publish the present weights as `version`. Raises PartCrashedError."""
-        await self._call_all("publish", [version] * len(self._keeper.parts))
+        await self._call_all("publish", [version] * len(self.parts))
 
     async def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it. Raises PartCrashedError."""
@@ -174,17 +159,17 @@ class LearnerLink:
 
     async def save(self, path: Path) -> None:
         """Begin a checkpoint in `path`; return when the state is copied. Raises PartCrashedError."""
-        await self._call_all("save", [str(path)] * len(self._keeper.parts))
+        await self._call_all("save", [str(path)] * len(self.parts))
 
     async def saved(self) -> None:
         """Wait until the newest checkpoint is complete on disk. Raises PartCrashedError."""
-        await self._call_all("saved", [None] * len(self._keeper.parts))
+        await self._call_all("saved", [None] * len(self.parts))
 
     async def _watch(self, *, starting: bool) -> None:
         """Call every rank for its progress, beside another call. Raises PartCrashedError when a rank hangs."""
         while True:
             await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
-            for rank, part in enumerate(self._keeper.parts):
+            for rank, part in enumerate(self.parts):
                 limit = START_S if starting else self._config.supervisor.heartbeat_timeout_s
                 progress = await part.call_for(LearnerProgress, "progress", timeout_s=limit)
                 if starting and rank == 0:
@@ -201,7 +186,7 @@ class LearnerLink:
 
         The call has no timeout, since a step may take long; a rank that hangs fails `progress`.
         """
-        parts = self._keeper.parts
+        parts = self.parts
         assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
         try:
             return await watched(self._call_ranks(method, arguments), self._watch(starting=method == "start"))
@@ -212,7 +197,7 @@ class LearnerLink:
     async def _call_ranks(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
         calls = [
             part.call(method, *([] if argument is None else [argument]), timeout_s=math.inf)
-            for part, argument in zip(self._keeper.parts, arguments, strict=False)
+            for part, argument in zip(self.parts, arguments, strict=False)
         ]
         return await asyncio.gather(*calls)
 
@@ -220,40 +205,33 @@ class LearnerLink:
 # ---- the reference model
 
 
-class ReferenceStage:
+class ReferenceStage(Keeper):
     """Runs packed passes over submitted trajectories, one after the other."""
 
+    actor_class = "laminar_py.runtime.workers.processes.learner:ReferenceActor"
+    timeout_s = START_S
+    spares_memory = "lower packer.max_tokens, or set algorithm.reference_pass=learner"
+
     def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
+        super().__init__(incarnation, REFERENCE)
         self._payload = payload
-        self._incarnation = incarnation
-        self._config = incarnation.config
         self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
         self._starts = 0
-        spec = PartSpec(
-            names=[REFERENCE],
-            actor_class="laminar_py.runtime.workers.processes.learner:ReferenceActor",
-            concurrency=2,
-            timeout_s=START_S,
-            places=lambda: [incarnation.placement.plan.reference],
-            start=self._start,
-            spares_memory="lower packer.max_tokens, or set algorithm.reference_pass=learner",
-        )
-        self._keeper = Keeper(spec, incarnation)
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the reference's place in the plan."""
+        return [self._placement.plan.reference]
 
     def submit_trajectory(self, trajectory: TrajectoryRef) -> None:
         """Queue a finished trajectory for the reference model."""
         self._queue.add_trajectory(trajectory)
-
-    def spawn(self) -> None:
-        """Start the process, which holds its GPU from now on; `start` loads the model in it."""
-        self._keeper.spawn()
 
     async def start(self) -> None:
         """Load the model. A warm start must be finished by now, since its result may be the reference.
 
         Raises ConfigError if the model cannot serve, RunFailedError if its process crashes too often.
         """
-        await self._keeper.bring_up()
+        await self.bring_up()
 
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
         """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
@@ -264,16 +242,16 @@ class ReferenceStage:
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
-            refs = (ref for one in bundle for ref in one.refs)
+            refs = (ref for trajectory in bundle for ref in trajectory.refs)
             request = ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node))
             answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
-            return await watched(answer, self._watch(part))
+            return await watched(answer, self._check(part))
 
-        answer = await self._keeper.call_with_restarts(call)
+        answer = await self.call_with_restarts(call)
         self._incarnation.stats.add_reference_time(answer.elapsed_s)
         return answer
 
-    async def _start(self, parts: Sequence[Part]) -> None:
+    async def start_parts(self, parts: Sequence[Part]) -> None:
         """Start the reference model in its process, with a rendezvous and a label of its own."""
         self._starts += 1
         run = self._incarnation.run.path
@@ -289,7 +267,7 @@ class ReferenceStage:
         )
         await parts[0].call("start", spec)
 
-    async def _watch(self, part: Part) -> None:
+    async def _check(self, part: Part) -> None:
         """Call the process now and then during a pass. Raises PartCrashedError when it hangs."""
         while True:
             await asyncio.sleep(WATCH_S)
@@ -299,39 +277,21 @@ class ReferenceStage:
 # ---- in place of a learner, where weights are evaluated
 
 
-class WeightFolder:
-    """Publishes the model of an evaluation's config as version 0."""
-
-    def __init__(self, incarnation: Incarnation, *, relays: Relays) -> None:
-        self._incarnation = incarnation
-        self._relays = relays
-        spec = PartSpec(
-            names=["weights"],
-            actor_class="laminar_py.runtime.workers.processes.learner:WeightsActor",
-            concurrency=1,
-            timeout_s=PUBLISH_S,
-            places=lambda: incarnation.placement.plan.learner[:1],
-            start=self._start,
-        )
-        self._keeper = Keeper(spec, incarnation)
-
-    def spawn(self) -> None:
-        """Start the process."""
-        self._keeper.spawn()
-
-    async def publish(self) -> Published:
-        """Publish the model; if the process crashes, start another and try again. Raises RunFailedError."""
-
-        async def call(parts: Sequence[Part]) -> Published:
-            spec = WeightsSpec(
-                config=self._incarnation.config.model_dump_json(),
-                run_dir=str(self._incarnation.run.path),
-                store=str(self._relays.store(0)),
-                chunk_bytes=self._relays.chunk_bytes,
-            )
-            return await parts[0].call_for(Published, "publish", spec)
-
-        return await self._keeper.call_with_restarts(call)
-
-    async def _start(self, parts: Sequence[Part]) -> None:
-        await self._relays.root_up()
+async def publish_model(incarnation: Incarnation, relays: Relays) -> Published:
+    """Publish the model of an evaluation's config as version 0. Raises RunFailedError if the process crashes."""
+    await relays.root_up()
+    spec = WeightsSpec(
+        config=incarnation.config.model_dump_json(),
+        run_dir=str(incarnation.run.path),
+        store=str(relays.store(0)),
+        chunk_bytes=relays.chunk_bytes,
+    )
+    actor = "laminar_py.runtime.workers.processes.learner:WeightsActor"
+    place = incarnation.placement.plan.learner[0]
+    part = Part("weights", actor, concurrency=1, timeout_s=PUBLISH_S, place=place)
+    try:
+        return await part.call_for(Published, "publish", spec)
+    except PartCrashedError as error:
+        raise RunFailedError(f"the weights are not published: {error.reason}; see logs/weights.log") from error
+    finally:
+        part.kill()

@@ -87,14 +87,14 @@ class PayloadHosts:
 
         Returns the live trajectories whose segments are missing, each with a reason.
         """
-        there: dict[str, int] = {}
+        sizes: dict[str, int] = {}  # bytes of each segment
         for node, files in (await self._files()).items():
             for file in files:
-                there.setdefault(file.name, file.num_bytes)
+                sizes.setdefault(file.name, file.num_bytes)
                 self._nodes.setdefault(part_of(file.name), node)
         for node in set(self._nodes.values()):
             self.stores.require(node)
-        return {entry.id: why for entry in recovered.live if (why := _missing(entry, there))}
+        return {entry.id: why for entry in recovered.live if (why := _missing(entry, sizes))}
 
     # ---- after crashes
 
@@ -148,9 +148,9 @@ class PayloadHosts:
         """Drop the trajectories whose segments were only on a crashed part's host."""
         async with self._one_loss:  # parts that crashed with the same host lose it once
             node = self._nodes[label]
-            known = await self._needed(scheduler)
-            gone = {segment for segment in known if self._node_of(segment) == node}
-            await self._lose(gone, f"host {self._placement.ip(node)} is gone", scheduler)
+            needed = await self._needed(scheduler)
+            lost = {segment for segment in needed if self._node_of(segment) == node}
+            await self._lose(lost, f"host {self._placement.ip(node)} is gone", scheduler)
 
     # ---- archive and deletion
 
@@ -189,42 +189,41 @@ class PayloadHosts:
         self._present.clear()
         await self._tidy(scheduler, settles_s=-math.inf)
         if is_local(self._run.segments):
-            await self._keep(scheduler)
+            await self._copy_needed(scheduler)
 
     async def _tidy(self, scheduler: TrajectoryScheduler, *, settles_s: float) -> None:
         """Delete segments without a reference; missing segments with a reference are lost.
 
         Replicas report new segments while hosts list theirs.
         """
-        before = await self._needed(scheduler)
-        there = await self._files()
-        after = await self._needed(scheduler)
-        known = {file.name for files in there.values() for file in files}
-        missing = {segment: self._node_of(segment) for segment in (before & after) - known}
-        gone = [name for name, node in missing.items() if node in there or not self._placement.is_alive(node)]
-        await self._lose(gone, f"segment {min(gone, default='')} is gone from its host", scheduler)
-        present = set(self._present.values())
-        idle = {
-            node: _ended(files, before | after, present=present, settles_s=settles_s)
-            for node, files in there.items()
+        needed_before = await self._needed(scheduler)
+        listed = await self._files()
+        needed_after = await self._needed(scheduler)
+        present = {file.name for files in listed.values() for file in files}
+        missing = {segment: self._node_of(segment) for segment in (needed_before & needed_after) - present}
+        lost = [name for name, node in missing.items() if node in listed or not self._placement.is_alive(node)]
+        await self._lose(lost, f"segment {min(lost, default='')} is gone from its host", scheduler)
+        labels, needed = set(self._present.values()), needed_before | needed_after
+        unneeded = {
+            node: _unneeded_segments(files, needed, present=labels, settles_s=settles_s)
+            for node, files in listed.items()
         }
-        await asyncio.gather(*(self._discard(node, segment_files(names)) for node, names in idle.items()))
+        await asyncio.gather(*(self._discard(node, segment_files(names)) for node, names in unneeded.items()))
 
-    async def _keep(self, scheduler: TrajectoryScheduler) -> None:
+    async def _copy_needed(self, scheduler: TrajectoryScheduler) -> None:
         """Copy needed segments from the hosts to the run's folder; segments that no host has are lost."""
         needed, folder = await self._needed(scheduler), self._run.segments
         names = encode(segment_files(needed))
-        await asyncio.gather(*(self._kept(node, names) for node in self._all_nodes))
+        await asyncio.gather(*(self._copy_to_run(node, names) for node in self._all_nodes))
         local = str(folder.readlink())
         await asyncio.to_thread(lead_to_kept, folder, segment_files(needed))
-        there = {file.name for file in decode(list[SegmentFile], segments_here(self._folder))}
-        gone = needed - there
-        await self._lose(gone, f"the host of segment {min(gone, default='')} is gone", scheduler)
+        lost = needed - {file.name for file in decode(list[SegmentFile], segments_here(self._folder))}
+        await self._lose(lost, f"the host of segment {min(lost, default='')} is gone", scheduler)
         await asyncio.gather(
             *(self._on(node, drop_local, local) for node in self._all_nodes if node not in self._silent)
         )
 
-    async def _kept(self, node: str, names: bytes) -> None:
+    async def _copy_to_run(self, node: str, names: bytes) -> None:
         """Have a host copy its segments, if it is alive. Raises UnwritableError, `OSError`."""
         try:
             async with asyncio.timeout(KEEP_S) as limit:
@@ -339,20 +338,20 @@ class PayloadHosts:
 
 async def restore_live(recovered: Recovered, payload: PayloadHosts, scheduler: TrajectoryScheduler) -> None:
     """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
-    gone = await payload.find_segments(recovered)
+    missing = await payload.find_segments(recovered)
     await scheduler.restore(recovered, salvaged=await payload.salvage_all(recovered.live))
-    await scheduler.lost_tokens.drop_trajectories(gone)
+    await scheduler.lost_tokens.drop_trajectories(missing)
 
 
-def _missing(entry: LiveTrajectory, there: Mapping[str, int]) -> str:
+def _missing(entry: LiveTrajectory, sizes: Mapping[str, int]) -> str:
     """Return which segment of a trajectory is missing, as a reason; "" if all are there."""
     for ref in (*(tokens.at for tokens in entry.tokens), *(column.at for column in entry.columns.values())):
-        if there.get(ref.segment, 0) < ref.offset + ref.num_bytes:
+        if sizes.get(ref.segment, 0) < ref.offset + ref.num_bytes:
             return f"{ref.segment} is on no host, or ends before byte {ref.offset + ref.num_bytes}"
     return ""
 
 
-def _ended(
+def _unneeded_segments(
     files: Sequence[SegmentFile], needed: Collection[str], *, present: Collection[str], settles_s: float
 ) -> list[str]:
     """Return the segments of a host that are unneeded and complete; `files` are in the order of their making."""

@@ -1,8 +1,7 @@
 """The processes of the relay tree: placed, started root first, restarted on their ports. Owned by the controller.
 
-A relay that crashed restarts on its old port, and waits for the port while its hung predecessor is being ended. If
-the port stays taken, the relay gets another port. Nodes below learn the new address with their next ping, replicas
-by an order, and the publisher by a note that the root leaves in their store.
+A relay that crashed restarts on a free port, or on its own one with `relay.base_port`. Nodes below learn the new
+address with their next ping, replicas by a command, and the publisher by a note that the root leaves in its store.
 
 If all parts are on one node, the tree has `relay.nodes` processes there. On several nodes, the root is beside the
 learner, and every host with replicas has a relay. After the loss of a host, the plan may place its relay, or the
@@ -14,12 +13,10 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.events import AnyEvent, Pulled, Reattached, Relayed, RelayGaveUp
 from laminar_py.records.weights import VersionLostError
@@ -42,14 +39,83 @@ from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.preflight.node_checks import NODE_TIMEOUT_S
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.keeper import Keeper
 from laminar_py.runtime.workers.specs import RelaySpec
 
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
 CHUNK_OVERHEAD_S = 200e-6  # of a chunk on a link, as measured on hosts of one rack
-PORT_SHARE = 0.5  # of the start timeout, to wait for the old port
+
+
+class RelayKeeper(Keeper):
+    """Keeps one node of the tree alive."""
+
+    actor_class = "laminar_py.runtime.workers.processes.relay:RelayActor"
+
+    def __init__(self, relays: "Relays", node: int) -> None:
+        super().__init__(relays.incarnation, f"relay-{node}")
+        self.timeout_s = self._config.supervisor.heartbeat_timeout_s
+        self.host: str | None = None  # cluster node that the relay is on, or was on
+        self.endpoint = ""
+        self.parents: tuple[str, ...] = ()  # endpoints of the relays above it, nearest first
+        self._node = node
+        self._relays = relays
+
+    @property
+    def planned_host(self) -> str | None:
+        """The relay's host by the present plan; None if no replica needs it."""
+        return self._placement.plan.relays[self._node]
+
+    @property
+    def is_serving(self) -> bool:
+        """True if the relay runs on the host that the plan gives it."""
+        return self.is_up and self.host == self.planned_host
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the relay's place by the present plan; None once no replica needs it."""
+        host = self.planned_host
+        if host is None:
+            self._relays.notify()  # replicas that wait for it must use another relay
+        return [None if host is None else Place(host)]
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Start the relay, with the relays above it as parents."""
+        (part,) = parts
+        relay, host = self._config.relay, part.place.node
+        assert host is not None, "a relay has a place"
+        if self._node:
+            await self._relays.root_up()
+        here_alone = not self._placement.spread and self._config.cluster.address is None
+        spec = RelaySpec(
+            config=self._config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            node=self._node,
+            store=str(self._relays.store(self._node)),
+            host=relay.host if here_alone else self._placement.ip(host),
+            port=0 if relay.base_port is None else relay.base_port + self._node,
+            parents=self._relays.parents_of(self._node),
+            chunk_bytes=self._relays.chunk_bytes,
+            public_key=self._relays.keys.public,
+            secret_key=self._relays.keys.secret,
+        )
+        endpoint = await part.call("start", spec)
+        assert isinstance(endpoint, str)
+        self.endpoint, self.host = endpoint, host
+        self._relays.find_parents()
+
+    async def watch(self, parts: Sequence[Part]) -> None:
+        """Ping the relay, with its parents, and record its events.
+
+        Raises PartCrashedError if the plan moves the relay.
+        """
+        self._relays.notify()
+        while True:
+            for event in await parts[0].call_for(list[RelayEvent], "ping", self.parents):
+                self._incarnation.ledger.append(on_record(event, self._relays.names))
+            if self.planned_host not in (None, self.host):
+                raise PartCrashedError(f"relay-{self._node}", "it is needed on another host")
+            await asyncio.sleep(PING_S)
 
 
 class Relays:
@@ -57,17 +123,15 @@ class Relays:
 
     def __init__(self, incarnation: Incarnation) -> None:
         self.keys = RelayKeys.generate()
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._config = incarnation.config
         self._placement = incarnation.placement
         self._shm = incarnation.run.shm(incarnation.config.relay.shm)
-        self._record = incarnation.ledger.append
-        self._keepers: dict[int, Keeper] = {}
+        self._keepers: dict[int, RelayKeeper] = {}
         self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep nodes alive, after `start`
-        self._hosts: dict[int, str] = {}  # cluster node that a relay is on, or was on
-        self._endpoints: dict[int, str] = {}
-        self._parents: dict[int, tuple[str, ...]] = {}  # endpoints of the relays above each node, nearest first
-        self._attached: dict[int, tuple[int, str]] = {}  # replica -> its relay, and the relay's host at that time
+        self._attached: dict[
+            int, tuple[int, str | None]
+        ] = {}  # replica -> its relay, and the relay's host at that time
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
         self._shape: Shape | None = None
         self._chunk_bytes = 0
@@ -88,13 +152,14 @@ class Relays:
     def _zones(self) -> list[str]:
         """[N] zone of each node's host."""
         labels, placement = self._config.relay.zones, self._placement
-        hosts = [host or self._hosts.get(node) for node, host in enumerate(placement.plan.relays)]
+        former = {node: keeper.host for node, keeper in self._keepers.items()}
+        hosts = [host or former.get(node) for node, host in enumerate(placement.plan.relays)]
         return [labels.get(placement.ip(host), "") if host else "" for host in hosts]
 
     @property
-    def _names(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         """Name of the node at each known endpoint."""
-        return {endpoint: f"relay-{node}" for node, endpoint in self._endpoints.items()}
+        return {keeper.endpoint: f"relay-{node}" for node, keeper in self._keepers.items()}
 
     def store(self, node: int) -> Path:
         """Return the folder on its host in which a node keeps versions."""
@@ -103,7 +168,7 @@ class Relays:
     @property
     def root(self) -> str:
         """Endpoint of the root."""
-        return self._endpoints[0]
+        return self._keepers[0].endpoint
 
     async def attach(self, replica: int, place: Place) -> str:
         """Wait for the relay of a replica at this place, and return its endpoint.
@@ -115,10 +180,10 @@ class Relays:
             if planned is None or planned.node != place.node:
                 raise PartCrashedError(f"replica-{replica}", f"its node {place.node} is gone")
             node = self._placement.plan.relay_of(replica, self.tree)
-            if self._is_up(node):
-                self._attached[replica] = node, self._hosts[node]
-                return self._endpoints[node]
-            self._keeper(node)  # replicas may have moved to a host that had none
+            keeper = self._keeper(node)  # replicas may have moved to a host that had none
+            if keeper.is_serving:
+                self._attached[replica] = node, keeper.host
+                return keeper.endpoint
             await self._changed.wait()
 
     def endpoint_for(self, replica: int) -> str:
@@ -127,13 +192,13 @@ class Relays:
         Raises PartCrashedError if the relay moved to another host, whose memory the replica cannot read.
         """
         node, host = self._attached[replica]
-        if self._hosts[node] != host:
+        if self._keepers[node].host != host:
             raise PartCrashedError(f"replica-{replica}", "its relay has gone to another host")
-        return self._endpoints[node]
+        return self._keepers[node].endpoint
 
     async def root_up(self) -> str:
         """Wait until the root is up beside the learner, and return its endpoint."""
-        while not self._is_up(0):
+        while not self._keeper(0).is_serving:
             await self._changed.wait()
         return self.root
 
@@ -149,9 +214,9 @@ class Relays:
         """Keep every node alive until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            self._find_parents()
+            self.find_parents()
             for node, keeper in self._keepers.items():
-                tasks.create_task(keeper.call_with_restarts(partial(self._watch, node)), name=f"keep-relay-{node}")
+                tasks.create_task(keeper.keep(), name=f"keep-relay-{node}")
 
     async def hold(self, version: int) -> None:
         """Subscribe to a version at the root for an evaluation, so that the root keeps it."""
@@ -173,7 +238,8 @@ class Relays:
 
     async def published(self) -> list[Manifest]:
         """Return the complete versions in the stores of all relays, ascending, also those not on record."""
-        return await self._stored(list(self._hosts.items()))
+        known = [(node, keeper.host) for node, keeper in self._keepers.items()]
+        return await self._stored([(node, host) for node, host in known if host is not None])
 
     async def _settle(self) -> None:
         """Choose the shape of the tree and the size of chunks.
@@ -215,118 +281,47 @@ class Relays:
             return []
 
         answers = await asyncio.gather(*(look(node, host) for node, host in hosts))
-        found = {manifest.version: manifest for manifests in answers for manifest in manifests}
-        return [found[version] for version in sorted(found)]
+        by_version = {manifest.version: manifest for manifests in answers for manifest in manifests}
+        return [by_version[version] for version in sorted(by_version)]
 
-    # ---- one node
+    # ---- nodes
 
-    def _keeper(self, node: int) -> Keeper:
+    def _keeper(self, node: int) -> RelayKeeper:
         """Return the keeper of a node; make and start one if there is none."""
         if node not in self._keepers:
-            self._keepers[node] = Keeper(
-                PartSpec(
-                    names=[f"relay-{node}"],
-                    actor_class="laminar_py.runtime.workers.processes.relay:RelayActor",
-                    concurrency=4,
-                    timeout_s=self._config.supervisor.heartbeat_timeout_s,
-                    places=partial(self._places, node),
-                    start=partial(self._start_node, node),
-                ),
-                self._incarnation,
-            )
+            self._keepers[node] = RelayKeeper(self, node)
             if self._tasks is not None:
-                watching = self._keepers[node].call_with_restarts(partial(self._watch, node))
-                self._tasks.create_task(watching, name=f"keep-relay-{node}")
+                self._tasks.create_task(self._keepers[node].keep(), name=f"keep-relay-{node}")
         return self._keepers[node]
 
     async def _bring_up(self, node: int) -> None:
         """Start a node, again if it crashes meanwhile, as long as the plan has a host for it."""
         keeper = self._keeper(node)
-        while self._placement.plan.relays[node] is not None and not keeper.is_up:
+        while keeper.planned_host is not None and not keeper.is_up:
             try:
                 await keeper.begin()
             except PartCrashedError as error:
                 await keeper.replace(error)
 
-    def _places(self, node: int) -> list[Place | None]:
-        """Return the place of a node by the present plan; None once no replica needs it."""
-        host = self._placement.plan.relays[node]
-        if host is None:
-            self._notify()  # replicas that wait for it must use another relay
-        return [None if host is None else Place(host)]
-
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake the callers that wait for a relay."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _watch(self, node: int, parts: Sequence[Part]) -> None:
-        """Ping a node, with its parents, and record its events.
-
-        Raises PartCrashedError if the plan moves the node.
-        """
-        self._notify()
-        while True:
-            for event in await parts[0].call_for(list[RelayEvent], "ping", self._parents[node]):
-                self._record(on_record(event, self._names))
-            if self._placement.plan.relays[node] not in (None, self._hosts[node]):
-                raise PartCrashedError(f"relay-{node}", "it is needed on another host")
-            await asyncio.sleep(PING_S)
-
-    async def _start_node(self, node: int, parts: Sequence[Part]) -> None:
-        """Start a node, on its old port if it was on this host before and the port is free."""
-        (part,) = parts
-        host = part.place.node
-        assert host is not None, "a relay has a place"
-        if node:
-            await self.root_up()
-        comes_back = self._hosts.get(node) == host
-        spec = RelaySpec(
-            config=self._config_on(host).model_dump_json(),
-            run_dir=str(self._incarnation.run.path),
-            node=node,
-            store=str(self.store(node)),
-            port=self._port(node, host),
-            patience_s=PORT_SHARE * self._config.supervisor.heartbeat_timeout_s if comes_back else 0.0,
-            or_any_port=comes_back and self._config.relay.base_port is None,
-            parents=self._parents_in(self.tree, node),
-            chunk_bytes=self.chunk_bytes,
-            public_key=self.keys.public,
-            secret_key=self.keys.secret,
-        )
-        endpoint = await part.call("start", spec)
-        assert isinstance(endpoint, str)
-        self._endpoints[node], self._hosts[node] = endpoint, host
-        if self._tasks is not None:  # during `start`, parents are up first
-            self._find_parents()
-
-    def _find_parents(self) -> None:
+    def find_parents(self) -> None:
         """Compute the endpoints of the relays above each node, which its next ping brings."""
-        tree = self.tree
-        self._parents = {node: self._parents_in(tree, node) for node in self._keepers}
+        if self._tasks is not None:  # during `start`, parents are up first
+            tree = self.tree
+            for node, keeper in self._keepers.items():
+                keeper.parents = self._parents_in(tree, node)
+
+    def parents_of(self, node: int) -> tuple[str, ...]:
+        """Return the endpoints of the relays above a node, nearest first."""
+        return self._parents_in(self.tree, node)
 
     def _parents_in(self, tree: Topology, node: int) -> tuple[str, ...]:
-        planned = self._placement.plan.relays
-        known = (parent for parent in tree.ancestors(node) if planned[parent] and parent in self._endpoints)
-        return tuple(self._endpoints[parent] for parent in known)
-
-    def _is_up(self, node: int) -> bool:
-        """Return True if a node runs on the host that the plan gives it."""
-        keeper = self._keepers.get(node)
-        running = keeper is not None and keeper.is_up
-        return running and self._hosts[node] == self._placement.plan.relays[node]
-
-    def _config_on(self, host: str) -> RunConfig:
-        """Return the config for a relay on a host: on a cluster it listens on the address of the host."""
-        if not self._placement.spread and self._config.cluster.address is None:
-            return self._config
-        relay = self._config.relay.model_copy(update={"host": self._placement.ip(host)})
-        return self._config.model_copy(update={"relay": relay})
-
-    def _port(self, node: int, host: str) -> int:
-        if self._hosts.get(node) == host:
-            return int(self._endpoints[node].rpartition(":")[2])
-        base = self._config.relay.base_port
-        return 0 if base is None else base + node
+        above = (self._keepers.get(parent) for parent in tree.ancestors(node))
+        return tuple(keeper.endpoint for keeper in above if keeper and keeper.planned_host and keeper.endpoint)
 
 
 def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
@@ -346,9 +341,9 @@ def stored_manifests(store: str) -> bytes:
     """Return the encoded manifests of the complete versions in a store on this host."""
     folder = Path(store)
     versions = complete_versions(folder) if folder.is_dir() else []
-    found = []
+    manifests = []
     for version in versions:
         with contextlib.suppress(FileNotFoundError):  # deleted since
             data = (folder / folder_name(version) / MANIFEST).read_bytes()
-            found.append(msgspec.json.decode(data, type=Manifest))
-    return encode(found)
+            manifests.append(msgspec.json.decode(data, type=Manifest))
+    return encode(manifests)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 
 import msgspec
 
@@ -32,7 +32,7 @@ from laminar_py.runtime.cluster.placement import Place, Plan
 from laminar_py.runtime.link.hub import ReplicaConnection, ReplicaHub
 from laminar_py.runtime.link.messages import Command, Follow, GiveUp, Stop, Submit
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import RETRY_S, Keeper, PartSpec, back_off
+from laminar_py.runtime.workers.keeper import RETRY_S, Keeper
 from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.specs import ReplicaSpec, ReportPace
@@ -43,8 +43,6 @@ START_S = 120.0  # for a replica to start, without the time of its engine
 SPEED_S = 600.0  # to measure the speed of an engine, which waits for the first weights
 ANSWER_S = 2.0  # least time for an answer: a busy controller takes reports in with delay
 SCALED = "scaled"  # reason for leaving, in `ReplicaLeft`
-FIRST_STARTS = 2  # failed first starts after which the run ends, or a joined replica leaves
-FORGIVES_S = 3600.0  # a later crash for want of memory counts as a first one
 REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, within the limits below
 MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 CHECKSUMS_KEPT = 64
@@ -67,6 +65,134 @@ class _LeftError(Exception):
     """A replica has left the fleet and gets no other process."""
 
 
+class ReplicaKeeper(Keeper):
+    """Keeps one replica alive: its process, and its connection to the controller.
+
+    Each process gets a new label, for its segments and its connection, so late reports of the process before it
+    are ignored.
+    """
+
+    actor_class = "laminar_py.runtime.workers.processes.replica:ReplicaActor"
+    concurrency = 16
+    first_starts = 2  # a replica that joined and fails so often leaves; any other ends the run
+    spares_memory = "lower rollout.kv_capacity, rollout.max_batch or rollout.replicas"
+    forgives_s = 3600.0
+
+    def __init__(self, fleet: "Replicas", index: int) -> None:
+        super().__init__(fleet.incarnation, f"replica-{index}")
+        self.timeout_s = self._config.supervisor.heartbeat_timeout_s
+        self.make_part = fleet.incarnation.kinds.replica
+        self.index = index
+        self.connection: ReplicaConnection | None = None  # from the start of a process to its end
+        self.relay = ""  # endpoint of the relay that the replica was last sent
+        self.is_killed = False  # the process was ended on purpose, and is not replaced yet
+        self.is_ending = False  # the replica leaves, and gets no other process
+        self.has_served = False
+        self.label: str | None = None  # of the segments that the process writes
+        self._fleet = fleet
+
+    def end(self) -> None:
+        """Kill the process on purpose, which does not count as a crash."""
+        self.is_killed = True
+        self.kill()
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the replica's place; None if no plan has it yet. Raises `_LeftError` if the replica leaves."""
+        if self.is_ending:
+            raise _LeftError
+        planned = self._placement.plan.replicas
+        return [planned[self.index] if self.index < len(planned) else None]
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Attach a replica to a relay, open its connection, and start it with the trajectories it continues."""
+        fleet, config, node = self._fleet, self._fleet.config, parts[0].place.node
+        self._incarnation.stats.add_replica(self.index)
+        self.relay = await fleet.relays.attach(self.index, parts[0].place)
+        self.label = label = await fleet.payload.new_label(f"replica-{self.index}", node)
+        await self._close_connection()  # of a failed start
+        self.connection = fleet.hub.open(label, self.index)
+        fleet.update_places()
+        spec = ReplicaSpec(
+            config=config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            label=label,
+            store_key=fleet.payload.key,
+            index=self.index,
+            model_dir=str(config.model.path),
+            relay=self.relay,
+            hub=fleet.hub.endpoint,
+            pace=pace_of(len(self._placement.plan.replicas), config.supervisor.heartbeat_timeout_s),
+            public_key=fleet.relays.keys.public,
+            secret_key=fleet.relays.keys.secret,
+            assignments=self.with_stores(fleet.scheduler.dispatcher.for_starting(self.index)),
+            secret=config.rollout.engine.secret(),
+            server=fleet.servers.get(self.index, ""),
+        )
+        await parts[0].call("start", spec, timeout_s=START_S + config.rollout.engine.start_limit_s)
+
+    async def watch(self, parts: Sequence[Part]) -> None:
+        """Wait until a replica ends or its connection is lost. Raises PartCrashedError."""
+        self.has_served = True
+        await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost())
+
+    async def clean_up(self, error: PartCrashedError) -> PartCrashedError | None:
+        """Give the work of a crashed replica to others; return the crash if it counts against the run.
+
+        A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
+        """
+        await self._close_connection()
+        await self.take_over()
+        self._incarnation.stats.next_report.set()  # `stop` may wait for its trajectories
+        on_purpose, leaves = self.is_killed, self._fleet.scheduler.views.by_index[self.index].leaving
+        self.is_killed = False
+        tolerated = leaves or StoreFullError.__name__ in error.reason
+        if tolerated and not on_purpose:
+            log.error("%s", error)
+            self._incarnation.ledger.append(PartCrashed(error.part, error.reason))
+        if leaves:
+            raise _LeftError
+        return None if on_purpose or tolerated else error
+
+    async def rest(self, failures: int) -> None:
+        """Have others continue the replica's trajectories, and wait."""
+        self._fleet.issuing.run_now()
+        await super().rest(failures)
+
+    async def take_over(self) -> None:
+        """Queue the trajectories of a crashed replica for others, with all tokens in its segments and journals."""
+        index, label, payload, scheduler = self.index, self.label, self._fleet.payload, self._fleet.scheduler
+        self.label = None
+        scheduler.views.retire(index)  # it gets no work while its journals are read
+        if label is None:  # it crashed before it started
+            await scheduler.reports.on_replica_lost(index, reason=REPLICA_CRASHED)
+        elif await payload.is_lost(label):
+            await scheduler.reports.on_replica_lost(index, reason=HOST_LOST)
+            await payload.lose_host_of(label, scheduler)
+        else:
+            answer = await payload.salvage(label, scheduler.reports.running_on(index))
+            await scheduler.reports.on_replica_lost(index, answer.found, reason=REPLICA_CRASHED)
+            await payload.salvaged(label, answer)
+
+    def with_stores(self, assignments: Sequence[Assignment]) -> list[Assignment]:
+        """Return assignments with the stores of tokens that are on other hosts."""
+        node = self.parts[0].place.node
+        refs = [[tokens.at for tokens in assignment.tokens] for assignment in assignments]
+        stores = [self._fleet.payload.stores_for(mine, node) for mine in refs]
+        pairs = zip(assignments, stores, strict=True)
+        return [msgspec.structs.replace(item, stores=names) if names else item for item, names in pairs]
+
+    async def _until_lost(self) -> None:
+        """Wait until the connection of a started replica is lost, and raise PartCrashedError."""
+        assert self.connection is not None, "a started replica has a connection"
+        self._fleet.hub.mark_started(self.connection)
+        raise PartCrashedError(f"replica-{self.index}", await self.connection.lost)
+
+    async def _close_connection(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            await self._fleet.hub.close(connection)
+
+
 class Replicas:
     """Keeps the processes of all replicas alive, sends commands to them, and passes their reports on.
 
@@ -83,26 +209,21 @@ class Replicas:
         issuing: Tick,
         on_reports: Callable[[Sequence[tuple[ReplicaConnection, ReplicaReport]]], Awaitable[None]],
     ) -> None:
-        self._payload = payload
-        self._labels: dict[int, str] = {}  # label of the segments that each replica writes
-        self._incarnation = incarnation
-        self._config = incarnation.config
+        self.incarnation = incarnation
+        self.config = incarnation.config  # with the present size of the fleet
+        self.scheduler = scheduler
+        self.relays = relays
+        self.payload = payload
+        self.issuing = issuing
+        self.servers = dict(enumerate(self.config.rollout.engine.servers))  # by replica: its URL
+        self.left: dict[int, str] = {}  # replica that has left -> reason
         self._stats = incarnation.stats
-        self._scheduler = scheduler
-        self._relays = relays
-        self._restarting: set[int] = set()  # replicas that were killed on purpose
         self._plan: Plan | None = None  # the plan that the scheduler knows
-        self._issuing = issuing
         self._on_reports = on_reports
         self._running_hub: ReplicaHub | None = None
-        self._connections: dict[int, ReplicaConnection] = {}  # to each replica from its start to its end
-        self._relay_sent: dict[int, str] = {}  # endpoint of the relay that each replica was last sent
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum, its replica
-        self._keepers = [Keeper(self._spec(index), incarnation) for index in range(self._config.rollout.replicas)]
-        self._servers = dict(enumerate(self._config.rollout.engine.servers))  # by replica: its URL
-        self._unproven: set[int] = set()  # replicas that have joined and were never up
-        self._ending: set[int] = set()  # replicas that leave and get no other process
-        self.left: dict[int, str] = {}  # replica that has left -> reason
+        self._keepers = [ReplicaKeeper(self, index) for index in range(self.config.rollout.replicas)]
+        self._joined: set[int] = set()  # replicas that joined the running fleet
         self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep them
 
     def spawn(self) -> None:
@@ -112,18 +233,18 @@ class Replicas:
 
     async def keep(self) -> None:
         """Keep every replica alive until cancelled. Raises RunFailedError, ConfigError."""
-        placement = self._incarnation.placement
-        here = placement.here.node if self._config.cluster.address is not None else None
+        placement = self.incarnation.placement
+        here = placement.here.node if self.config.cluster.address is not None else None
         hub = self._running_hub = ReplicaHub(
-            PeerServer(self._relays.keys, LOOPBACK if here is None else placement.ip(here)),
+            PeerServer(self.relays.keys, LOOPBACK if here is None else placement.ip(here)),
             on_reports=self._on_reports,
-            patience_s=self._config.supervisor.heartbeat_timeout_s,
+            patience_s=self.config.supervisor.heartbeat_timeout_s,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                for index in range(len(self._keepers)):
-                    tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+                for keeper in self._keepers:
+                    tasks.create_task(self._keep(keeper), name=f"keep-replica-{keeper.index}")
                 tasks.create_task(hub.run(), name="link")
         finally:
             hub.end()
@@ -132,18 +253,18 @@ class Replicas:
 
     def send_command(self, index: int, command: Command) -> None:
         """Send a command to a replica that runs or starts; for any other replica the command has no meaning."""
-        connection = self._connections.get(index)
+        connection = self._keepers[index].connection
         if connection is not None:
             connection.send_command(command)
 
     def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
         """Send assignments to a replica, with the stores of tokens that are on other hosts."""
-        for located in self._with_stores(index, assignments):
-            self.send_command(index, Submit([located]))
+        for assignment in self._keepers[index].with_stores(assignments):
+            self.send_command(index, Submit([assignment]))
 
     def is_killed(self, index: int) -> bool:
         """Return True if a replica was killed on purpose: others continue its work from its segments."""
-        return index in self._restarting
+        return self._keepers[index].is_killed
 
     def check_weights(self, connection: ReplicaConnection, report: ReplicaReport) -> None:
         """Lose a replica whose weights differ from another's, and send it the present address of its relay.
@@ -152,12 +273,13 @@ class Replicas:
         """
         self._compare_weights(connection, report.loads)
         try:
-            relay = self._relays.endpoint_for(connection.replica)
+            relay = self.relays.endpoint_for(connection.replica)
         except PartCrashedError as error:
             connection.lose(error.reason)
             return
-        if relay != self._relay_sent[connection.replica]:
-            self._relay_sent[connection.replica] = relay
+        keeper = self._keepers[connection.replica]
+        if relay != keeper.relay:
+            keeper.relay = relay
             connection.send_command(Follow(relay))
 
     def _compare_weights(self, connection: ReplicaConnection, loads: Sequence[VersionLoaded]) -> None:
@@ -174,18 +296,10 @@ class Replicas:
 
     def update_places(self) -> None:
         """Tell the scheduler which replicas have a place in the present plan."""
-        plan = self._incarnation.placement.plan
+        plan = self.incarnation.placement.plan
         if plan is not self._plan:
             self._plan = plan
-            self._scheduler.views.planned(place is not None for place in plan.replicas)
-
-    def _with_stores(self, index: int, assignments: Sequence[Assignment]) -> list[Assignment]:
-        """Return assignments with the stores of tokens that are on other hosts."""
-        node = self._keepers[index].parts[0].place.node
-        refs = [[tokens.at for tokens in assignment.tokens] for assignment in assignments]
-        stores = [self._payload.stores_for(mine, node) for mine in refs]
-        pairs = zip(assignments, stores, strict=True)
-        return [msgspec.structs.replace(item, stores=of) if of else item for item, of in pairs]
+            self.scheduler.views.planned(place is not None for place in plan.replicas)
 
     # ---- the fleet
 
@@ -195,67 +309,67 @@ class Replicas:
         `config` has the new size of the fleet.
         """
         assert self._tasks is not None, "replicas join while others are kept"
-        self._config = config
-        self._servers |= servers
-        for index in range(len(self._keepers), len(self._scheduler.views.by_index)):
-            self._unproven.add(index)
-            self._keepers.append(Keeper(self._spec(index), self._incarnation))
-            self._tasks.create_task(self._keep(index), name=f"keep-replica-{index}")
+        self.config = config
+        self.servers |= servers
+        for index in range(len(self._keepers), len(self.scheduler.views.by_index)):
+            self._joined.add(index)
+            self._keepers.append(ReplicaKeeper(self, index))
+            self._tasks.create_task(self._keep(self._keepers[index]), name=f"keep-replica-{index}")
 
     def remove(self, index: int) -> None:
         """End a leaving replica that has no work left, without counting a crash."""
-        assert self._scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
-        self._ending.add(index)
+        assert self.scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
+        self._keepers[index].is_ending = True
         if self._keepers[index].parts:
-            self._end(index)
+            self._keepers[index].end()
 
     def is_ending(self, index: int) -> bool:
         """Return True if a replica has left, or its process is about to end."""
-        return index in self._ending or index in self.left
+        return self._keepers[index].is_ending or index in self.left
 
     def has_process(self, index: int) -> bool:
         """Return True if a replica has a process."""
         return bool(self._keepers[index].parts)
 
-    async def _keep(self, index: int) -> None:
-        """Keep a replica alive until it has left. Raises RunFailedError or ConfigError if it ever was up."""
+    async def _keep(self, keeper: ReplicaKeeper) -> None:
+        """Keep a replica alive until it has left. Raises RunFailedError, ConfigError."""
         reason = SCALED
         try:
-            await self._keepers[index].call_with_restarts(partial(self._serve, index))
+            await keeper.keep()
         except _LeftError:
             pass
         except (ConfigError, RunFailedError) as error:
-            if index not in self._unproven:
+            if keeper.has_served or keeper.index not in self._joined:
                 raise
-            log.error("replica %d is taken out again: %s", index, error)
-            self._scheduler.leave(index)
-            self._keepers[index].kill()
-            await self._take_over(index)
+            log.error("replica %d is taken out again: %s", keeper.index, error)
+            self.scheduler.leave(keeper.index)
+            keeper.kill()
+            await keeper.take_over()
             reason = str(error)
-        self._stats.remove_replica(index)
-        self._incarnation.ledger.append(ReplicaLeft(index, reason))
-        self.left[index] = reason
-        self._issuing.run_now()  # its trajectories wait for others
+        self._stats.remove_replica(keeper.index)
+        self.incarnation.ledger.append(ReplicaLeft(keeper.index, reason))
+        self.left[keeper.index] = reason
+        self.issuing.run_now()  # its trajectories wait for others
 
     # ---- repacking
 
     async def speed(self) -> EngineSpeed:
         """Return the speed of the engines, as the first replica that is up measures it before it has work."""
         while True:
-            for replica in range(len(self._keepers)):
-                speed = await self._speed_of(replica)
-                if speed is not None:
-                    return speed
+            for keeper in self._keepers:
+                if keeper.is_up:
+                    with suppress(PartCrashedError):
+                        return await keeper.parts[0].call_for(EngineSpeed, "speed", timeout_s=SPEED_S)
             await asyncio.sleep(RETRY_S)  # all are starting
 
     async def survey(self, replica: int) -> Survey | None:
         """See `migration.ReplicaFleet.survey`."""
-        connection = self._connections.get(replica)
+        connection = self._keepers[replica].connection
         return None if connection is None else await connection.request_survey(within_s=self._answer_s)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
         """See `migration.ReplicaFleet.expect`."""
-        connection = self._connections.get(replica)
+        connection = self._keepers[replica].connection
         return connection is not None and await connection.expect(version, trajectory_ids, within_s=self._answer_s)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
@@ -265,17 +379,7 @@ class Replicas:
     @property
     def _answer_s(self) -> float:
         """Time for an answer: a silent replica must not delay the repacking of the others."""
-        return max(ANSWER_S, self._config.repack.interval_s)
-
-    async def _speed_of(self, replica: int) -> EngineSpeed | None:
-        """Return the speed of a replica's engine; None if the replica is not up or crashes meanwhile."""
-        keeper = self._keepers[replica]
-        if not keeper.is_up:
-            return None
-        try:
-            return await keeper.parts[0].call_for(EngineSpeed, "speed", timeout_s=SPEED_S)
-        except PartCrashedError:
-            return None
+        return max(ANSWER_S, self.config.repack.interval_s)
 
     # ---- their life
 
@@ -285,137 +389,25 @@ class Replicas:
         By then partial responses have arrived, and evaluations that were not interrupted have ended. A replica
         that is starting is killed and starts again, since it cannot report yet.
         """
-        views = self._scheduler.views
-        for index, keeper in enumerate(self._keepers):
+        views = self.scheduler.views
+        for keeper in self._keepers:
             if keeper.is_up:
-                self.send_command(index, Stop(evaluations))
+                self.send_command(keeper.index, Stop(evaluations))
             elif keeper.parts:
-                self._end(index)
+                keeper.end()
         while views.in_flight:
             self._stats.next_report.clear()
             await self._stats.next_report.wait()
 
     def restart(self) -> None:
         """Replace all processes by fresh ones, whose engines may serve older versions."""
-        for index, keeper in enumerate(self._keepers):
+        for keeper in self._keepers:
             if keeper.parts:
-                self._scheduler.views.retire(index)
-                self._end(index)
-
-    def _end(self, index: int) -> None:
-        """Kill a process on purpose, which does not count as a crash."""
-        self._restarting.add(index)
-        self._keepers[index].kill()
-
-    def _spec(self, index: int) -> PartSpec:
-        """Describe the process of a replica for its keeper."""
-        return PartSpec(
-            names=[f"replica-{index}"],
-            actor_class="laminar_py.runtime.workers.processes.replica:ReplicaActor",
-            concurrency=16,
-            timeout_s=self._config.supervisor.heartbeat_timeout_s,
-            places=lambda: [self._place(index)],
-            start=partial(self._start, index),
-            settle=partial(self._settle, index),
-            rest=self._rest,
-            first_starts=FIRST_STARTS,
-            make=self._incarnation.kinds.replica,
-            spares_memory="lower rollout.kv_capacity, rollout.max_batch or rollout.replicas",
-            forgives_s=FORGIVES_S,
-        )
-
-    def _place(self, index: int) -> Place | None:
-        if index in self._ending:
-            raise _LeftError
-        planned = self._incarnation.placement.plan.replicas
-        return planned[index] if index < len(planned) else None  # no plan has it yet
-
-    async def _settle(self, index: int, error: PartCrashedError) -> PartCrashedError | None:
-        """Hand the work of a crashed replica to others; return the crash if it counts against the run.
-
-        A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
-        """
-        await self._close_connection(index)
-        await self._take_over(index)
-        self._stats.next_report.set()  # `stop` may wait for its trajectories
-        on_purpose, leaves = index in self._restarting, self._scheduler.views.by_index[index].leaving
-        self._restarting.discard(index)
-        tolerated = leaves or StoreFullError.__name__ in error.reason
-        if tolerated and not on_purpose:
-            log.error("%s", error)
-            self._incarnation.ledger.append(PartCrashed(error.part, error.reason))
-        if leaves:
-            raise _LeftError
-        return None if on_purpose or tolerated else error
-
-    async def _take_over(self, index: int) -> None:
-        """Queue the trajectories of a crashed replica for others, with all tokens in its segments and journals."""
-        label, reports = self._labels.pop(index, None), self._scheduler.reports
-        self._scheduler.views.retire(index)  # it gets no work while its journals are read
-        if label is None:  # it crashed before it started
-            await reports.on_replica_lost(index, reason=REPLICA_CRASHED)
-        elif await self._payload.is_lost(label):
-            await reports.on_replica_lost(index, reason=HOST_LOST)
-            await self._payload.lose_host_of(label, self._scheduler)
-        else:
-            answer = await self._payload.salvage(label, reports.running_on(index))
-            await reports.on_replica_lost(index, answer.found, reason=REPLICA_CRASHED)
-            await self._payload.salvaged(label, answer)
-
-    async def _rest(self, failures: int) -> None:
-        self._issuing.run_now()
-        await back_off(failures)
-
-    async def _start(self, index: int, parts: Sequence[Part]) -> None:
-        """Attach a replica to a relay, open its connection, and start it with the trajectories it continues.
-
-        The new life gets a new label, so reports of the life before are ignored. Raises `PartCrashedError`.
-        """
-        self._stats.add_replica(index)
-        relay = await self._relays.attach(index, parts[0].place)
-        self._labels[index] = label = await self._payload.new_label(f"replica-{index}", parts[0].place.node)
-        await self._close_connection(index)  # of a failed start
-        self._connections[index], self._relay_sent[index] = self._hub.open(label, index), relay
-        self.update_places()
-        spec = ReplicaSpec(
-            config=self._config.model_dump_json(),
-            run_dir=str(self._incarnation.run.path),
-            label=label,
-            store_key=self._payload.key,
-            index=index,
-            model_dir=str(self._config.model.path),
-            relay=relay,
-            hub=self._hub.endpoint,
-            pace=pace_of(
-                len(self._incarnation.placement.plan.replicas), self._config.supervisor.heartbeat_timeout_s
-            ),
-            public_key=self._relays.keys.public,
-            secret_key=self._relays.keys.secret,
-            assignments=self._with_stores(index, self._scheduler.dispatcher.for_starting(index)),
-            secret=self._config.rollout.engine.secret(),
-            server=self._servers.get(index, ""),
-        )
-        limit = START_S + self._config.rollout.engine.start_limit_s
-        await parts[0].call("start", spec, timeout_s=limit)
-
-    async def _serve(self, index: int, parts: Sequence[Part]) -> None:
-        """Wait until a replica ends or its connection is lost. Raises PartCrashedError."""
-        self._unproven.discard(index)
-        await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost(index))
-
-    async def _until_lost(self, index: int) -> None:
-        """Wait until the connection of a started replica is lost, and raise PartCrashedError."""
-        connection = self._connections[index]
-        self._hub.mark_started(connection)
-        raise PartCrashedError(f"replica-{index}", await connection.lost)
-
-    async def _close_connection(self, index: int) -> None:
-        """Close the connection to a replica, if there is one."""
-        connection = self._connections.pop(index, None)
-        if connection is not None:
-            await self._hub.close(connection)
+                self.scheduler.views.retire(keeper.index)
+                keeper.end()
 
     @property
-    def _hub(self) -> ReplicaHub:
+    def hub(self) -> ReplicaHub:
+        """The controller's end of all connections."""
         assert self._running_hub is not None, "there is a hub from `keep` on"
         return self._running_hub

@@ -6,32 +6,26 @@ and each crash of a server, so a call goes to a live server, or waits for one
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 
 from laminar_py.config.reward import server_name
-from laminar_py.records.codec import encode
-from laminar_py.records.pieces import TokensRef
 from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unscored
 from laminar_py.reward.stage import ScorerCrashedError, ScorerHandle
+from laminar_py.runtime.cluster.calls import ActorClass
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.keeper import Keeper, keep_all
 from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.specs import ScorerSpec, ServerStart
 
 START_S, STOP_S = 60.0, 10.0
-CALLS = 4  # at once: one for scores, others for responses and for addresses of servers
-MESSAGE_BYTES = 4 << 20  # size after which another message begins: tests of a problem may take megabytes
 TAKE_S = 10.0  # after which a scorer without scores answers
 SERVER_START_S = 120.0  # for the process beside a server
-SERVER_WATCH_S = 10.0  # length of one call that watches a server
-SERVER_PATIENCE_S = 60.0  # for its answer
-SERVER_FIRST_STARTS = 2  # failed first starts after which the run ends
 
 
 class RemoteScorer:
@@ -44,17 +38,14 @@ class RemoteScorer:
 
     async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Send responses to the scorer. Raises `ScorerCrashedError` if the process is gone."""
-        located = [
-            msgspec.structs.replace(response, stores=self._stores(response.tokens)) for response in responses
-        ]
+        node = self._part.place.node
+        stores = [self._payload.stores_for((ref.at for ref in response.tokens), node) for response in responses]
+        pairs = zip(responses, stores, strict=True)
+        located = [msgspec.structs.replace(response, stores=names) for response, names in pairs]
         try:
-            for batch in _by_size(located):
-                await self._part.call("submit_responses", batch)
+            await self._part.call("submit_responses", located)
         except PartCrashedError as error:
             raise ScorerCrashedError(str(error)) from error
-
-    def _stores(self, tokens: Sequence[TokensRef]) -> dict[str, str]:
-        return self._payload.stores_for((ref.at for ref in tokens), self._part.place.node)
 
     async def next_scores(self) -> list[Score]:
         """Wait for scores, and return them. Raises `ScorerCrashedError` if the process is gone or hangs."""
@@ -67,29 +58,52 @@ class RemoteScorer:
         return scores
 
 
-def _by_size(requests: Sequence[Unscored]) -> Iterator[bytes]:
-    """Yield the responses in messages, each closed as soon as it has `MESSAGE_BYTES`."""
-    batch, size = list[msgspec.Raw](), 0
-    for request in map(encode, requests):
-        batch.append(msgspec.Raw(request))
-        size += len(request)
-        if size >= MESSAGE_BYTES:
-            yield encode(batch)
-            batch, size = [], 0
-    if batch:
-        yield encode(batch)
+class ScorerKeeper(Keeper):
+    """Keeps one scoring process alive."""
+
+    actor_class: ActorClass = "laminar_py.runtime.workers.processes.scorer:ScorerActor"
+    timeout_s = START_S
+
+    def __init__(self, incarnation: Incarnation, index: int, payload: PayloadHosts) -> None:
+        super().__init__(incarnation, f"scorer-{index}")
+        self.addresses = PoolAddresses(0, {})
+        self.responses_at_once = 1
+        self._index = index
+        self._payload = payload
+        self.actor_class = incarnation.kinds.scorer or self.actor_class
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the nodes of the run in turn."""
+        return [self._placement.scorer_place(self._index)]
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Start a scorer in its process, send it the addresses of the servers, and note its concurrency."""
+        spec = ScorerSpec(
+            config=self._config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            index=self._index,
+            label=await self._payload.new_label(f"scorer-{self._index}", parts[0].place.node),
+            store_key=self._payload.key,
+        )
+        responses_at_once = await parts[0].call("start", spec)
+        assert isinstance(responses_at_once, int)
+        self.responses_at_once = responses_at_once
+        self.publish_addresses(self.addresses)
+
+    def publish_addresses(self, addresses: PoolAddresses) -> None:
+        """Send the scorer, and its successors, the addresses of the launched servers that are up."""
+        self.addresses = addresses
+        for part in self.parts:
+            part.send("reach", addresses)
 
 
 class Scorers:
     """Keeps the processes of the scoring stage."""
 
     def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
-        self._incarnation = incarnation
         self._payload = payload
         workers = range(incarnation.config.reward.workers)
-        self._concurrency = [1 for _ in workers]
-        self._addresses = PoolAddresses(0, {})
-        self._keepers = [Keeper(self._spec(index), incarnation) for index in workers]
+        self._keepers = [ScorerKeeper(incarnation, index, payload) for index in workers]
 
     def spawn(self) -> None:
         """Start all processes; `start` starts the scorers in them."""
@@ -99,20 +113,18 @@ class Scorers:
     async def start(self) -> list[ScorerHandle]:
         """Start the scorers, all at once."""
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(self._scorer(index)) for index in range(len(self._keepers))]
+            started = [tasks.create_task(self._bring_up(keeper)) for keeper in self._keepers]
         return [task.result() for task in started]
 
     async def restart(self, index: int) -> ScorerHandle:
         """Replace process `index`, which counts as a crash, and return the new scorer."""
         await self._keepers[index].replace(PartCrashedError(f"scorer-{index}", "crashed or hung"))
-        return await self._scorer(index)
+        return await self._bring_up(self._keepers[index])
 
     def publish_addresses(self, addresses: PoolAddresses) -> None:
         """Send all present and later scorers the addresses of the launched servers that are up."""
-        self._addresses = addresses
         for keeper in self._keepers:
-            for part in keeper.parts:
-                part.send("reach", addresses)
+            keeper.publish_addresses(addresses)
 
     async def close(self) -> None:
         """Have scorers end their processes and sandboxes; the next sandbox on a machine removes leftovers."""
@@ -123,52 +135,69 @@ class Scorers:
 
         await asyncio.gather(*(stop(part) for keeper in self._keepers if keeper.is_up for part in keeper.parts))
 
-    async def _scorer(self, index: int) -> ScorerHandle:
-        (part,) = await self._keepers[index].bring_up()
-        return RemoteScorer(part, self._concurrency[index], self._payload)
-
-    def _spec(self, index: int) -> PartSpec:
-        """Describe the process of a scorer for its keeper."""
-        return PartSpec(
-            names=[f"scorer-{index}"],
-            actor_class=self._incarnation.kinds.scorer
-            or "laminar_py.runtime.workers.processes.scorer:ScorerActor",
-            concurrency=CALLS,
-            timeout_s=START_S,
-            places=lambda: [self._incarnation.placement.scorer_place(index)],
-            start=partial(self._start, index),
-        )
-
-    async def _start(self, index: int, parts: Sequence[Part]) -> None:
-        """Start a scorer in its process, send it the addresses of the servers, and note its concurrency."""
-        config, run = self._incarnation.config, self._incarnation.run
-        spec = ScorerSpec(
-            config=config.model_dump_json(),
-            run_dir=str(run.path),
-            index=index,
-            label=await self._payload.new_label(f"scorer-{index}", parts[0].place.node),
-            store_key=self._payload.key,
-        )
-        concurrency = await parts[0].call("start", spec)
-        parts[0].send("reach", self._addresses)
-        assert isinstance(concurrency, int)
-        self._concurrency[index] = concurrency
+    async def _bring_up(self, keeper: ScorerKeeper) -> ScorerHandle:
+        (part,) = await keeper.bring_up()
+        return RemoteScorer(part, keeper.responses_at_once, self._payload)
 
 
 # ---- servers that terms of the reward ask
+
+
+class ServerKeeper(Keeper):
+    """Keeps a server of a reward pool alive, with the process beside it; `place` is its index in the plan."""
+
+    actor_class = "laminar_py.runtime.workers.processes.services:ServerActor"
+    timeout_s = 60.0
+    first_starts = 2
+
+    def __init__(
+        self, incarnation: Incarnation, place: int, pool: str, index: int, *, publish: Callable[[], None]
+    ) -> None:
+        super().__init__(incarnation, server_name(pool, index))
+        self.pool = pool
+        self.address: ServerAddress | None = None  # of a server that is up
+        self.spares_memory = f"lower mem-fraction-static or max-total-tokens in reward.servers.{pool}.flags"
+        self._place = place
+        self._index = index
+        self._publish = publish
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the server's place in the plan."""
+        return [self._placement.plan.servers[self._place]]
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Start a server of a pool on its node, and publish its address to all scorers."""
+        node = parts[0].place.node
+        assert node is not None, "a plan names a node for every part"
+        spec = ServerStart(
+            config=self._config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            pool=self.pool,
+            index=self._index,
+            host=self._placement.ip(node),  # loopback where the run is on this machine alone
+        )
+        limit_s = SERVER_START_S + self._config.reward.servers[self.pool].start_timeout_s
+        self.address = await parts[0].call_for(ServerAddress, "start", spec, timeout_s=limit_s)
+        self._publish()
+
+    async def clean_up(self, error: PartCrashedError) -> PartCrashedError:
+        """Withdraw the address of a crashed server."""
+        if self.address is not None:
+            self.address = None
+            self._publish()
+        return error
 
 
 class RewardServers:
     """Keeps the servers of all pools; calls `publish` with the live ones whenever these change."""
 
     def __init__(self, incarnation: Incarnation, *, publish: Callable[[PoolAddresses], None]) -> None:
-        self._incarnation = incarnation
-        self._reward = incarnation.config.reward
         self._publish = publish
-        self._up = dict[tuple[str, int], ServerAddress]()
         self._number = 0
-        launched = enumerate(self._reward.launched)
-        self._keepers = [Keeper(self._spec(place, pool, index), incarnation) for place, (pool, index) in launched]
+        self._keepers = [
+            ServerKeeper(incarnation, place, pool, index, publish=self._publish_all)
+            for place, (pool, index) in enumerate(incarnation.config.reward.launched)
+        ]
 
     def spawn(self) -> None:
         """Start all processes; `keep` starts the servers."""
@@ -177,54 +206,12 @@ class RewardServers:
 
     async def keep(self) -> None:
         """Keep all servers alive until cancelled. Raises RunFailedError after too many crashes."""
-        async with asyncio.TaskGroup() as tasks:
-            for keeper in self._keepers:
-                tasks.create_task(keeper.call_with_restarts(self._watch), name="keep-server")
-
-    async def _watch(self, parts: Sequence[Part]) -> None:
-        """Watch a server until it crashes. Raises PartCrashedError."""
-        (part,) = parts
-        while True:
-            await part.call("watch", SERVER_WATCH_S)
-
-    def _spec(self, place: int, pool: str, index: int) -> PartSpec:
-        """Describe the process beside a server of a pool for its keeper; `place` is its index in the plan."""
-        return PartSpec(
-            names=[server_name(pool, index)],
-            actor_class="laminar_py.runtime.workers.processes.services:ServerActor",
-            concurrency=2,
-            timeout_s=SERVER_PATIENCE_S,
-            places=lambda: [self._incarnation.placement.plan.servers[place]],
-            start=partial(self._start, pool, index),
-            settle=partial(self._settle, pool, index),
-            first_starts=SERVER_FIRST_STARTS,
-            spares_memory=f"lower mem-fraction-static or max-total-tokens in reward.servers.{pool}.flags",
-        )
-
-    async def _start(self, pool: str, index: int, parts: Sequence[Part]) -> None:
-        """Start a server of a pool on its node, and publish its address to all scorers."""
-        (part,) = parts
-        node = part.place.node
-        assert node is not None, "a plan names a node for every part"
-        spec = ServerStart(
-            config=self._incarnation.config.model_dump_json(),
-            run_dir=str(self._incarnation.run.path),
-            pool=pool,
-            index=index,
-            host=self._incarnation.placement.ip(node),  # loopback where the run is on this machine alone
-        )
-        limit_s = SERVER_START_S + self._reward.servers[pool].start_timeout_s
-        self._up[pool, index] = await part.call_for(ServerAddress, "start", spec, timeout_s=limit_s)
-        self._publish_all()
-
-    async def _settle(self, pool: str, index: int, error: PartCrashedError) -> PartCrashedError:
-        if self._up.pop((pool, index), None) is not None:
-            self._publish_all()
-        return error
+        await keep_all(self._keepers)
 
     def _publish_all(self) -> None:
         self._number += 1
         pools: dict[str, list[ServerAddress]] = {}
-        for (pool, _), address in self._up.items():
-            pools.setdefault(pool, []).append(address)
+        for keeper in self._keepers:
+            if keeper.address is not None:
+                pools.setdefault(keeper.pool, []).append(keeper.address)
         self._publish(PoolAddresses(self._number, pools))

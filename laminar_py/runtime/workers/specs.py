@@ -29,9 +29,8 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
 
     node: int
     store: str
+    host: str  # address that it listens on
     port: int
-    patience_s: float = 0.0  # to wait for the port to become free
-    or_any_port: bool = False  # use any port if it stays taken
     parents: tuple[str, ...]  # endpoints; empty for the root
     chunk_bytes: int  # of the whole tree
     public_key: str

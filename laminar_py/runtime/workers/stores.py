@@ -12,19 +12,55 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Sequence
-from functools import partial
 
 from laminar_py.ledger.segments.wire import ADDRESSES
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.keeper import Keeper
 from laminar_py.runtime.workers.specs import StoreSpec
 
 log = logging.getLogger(__name__)
 
-PING_S = 1.0
+FOLLOW_S = 1.0  # between two looks for hosts that the plan has added
+
+
+class StoreKeeper(Keeper):
+    """Keeps the store of one host alive."""
+
+    actor_class = "laminar_py.runtime.workers.processes.services:StoreActor"
+
+    def __init__(self, incarnation: Incarnation, name: str, node: str, key: str) -> None:
+        super().__init__(incarnation, name)
+        self.timeout_s = incarnation.config.supervisor.heartbeat_timeout_s
+        self.name = name
+        self._node = node
+        self._key = key
+
+    def places(self) -> Sequence[Place | None]:
+        """Return the host, which a store never leaves."""
+        return [Place(self._node)]
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Start the store, which leaves its address in the run's folder."""
+        spec = StoreSpec(
+            config=self._config.model_dump_json(),
+            run_dir=str(self._incarnation.run.path),
+            name=self.name,
+            host=self._placement.ip(self._node),
+            key=self._key,
+        )
+        await parts[0].call("start", spec)
+
+    async def keep_while_alive(self) -> None:
+        """Keep the store alive until its host is gone."""
+        while self._placement.is_alive(self._node):
+            try:
+                await self.watch(await self.begin())
+            except PartCrashedError as error:
+                await self.replace(error)
+        log.warning("%s: host %s is gone", self.name, self._placement.ip(self._node))
 
 
 class Stores:
@@ -37,11 +73,9 @@ class Stores:
         self._incarnation = incarnation
         self._placement = incarnation.placement
         self._key = key
-        self._timeout_s = incarnation.config.supervisor.heartbeat_timeout_s
-        self._keepers: dict[str, Keeper] = {}  # by node, of live hosts
         self._names: dict[str, str] = {}  # by node, also of hosts that are gone
+        self._keepers: dict[str, StoreKeeper] = {}  # by node
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by node: keeps the store alive until the host is gone
-        self._changed = asyncio.Event()  # set, and replaced, when a store comes up or a task ends
 
     def name_of(self, node: str) -> str:
         """Return the name of a host's store, by which readers find it; "" if it has none."""
@@ -54,26 +88,26 @@ class Stores:
         crashes too often.
         """
         self.require(node)
-        while (keeper := self._keepers.get(node)) is not None:
-            if keeper.is_up:
+        if node in self._keepers:
+            task, up = self._tasks[node], asyncio.create_task(self._keepers[node].up.wait())
+            await asyncio.wait([task, up], return_when=asyncio.FIRST_COMPLETED)
+            up.cancel()
+            if not task.done():
                 return self._names[node]
-            if self._tasks[node].done():
-                self._tasks[node].result()
-            await self._changed.wait()
+            task.result()
         raise PartCrashedError(self._names.get(node, "store"), f"host {self._placement.ip(node)} has none")
 
     def require(self, node: str) -> None:
         """Keep a store on a host from now on, unless the host is gone, or the only one of the run."""
         if node not in self._keepers and self._placement.spread and self._placement.is_alive(node):
             name = self._names.setdefault(node, f"store-{len(self._names)}")
-            self._keepers[node] = Keeper(self._spec(name, node), self._incarnation)
-            self._tasks[node] = asyncio.create_task(self._keep(node), name=f"keep-{name}")
-            self._tasks[node].add_done_callback(lambda _: self._notify())
+            keeper = self._keepers[node] = StoreKeeper(self._incarnation, name, node, self._key)
+            self._tasks[node] = asyncio.create_task(keeper.keep_while_alive(), name=f"keep-{name}")
 
     def spawn(self) -> None:
         """Start the stores on all hosts of the plan."""
         shutil.rmtree(self._incarnation.run.path / ADDRESSES, ignore_errors=True)  # of stores that have ended
-        self._follow()
+        self._follow_plan()
 
     async def start(self) -> None:
         """Wait until all stores are up. Raises RunFailedError if one crashes too often."""
@@ -85,59 +119,19 @@ class Stores:
         """Start stores on hosts that the plan adds, until cancelled. Raises RunFailedError as `start`."""
         try:
             while True:
-                self._follow()
-                for task in [task for task in self._tasks.values() if task.done()]:
-                    task.result()
-                await asyncio.sleep(PING_S)
+                self._follow_plan()
+                for node in [node for node, task in self._tasks.items() if task.done()]:
+                    self._tasks.pop(node).result()
+                    del self._keepers[node]  # its host is gone
+                await asyncio.sleep(FOLLOW_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
-    def _follow(self) -> None:
+    def _follow_plan(self) -> None:
         """Require a store on each host on which the plan has parts that write segments."""
         plan, workers = self._placement.plan, self._incarnation.config.reward.workers
         scorers = [self._placement.scorer_place(index) for index in range(workers)]
         for place in (*plan.replicas, *scorers, plan.reference):
             if place is not None and place.node is not None:
                 self.require(place.node)
-
-    def _spec(self, name: str, node: str) -> PartSpec:
-        return PartSpec(
-            names=[name],
-            actor_class="laminar_py.runtime.workers.processes.services:StoreActor",
-            concurrency=2,
-            timeout_s=self._timeout_s,
-            places=lambda: [Place(node)],
-            start=partial(self._start, name, node),
-        )
-
-    async def _start(self, name: str, node: str, parts: Sequence[Part]) -> None:
-        spec = StoreSpec(
-            config=self._incarnation.config.model_dump_json(),
-            run_dir=str(self._incarnation.run.path),
-            name=name,
-            host=self._placement.ip(node),
-            key=self._key,
-        )
-        await parts[0].call("start", spec)
-
-    async def _keep(self, node: str) -> None:
-        """Keep a host's store alive until the host is gone."""
-        keeper = self._keepers[node]
-        while self._placement.is_alive(node):
-            try:
-                await self._watch(await keeper.begin())
-            except PartCrashedError as error:
-                await keeper.replace(error)
-        log.warning("%s: host %s is gone", self._names[node], self._placement.ip(node))
-        del self._keepers[node]
-
-    async def _watch(self, parts: Sequence[Part]) -> None:
-        self._notify()
-        while True:
-            await parts[0].call("ping")
-            await asyncio.sleep(PING_S)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

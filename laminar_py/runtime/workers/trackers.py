@@ -27,25 +27,31 @@ from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
+from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, PartSpec
+from laminar_py.runtime.workers.keeper import Keeper
 from laminar_py.runtime.workers.specs import TrackerSpec
 
 log = logging.getLogger(__name__)
 
 QUEUED = 1000  # messages of some 5 kB; a full queue drops the newest, so no caller waits
 RETRY_S = 60.0  # before a restart
-START_S = 600.0  # the server of a tracker may be slow
 CLOSE_S = 30.0  # to deliver the queue and to end the tracker's run
 FAILED_CLOSE_S = 5.0
 
 
-class TrackerLink:
+class TrackerLink(Keeper):
     """A tracker in a process of its own on the controller's node; it answers each message before the next."""
+
+    actor_class = "laminar_py.runtime.workers.processes.services:TrackerActor"
+    concurrency = 1
+    timeout_s = 600.0  # the server of a tracker may be slow
+    on_record = False
 
     def __init__(
         self, opening: Opening, incarnation: Incarnation, *, queued: int = QUEUED, retry_s: float = RETRY_S
     ) -> None:
+        super().__init__(incarnation, f"tracker-{opening.kind}")
         self._opening = opening
         self._retry_s = retry_s
         self._queue: asyncio.Queue[Message] = asyncio.Queue(queued)
@@ -53,18 +59,6 @@ class TrackerLink:
         self._warned = False
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        spec = PartSpec(
-            names=[f"tracker-{opening.kind}"],
-            actor_class="laminar_py.runtime.workers.processes.services:TrackerActor",
-            concurrency=1,
-            timeout_s=START_S,
-            places=lambda: [incarnation.placement.here],
-            start=self._open,
-            settle=self._settle,
-            rest=self._rest,
-            on_record=False,
-        )
-        self._keeper = Keeper(spec, incarnation)
 
     @property
     def undelivered(self) -> int:
@@ -73,8 +67,7 @@ class TrackerLink:
 
     def start(self) -> None:
         """Begin to deliver, in a task outside the run's group, so that a failing tracker does not end the run."""
-        work = self._keeper.call_with_restarts(self._deliver)
-        self._task = asyncio.create_task(work, name=f"tracker-{self._opening.kind}")
+        self._task = asyncio.create_task(self.keep(), name=f"tracker-{self._opening.kind}")
 
     def enqueue_message(self, message: Message) -> None:
         """Queue a message, or drop it if the queue is full; returns at once."""
@@ -97,13 +90,22 @@ class TrackerLink:
             self._warn(f"it was not done {limit_s:g} s after the run")
         finally:
             self._task.cancel()
-            self._keeper.kill()
+            self.kill()
         if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
             log.warning("tracker %s: %s: %s", self._opening.kind, type(error).__name__, error)
         if self.undelivered:
             log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
 
-    async def _deliver(self, parts: Sequence[Part]) -> None:
+    def places(self) -> Sequence[Place | None]:
+        """Return the controller's node."""
+        return [self._placement.here]
+
+    async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Open the tracker's run with the credentials and addresses in this process's environment."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        await parts[0].call("start", TrackerSpec(self._opening, environment))
+
+    async def watch(self, parts: Sequence[Part]) -> None:
         """Deliver messages up to `Ending`. Raises PartCrashedError; the message on its way is lost."""
         message: Message | None = None
         while not isinstance(message, Ending):
@@ -111,17 +113,13 @@ class TrackerLink:
             await parts[0].call("deliver", message, timeout_s=math.inf)
             self._delivered += 1
 
-    async def _settle(self, error: PartCrashedError) -> None:
+    async def clean_up(self, error: PartCrashedError) -> None:
         """Log a crash, which does not count against the run; raise it once the run is over, for no restart."""
         self._warn(f"its process crashed ({error.reason}), see logs/{error.part}.log")
         if self._closing.is_set():
             raise error
 
-    async def _open(self, parts: Sequence[Part]) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        await parts[0].call("start", TrackerSpec(self._opening, environment))
-
-    async def _rest(self, failures: int) -> None:
+    async def rest(self, failures: int) -> None:
         """Wait before a restart, but not once the run is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._retry_s):

@@ -105,9 +105,12 @@ class LearnerActor(ComputingActor):
     @on_compute_thread
     def fetch(self, request: FetchRequest) -> dict[str, str]:
         """Read the tokens of the next step; return the trajectories whose tokens are lost, each with a reason."""
-        wanted = [one for bundle in request.bundles for one in bundle]
-        complete, lost = complete_all(wanted, self._reader, stores=request.stores)
-        self._bundles = [[complete[one.id] for one in bundle if one.id in complete] for bundle in request.bundles]
+        trajectories = [trajectory for bundle in request.bundles for trajectory in bundle]
+        complete, lost = complete_all(trajectories, self._reader, stores=request.stores)
+        self._bundles = [
+            [complete[trajectory.id] for trajectory in bundle if trajectory.id in complete]
+            for bundle in request.bundles
+        ]
         return lost
 
     @on_compute_thread
@@ -257,12 +260,12 @@ class ReferenceActor(ComputingActor):
         started = time.perf_counter()
         complete, lost = complete_all(request.trajectories, self._reader, stores=request.stores)
         # a reference chooses its experts itself
-        trajectories = [msgspec.structs.replace(one, routed_experts=None) for one in complete.values()]
+        trajectories = [msgspec.structs.replace(item, routed_experts=None) for item in complete.values()]
         answers = zip(trajectories, self._model.logprobs(trajectories) if trajectories else [], strict=True)
         pieces = [
-            ColumnPiece(trajectory_id=one.id, name=REFERENCE_LOGPROBS, values=token_values(logprobs))
-            for one, logprobs in answers
+            ColumnPiece(trajectory_id=trajectory.id, name=REFERENCE_LOGPROBS, values=token_values(logprobs))
+            for trajectory, logprobs in answers
         ]
         refs = zip(pieces, self._writer.write_all(pieces), strict=True)
-        found = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
-        return ReferenceAnswer(found, lost, time.perf_counter() - started)
+        columns = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
+        return ReferenceAnswer(columns, lost, time.perf_counter() - started)

@@ -1,18 +1,17 @@
 """The process of a relay node."""
 
 import asyncio
-import logging
 from pathlib import Path
 
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.relay.messages import RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.pages import allow_many_files
-from laminar_py.relay.sockets import PortInUseError, RelayKeys
+from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.workers.processes.base import PartActor, open_part
 from laminar_py.runtime.workers.specs import RelaySpec
 
-log = logging.getLogger(__name__)
+PORT_S = 10.0  # to wait for `relay.base_port`, while the process before ends
 
 
 class RelayActor(PartActor):
@@ -24,31 +23,19 @@ class RelayActor(PartActor):
         relay = open_part(spec, f"relay-{spec.node}").relay
         self._events: list[RelayEvent] = []
 
-        def make_node(port: int) -> RelayNode:
-            """Make the node with this port; port 0 takes any free port."""
-            return RelayNode(
-                f"relay-{spec.node}",
-                store=Path(spec.store),
-                keys=RelayKeys(spec.public_key, spec.secret_key),
-                host=relay.host,
-                port=port,
-                parents=list(spec.parents),
-                chunk_bytes=spec.chunk_bytes,
-                keep_versions=relay.keep_versions,
-                max_bytes_per_s=relay.max_bytes_per_s,
-                emit=self._events.append,
-            )
-
-        self._node = make_node(spec.port)
-        try:
-            await self._node.start(patience_s=spec.patience_s)
-        except PortInUseError as error:
-            if not spec.or_any_port:
-                raise
-            log.warning("%s; another port is taken", error)
-            await self._node.close()
-            self._node = make_node(0)
-            await self._node.start()
+        self._node = RelayNode(
+            f"relay-{spec.node}",
+            store=Path(spec.store),
+            keys=RelayKeys(spec.public_key, spec.secret_key),
+            host=spec.host,
+            port=spec.port,
+            parents=list(spec.parents),
+            chunk_bytes=spec.chunk_bytes,
+            keep_versions=relay.keep_versions,
+            max_bytes_per_s=relay.max_bytes_per_s,
+            emit=self._events.append,
+        )
+        await self._node.start(patience_s=PORT_S)
         RunFolder(Path(spec.run_dir)).note_shm(Path(spec.store).parent)
         self._task = asyncio.create_task(self._node.run(), name="relay")
         return self._node.endpoint

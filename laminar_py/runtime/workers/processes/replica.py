@@ -1,15 +1,14 @@
 """The process of a rollout replica and its engine.
 
-It keeps the measured speeds of engines in `.cache/engine_speed`, by all settings that a speed depends on.
+It keeps the measured speeds of engines in `.cache/engine_speed`, by host and all settings that a speed depends on.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import subprocess
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
@@ -85,16 +84,26 @@ class ReplicaActor(PartActor):
         self._link = asyncio.create_task(link.run(), name="link")
 
     async def speed(self) -> EngineSpeed:
-        """Return the speed of the engine, which is measured unless it is known."""
+        """Return the speed of the engine: known to its backend, stored by an earlier run, or measured now.
+
+        A measured speed is stored if the engine had no other work. `repack.roofline_batch` overrides its batch.
+        """
         config = self._config
-        vocab = read_sizes(config.model.path).vocab_size
-
-        async def measure() -> Measured:
-            sampling = config.rollout.sampling.params()
-            max_len = config.rollout.max_len
-            return Measured(*await self._replica.measure_speed(vocab=vocab, max_len=max_len, sampling=sampling))
-
-        return await engine_speed(config, measure)
+        rollout = config.rollout
+        speed: EngineSpeed | None = BACKENDS.get(rollout.engine.kind).known_speed(config)
+        if speed is None:
+            path = CACHE / f"{await asyncio.to_thread(_speed_key, config)}.json"
+            try:
+                speed = msgspec.json.decode(path.read_bytes(), type=EngineSpeed)
+            except (OSError, msgspec.DecodeError):
+                speed, was_idle = await self._replica.measure_speed(
+                    vocab=read_sizes(config.model.path).vocab_size,
+                    max_len=rollout.max_len,
+                    sampling=rollout.sampling.params(),
+                )
+                if was_idle:
+                    _store_speed(path, speed)
+        return speed.with_roofline(config.repack.roofline_batch)
 
     async def ended(self) -> None:
         """Wait until the replica ends, and raise the error that ended it, once its last report was delivered."""
@@ -131,64 +140,25 @@ def _unwrapping_bugs(config: RunConfig) -> Iterator[None]:
         raise BACKENDS.package_error(config.rollout.engine.kind, bug) from None
 
 
-# ---- speed of the engine
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A measured speed; it is stored only if the engine had no other work."""
-
-    speed: EngineSpeed
-    alone: bool
-
-
-async def engine_speed(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
-    """Return the speed of an engine on this host: known to its backend, stored, or measured now.
-
-    `repack.roofline_batch` overrides the measured batch.
-    """
-    known: EngineSpeed | None = BACKENDS.get(config.rollout.engine.kind).known_speed(config)
-    speed = known or await _measured(config, measure)
-    return speed.with_roofline(config.repack.roofline_batch)
-
-
-async def _measured(config: RunConfig, measure: Callable[[], Awaitable[Measured]]) -> EngineSpeed:
-    path = CACHE / f"{await asyncio.to_thread(_key, config)}.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=EngineSpeed)
-    except (OSError, msgspec.DecodeError):
-        measured = await measure()
-    if measured.alone:
-        _keep(path, measured.speed)
-    return measured.speed
-
-
-def _keep(path: Path, speed: EngineSpeed) -> None:
+def _store_speed(path: Path, speed: EngineSpeed) -> None:
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(msgspec.json.encode(speed))
         partial.rename(path)
     except OSError as error:
-        log.warning("%s is not kept: %s", path, error)
+        log.warning("%s is not stored: %s", path, error)
 
 
-def _key(config: RunConfig) -> str:
+def _speed_key(config: RunConfig) -> str:
+    """Return a digest of the host and of all settings that a speed depends on."""
     rollout = config.rollout
-    sizes = f"{rollout.max_batch} {rollout.max_len} {rollout.kv_capacity}"
-    model = (config.model.path / "config.json").read_text()
-    drawn = f"{rollout.sampling.model_dump_json()} {rollout.record}"
-    parts = (rollout.engine.model_dump_json(), sizes, drawn, model, _device(config))
+    parts = (
+        socket.gethostname(),
+        str(os.cpu_count()),
+        (config.model.path / "config.json").read_text(),
+        rollout.engine.model_dump_json(),
+        rollout.sampling.model_dump_json(),
+        f"{rollout.record} {rollout.max_batch} {rollout.max_len} {rollout.kv_capacity}",
+    )
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def _device(config: RunConfig) -> str:
-    """Return the name of the GPU or CPU that the engine runs on."""
-    if config.rollout.engine.gpus:
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            return "cuda"
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return f"{[line for line in lines if line.startswith('model name')][:1]} {len(lines)}"

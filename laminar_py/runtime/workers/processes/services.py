@@ -30,8 +30,9 @@ class StoreActor(PartActor):
         self._store = PieceStore(segments_path(Path(spec.run_dir)), key=bytes.fromhex(spec.key))
         leave_address(Path(spec.run_dir) / ADDRESSES, spec.name, self._store.start(spec.host))
 
-    async def ping(self) -> None:
-        """Return at once; a process that hangs does not."""
+    async def watch(self, seconds: float) -> None:
+        """Return after so many seconds; a process that hangs or crashes does not."""
+        await asyncio.sleep(seconds)
 
 
 class ServerActor(PartActor):
