@@ -14,7 +14,7 @@ from laminar_py.config import ConfigError
 if TYPE_CHECKING:
     from laminar_lab.plan.inputs import Subject
     from laminar_lab.plan.planner import Ranked, RankedPlan
-    from laminar_lab.plan.request import Lengths, PlanRequest
+    from laminar_lab.plan.request import Lengths
 
 SHOWN = 8  # placements
 P50, TAIL = 1500.0, 10.0  # defaults: tokens, and p99 over p50
@@ -42,7 +42,6 @@ def plan(
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
-    html: Annotated[Path | None, typer.Option(help="File for a page with the trade-offs")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
 ) -> None:
@@ -51,6 +50,8 @@ def plan(
     Formulas choose placements, simulations rank them. Times come from data sheets (docs/scale.md) or a profile.
     """
     from laminar_lab.plan.inputs import read_fleet, read_subject
+    from laminar_lab.plan.judge import judge_in_parallel
+    from laminar_lab.plan.planner import make_plan
     from laminar_lab.plan.request import PlanRequest
     from laminar_lab.plan.writing import refuse_existing
     from laminar_lab.step_time import LEARNER_MFU
@@ -71,8 +72,9 @@ def plan(
         measured=_measured(profile, mfu),
         learner=subject.learner,
     )
-    _print(made := _rank_placements(request), as_json=as_json, explain=explain)
-    _write(made, subject, write=write, html=html, quiet=as_json)
+    made = make_plan(request, judge_all=judge_in_parallel(request))
+    _print(made, as_json=as_json, explain=explain)
+    _write(made, subject, write, quiet=as_json)
 
 
 def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | None":
@@ -80,13 +82,6 @@ def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | No
     if profile is not None and mfu is not None:
         raise ConfigError(f"--mfu={mfu:g}: --profile also has the speed of the learner; leave out one of the two")
     return None if profile is None else read_profile(profile, setting="--profile")
-
-
-def _rank_placements(request: "PlanRequest") -> "RankedPlan":
-    from laminar_lab.plan.judge import judge_in_parallel
-    from laminar_lab.plan.planner import make_plan
-
-    return make_plan(request, judge_all=judge_in_parallel(request))
 
 
 def _lengths(
@@ -113,10 +108,10 @@ def _lengths(
 
 def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
     """Print the ranking, memory and reasons of a plan, or one JSON object with everything."""
-    from laminar_lab.plan.page import describe_plan, make_page
+    from laminar_lab.plan.output import describe_plan, make_output
 
     if as_json:
-        print(msgspec.json.encode(make_page(plan)).decode())
+        print(msgspec.json.encode(make_output(plan)).decode())
         return
     console.print(_ranking(plan))
     console.print(_memory(plan))
@@ -126,28 +121,22 @@ def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
         print_line(line)
 
 
-def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: Path | None, quiet: bool) -> None:
-    """Write the config and the page that the command asks for, and print where they are, unless `quiet`."""
-    from laminar_lab.plan.page import write_page
+def _write(plan: "RankedPlan", subject: "Subject", write: Path | None, *, quiet: bool) -> None:
+    """Write the config of the first choice where `write` names a file; print what to do next, unless `quiet`."""
     from laminar_lab.plan.writing import write_config
 
     if write is not None:
         write_config(plan, plan.best, write, model=subject.folder, base=subject.tree)
-    if html is not None:
-        write_page(plan, html)
-    if not quiet:
-        if write is None:
-            print_line(
-                "--write FILE writes the config of the first choice; --html FILE draws a page with the trade-offs"
-            )
-        else:
-            fleet = plan.request.fleet
-            pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
-            print_line(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
-            if not (subject.folder / "config.json").is_file():
-                print_line(f"put the model into {subject.folder} first")
-        if html is not None:
-            print_line(f"the page: {html}")
+    if quiet:
+        return
+    if write is None:
+        print_line("--write FILE writes the config of the first choice")
+        return
+    fleet = plan.request.fleet
+    pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
+    print_line(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
+    if not (subject.folder / "config.json").is_file():
+        print_line(f"put the model into {subject.folder} first")
 
 
 def _ranking(plan: "RankedPlan") -> Table:

@@ -39,7 +39,6 @@ def test_variants_of_a_list_set_their_settings_over_those_of_all(tmp_path):
     experiment = make_experiment(tmp_path, set={"learner.lr": 5e-3, "steps": 7}, variants=variants, seeds=[4])
     assert [run.name for run in experiment.runs] == ["e-slow-s4", "e-plain-s4"]
     assert [run.config.learner.lr for run in experiment.runs] == [1e-4, 5e-3]
-    assert [run.config.learner.lr for run in experiment.runs] == [1e-4, 5e-3]
 
 
 def test_an_override_of_the_same_algorithm_leaves_its_settings(tmp_path):

@@ -1,24 +1,14 @@
-"""A plan as text, as JSON, and as `plan.html`, one file that needs no network. Called by `laminar plan`."""
+"""A plan as sentences and as the record of `--json`. Called by `laminar plan`."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 
 import msgspec
 
-from laminar_lab.plan.placements import placements
 from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
-from laminar_lab.plan.request import PlanRequest
-from laminar_lab.plan.stages import PlacementEstimate, estimate
+from laminar_lab.plan.stages import PlacementEstimate
 from laminar_lab.report.diagnosis import Bottleneck
-from laminar_lab.report.kit import render
-from laminar_py.config import ConfigError
 from laminar_py.config.rollout import Schedule
 from laminar_py.runtime.preflight import Parts
-
-BOUNDS = (1, 2, 4, 8, 16)  # on staleness
-FEWER_AND_MORE = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the nodes
 
 
 class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,17 +39,8 @@ class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
     engine_memory: Parts
 
 
-class TradeOff(msgspec.Struct, frozen=True, kw_only=True):
-    """The best placement under another bound or on another fleet, by formula."""
-
-    label: str
-    tokens_per_s: float
-    gpus: int
-    hours: float  # of 1,000 steps
-
-
-class PlanPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the page and of `--json`."""
+class PlanOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The object of `--json`."""
 
     model: str
     fleet: str
@@ -67,34 +48,21 @@ class PlanPage(msgspec.Struct, frozen=True, kw_only=True):
     words: list[str]
     rows: list[PlacementRow]
     formulas: list[tuple[str, str, str]]
-    by_bound: list[TradeOff]
-    by_gpus: list[TradeOff]
     considered: int
     shrink_error: float | None
 
 
-def write_page(plan: RankedPlan, path: Path) -> None:
-    """Write the page. Raises `ConfigError` if the file cannot be written."""
-    html = render(msgspec.json.encode(make_page(plan)), files("laminar_lab.plan") / "web")
-    try:
-        path.write_text(html, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html={path}: cannot be written ({error.strerror}); name another file") from None
-
-
-def make_page(plan: RankedPlan) -> PlanPage:
-    """Make the contents of the page and of `--json`."""
+def make_output(plan: RankedPlan) -> PlanOutput:
+    """Make the object of `--json`."""
     request = plan.request
     fleet = request.fleet
-    return PlanPage(
+    return PlanOutput(
         model=request.model,
         fleet=f"{fleet.nodes} x {fleet.per_node} {fleet.gpu.name}",
         price=request.price,
         words=list(describe_plan(plan)),
         rows=[_row(plan, ranked) for ranked in plan.ranked],
         formulas=[(formula.name, formula.text, formula.result) for formula in plan.best.estimate.formulas],
-        by_bound=list(_by_bound(request)),
-        by_gpus=list(_by_gpus(request)),
         considered=plan.considered,
         shrink_error=plan.shrink_error,
     )
@@ -127,38 +95,6 @@ def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
         cost=plan.cost(ranked),
         learner_memory=plan.learner_memory(ranked),
         engine_memory=plan.engine_memory(ranked),
-    )
-
-
-def _by_bound(request: PlanRequest) -> Iterator[TradeOff]:
-    """Yield the best by formula under `sync`, `one_step`, and `async` with each bound."""
-    for schedule, label in ((Schedule.SYNC, "sync"), (Schedule.ONE_STEP, "one step")):
-        yield _best(request, label, only=schedule)
-    for bound in BOUNDS:
-        yield _best(replace(request, max_staleness=bound), str(bound), only=Schedule.ASYNC)
-    yield _best(replace(request, max_staleness=None), "none", only=Schedule.ASYNC)
-
-
-def _by_gpus(request: PlanRequest) -> Iterator[TradeOff]:
-    """Yield the best by formula on fewer and more nodes, if a placement fits."""
-    for nodes in sorted({max(1, round(times * request.fleet.nodes)) for times in FEWER_AND_MORE}):
-        other = replace(request, fleet=replace(request.fleet, nodes=nodes))
-        try:
-            yield _best(other, f"{other.fleet.gpus} GPUs", only=None)
-        except ConfigError:  # too few GPUs for the model
-            continue
-
-
-def _best(request: PlanRequest, label: str, *, only: Schedule | None) -> TradeOff:
-    found = [
-        estimate(request, placement) for placement in placements(request) if only in (None, placement.schedule)
-    ]
-    best = max(found, key=lambda placement: placement.tokens_per_s)
-    return TradeOff(
-        label=label,
-        tokens_per_s=best.tokens_per_s,
-        gpus=request.fleet.gpus,
-        hours=1000 * best.step_s / 3600,
     )
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.paper.baselines import Baseline, simulate_baseline
 from laminar_lab.emulation.settings import read_profile
-from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption

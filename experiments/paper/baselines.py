@@ -1,6 +1,6 @@
 """Schedules of other systems in the simulator. Only the schedule differs from a simulated run of this project.
 
-Called by `experiments/paper` and `experiments/multi_turn_tails`. `sync` is the production schedule on GPUs that
+Called by this experiment and by `experiments/multi_turn_tails`. `sync` is the production schedule on GPUs that
 both sides share in turn. `one_step` and `stream` are the production schedule `one_step` with weights that all
 replicas get at one moment. `partial` is `async` under `rollout.on_new_weights=resume` with a bound, and the same
 weights.
