@@ -14,7 +14,7 @@ from laminar_py.config import ConfigError
 if TYPE_CHECKING:
     from laminar_lab.plan.inputs import Subject
     from laminar_lab.plan.planner import Ranked, RankedPlan
-    from laminar_lab.plan.request import Lengths
+    from laminar_lab.plan.request import Lengths, PlanRequest
 
 SHOWN = 8  # placements
 P50, TAIL = 1500.0, 10.0  # defaults: tokens, and p99 over p50
@@ -50,8 +50,6 @@ def plan(
     Formulas choose placements, simulations rank them. Times come from data sheets (docs/scale.md) or a profile.
     """
     from laminar_lab.plan.inputs import read_fleet, read_subject
-    from laminar_lab.plan.judge import judge_in_parallel
-    from laminar_lab.plan.planner import make_plan
     from laminar_lab.plan.request import PlanRequest
     from laminar_lab.plan.writing import refuse_existing
     from laminar_lab.step_time import LEARNER_MFU
@@ -72,7 +70,7 @@ def plan(
         measured=_measured(profile, mfu),
         learner=subject.learner,
     )
-    made = make_plan(request, judge_all=judge_in_parallel(request))
+    made = _rank_placements(request)
     _print(made, as_json=as_json, explain=explain)
     _write(made, subject, write, quiet=as_json)
 
@@ -82,6 +80,13 @@ def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | No
     if profile is not None and mfu is not None:
         raise ConfigError(f"--mfu={mfu:g}: --profile also has the speed of the learner; leave out one of the two")
     return None if profile is None else read_profile(profile, setting="--profile")
+
+
+def _rank_placements(request: "PlanRequest") -> "RankedPlan":
+    from laminar_lab.plan.judge import judge_in_parallel
+    from laminar_lab.plan.planner import make_plan
+
+    return make_plan(request, judge_all=judge_in_parallel(request))
 
 
 def _lengths(
