@@ -18,8 +18,8 @@ from typing import Any, Self
 from torch import Tensor
 
 import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator as in a run)
-from laminar_py.relay import SPARE, Publisher, RelayEvent, RelayKeys, RelayNode, VersionComplete
 from laminar_py.children import kernel
+from laminar_py.relay import SPARE, Publisher, RelayEvent, RelayKeys, RelayNode, VersionComplete
 
 CHUNK_BYTES = 4 * 2**20
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another
