@@ -96,7 +96,7 @@ schedules: $(INSTALLED)
 	$(BIN)/python experiments/schedules/run.py $(ARGS)
 
 repack: $(INSTALLED)
-	$(BIN)/laminar bench repack --only fleet $(ARGS)
+	$(BIN)/laminar bench repack $(ARGS)
 
 multi-turn-tails: $(INSTALLED)
 	$(BIN)/python experiments/multi_turn_tails/run.py $(ARGS)

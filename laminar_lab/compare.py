@@ -2,7 +2,7 @@
 
 `laminar compare` prints the tables. They compare evaluations of the first set where every run has two or more,
 else the reward in training. A run has reached a level at its first point at or above it; no value between two
-evaluations is interpolated. Runs whose configs differ only in their seeds share a column in the table of sets.
+evaluations is interpolated. Runs whose configs differ only in their seeds share a row in the table of sets.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Group
 
-from laminar_lab.curves import Point, count_devices, evaluation_curves, format_mean, read_costs, reward_curve
+from laminar_lab.curves import Point, count_devices, evaluation_curves, format_mean, read_fleet_sizes, reward_curve
 from laminar_lab.report.figures import FIGURES
 from laminar_lab.report.run_report import RunReport, read_report
 from laminar_lab.report.tails import NAMES, Measure, format_seconds
@@ -49,7 +49,7 @@ def read_run(run: Path) -> ComparedRun:
     report = read_report(run)
     config = report.snapshot.config
     assert config is not None, "a report has a config"
-    steps, sizes = report.snapshot.samples.steps, read_costs(run).sizes
+    steps, sizes = report.snapshot.samples.steps, read_fleet_sizes(run)
     by_set = evaluation_curves(config, report.snapshot.history.evaluations, steps, sizes)
     return ComparedRun(report, config, by_set, reward_curve(config, steps, sizes))
 
@@ -173,11 +173,20 @@ def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> It
     kinds = ", ".join(dict.fromkeys("{} x {}".format(*count_devices(run.config)) for run in runs))
     title = f"\nAt equal device-hours: {comparison.device_hours:.3g} ({kinds})"
     yield _table(title, heads, list(_equal_rows(comparison)))
-    sets = list(comparison.groups[0].at_equal)
+    sets = comparison.groups[0].at_equal
     if len(sets) > 1 or (sets and len(comparison.groups) < len(runs)):
-        title = "\nSets at these device-hours: mean ± half of the 95 % t-interval over the runs of one config"
-        rows = ([name, *(format_mean(group.at_equal[name]) for group in comparison.groups)] for name in sets)
-        yield make_table(title, "set", [_group_name(heads, group) for group in comparison.groups], rows)
+        yield sets_table(comparison, [_group_name(heads, group) for group in comparison.groups])
+
+
+def sets_table(comparison: Comparison, names: Sequence[str]) -> Group:
+    """Return the table of each set's results at equal device-hours, with a row for each group of seeds."""
+    title = (
+        f"\nSets at {comparison.device_hours:.3g} device-hours: mean ± half of the 95 % t-interval over the runs"
+        " of one config"
+    )
+    groups = zip(names, comparison.groups, strict=True)
+    rows = ([name, *map(format_mean, group.at_equal.values())] for name, group in groups)
+    return make_table(title, "runs", list(comparison.groups[0].at_equal), rows)
 
 
 def _group_name(heads: Sequence[str], group: SeedGroup) -> str:

@@ -1,13 +1,13 @@
 """Learning against its costs: evaluations and reward over time, trained tokens and device-hours.
 
-The launcher, its page and `laminar compare` read curves here. A device is a GPU where the run has any: of engines
+The launcher and `laminar compare` read curves here. A device is a GPU where the run has any: of engines
 (attached servers included), the learner, and servers of the reward. Without GPUs a device is a process: a replica,
 a rank of the learner, or a reference stage. A replica counts while it is in the fleet, all other devices during
 the whole RL phase.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from laminar_lab.report.snapshot import read_steps, summary_seconds
+from laminar_lab.report.snapshot import read_steps
 from laminar_py.config import RunConfig, load_config
 from laminar_py.ledger import read_evaluations, read_rows
 from laminar_py.records import StepRow
@@ -60,38 +60,13 @@ class FleetSizes:
         return sum(max(0.0, min(rl_s, end) - start) * count for start, end, count in spans)
 
 
-def fleet_sizes(rows: Iterable[FleetRow]) -> FleetSizes:
-    """Return the fleet sizes in these rows, reading each row once."""
+def read_fleet_sizes(run: Path) -> FleetSizes:
+    """Read the fleet sizes of a run, row by row, since a week has half a million rows."""
     changes: list[tuple[float, int]] = []
-    for row in rows:
+    for row in read_rows(run / "fleet.jsonl", FleetRow):
         if not changes or len(row.running) != changes[-1][1]:
             changes.append((row.rl_s, len(row.running)))
     return FleetSizes(tuple(at_s for at_s, _ in changes), tuple(count for _, count in changes))
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds of RL, CPU seconds of a run's processes on its controller's host, and fleet sizes."""
-
-    rl_s: float  # so far, the largest in any file
-    core_s: float
-    sizes: FleetSizes
-
-
-def read_costs(folder: Path) -> Costs:
-    """Read the costs of a run row by row, since a week has half a million rows."""
-    done_s = (row.rl_s for row in read_rows(folder / "metrics.jsonl", StepRow))
-    rl_s, core_s, before_s = max(summary_seconds(folder), *done_s, 0.0), 0.0, math.inf
-
-    def count(rows: Iterable[FleetRow]) -> Iterator[FleetRow]:
-        nonlocal rl_s, core_s, before_s
-        for row in rows:
-            core_s += max(0.0, row.rl_s - before_s) * row.cores * (row.own_cpu_use or 0.0)
-            rl_s, before_s = max(rl_s, row.rl_s), row.rl_s
-            yield row
-
-    sizes = fleet_sizes(count(read_rows(folder / "fleet.jsonl", FleetRow)))
-    return Costs(rl_s, core_s, sizes)
 
 
 def count_devices(config: RunConfig) -> tuple[int, str]:
@@ -136,7 +111,7 @@ def read_curves(run: Path) -> dict[str, list[Point]]:
     Raises `ConfigError` where `run` is no run folder.
     """
     config = load_config(run / "config.yaml", [])
-    return evaluation_curves(config, read_evaluations(run), read_steps(run), read_costs(run).sizes)
+    return evaluation_curves(config, read_evaluations(run), read_steps(run), read_fleet_sizes(run))
 
 
 def evaluation_curves(

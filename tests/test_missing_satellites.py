@@ -40,7 +40,7 @@ def laminar_without(package: str, *arguments: str) -> subprocess.CompletedProces
     [
         ("laminar_lab", ["plan", "7B", "--gpus", "8x8xH100"], "laminar plan: laminar_lab cannot be imported"),
         ("laminar_lab", ["report", "runs/quickstart-1"], "laminar report: laminar_lab cannot be imported"),
-        ("laminar_lab", ["bench", "packer"], "laminar bench: laminar_lab cannot be imported"),
+        ("laminar_lab", ["bench", "learner"], "laminar bench: laminar_lab cannot be imported"),
         ("laminar_lab", ["train", "configs/emulation/repack.yaml"], "rollout.engine.kind=emulated: "),
         ("laminar_contrib", ["train", CONFIG, "reward.use=[math]"], "reward.use.kind=math: "),
         (

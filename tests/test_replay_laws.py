@@ -18,18 +18,20 @@ import torch
 from msgspec.structs import replace
 
 from laminar_lab.audit.verify import verify
-from laminar_lab.bench.learner.agreement import deviations, flipped
+from laminar_py.config.algorithm import Aggregation
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.sglang.engine import SGLangEngine
 from laminar_py.engines.sglang.stream import Served
+from laminar_py.learner.model import policy_logprobs
+from laminar_py.learner.packing.packer import pack
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.engine import PauseMode, SamplingParams
 from laminar_py.records.pieces import Recording
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, replace_spans
-from laminar_py.records.trajectory import FinishReason, Kind, Trajectory, TrajectoryRef
+from laminar_py.records.trajectory import FinishReason, Kind, MicroBatch, Trajectory, TrajectoryRef
 from laminar_py.rollout.running import begin
 from laminar_py.rollout.storing import SegmentStore
 from tests.engines.sglang.rig import make_model, running_server
@@ -135,6 +137,40 @@ def assert_whole(items: list[Trajectory]) -> None:
     for item in items:
         assert len(item.sampling_mask.counts) == len(item.response_ids)
         assert item.routed_experts.positions == item.num_tokens - 1
+
+
+def deviations(learner: Learner, items: list[Trajectory]) -> np.ndarray:
+    """The deviation of the ratio of new to behaviour probability from 1, for every token."""
+    gaps = []
+    for batch in microbatches_of(items):
+        with torch.no_grad():
+            logprobs = policy_logprobs(learner.model, batch)[0].numpy()
+        gaps.append((logprobs - batch.behaviour_logprobs)[batch.loss_weights > 0])
+    return np.abs(np.expm1(np.concatenate(gaps)))
+
+
+def flipped(learner: Learner, items: list[Trajectory]) -> float:
+    """The share of positions, over layers, whose recorded experts are not the learner's own choice."""
+    seen: list[torch.Tensor] = []
+    routers = [module for module in learner.model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(lambda _, __, output: seen.append(output[0])) for router in routers]
+    flips = []
+    for batch in microbatches_of(items):
+        seen.clear()
+        with torch.no_grad():
+            policy_logprobs(learner.model, batch)
+        own = torch.stack(seen, 1).topk(batch.experts.shape[-1]).indices.sort().values.numpy()
+        routed = batch.experts[:, 0, 0] >= 0
+        flips.append((np.sort(batch.experts, -1) != own).any(-1)[routed])
+    for hook in hooks:
+        hook.remove()
+    return float(np.concatenate(flips).mean())
+
+
+def microbatches_of(items: list[Trajectory]) -> list[MicroBatch]:
+    """Microbatches of one rank."""
+    packed = pack(items, max_tokens=2048, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0)
+    return list(packed.microbatches(0))
 
 
 def assert_replayed(learner: Learner, items: list[Trajectory]) -> None:

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config
 
-from laminar_lab.bench.learner.mfu import FULL, UNIT, GpuStep, measure_steps
-from laminar_lab.bench.learner.parts import draw_lengths
+from experiments.gpu.steps import FULL, UNIT, GpuStep, measure_steps
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.workplace import count_parameters
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
@@ -104,7 +103,7 @@ def expected_bytes(model: Path, size: GpuStep) -> float:
 
 def attention_row(*, repeats: int) -> Row:
     """Forward and backward of one layer's attention on the same sequences, padded over packed, in turns."""
-    lengths = draw_lengths(16, median=FULL.median, seed=0, longest=FULL.max_tokens // 2)
+    lengths = replace(FULL, sequences=16).lengths(0)
     heads, groups, size = FULL.model.num_attention_heads, FULL.model.num_key_value_heads, FULL.model.head_dim
     packed = [_random(sum(lengths), count, size) for count in (heads, groups, groups)]
     padded = [_random(len(lengths), count, max(lengths), size) for count in (heads, groups, groups)]

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from experiments.gpu.learner import TINY
-from laminar_lab.bench.learner.mfu import FULL, GpuStep, open_learner
-from laminar_lab.bench.learner.parts import draw_lengths, pack_here
-from laminar_lab.bench.relay.tree import CHUNK_BYTES, Tree
+from experiments.gpu.steps import FULL, GpuStep, open_learner
+from laminar_lab.bench.relay_pair import CHUNK_BYTES, RelayPair
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn, log_line, show
 from laminar_lab.bench.workplace import SHARED_MEMORY, count_parameters, workplace
 from laminar_lab.calibration.learner import make_trajectory
@@ -61,20 +60,19 @@ class Arrival:
 
 
 class Bench:
-    """A learner, and a tree that it publishes to, e.g. `Bench(learner, tree, size)`."""
+    """A learner, and the relays that it publishes to, e.g. `Bench(learner, pair, size)`."""
 
-    def __init__(self, learner: Learner, tree: Tree, size: GpuStep) -> None:
+    def __init__(self, learner: Learner, pair: RelayPair, size: GpuStep) -> None:
         self.learner = learner
-        self._tree = tree
+        self._pair = pair
         self.size = size
 
     def train(self, step: int) -> None:
         """A step on tokens that are new; each weighs as one that the policy itself has just drawn."""
         size = self.size
-        lengths = draw_lengths(size.sequences, median=size.median, seed=step, longest=size.max_tokens // 2)
         first, vocab = step * size.sequences, size.model.vocab_size
-        items = [make_trajectory(first + place, length, vocab=vocab) for place, length in enumerate(lengths)]
-        found = self.learner.step([self._drawn(batch) for batch in pack_here(items, max_tokens=size.max_tokens)])
+        items = [make_trajectory(first + n, length, vocab=vocab) for n, length in enumerate(size.lengths(step))]
+        found = self.learner.step([self._drawn(batch) for batch in size.pack(items)])
         assert found.skipped == 0, f"step {step} changed nothing"
 
     def _drawn(self, batch: MicroBatch) -> MicroBatch:
@@ -94,17 +92,17 @@ class Bench:
 
     def stall(self, tensors: Iterable[tuple[str, Tensor]]) -> float:
         """Seconds for which the learner stands still for a version, once pages for it are warm."""
-        self._tree.await_spare()
-        stall_s = self._tree.publish(tensors)
-        self._tree.await_last()
+        self._pair.await_spare()
+        stall_s = self._pair.publish(tensors)
+        self._pair.await_last()
         return stall_s
 
     def refresh(self) -> Arrival:
         """Publish the weights and wait for them at the child."""
-        self._tree.await_spare()
+        self._pair.await_spare()
         began = time.monotonic()
-        self._tree.publish(self.tensors())
-        _, report = self._tree.await_last()
+        self._pair.publish(self.tensors())
+        _, report = self._pair.await_last()
         return Arrival(time.monotonic() - began, report)
 
 
@@ -116,9 +114,9 @@ def groups(size: GpuStep, *, device_type: str, shm: Path, repeats: int) -> Itera
     with (
         workplace(shm) as folder,
         open_learner(folder, size, device_type=device_type) as learner,
-        Tree(folder / "tree", keys=RelayKeys.generate()) as tree,
+        RelayPair(folder / "relays", keys=RelayKeys.generate()) as pair,
     ):
-        bench = Bench(learner, tree, size)
+        bench = Bench(learner, pair, size)
         yield stall_rows(bench, device_type=device_type, setting=setting, repeats=repeats)
         found, base, new = delta_rows(bench, RATE_NAME, setting=setting)
         yield found

@@ -165,7 +165,7 @@ PIECES = (
     learner_piece("all", 90),
     Piece(
         name="hop",
-        arguments=(*LAMINAR, "bench", "relay", "--only", "hop", "--json"),
+        arguments=(*LAMINAR, "bench", "relay", "--json"),
         limit_s=50,
         on_cpu=("repeats=1",),
         read=read_reports,

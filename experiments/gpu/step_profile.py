@@ -16,8 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from experiments.gpu.learner import TINY, WAYS
-from laminar_lab.bench.learner.mfu import FULL, WARM_STEPS, GpuStep, open_learner
-from laminar_lab.bench.learner.parts import draw_lengths, make_trajectories, pack_here
+from experiments.gpu.steps import FULL, WARM_STEPS, GpuStep, open_learner
 from laminar_lab.bench.report import Row, log_line, show
 
 KINDS = {  # parts of kernels' names, the first that fits; Triton's tell of all operations in them
@@ -42,8 +41,7 @@ def measure(folder: Path, size: GpuStep, *, device_type: str) -> tuple[float, Co
     """Seconds of a step, and of its kernels the microseconds by name, and the calls."""
     activity = ProfilerActivity.CUDA if device_type == "cuda" else ProfilerActivity.CPU
     with open_learner(folder, size, device_type=device_type) as learner:
-        lengths = draw_lengths(size.sequences, median=size.median, seed=0, longest=size.max_tokens // 2)
-        batches = pack_here(make_trajectories(lengths, vocab=size.model.vocab_size), max_tokens=size.max_tokens)
+        batches = size.batches()
         for _ in range(WARM_STEPS + 1):
             began = time.perf_counter()
             learner.step(batches)

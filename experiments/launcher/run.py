@@ -1,6 +1,6 @@
 """Twelve runs of `experiment.yaml`, whose launcher is killed twice: `python experiments/launcher/run.py [--json]`.
 
-Asked of it: every run ends once, its ledger proves the laws, and the page compares all of them.
+Asked of it: every run ends once, and its ledger proves the laws.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LOOK_S = 0.5
 def main() -> None:
     """Launch, kill, launch again, and judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="new folder for the runs and the page")
+    parser.add_argument("--out", type=Path, default=HERE / "out", help="new folder for the runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
@@ -67,7 +67,6 @@ def judge(file: Path, *, code: int, elapsed_s: float) -> dict[str, object]:
         "exit_code": code,
         "launchers_killed": len(KILLED_AT),
         "minutes": round(elapsed_s / 60, 1),
-        "page_bytes": experiment.report.stat().st_size,
     }
 
 

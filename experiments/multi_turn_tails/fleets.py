@@ -3,15 +3,18 @@
 Used by `experiments/multi_turn_tails/run.py`; `README.md` has the source of each number.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_lab.emulation.settings import emulation_of, read_profile
-from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "paper"))
+from baselines import Baseline, simulate_baseline
 
 CONFIG = Path(__file__).parent / "fleet.yaml"
 ASYNC = "async"  # this project's schedule, with repacking

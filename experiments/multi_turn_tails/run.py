@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Cell, Fleet, measure, turns_name
+from fleets import ASYNC, CONFIG, FLEETS, TAIL, TURNS, Baseline, Cell, Fleet, measure, turns_name
 
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import KeptResults, make_parser
-from laminar_lab.simulate.baselines import Baseline
 from laminar_lab.simulate.figures import SimulatedFigures
 
 HERE = Path(__file__).parent

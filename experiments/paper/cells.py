@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 import yaml
+from baselines import Baseline, simulate_baseline
 
 from laminar_lab.emulation.settings import EmulationProfile, read_profile
-from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.figures import WARM_SHARE, SimulatedRun
 from laminar_lab.simulate.run import simulate
 from laminar_py.config.loading import load_config

@@ -1,10 +1,11 @@
-"""Workplace of a benchmark: a folder of its own, one torch thread, models of any size with random weights."""
+"""Workplace of a benchmark: a folder of its own, one torch thread, models with random weights, random lengths."""
 
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
@@ -52,3 +53,12 @@ def count_parameters(config: PretrainedConfig) -> int:
     """Count the parameters of a model without making it."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def log_normal_lengths(
+    rng: np.random.Generator, count: int, *, median: float, sigma: float = 0.99, cap: int, least: int = 1
+) -> list[int]:
+    """Draw `count` lengths from `least` to `cap`. With a sigma of 0.99 the p99 is ten times the median."""
+    drawn = np.rint(median * np.exp(sigma * rng.standard_normal(count)))
+    lengths: list[int] = np.clip(drawn, least, cap).astype(int).tolist()
+    return lengths

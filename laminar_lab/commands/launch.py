@@ -1,4 +1,4 @@
-"""`laminar launch`: run all runs of an experiment, and draw the page that compares them."""
+"""`laminar launch`: run all runs of an experiment, and compare them."""
 
 import asyncio
 import fcntl
@@ -30,12 +30,12 @@ def launch(
         bool, typer.Option("--dry-run", help="Check everything, make the data and list the runs, but run nothing")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Draw report.html of the runs so far, and run nothing")
+        bool, typer.Option("--report", help="Print the table and the comparison so far, and run nothing")
     ] = False,
 ) -> None:
     """Run all runs of an experiment, as many at a time as there are GPUs for, and compare them.
 
-    Run folders, logs and report.html are written beside FILE. After a stop or a crash the same command continues.
+    Run folders and logs are written beside FILE. After a stop or a crash the same command continues.
     """
     from laminar_lab.launcher.experiment import check_existing_runs, read_experiment
 
@@ -112,17 +112,21 @@ def _describe_slots(slots: "list[Slot]", address: str | None) -> str:
 
 
 def _report(experiment: "Experiment") -> int:
-    """Print the table of all runs and draw the page; return the number of finished runs."""
-    from laminar_lab.launcher.page import write_page
+    """Print the table of all runs and compare the finished runs; return their number."""
+    from laminar_lab.compare import compare, read_run, sets_table
     from laminar_lab.launcher.progress import RunState, progress_table, read_all_progress
 
     progress = read_all_progress(experiment)
     wide = console if console.is_terminal else Console(width=WIDE, highlight=False)
     wide.print(progress_table(experiment, progress))
-    finished = sum(one.state is RunState.FINISHED for one in progress)
-    page = write_page(experiment, progress)
-    print_line(f"{finished} of {len(progress)} runs have finished; compared in {page}")
-    return finished
+    finished = [entry.run for entry in progress if entry.state is RunState.FINISHED]
+    folders = [run.folder.path for run in finished if run.folder is not None]
+    if len(folders) > 1:
+        comparison = compare([read_run(folder) for folder in folders])
+        wide.print(sets_table(comparison, [finished[group.runs[0]].variant for group in comparison.groups]))
+        print_line(f"two runs side by side: laminar compare {folders[0]} {folders[1]}")
+    print_line(f"{len(finished)} of {len(progress)} runs have finished")
+    return len(finished)
 
 
 @contextmanager

@@ -42,7 +42,6 @@ def plan(
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
-    html: Annotated[Path | None, typer.Option(help="File for a page with the trade-offs")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
 ) -> None:
@@ -71,8 +70,9 @@ def plan(
         measured=_measured(profile, mfu),
         learner=subject.learner,
     )
-    _print(made := _rank_placements(request), as_json=as_json, explain=explain)
-    _write(made, subject, write=write, html=html, quiet=as_json)
+    made = _rank_placements(request)
+    _print(made, as_json=as_json, explain=explain)
+    _write(made, subject, write, quiet=as_json)
 
 
 def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | None":
@@ -113,10 +113,10 @@ def _lengths(
 
 def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
     """Print the ranking, memory and reasons of a plan, or one JSON object with everything."""
-    from laminar_lab.plan.page import describe_plan, make_page
+    from laminar_lab.plan.output import describe_plan, make_output
 
     if as_json:
-        print(msgspec.json.encode(make_page(plan)).decode())
+        print(msgspec.json.encode(make_output(plan)).decode())
         return
     console.print(_ranking(plan))
     console.print(_memory(plan))
@@ -126,28 +126,22 @@ def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
         print_line(line)
 
 
-def _write(plan: "RankedPlan", subject: "Subject", *, write: Path | None, html: Path | None, quiet: bool) -> None:
-    """Write the config and the page that the command asks for, and print where they are, unless `quiet`."""
-    from laminar_lab.plan.page import write_page
+def _write(plan: "RankedPlan", subject: "Subject", write: Path | None, *, quiet: bool) -> None:
+    """Write the config of the first choice where `write` names a file; print what to do next, unless `quiet`."""
     from laminar_lab.plan.writing import write_config
 
     if write is not None:
         write_config(plan, plan.best, write, model=subject.folder, base=subject.tree)
-    if html is not None:
-        write_page(plan, html)
-    if not quiet:
-        if write is None:
-            print_line(
-                "--write FILE writes the config of the first choice; --html FILE draws a page with the trade-offs"
-            )
-        else:
-            fleet = plan.request.fleet
-            pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
-            print_line(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
-            if not (subject.folder / "config.json").is_file():
-                print_line(f"put the model into {subject.folder} first")
-        if html is not None:
-            print_line(f"the page: {html}")
+    if quiet:
+        return
+    if write is None:
+        print_line("--write FILE writes the config of the first choice")
+        return
+    fleet = plan.request.fleet
+    pretend = f"{fleet.nodes}x{fleet.per_node}x{fleet.gpu.name}"
+    print_line(f"the config: {write}; check it with laminar doctor {write} --pretend {pretend}")
+    if not (subject.folder / "config.json").is_file():
+        print_line(f"put the model into {subject.folder} first")
 
 
 def _ranking(plan: "RankedPlan") -> Table:

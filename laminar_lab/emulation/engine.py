@@ -39,7 +39,7 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
     It runs up to `max_batch` requests at a time in a KV cache of `kv_capacity` tokens. Prompt and response have at
     most `max_len` tokens. A request gets its first token at once, and later tokens every `delta_interval_s`
     seconds of the event loop's clock. The first load takes `late_s` emulated seconds more. `checksum` hashes the
-    weights in a folder. The engine calls `changed` when `busy` changes. Raises `ConfigError` if the cache cannot
+    weights in a folder. Raises `ConfigError` if the cache cannot
     hold one request.
     """
 
@@ -56,7 +56,6 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         delta_interval_s: float = 0.5,
         late_s: float = 0.0,
         checksum: Callable[[Path], str] = hash_weights,
-        changed: Callable[[], None] = lambda: None,
     ) -> None:
         scheduler = EmulatedScheduler(
             times, responses, max_batch=max_batch, max_len=max_len, kv_capacity=kv_capacity
@@ -67,9 +66,6 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         self._delta_interval_s = delta_interval_s
         self._late_s = late_s
         self._hash = checksum
-        self._changed = changed
-        self._pace = 1.0
-        self.busy = False  # True while there are steps to make
         self._checksum = "unloaded"
         self._due_s: float | None = None  # emulated time of the event timer
         self._event_timer: asyncio.TimerHandle | None = None
@@ -78,7 +74,7 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
     async def start(self) -> None:
         """Start emulated time at 0."""
         self._loop = asyncio.get_running_loop()
-        self._began_s, self._passed_s = self._loop.time(), 0.0
+        self._began_s = self._loop.time()
 
     async def close(self) -> None:
         """End all streams with ABORT. Every later call raises `EngineLostError`."""
@@ -112,14 +108,6 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         self._advance(self._now())
         return self._scheduler.status()
 
-    def pace(self, share: float) -> None:
-        """From now on make steps at `share` of the full speed."""
-        if share == self._pace:
-            return
-        self._passed_s, self._began_s = self._now(), self._loop.time()
-        self._pace = share
-        self._set_event_timer(self._due_s)
-
     def deliver(self) -> None:
         """Deliver all tokens of running requests now, before the next interval."""
         self._raise_if_lost()
@@ -143,7 +131,7 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
 
     def _now(self) -> float:
         """Emulated seconds since the start."""
-        return self._passed_s + (self._loop.time() - self._began_s) * self._compression * self._pace
+        return (self._loop.time() - self._began_s) * self._compression
 
     def _post(self, action: Callable[[], None]) -> None:
         self._raise_if_lost()
@@ -162,9 +150,6 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         due_s = self._scheduler.next_event_s
         if due_s != self._due_s:
             self._set_event_timer(due_s)
-        if self.busy != (due_s is not None):
-            self.busy = due_s is not None
-            self._changed()
         if self._streams and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(self._delta_interval_s, self._on_flush)
 
@@ -173,8 +158,8 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
             self._event_timer.cancel()
         self._due_s, self._event_timer = due_s, None
         if due_s is not None:
-            ahead_s = (due_s - self._passed_s) / (self._compression * self._pace)
-            self._event_timer = self._loop.call_at(self._began_s + ahead_s, self._on_event, due_s)
+            at_s = self._began_s + due_s / self._compression
+            self._event_timer = self._loop.call_at(at_s, self._on_event, due_s)
 
     def _on_event(self, due_s: float) -> None:
         """Advance to the event at `due_s`, even if rounding fires the timer a little early."""

@@ -64,17 +64,6 @@ class EngineTimes(Section):
             steps -= 1
         return steps
 
-    def slower(self, times: float) -> "EngineTimes":
-        """Times of an engine whose computation takes `times` as long, e.g. 1.5; loads stay as fast."""
-        return self.model_copy(
-            update={
-                "step_s": self.step_s * times,
-                "sequence_s": self.sequence_s * times,
-                "kv_token_s": self.kv_token_s * times,
-                "prefill_tokens_per_s": self.prefill_tokens_per_s / times,
-            }
-        )
-
 
 class LearnerTimes(Section):
     """Times of a learner, on devices that divide the microbatches of a step among them."""
@@ -190,12 +179,6 @@ class SimulationConfig(Section):
     """Seconds from sending a report until the controller reads it: an assumption, not a measurement."""
     order_s: Delay = 0.01
     """Seconds from the controller to its replica for an order: an assumption, too."""
-    cores: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Cores that engines, learner and other parts share when they compute on CPUs. Each uses one at most, and
-    engines get the rest; 1.5: other work takes half of a core. Times in the profile are then CPU seconds. None:
-    every part has a core."""
-    trajectory_cpu_s: Delay = 0.0
-    """With `cores`: CPU seconds of a trajectory outside engines and learner."""
 
 
 class EmulationConfig(EngineConfig):

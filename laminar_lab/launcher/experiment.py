@@ -68,8 +68,6 @@ class ExperimentSettings(Section):
     """Variants with names of their own, instead of a grid."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(list_seeds)] = [0]  # noqa: RUF012
     """Seeds of each variant: their number, counted from 0, or a list."""
-    compare: str | None = None
-    """Evaluation set that the page shows first; default: the first in `eval.sets`."""
     parallel: Count | None = None
     """Runs side by side; default: as many as the host has GPUs for, or 1 if runs need no GPU."""
 
@@ -137,13 +135,8 @@ class Experiment:
 
     @property
     def folder(self) -> Path:
-        """Folder of the file, the page and all runs."""
+        """Folder of the file and of all runs."""
         return self.file.parent
-
-    @property
-    def report(self) -> Path:
-        """File of the page; a second experiment file in the same folder has its own page."""
-        return self.folder / ("report.html" if self.file.stem == "experiment" else f"{self.file.stem}.html")
 
     @property
     def lock(self) -> Path:
@@ -152,22 +145,13 @@ class Experiment:
 
     @property
     def compared(self) -> str:
-        """Evaluation set that compares variants; "evaluation" if the config has no set."""
-        return self.settings.compare or next(iter(self.runs[0].config.eval.sets), "evaluation")
+        """The first evaluation set, whose results the table shows; "evaluation" if the config has no set."""
+        return next(iter(self.runs[0].config.eval.sets), "evaluation")
 
     @cached_property
     def variants(self) -> list[str]:
         """Names of the variants, in the order of the file."""
         return list(dict.fromkeys(run.variant for run in self.runs))
-
-    @cached_property
-    def changes(self) -> list[tuple[str, list[object]]]:
-        """Settings in which variants differ, each with its values [variants]."""
-        first = {run.variant: flatten(run.config) for run in reversed(self.runs)}
-        configs = [first[variant] for variant in self.variants]
-        keys = sorted({key for config in configs for key in config} - set(OWN_KEYS))
-        rows = [(key, [config.get(key) for config in configs]) for key in keys]
-        return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
 def read_experiment(file: Path) -> Experiment:
@@ -183,7 +167,6 @@ def read_experiment(file: Path) -> Experiment:
         name = _name(settings, variant, seed)
         overrides = to_overrides(settings.set | changes)
         config = _load(settings.base, f"variant {variant}", [*overrides, *to_overrides(_own(name, seed, runs))])
-        _check_set(settings, config)
         planned.append(
             PlannedRun(name=name, variant=variant, seed=seed, overrides=tuple(overrides), config=config)
         )
@@ -247,14 +230,6 @@ def _is_section(key: str) -> bool:
         kinds = get_args(told) if isinstance(told, UnionType) else (told,)
         kind = next((one for one in kinds if isinstance(one, type) and issubclass(one, Section)), None)
     return kind is not None
-
-
-def _check_set(settings: ExperimentSettings, config: RunConfig) -> None:
-    known = list(config.eval.sets)
-    if settings.compare is not None and settings.compare not in known:
-        raise ConfigError(
-            f"compare={settings.compare}: no such set in eval.sets; name one of {', '.join(known) or 'none'}"
-        )
 
 
 def _variants(settings: ExperimentSettings) -> list[tuple[str, Settings]]:

@@ -1,6 +1,6 @@
 """How far each run is, read from its folder and its log; nothing else stores the state of a run.
 
-The loop reads progress before and after each process of a run; `--dry-run`, `--report` and the page read it too.
+The loop reads progress before and after each process of a run; `--dry-run` and `--report` read it too.
 """
 
 import re
@@ -18,7 +18,6 @@ from laminar_lab.curves import Point, read_curves
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_py.config import ConfigError
 from laminar_py.ledger import read_last, read_tail
-from laminar_py.observe import LengthFigures
 from laminar_py.records import StepRow
 from laminar_py.records.host import visible
 
@@ -44,7 +43,6 @@ class RunSummary(msgspec.Struct, frozen=True):
     """The part of a run's `summary.json` that the launcher reads; summaries of every release have it."""
 
     finished: bool
-    response_length: LengthFigures | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,6 @@ class RunProgress:
     reason: str = ""  # of the failure
     row: StepRow | None = None  # the newest step
     stepped_s: float | None = None  # when the row was written, in seconds since the epoch
-    lengths: LengthFigures | None = None  # of a finished run's responses
 
     @property
     def step(self) -> int:
@@ -82,7 +79,6 @@ def read_progress(run: PlannedRun) -> RunProgress:
             reason=reason,
             row=row,
             stepped_s=None if row is None else folder.metrics.stat().st_mtime,
-            lengths=summary.response_length if summary.finished else None,
         )
     except OSError as error:
         return RunProgress(run=run, state=RunState.FAILED, reason=str(error))

@@ -23,7 +23,6 @@ import numpy as np
 from laminar_lab.emulation.engine import EmulatedEngine
 from laminar_lab.emulation.responses import Responses, environments_of
 from laminar_lab.emulation.settings import EngineTimes, emulation_of
-from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.figures import FleetSample
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config import RunConfig
@@ -147,14 +146,12 @@ class SimulatedFleet:
         weights: ModelledWeights,
         stats: Stats,
         clock: Clock,
-        cores: SharedCores,
     ) -> None:
         self._config, self._emulation, self._times = config, emulation_of(config), times
         self._scheduler = scheduler
         self._weights = weights
         self._stats = stats
         self._clock = clock
-        self._cores = cores
         self._tick = Tick(self._send_orders, every_s=DISPATCH_S)
         self._lives: list[ReplicaLife] = []
         self._ended_tokens, self._ended_s = 0, 0.0  # of crashed replicas' engines
@@ -251,7 +248,7 @@ class SimulatedFleet:
     async def _start_replica(self, index: int, *, late_s: float) -> ReplicaLife:
         """Start the emulated engine, serving after `late_s`, and make the production replica around it.
 
-        Records the start in the ledger's book and registers the engine for shares of the CPU cores.
+        Records the start in the ledger's book.
         """
         rollout, store = self._config.rollout, CountedTokens(self._responses)
         engine = EmulatedEngine(
@@ -265,10 +262,8 @@ class SimulatedFleet:
             late_s=late_s,
             delta_interval_s=NEVER_S,
             checksum=lambda folder: "",
-            changed=self._cores.share_out,
         )
         await engine.start()
-        self._cores.add_engine(engine)
         self._stats.add_replica(index)
         self._scheduler.book.record(PartStarted(f"replica-{index}", NO_PROCESS))
         replica = Replica(
@@ -330,7 +325,6 @@ class SimulatedFleet:
         """Return the trajectories of a crashed replica to the scheduler, as far as its journal has them."""
         reports = self._scheduler.reports
         await life.engine.close()
-        self._cores.remove_engine(life.engine)
         self._weights.forget_replica(index)
         self.failures.append((self._stats.rl_s, index))
         self._scheduler.views.retire(index)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar_lab.emulation.settings import LearnerTimes, emulation_of
-from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.record import INCARNATION, HeardRecorder
 from laminar_lab.simulate.weights import ModelledWeights, weights_digest
 from laminar_lab.step_time import attention_share_of, version_bytes
@@ -28,7 +27,6 @@ class LearnerParts:
     recorder: HeardRecorder
     weights: ModelledWeights
     stats: Stats
-    cores: SharedCores
     show: Callable[[StepRow], None]
 
 
@@ -41,7 +39,6 @@ class SimulatedLearner:
         self._recorder = parts.recorder
         self._weights = parts.weights
         self._stats = parts.stats
-        self._cores = parts.cores
         self._show = parts.show
         self._attention_share = attention_share_of(times)
         self._groups_at_once = config.rollout.prompts_per_step
@@ -136,6 +133,6 @@ class SimulatedLearner:
         emulated_s = self._times.step_s(lengths, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression
         self._stats.begin_step()
-        await self._cores.compute(elapsed_s)
+        await asyncio.sleep(elapsed_s)
         self._stats.end_step()
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))

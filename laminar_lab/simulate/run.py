@@ -18,7 +18,6 @@ from laminar_lab.emulation.settings import (
     emulation_of,
     read_profile,
 )
-from laminar_lab.simulate.cores import SharedCores
 from laminar_lab.simulate.figures import ControlTraffic, SimulatedRun
 from laminar_lab.simulate.fleet import END, SimulatedFleet
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
@@ -187,16 +186,14 @@ class _Simulation:
         )
         self._scheduler = scheduler = self._make_scheduler(clock)
         self._weights = weights = _weights(config, profile)
-        self._cores = cores = SharedCores(emulation_of(config).simulation.cores)
         self._fleet = SimulatedFleet(
-            config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock, cores=cores
+            config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock
         )
         parts = LearnerParts(
             scheduler=scheduler,
             recorder=self._recorder,
             weights=weights,
             stats=stats,
-            cores=cores,
             show=self._on_step,
         )
         self._learner = learner(config, profile.learner, parts)
@@ -238,7 +235,6 @@ class _Simulation:
                     tasks.create_task(self._rewards.run(), name="rewards"),
                     tasks.create_task(self._fleet.run(), name="fleet"),
                     tasks.create_task(self._keep_house(), name="housekeeping"),
-                    tasks.create_task(self._cores.run(), name="cores"),
                 ]
                 if record is not None:
                     rows = record.watch_fleet(generated_tokens=lambda: self._scheduler.book.generated_tokens)
@@ -284,7 +280,6 @@ class _Simulation:
     def _on_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Receive an ended response, and start to score it."""
         self._migration.finished(trajectory)
-        self._cores.spend(emulation_of(self._config).simulation.trajectory_cpu_s)
         self._rewards.score_response(trajectory, version=self._learner.version)
 
     async def _keep_house(self) -> None:

@@ -1,13 +1,12 @@
-"""Figures of a measurement, which must be those that its module names."""
+"""Figures of a benchmark, which must be those that its module names."""
 
 from collections.abc import Sequence
+from types import ModuleType
 
-from laminar_lab.bench.registry import find
 from laminar_lab.bench.report import Row
 
 
-def figures(benchmark: str, only: str, rows: Sequence[Row]) -> dict[str, float | None]:
+def figures(benchmark: ModuleType, rows: Sequence[Row]) -> dict[str, float | None]:
     """Values by the names of rows."""
-    [measurement] = find(benchmark, only)
-    assert sorted(row.name for row in rows) == sorted(measurement.row_names)
+    assert [row.name for row in rows] == list(benchmark.ROWS)
     return {row.name: row.value for row in rows}

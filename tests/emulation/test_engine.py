@@ -212,12 +212,6 @@ def test_a_response_takes_its_prefill_and_its_steps():
     assert scheduler.busy_s == pytest.approx(takes_s), "it had nothing to do before"
 
 
-def test_an_engine_that_is_slower_takes_so_many_times_as_long():
-    scheduler = make_scheduler(TIMES.slower(1.5))
-    submit(scheduler, 0.0, "r", prompt=[3] * 500, length=100)
-    assert run_out(scheduler)["r"] == pytest.approx(1.5 * (0.020 + 2.0 + 8e-8 * (100 * 500 + 4950)))
-
-
 def test_the_first_token_is_delivered_after_one_step(folders):
     async def scenario():
         async with serving(folders[0]) as engine:

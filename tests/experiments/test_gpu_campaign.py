@@ -15,8 +15,8 @@ import pytest
 from experiments.gpu import learner, publish, run
 from experiments.gpu.run import BUDGET_MIN, INSTALL_S, PIECES, Campaign, Figure, Piece, Result, read_reports
 from experiments.gpu.step_profile import kind_of
+from experiments.gpu.steps import FULL
 from experiments.gpu.strip import strip
-from laminar_lab.bench.learner.mfu import FULL
 
 ROOT = Path(__file__).parents[2]
 ROW = {"name": "a", "value": 1.5, "unit": "x", "conditions": "c"}

@@ -7,7 +7,7 @@ import yaml
 
 from experiments.gpu import older_sglang
 from experiments.gpu.sglang_run import POLICIES, SIZES, busy_rate, run_config, write_data
-from laminar_lab.bench.learner.mfu import FULL
+from experiments.gpu.steps import FULL
 from laminar_lab.bench.runs import FinishedRun
 from laminar_lab.bench.workplace import count_parameters
 from laminar_py.config.loading import parse_config

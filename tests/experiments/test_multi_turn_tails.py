@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from experiments.multi_turn_tails import fleets
-from experiments.multi_turn_tails.fleets import ASYNC, FLEETS, STEPS, config_of, turns_settings
-from laminar_lab.simulate.baselines import Baseline
+from experiments.multi_turn_tails.fleets import ASYNC, FLEETS, STEPS, Baseline, config_of, turns_settings
 from laminar_lab.simulate.figures import SimulatedFigures
 
 sys.modules.setdefault("fleets", fleets)  # as the scripts find it, beside themselves

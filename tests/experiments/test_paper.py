@@ -6,10 +6,22 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from experiments.paper import cells
-from experiments.paper.cells import Arm, Cell, CellFigures, config_of, measure, profile_of, read_parameters
+from experiments.paper import baselines
 
-sys.modules.setdefault("cells", cells)  # as the script finds it, beside itself
+sys.modules.setdefault("baselines", baselines)  # as the scripts find them, beside themselves
+
+from experiments.paper import cells  # noqa: E402
+from experiments.paper.cells import (  # noqa: E402
+    Arm,
+    Cell,
+    CellFigures,
+    config_of,
+    measure,
+    profile_of,
+    read_parameters,
+)
+
+sys.modules.setdefault("cells", cells)
 
 from experiments.paper.run import Comparison  # noqa: E402
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from laminar_lab.commands.compare import app
 from laminar_lab.compare import ComparedRun, compare
-from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds, fleet_sizes, read_curves
+from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds, read_curves, read_fleet_sizes
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.metrics import FleetRow
@@ -121,8 +121,10 @@ def row(rl_s, running):
     return FleetRow(rl_s=rl_s, replicas=list(running), running=list(running.values()), **rest)
 
 
-def test_device_hours_count_each_replica_as_long_as_it_was_there():
-    sizes = fleet_sizes([row(1.0, {0: 1, 1: 1}), row(2.0, {0: 1, 1: 1}), row(10.0, dict.fromkeys(range(6), 1))])
+def test_device_hours_count_each_replica_as_long_as_it_was_there(tmp_path):
+    rows = [row(1.0, {0: 1, 1: 1}), row(2.0, {0: 1, 1: 1}), row(10.0, dict.fromkeys(range(6), 1))]
+    write_rows(tmp_path / "fleet.jsonl", rows)
+    sizes = read_fleet_sizes(tmp_path)
     assert sizes == FleetSizes((1.0, 10.0), (2, 6))
     assert [sizes.replica_seconds(at_s) for at_s in (5.0, 10.0, 12.0)] == [10.0, 20.0, 32.0]
     config = load_config(REPO / "configs/emulation/repack.yaml", ["rollout.replicas=6"])
@@ -183,7 +185,7 @@ async def test_runs_stand_side_by_side(run):
         invoke(run)
 
 
-async def test_runs_that_differ_in_their_seeds_are_one_column_of_sets(run):
+async def test_runs_that_differ_in_their_seeds_are_one_row_of_sets(run):
     other = shutil.copytree(run, run.with_name("small-2"))
     with (other / "config.yaml").open("a") as file:
         file.write("seed: 7\n")

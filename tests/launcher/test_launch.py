@@ -1,23 +1,21 @@
-"""`laminar launch` as users have it: real runs, a launcher that is killed, and the page in a real browser."""
+"""`laminar launch` as users have it: real runs, a launcher that is killed, and the comparison."""
 
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 
-import msgspec
 import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from laminar_lab.audit.verify import verify
-from laminar_lab.curves import format_mean
 from laminar_lab.launcher.experiment import read_experiment
-from laminar_lab.launcher.page import format_duration, make_page, write_page
 from laminar_lab.launcher.progress import (
     RunProgress,
     RunState,
@@ -34,15 +32,11 @@ from tests.launcher.experiments import (
     start_launcher,
     write_experiment,
 )
-from tests.launcher.test_loop import write_summary
-from tests.report.browser import browsing, slow_in_browser
 from tests.report.builders import make_step_row
 from tests.runs.runs import PATIENCE_S, REPO, forget_versions
 
 STEPS = 3
 VARIANTS = [{"name": "low", "set": {"learner.lr": 1e-4}}, {"name": "high"}]
-DRAWN = """JSON.stringify([...document.querySelectorAll('#charts .panel')].map((panel) => [
-  panel.querySelector('h2').textContent, panel.querySelectorAll('.scatterlayer path.js-line').length]))"""
 
 
 def wait_until(process, look):
@@ -106,6 +100,9 @@ def test_the_same_command_finds_nothing_left_to_run(launched):
     done = subprocess.run([*LAUNCH, str(experiment.file)], cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "4 of 4 runs have finished" in done.stdout
+    comparison = done.stdout[done.stdout.index("Sets at ") :]
+    assert re.search(r"runs +heldout", comparison)
+    assert [re.search(rf"\n{name} +\d\.\d+ ± ", comparison) is not None for name in ("low", "high")] == [True] * 2
     assert len(list(experiment.folder.glob("runs/*-1"))) == 4
 
 
@@ -143,110 +140,16 @@ def test_the_table_and_the_lines_show_text_of_runs_as_text(tmp_path):
     assert line.endswith("; no step for 12 min")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(50, "50 s"), (61, "1 min 1 s"), (600, "10 min"), (3600 * 3 + 20 * 60, "3 h 20 min")]
-)
-def test_a_duration_is_in_units_that_suit(seconds, text):
-    assert format_duration(seconds) == text
-
-
-@slow_in_browser
-@pytest.mark.parametrize("dark", [False, True])
-async def test_the_page_has_a_curve_of_every_variant_and_asks_no_network(launched, tmp_path, dark):
-    experiment, _, _ = launched
-    async with browsing(tmp_path / "profile") as tab:
-        await look_at(tab, experiment.report, dark=dark)
-        drawn = dict(json.loads(await tab.look(DRAWN)))
-        assert set(drawn) == {
-            *(f"heldout over {x}" for x in ("process-hours of RL", "trained tokens", "step")),
-            *("Reward", "Response length, p50", "Response length, p95", "Staleness", "Throughput"),
-        }
-        assert set(drawn.values()) == {2 * 3}, "mean, low and high of two variants"
-        text = await tab.look("document.body.textContent")
-        for word in ("e-low-s0", "e-high-s1", "learner.lr", "0.0001", "p99", "process-hours", "± "):
-            assert word in text
-        assert await tab.look("document.documentElement.scrollWidth <= innerWidth")
-        assert tab.errors == []
-        assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
-
-
-@slow_in_browser
-async def test_what_a_run_said_is_text_on_the_page_whatever_it_is(tmp_path):
-    experiment = make_experiment(tmp_path / "e")
-    words = "</script><img src=x onerror=alert(1)>\x1b[31m"
-    (run,) = experiment.runs
-    run.log.parent.mkdir()
-    run.log.write_text(f"laminar: {words}\n")
-    async with browsing(tmp_path / "profile") as tab:
-        await look_at(tab, write_page(experiment, read_all_progress(experiment)))
-        shown = words.replace("\x1b", "\\x1b")
-        assert shown in await tab.look("document.getElementById('first').textContent")
-        assert await tab.look("document.querySelectorAll('img').length") == 0
-        assert tab.errors == []
-
-
-async def look_at(tab, page, *, dark=False):
-    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-    await tab.do("Emulation.setEmulatedMedia", features=scheme)
-    await tab.do("Page.navigate", url=page.as_uri())
-    await tab.until("window.laminar !== undefined")
-
-
-def test_a_page_can_be_drawn_before_any_run_and_of_runs_that_failed(tmp_path, monkeypatch):
+def test_a_report_names_the_reason_of_a_failure_before_any_run_has_finished(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
-    experiment = make_experiment(tmp_path, seeds=2)
+    experiment = make_experiment(tmp_path, seeds=3)
     experiment.runs[0].log.parent.mkdir()
     experiment.runs[0].log.write_text("laminar: x=1: no; mend it\n")
-    told = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"]).stdout
-    assert "failed" in told
-    assert "x=1: no; mend it" in experiment.report.read_text()
-
-
-def test_a_run_that_cannot_be_read_is_a_row_of_the_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPO)
-    experiment = make_experiment(tmp_path, seeds=3)
-    torn, other, _ = (new_run(run.config) for run in experiment.runs)
-    torn.ledger.write_text("no ledger")
-    other.metrics.write_text('{"step": "one"}\n')
+    new_run(experiment.runs[1].config).ledger.write_text("no ledger")
     done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
     assert done.exit_code == 0, done.output
-    page = make_page(experiment, read_all_progress(experiment))
-    (sheet,) = [one for one in page.first if one.title == "Runs that no figure counts"]
-    assert [row[0] for row in sheet.rows] == ["e-base-s0", "e-base-s1"]
-    assert "not a ledger" in sheet.rows[0][1] or "cannot be read" in sheet.rows[0][1]
-    assert "metrics.jsonl: line 1" in sheet.rows[1][1]
-    assert [row[-1] for row in page.last[-1].rows] == ["not counted", "not counted", "unfinished"]
-
-
-def test_figures_are_of_finished_seeds_alone_once_there_is_one_and_say_of_how_many(tmp_path):
-    experiment = make_experiment(tmp_path, seeds=3)
-    for run, reward in zip(experiment.runs, (0.5, 0.9), strict=False):
-        row = msgspec.structs.replace(make_step_row(5, 10.0, trained_tokens=5000), reward=reward)
-        new_run(run.config).metrics.write_bytes(msgspec.json.encode(row) + b"\n")
-
-    def drawn():
-        page = make_page(experiment, read_all_progress(experiment))
-        return page.counted, [row[4] for row in page.first[-1].rows]
-
-    assert drawn() == (["2 of 3 seeds, not finished"], [format_mean([0.5, 0.9])])
-    write_summary(tmp_path / "runs/e-base-s0-1")
-    assert drawn() == (["1 of 3 seeds"], [format_mean([0.5])])
-
-
-def test_a_page_never_mixes_runs_of_other_settings(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPO)
-    for run in make_experiment(tmp_path, set={"learner.lr": 1e-3}, seeds=1).runs:
-        row = make_step_row(5, 10.0, trained_tokens=5000)
-        new_run(run.config).metrics.write_bytes(msgspec.json.encode(row) + b"\n")
-    changed = make_experiment(tmp_path, set={"learner.lr": 2e-3}, seeds=2)
-    new_run(changed.runs[1].config)
-    done = CliRunner().invoke(app, ["launch", str(tmp_path), "--report"])
-    assert done.exit_code == 0, done.output
-    page = make_page(changed, read_all_progress(changed))
-    (sheet,) = [one for one in page.first if one.title == "Runs that no figure counts"]
-    assert sheet.rows == [["e-base-s0", f"learner.lr=0.002: {tmp_path}/runs/e-base-s0-1 was made with 0.001"]]
-    assert [row[-1] for row in page.last[-1].rows] == ["not counted", "unfinished"]
-    assert all(band.x == [] for chart in page.charts for band in chart.bands), "no point of it is drawn"
+    assert "x=1: no; mend it" in done.stdout
+    assert "0 of 3 runs have finished" in done.stdout
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_lab.bench.ledger.recording import archive_here
 from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
@@ -128,7 +127,13 @@ def digest_of(ledger, id):
 
 async def archive(ledger, step):
     """Archive what nobody needs who goes back to `step`; how many trajectories."""
-    return await archive_here(ledger, run_of(ledger), step)
+    rows = await ledger.settled_pieces(step)
+    if not rows:
+        return 0
+    answer = await write_archive(ledger, step, rows=rows)
+    numbers = sorted({row.trajectory for row in rows})
+    await ledger.archived([answer.event], numbers)
+    return len(numbers)
 
 
 async def write_archive(ledger, step, *, rows=None, part=0):

@@ -230,7 +230,9 @@ def test_bad_input_is_one_line(arguments, line):
 
 def test_measured_times_take_the_place_of_the_rules():
     profile = read_profile(Path("configs/emulation/h100_7b_tp2.yaml"))
-    slow = profile.model_copy(update={"engine": profile.engine.slower(3.0)})
+    slow = profile.model_copy(
+        update={"engine": profile.engine.model_copy(update={"step_s": 3 * profile.engine.step_s})}
+    )
     wanted = make_request(measured=slow)
     places = placements(wanted)
     assert {one.tensor_parallel for one in places} == {profile.engine.gpus}
@@ -244,9 +246,9 @@ def test_a_folder_without_a_ledger_tells_no_lengths(tmp_path):
         lengths_by_task(tmp_path)
 
 
-def test_the_command_tells_one_json_object_and_writes_config_and_page(tmp_path):
+def test_the_command_prints_one_json_object_and_writes_the_config(tmp_path):
     small = ["--prompts-per-step", "8", "--group-size", "8", "--price", "2"]
-    files = ["--write", str(tmp_path / "run.yaml"), "--html", str(tmp_path / "plan.html")]
+    files = ["--write", str(tmp_path / "run.yaml")]
     result = CliRunner().invoke(app, ["plan", "7B", "--gpus", "1x8xH100", *small, *files, "--json"])
     told = json.loads(result.stdout)
     best = told["rows"][0]
@@ -254,7 +256,6 @@ def test_the_command_tells_one_json_object_and_writes_config_and_page(tmp_path):
     assert best["cost"] == pytest.approx(1000 * best["step_s"] / 3600 * 8 * 2)
     assert sum(best["engine_memory"].values()) <= 80e9
     assert load_config(tmp_path / "run.yaml", []).learner.world_size == best["learner_gpus"]
-    assert (tmp_path / "plan.html").stat().st_size > 1e6, "plotly and all"
 
 
 def test_a_config_names_its_model_before_it_is_downloaded_and_a_bound_where_it_is_async():

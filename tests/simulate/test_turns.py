@@ -2,8 +2,8 @@
 
 import pytest
 
+from experiments.paper.baselines import Baseline, simulate_baseline
 from laminar_lab.emulation.settings import emulation_of, read_profile
-from laminar_lab.simulate.baselines import Baseline, simulate_baseline
 from laminar_lab.simulate.run import simulate
 from laminar_py.config.section import ConfigError
 from laminar_py.records.spans import num_sampled, num_turns

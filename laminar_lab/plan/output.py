@@ -1,0 +1,164 @@
+"""A plan as sentences and as the record of `--json`. Called by `laminar plan`."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
+from laminar_lab.plan.stages import PlacementEstimate
+from laminar_lab.report.diagnosis import Bottleneck
+from laminar_py.config.rollout import Schedule
+from laminar_py.runtime.preflight import Parts
+
+
+class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A simulated placement, with figures of the whole fleet."""
+
+    schedule: str
+    learner_gpus: int
+    replicas: int
+    tensor_parallel: int
+    max_batch: int
+    batch_per_replica: int
+    pack_tokens: int
+    recompute: str
+    tokens_per_s: float
+    step_s: float
+    staleness_mean: float
+    staleness_max: int
+    versions_alive: int
+    kv_use: float
+    binds: str
+    binds_next: str
+    generation_s: float
+    learner_s: float
+    weights_s: float
+    freshness_s: float
+    cost: float | None  # of 1,000 steps
+    learner_memory: Parts
+    engine_memory: Parts
+
+
+class PlanOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The object of `--json`."""
+
+    model: str
+    fleet: str
+    price: float | None
+    words: list[str]
+    rows: list[PlacementRow]
+    formulas: list[tuple[str, str, str]]
+    considered: int
+    shrink_error: float | None
+
+
+def make_output(plan: RankedPlan) -> PlanOutput:
+    """Make the object of `--json`."""
+    request = plan.request
+    fleet = request.fleet
+    return PlanOutput(
+        model=request.model,
+        fleet=f"{fleet.nodes} x {fleet.per_node} {fleet.gpu.name}",
+        price=request.price,
+        words=list(describe_plan(plan)),
+        rows=[_row(plan, ranked) for ranked in plan.ranked],
+        formulas=[(formula.name, formula.text, formula.result) for formula in plan.best.estimate.formulas],
+        considered=plan.considered,
+        shrink_error=plan.shrink_error,
+    )
+
+
+def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
+    """Make the table row of a placement: its settings, simulated figures, formula seconds, cost and memory."""
+    placement, judged, times = ranked.placement, ranked.judgement, ranked.estimate.times
+    return PlacementRow(
+        schedule=str(placement.schedule),
+        learner_gpus=placement.learner_gpus,
+        replicas=placement.replicas,
+        tensor_parallel=placement.tensor_parallel,
+        max_batch=placement.max_batch,
+        batch_per_replica=placement.batch_per_replica,
+        pack_tokens=placement.pack_tokens,
+        recompute=str(placement.recompute),
+        tokens_per_s=ranked.tokens_per_s,
+        step_s=judged.step_s,
+        staleness_mean=judged.figures.staleness_mean,
+        staleness_max=judged.figures.staleness_max,
+        versions_alive=judged.figures.versions_alive_max,
+        kv_use=judged.figures.kv_use,
+        binds=ranked.estimate.binds.value,
+        binds_next=ranked.estimate.binds_next.value,
+        generation_s=times.generation_s,
+        learner_s=times.learner_s,
+        weights_s=times.weights_s,
+        freshness_s=ranked.estimate.freshness_s,
+        cost=plan.cost(ranked),
+        learner_memory=plan.learner_memory(ranked),
+        engine_memory=plan.engine_memory(ranked),
+    )
+
+
+# ---- sentences
+
+
+def describe_plan(plan: RankedPlan) -> Iterator[str]:
+    """Describe the first choice, why the second is slower, and the error of the figures."""
+    best = plan.best
+    bottlenecks = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
+    yield f"first: {_name(best)}; by formula {bottlenecks}"
+    placement = best.placement
+    is_async = placement.schedule is Schedule.ASYNC
+    admits = f" admits {placement.batch_per_replica} trajectories under a version and" if is_async else ""
+    yield (
+        f"each replica{admits} decodes at most {placement.max_batch} at a time; a microbatch has"
+        f" {placement.pack_tokens:,} tokens, recompute {placement.recompute}"
+    )
+    if len(plan.ranked) > 1:
+        yield _second(best, plan.ranked[1])
+    error = best.estimate.tokens_per_s / best.tokens_per_s - 1
+    yield f"{plan.considered} placements fit, and the planner simulated the likeliest of them"
+    shrunk = "all of its replicas"
+    if plan.shrink_error is not None:
+        shrunk = f"{best.judgement.replicas} of its replicas ({plan.shrink_error:+.0%} tokens/s on twice as many)"
+    yield (
+        f"the first was simulated on {shrunk}; its formulas give {abs(error):.0%}"
+        f" {'more' if error > 0 else 'fewer'} tokens/s than its simulation"
+    )
+
+
+def _second(first: Ranked, second: Ranked) -> str:
+    """Describe the second choice, and why it is slower than the first."""
+    share = 1.0 - second.tokens_per_s / first.tokens_per_s
+    begun = f"second: {_name(second)}; {share:.0%} less"
+    if share < TIED:
+        return f"{begun}, too little for simulations of this size to separate the two"
+    best, other = first.estimate, second.estimate
+    if other.schedule is not best.schedule:
+        steps = (
+            f"under {other.schedule} a step takes {other.step_s:.1f} s, under {best.schedule} {best.step_s:.1f}"
+        )
+        return f"{begun}: by formula {steps}"
+    best_s, other_s = _seconds_by_bottleneck(best), _seconds_by_bottleneck(other)
+    slower = max(other_s, key=lambda stage: other_s[stage] - best_s[stage])
+    if other_s[slower] <= best_s[slower]:
+        return f"{begun}; the simulation shows that, and no formula explains it"
+    return (
+        f"{begun}: {slower.value} takes {other_s[slower]:.1f} s of a step, and {best_s[slower]:.1f} s in the first"
+    )
+
+
+def _seconds_by_bottleneck(estimate: PlacementEstimate) -> dict[Bottleneck, float]:
+    """Return the seconds of each stage in a step by formula, keyed by the bottleneck that the stage can be."""
+    times = estimate.times
+    return {
+        Bottleneck.GENERATION: times.generation_s,
+        Bottleneck.LEARNER: times.learner_s,
+        Bottleneck.WEIGHTS: times.weights_s,
+        Bottleneck.FRESHNESS: estimate.freshness_s,
+    }
+
+
+def _name(ranked: Ranked) -> str:
+    placement = ranked.placement
+    trained = f"{placement.schedule}, {placement.learner_gpus} GPUs train"
+    return f"{trained}, {placement.replicas} replicas of {placement.tensor_parallel} generate"
