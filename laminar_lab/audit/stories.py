@@ -18,6 +18,7 @@ from laminar_py.ledger import (
     StoredResponses,
     TrajectoryRow,
     decode_event,
+    read_prompt,
     reading,
     trajectory_rows,
 )
@@ -103,13 +104,12 @@ def read_story_from(connection: sqlite3.Connection, responses: StoredResponses, 
         response = responses.response(row)
     except LedgerError as error:
         response, lost = join([]), str(error)
-    query = "SELECT text, answer, task FROM prompt WHERE id = ?"
-    text, answer, task = connection.execute(query, (row.prompt_id,)).fetchone() or ("", "", "")
+    prompt = read_prompt(connection, row.prompt_id)
     return Story(
         row=row,
-        prompt=text,
-        answer=answer,
-        task=task,
+        prompt="" if prompt is None else prompt.text,
+        answer="" if prompt is None else prompt.answer,
+        task="" if prompt is None else prompt.task,
         events=tuple(_read_events(connection, row)),
         response=response,
         lost=lost,

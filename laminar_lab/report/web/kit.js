@@ -110,20 +110,15 @@ function drawChart(box, chart) {
   });
 }
 
-// A table; a click on a row calls `open` with its first cell, of the row numbered `i`.
-function table({ head, rows, words = 0 }, open) {
-  const made = element("table", undefined, open ? "opens" : ""), kind = (i) => (i === 0 ? "" : i >= head.length - words ? "words" : "number");
+function table({ head, rows, words = 0 }) {
+  const made = element("table"), kind = (i) => (i === 0 ? "" : i >= head.length - words ? "words" : "number");
   const line = (cells, tag) => {
     const row = element("tr");
     row.append(...cells.map((text, i) => element(tag, oneLine(text), kind(i))));
     return row;
   };
   made.createTHead().append(line(head, "th"));
-  made.createTBody().append(...rows.map((cells, i) => {
-    const row = line(cells, "td");
-    if (open) (row.dataset.id = cells[0]), (row.onclick = () => open(cells[0], i));
-    return row;
-  }));
+  made.createTBody().append(...rows.map((cells) => line(cells, "td")));
   return made;
 }
 
