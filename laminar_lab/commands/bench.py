@@ -25,7 +25,6 @@ BENCHMARKS = {
     "ledger": "the cost of recording a run and of reading the record",
     "relay": "a hop from a relay to its child beside a bare socket",
     "repack": "the gain of repacking at the speed of published tables, simulated",
-    "sglang": "our SGLang client beside a bare HTTP client",
     "turns": "time from an environment's answer to the next turn's first token",
 }
 KINDS = (int, float, str, Path)  # of settings; parameters of other kinds are for tests
@@ -41,7 +40,7 @@ def measure_here(
 ) -> None:
     """Measure a part of the system on this machine. Most benchmarks take minutes, `repack` an hour.
 
-    `sglang` needs SGLang, and `control` and `repack` need the project's folder.
+    `control` and `repack` need the project's folder.
     """
     if benchmark is None:
         table = Table("benchmark", "about")

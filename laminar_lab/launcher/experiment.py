@@ -24,7 +24,6 @@ HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 OWN_KEYS = {"name": "name", "seed": "seeds", "runs": "the folder of the file"}  # setting -> where it comes from
 MOST_SEEDS = 1000  # a larger `seeds` is a seed by mistake, e.g. 20260101
-MOST_NAME = 200  # characters; files are named after runs, with an ending, and a file name has at most 255
 UNTELLING = ("name", "kind")  # last words of keys that mean nothing without their section
 ONLY_VARIANT = "base"  # its name, if an experiment has neither `grid` nor `variants`
 
@@ -164,7 +163,7 @@ def read_experiment(file: Path) -> Experiment:
     _load(settings.base, base, to_overrides(settings.set))
     planned = []
     for seed, (variant, changes) in itertools.product(settings.seeds, _variants(settings)):
-        name = _name(settings, variant, seed)
+        name = f"{settings.name}-{variant}-s{seed}"
         overrides = to_overrides(settings.set | changes)
         config = _load(settings.base, f"variant {variant}", [*overrides, *to_overrides(_own(name, seed, runs))])
         planned.append(
@@ -175,18 +174,6 @@ def read_experiment(file: Path) -> Experiment:
 
 def _own(name: str, seed: int, runs: Path) -> Settings:
     return {"name": name, "seed": seed, "runs": str(runs)}
-
-
-def _name(settings: ExperimentSettings, variant: str, seed: int) -> str:
-    """Return the name of a run. Raises `ConfigError` if the name is too long."""
-    name = f"{settings.name}-{variant}-s{seed}"
-    if len(name) > MOST_NAME:
-        field = "grid" if settings.grid else "variants" if settings.variants else "name"
-        raise ConfigError(
-            f"{field}={name[:40]}...: this run's name has {len(name)} characters, and {MOST_NAME} are the most;"
-            " list variants with short names of their own"
-        )
-    return name
 
 
 def _load(base: Path, what: str, overrides: list[str]) -> RunConfig:

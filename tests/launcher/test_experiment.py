@@ -99,13 +99,6 @@ def test_a_table_of_free_names_and_a_section_that_the_base_leaves_out_may_be_giv
     assert list(run.config.eval.sets) == ["other"]
 
 
-def test_names_that_no_file_can_have_are_refused_in_one_line(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"^grid=e-train-x+\.\.\.: this run's name has 311 characters, and 200 are"
-    ):
-        make_experiment(tmp_path, grid={"data.train": ["x" * 300]})
-
-
 def begin(run):
     """A folder of the run, as `laminar train` begins it."""
     folder = new_run(run.config)
