@@ -63,8 +63,14 @@ RAISED = {
 }
 
 
+@pytest.fixture
+def cluster():
+    with open_cluster(None):
+        yield
+
+
 @pytest.fixture(scope="module", params=["forked", "ray"])
-def cluster(request):
+def each_cluster(request):
     with open_cluster(None) if request.param == "forked" else joined(FakeCluster(0)):
         yield
 
@@ -82,7 +88,7 @@ async def test_a_bug_is_neither_a_death_nor_the_users_fault(cluster, caplog):
     assert "in call" in caplog.text, "the traceback is in the log"
 
 
-async def test_a_bug_anywhere_in_a_group_counts_and_after_that_what_the_user_has_to_mend(cluster):
+async def test_a_bug_anywhere_in_a_group_counts_and_after_that_what_the_user_has_to_mend(each_cluster):
     for names, kind in (
         (("RuntimeError", "NoRoomError", "TypeError"), BUG),
         (("RuntimeError", "NoRoomError"), USER),
@@ -110,7 +116,7 @@ def test_the_line_on_a_parts_bug_names_the_error_itself():
     assert "a bug of laminar's: replica-0: TypeError: why; the traceback is in controller.log" in line
 
 
-async def test_a_bug_in_what_was_sent_without_waiting_shows_at_the_next_call(cluster):
+async def test_a_bug_in_what_was_sent_without_waiting_shows_at_the_next_call(each_cluster):
     part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     part.send("call", "TypeError")
     calls = (await part.call("answer") for _ in iter(int, 1))
@@ -151,14 +157,14 @@ class Unmade:
 @pytest.mark.parametrize(
     ("kind", "method", "outcome"), [(Faulty, "answer_no_scalar", BUG), (Cancelled, "wait", DIED)]
 )
-async def test_a_call_without_an_answer_that_travels_fails_at_once(cluster, kind, method, outcome):
+async def test_a_call_without_an_answer_that_travels_fails_at_once(each_cluster, kind, method, outcome):
     part = Part("part-0", kind, concurrency=1, timeout_s=PATIENCE_S)
     with pytest.raises(outcome) as raised:
         await part.call(method)
     assert "no answer" not in str(raised.value)
 
 
-async def test_calls_after_the_run_ended_a_part_say_so(cluster):
+async def test_calls_after_the_run_ended_a_part_say_so(each_cluster):
     part = Part("part-0", Faulty, concurrency=1, timeout_s=PATIENCE_S)
     await part.call("answer")
     part.kill()

@@ -22,7 +22,7 @@ from laminar_py.runtime.workers.relays import Relays
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.workers.fakes import make_incarnation
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ Commands start once, in the order in which the controller sent them (`tests/link
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.replica import Assignment, ReplicaReport, Survey
+from laminar_py.records.replica import ReplicaReport
 from laminar_py.relay.sockets import PeerClient, read_record
+from laminar_py.rollout.replica import Replica
 from laminar_py.runtime.link.messages import (
     Abort,
     CallOff,
@@ -32,46 +32,6 @@ UNSENT_S = 0.05  # before the first retry of a frame that could not be sent
 RESEND_S = 1.0  # before a report without an acknowledgement is first sent again
 
 
-class ObeysCommands(Protocol):
-    """The methods of `rollout.replica.Replica` that commands call."""
-
-    def start_assignments(self, assignments: Sequence[Assignment]) -> None:
-        """Start these trajectories."""
-        ...
-
-    async def abort(self, trajectory_ids: Sequence[str]) -> None:
-        """End these trajectories."""
-        ...
-
-    async def give_up(self, trajectory_ids: Sequence[str]) -> None:
-        """End these trajectories, and report them at once."""
-        ...
-
-    def call_off(self, names: Sequence[str]) -> None:
-        """Stop waiting for these trajectories or passes."""
-        ...
-
-    async def stop(self, *, evaluations: bool) -> None:
-        """Interrupt all training trajectories, and with `evaluations` all others too."""
-        ...
-
-    async def survey(self) -> Survey:
-        """Return a survey of all running and waiting trajectories."""
-        ...
-
-    def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Return True as a promise to keep a version until these trajectories arrive."""
-        ...
-
-    def report_soon(self) -> None:
-        """Make the next report due at once."""
-        ...
-
-    async def next_report(self, timeout_s: float) -> ReplicaReport:
-        """Return the next report, after `timeout_s` at the latest."""
-        ...
-
-
 class ReplicaLink:
     """Connects one life of a replica, under the label of its segments, with the controller."""
 
@@ -79,7 +39,7 @@ class ReplicaLink:
         self,
         peer: PeerClient,
         label: str,
-        replica: ObeysCommands,
+        replica: Replica,
         *,
         attach: Callable[[str], None],
         quiet_s: float,

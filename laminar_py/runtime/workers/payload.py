@@ -214,7 +214,12 @@ class PayloadHosts:
         """Copy needed segments from the hosts to the run's folder; segments that no host has are lost."""
         needed, folder = await self._needed(scheduler), self._run.segments
         names = encode(segment_files(needed))
-        await asyncio.gather(*(self._copy_to_run(node, names) for node in self._all_nodes))
+        await asyncio.gather(
+            *(
+                self._on(node, keep_here, self._folder, names, limit_s=KEEP_S, must_write=True)
+                for node in self._all_nodes
+            )
+        )
         local = str(folder.readlink())
         await asyncio.to_thread(lead_to_kept, folder, segment_files(needed))
         lost = needed - {file.name for file in decode(list[SegmentFile], segments_here(self._folder))}
@@ -222,22 +227,6 @@ class PayloadHosts:
         await asyncio.gather(
             *(self._on(node, drop_local, local) for node in self._all_nodes if node not in self._silent)
         )
-
-    async def _copy_to_run(self, node: str, names: bytes) -> None:
-        """Have a host copy its segments, if it is alive. Raises UnwritableError, `OSError`."""
-        try:
-            async with asyncio.timeout(KEEP_S) as limit:
-                await on_node(node, keep_here, self._folder, names)
-        except RemoteCallError as error:
-            reason = f"segments of {self._placement.ip(node)}: {error}"
-            raise UnwritableError(reason) from None
-        except TimeoutError:
-            if not limit.expired():
-                raise  # the timeout of its disk
-            self._silent.add(node)
-            log.error("no segments from %s in %.0f s; they stay there", self._placement.ip(node), KEEP_S)
-        except NoAnswerError as error:
-            log.warning("no segments from %s: %s", self._placement.ip(node), error)
 
     async def _needed(self, scheduler: TrajectoryScheduler) -> set[str]:
         return await self._ledger.segments() | scheduler.book.segments()
@@ -314,10 +303,12 @@ class PayloadHosts:
         *arguments: str | bytes,
         limit_s: float | None = None,
         apart: bool = False,
+        must_write: bool = False,
     ) -> bytes | None:
         """Call a function on a host; return its answer within `limit_s`, ANSWER_S if None.
 
-        Returns None if the host is gone, the function raises, or the time is over.
+        Returns None if the host is gone, the function raises, or the time is over. With `must_write` an error of
+        the function raises UnwritableError.
         """
         limit_s = ANSWER_S if limit_s is None else limit_s
         try:
@@ -327,6 +318,8 @@ class PayloadHosts:
             self._silent.add(node)
             log.error("%s on %s: no answer in %.0f s", function.__name__, self._placement.ip(node), limit_s)
         except (RemoteCallError, OSError) as error:
+            if must_write:
+                raise UnwritableError(f"segments of {self._placement.ip(node)}: {error}") from None
             log.error("%s on %s: %s", function.__name__, self._placement.ip(node), error)
         except NoAnswerError as error:
             log.warning("%s: no answer from %s: %s", function.__name__, self._placement.ip(node), error)
