@@ -40,8 +40,8 @@ from laminar_py.environment.protocol import (
     Restorable,
     Rewrite,
     SampledTurn,
-    TokenListener,
-    TokenWords,
+    TokenEnvironment,
+    TokenPrompt,
 )
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray, decode, encode
@@ -141,7 +141,6 @@ class Session:
     environment: Environment | None  # None before it is ready, and once it is closed
     response_digest: bytes  # of the response up to its last turn
     answer: asyncio.Future[EnvironmentTurn]
-    turn_start: int = -1  # number of response tokens before the model's next turn
     is_forgotten: bool = False  # `forget` came while the answer was in work
 
 
@@ -184,28 +183,7 @@ class EnvironmentHost:
         return await asyncio.shield(session.answer)
 
     def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Pass new tokens of running turns to environments that listen.
-
-        An environment whose `receive_tokens` raises gets no more tokens of that turn until the turn is finished.
-        """
-        for delta in deltas:
-            session = self._sessions.get(delta.trajectory_id)
-            environment = None if session is None else session.environment
-            if (
-                session is not None
-                and session.turn_start == delta.turn_start
-                and isinstance(environment, TokenListener)
-            ):
-                try:
-                    environment.receive_tokens(delta.place, delta.ids, delta.logprobs)
-                except Exception as error:  # noqa: BLE001 - user code may raise anything; the turn continues
-                    session.turn_start = -1
-                    reason = str(error) or type(error).__name__
-                    log.warning(
-                        "%s: receive_tokens failed, so no more tokens of this turn: %s",
-                        delta.trajectory_id,
-                        reason,
-                    )
+        """Drop tokens of running turns: an environment gets the whole turn."""
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have no further turn.
@@ -259,8 +237,6 @@ class EnvironmentHost:
         taken = len(turn_ends(turn.spans))
         returned = await self._step_environment(environment, turn, taken)
         answer = self._encode_answer(returned, turn.response_ids, turn.spans, elapsed_s=time.monotonic() - began)
-        if isinstance(environment, TokenListener):
-            answer = msgspec.structs.replace(answer, listens=environment.listens)
         if answer.ids is not None and taken >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
         state = await self._state(environment) if answer.ids is not None else None
@@ -269,8 +245,6 @@ class EnvironmentHost:
         )
         if answer.ids is None:
             self._close_environment(session)
-        else:
-            session.turn_start = len(turn.response_ids) + len(answer.ids)
         return answer
 
     async def _environment_before(
@@ -328,13 +302,17 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _place_of(turn, number)
         ids = turn.response_ids[start:end]
-        if isinstance(environment, TokenListener):
-            is_last = end == len(turn.response_ids)
-            logprobs = turn.logprobs if is_last else _NO_LOGPROBS
-            is_cut = not self._writer.has_ended(ids)
-            context = _context(turn, start, end)
-            environment.receive_turn(SampledTurn(context=context, ids=ids, logprobs=logprobs, is_cut=is_cut))
-        return await self._calls.answer(environment.step, self._writer.decode_turn(ids))
+        text = self._writer.decode_turn(ids)
+        if not isinstance(environment, TokenEnvironment):
+            return await self._calls.answer(environment.step, text)
+        sampled = SampledTurn(
+            text=text,
+            context=_context(turn, start, end),
+            ids=ids,
+            logprobs=turn.logprobs if end == len(turn.response_ids) else _NO_LOGPROBS,
+            is_cut=not self._writer.has_ended(ids),
+        )
+        return await self._calls.answer(environment.step_tokens, sampled)
 
     def _encode_answer(
         self, returned: Answer, response_ids: IntArray, spans: tuple[Span, ...], *, elapsed_s: float
@@ -370,7 +348,7 @@ class EnvironmentHost:
         `is_cut`: a limit ended that turn, so no stop token did.
         """
         try:
-            if isinstance(said, TokenWords):
+            if isinstance(said, TokenPrompt):
                 self._writer.check_ids(said.ids)
                 return said.ids
             if isinstance(said, Rewrite):
@@ -423,7 +401,7 @@ def _place_it_follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
     `NEW_CONVERSATION` means that a new conversation begins, None that the answer continues at the end. Raises
     `CallFailedError` if the answer names a turn that does not exist.
     """
-    if isinstance(returned, Rewrite) or (isinstance(returned, TokenWords) and not returned.after):
+    if isinstance(returned, Rewrite) or (isinstance(returned, TokenPrompt) and not returned.after):
         return NEW_CONVERSATION
     if isinstance(returned, End) or returned.after is None:
         return None

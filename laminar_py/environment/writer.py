@@ -2,7 +2,7 @@
 
 Sampled tokens are decoded and never encoded again. Messages are encoded by themselves and appended, so no earlier
 token depends on them (`tests/environment/test_writer.py`). The name of a special token in a message stays plain
-text, so an environment cannot end or begin a turn. Ids of `TokenWords` are used as they are.
+text, so an environment cannot end or begin a turn. Ids of `TokenPrompt` are used as they are.
 """
 
 import re
@@ -53,15 +53,9 @@ class PlainWriter:
         """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
         if not isinstance(rewrite.messages, str):
             raise TemplateError("a Rewrite has messages where prompts are text; give it a text")
-        return self.encode_text(rewrite.messages, begins=True)
-
-    def encode_text(self, text: str, *, begins: bool) -> IntArray:
-        """Encode a text to [n] ids; if it `begins` a conversation, after the tokenizer's begin-of-text tokens."""
-        ids = self._codec.encode_literal(text)
-        if not begins:
-            return ids
+        ids = self._codec.encode_literal(rewrite.messages)
         whole, alone = self._codec.encode_prompt(PROBE), self._codec.encode(PROBE)
-        return np.concatenate([whole[: len(whole) - len(alone)], ids])
+        return np.concatenate([whole[: len(whole) - len(alone)], ids])  # begin-of-text tokens first
 
     def check_ids(self, ids: IntArray) -> None:
         """Raise `TemplateError` if an id is not a token of the model."""

@@ -33,7 +33,7 @@ class EnvironmentActor(PartActor):
                 sandbox=config.sandbox,
                 folder=environments_path(Path(spec.run_dir)),
                 model=config.model.path,
-                words=writer,
+                decode_turn=writer.decode_turn,
             )
             opened = ENVIRONMENTS.get(settings.kind).open(settings, home)
             make = await self._open.enter_async_context(opened)  # its resources end with the process
