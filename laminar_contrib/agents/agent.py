@@ -81,7 +81,7 @@ class AgentEnvironment:
         session: PythonSession | None = None,
     ) -> None:
         self.deterministic = deterministic
-        self.bodies = asyncio.Semaphore(MAX_BODIES)
+        self.body_slots = asyncio.Semaphore(MAX_BODIES)
         self._starter = starter
         self._agents = agents
         self._call_format = call_format

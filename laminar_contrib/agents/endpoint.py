@@ -81,7 +81,7 @@ class AgentEndpoint:
             raise web.HTTPUnsupportedMediaType(text="a body is to be plain JSON")
         read_s = self._connections.bounds.read_s
         with self._connections.serving(_connection_of(request)):
-            async with agent.bodies:
+            async with agent.body_slots:
                 try:
                     async with asyncio.timeout(read_s):
                         await request.read()

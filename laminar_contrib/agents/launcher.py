@@ -187,7 +187,7 @@ def _call_function(function: Callable[[Any], Any]) -> None:
         value = asyncio.run(value)
     if value is None:
         return
-    reward = {role: float(one) for role, one in value.items()} if isinstance(value, dict) else float(value)
+    reward = {role: float(number) for role, number in value.items()} if isinstance(value, dict) else float(value)
     request = Request(f"{os.environ['OPENAI_BASE_URL']}/reward", json.dumps({"reward": reward}).encode())
     request.add_header("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
     with urlopen(request, timeout=REWARD_TIMEOUT_S):

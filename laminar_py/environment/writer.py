@@ -136,8 +136,8 @@ class ChatWriter(PlainWriter):
         """Split a text at `count` placeholders and encode the pieces. Raises `TemplateError` if one is missing."""
         pieces = []
         for place in range(count):
-            before, found, text = text.partition(_mark(place))
-            if not found:
+            before, mark, text = text.partition(_mark(place))
+            if not mark:
                 raise TemplateError("the chat template leaves out a message, or writes messages in another order")
             pieces.append(before)
         return [self._codec.encode(piece) for piece in (*pieces, text)]
@@ -151,11 +151,12 @@ class ChatWriter(PlainWriter):
             raise TemplateError("the chat template writes a first message otherwise once there is another")
         return text.removeprefix(before)
 
-    def _text_between_turns(self, said: str, turns: list[Turn]) -> tuple[IntArray, str]:
-        """Return the token [1] that ends an assistant's turn `said`, and the text after that token."""
-        spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": said}]
-        _, found, after = self._template.conversation([*spoken, *turns], answers=True).partition(said)
-        if not found:
+    def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[IntArray, str]:
+        """Return the token [1] that ends an assistant's turn `answer`, and the text after that token."""
+        spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": answer}]
+        text = self._template.conversation([*spoken, *turns], answers=True)
+        _, written, after = text.partition(answer)
+        if not written:
             raise TemplateError("the chat template leaves out what the assistant said")
         return self._split_end_token(after)
 
@@ -170,13 +171,13 @@ class ChatWriter(PlainWriter):
         """Say why messages of a role cannot follow a turn; "" if they can."""
         answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
-            (_, one), (_, other) = (
+            (_, first), (_, second) = (
                 self._text_between_turns(PROBE, answer),
                 self._text_between_turns(OTHER_MARK, answer),
             )
         except TemplateError as error:
             return str(error)
-        return "" if one == other else "the chat template writes an answer in dependence of what came before"
+        return "" if first == second else "the chat template writes an answer in dependence of what came before"
 
 
 class HiddenWords:
@@ -194,11 +195,11 @@ class HiddenWords:
     def hide(self, value: Any) -> Any:
         """Return a JSON value with the names replaced in all of its texts."""
         if isinstance(value, str):
-            return self._special.sub(lambda found: self._names[found[0]], value)
+            return self._special.sub(lambda match: self._names[match[0]], value)
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(one) for key, one in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.hide(one) for one in value]
+            return [self.hide(item) for item in value]
         return value
 
     def parts(self, text: str) -> Iterator[tuple[str, str | None]]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from laminar_py.environment.host import SavedTurns
 from laminar_py.environment.protocol import End, Observation, Rewrite
+from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.records.spans import NEW_CONVERSATION
 from laminar_py.records.trajectory import DropReason
 from tests.environment.turns import (

@@ -13,8 +13,9 @@ from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns
+from laminar_py.environment.host import EnvironmentHost
 from laminar_py.environment.protocol import End, Observation, Rewrite
+from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.environment import ModelTurn, Problem
 from laminar_py.records.spans import Span, add_span

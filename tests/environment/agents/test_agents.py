@@ -28,8 +28,9 @@ from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns
+from laminar_py.environment.host import EnvironmentHost
 from laminar_py.environment.protocol import Observation, SampledTurn
+from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION, sequences_of

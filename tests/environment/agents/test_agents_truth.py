@@ -20,7 +20,8 @@ from laminar_contrib.agents.endpoint import serve
 from laminar_contrib.agents.kind import AgentConfig
 from laminar_contrib.tools.call_formats import HermesCalls
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns
+from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION, context_of, sequences_of

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from laminar_py.config.environment import ENVIRONMENTS, EnvironmentHome
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns, environments_path
+from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.saved_turns import SavedTurns, environments_path
 from laminar_py.environment.writer import open_writer
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.link.turns import TurnServer
