@@ -164,18 +164,8 @@ class AgentEnvironment:
         """Run code in this agent's sandbox session, and return its output as a terminal shows it."""
         if self._session is None:
             raise web.HTTPNotFound(text="the run has no sandbox for agents; set environment.python")
-        return await self._run_in_sandbox(self._session.python(code))
-
-    async def shell(self, command: str) -> str:
-        """Run a shell command in this agent's sandbox session, and return its output."""
-        if self._session is None or not self._session.has_shell:
-            remedy = "set environment.python and sandbox.programs"
-            raise web.HTTPNotFound(text=f"the run has no shell for agents; {remedy}")
-        return await self._run_in_sandbox(self._session.shell(command))
-
-    async def _run_in_sandbox(self, output: Awaitable[str]) -> str:
         try:
-            return await output
+            return await self._session.python(code)
         except SessionClosedError:
             raise web.HTTPGone(text=ENDED) from None
         except SandboxError as error:

@@ -166,12 +166,6 @@ class CodeRequest(msgspec.Struct):
     code: str
 
 
-class CommandRequest(msgspec.Struct):
-    """Body of `/v1/shell`: a shell command to run in the sandbox."""
-
-    command: str
-
-
 def _logprobs(answer: AgentAnswer, decode_turn: Callable[[IntArray], str]) -> dict[str, Any]:
     """Write log-probabilities of tokens in the form of a chat completion; the end token has no text."""
     texts = [decode_turn(np.array([id], np.int32)) for id in answer.ids.tolist()]

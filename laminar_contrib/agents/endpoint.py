@@ -22,7 +22,6 @@ from laminar_contrib.agents.api import (
     MODEL,
     ChatRequest,
     CodeRequest,
-    CommandRequest,
     RewardRequest,
     TokensRequest,
 )
@@ -63,7 +62,6 @@ class AgentEndpoint:
             "/inference/v1/generate": self._generate,
             "/v1/reward": self._reward,
             "/v1/python": self._python,
-            "/v1/shell": self._shell,
         }
         for path, handler in handlers.items():
             app.router.add_post(path, partial(self._admit, handler))
@@ -122,10 +120,6 @@ class AgentEndpoint:
     async def _python(self, agent: AgentEnvironment, request: web.Request) -> web.Response:
         body = await _body(request, CodeRequest)
         return web.json_response({"output": await agent.python(body.code)})
-
-    async def _shell(self, agent: AgentEnvironment, request: web.Request) -> web.Response:
-        body = await _body(request, CommandRequest)
-        return web.json_response({"output": await agent.shell(body.command)})
 
     async def _offer_trajectory(self, request: web.Request) -> web.Response:
         """Give a trajectory to an external agent, or answer `{"id": null}` if none waits. Reads no body."""
