@@ -11,7 +11,7 @@ import re
 import uuid
 from pathlib import Path
 
-from laminar_contrib.tools.given import calculator
+from laminar_contrib.tools.calculator import calculator
 from laminar_py import End, Observation, Problem
 from laminar_py.environment.protocol import Answer
 

@@ -8,25 +8,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_contrib.agents.agent import AgentEnvironment, Agents
+from laminar_contrib.agents.agent import AgentEnvironment, AgentStarter
 from laminar_contrib.agents.connections import ConnectionBounds
 from laminar_contrib.agents.endpoint import serve
-from laminar_contrib.agents.history import AssistantMessages
-from laminar_contrib.agents.launcher import Program
-from laminar_contrib.agents.runner import (
-    AgentRunner,
-    ExternalAgents,
-    LauncherError,
-    load_or_make_key,
-    write_address_file,
-)
+from laminar_contrib.agents.runner import AgentRunner, ExternalAgents, LauncherError, load_or_make_key
 from laminar_contrib.sandbox import PythonSession, SandboxPool
+from laminar_contrib.tools.call_formats import CallFamily, HermesCalls, LlamaCalls
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError, Count, Seconds
-from laminar_py.environment import CallFamily, Environment, HermesCalls, LlamaCalls
 
 LOOPBACK = "127.0.0.1"
-MOST_PORTS = 65_536
+MAX_PORT = 65_535
 
 
 class AgentConfig(EnvironmentConfig):
@@ -39,7 +31,8 @@ class AgentConfig(EnvironmentConfig):
     """Longest time between an answer and the next request; what takes longer is dropped as
     `environment_timeout`."""
     max_observation_bytes: Count = 2**20
-    """Longest new text of a request, its tools included; a longer one is refused by status 413."""
+    """Longest new text of a request, its tools included; a trajectory with a longer one is dropped as
+    `environment_failed`."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Command of the agent, e.g. `[python, agent.py]`. It finds the endpoint in `OPENAI_BASE_URL` and
     `OPENAI_API_KEY`, its problem in the file `LAMINAR_PROBLEM`, the tokenizer in the folder `LAMINAR_MODEL`."""
@@ -48,10 +41,6 @@ class AgentConfig(EnvironmentConfig):
     unless it is None. The file is imported once, and each agent is a fork of that process."""
     external: bool = False
     """In place of both: agents run elsewhere, and ask the endpoint for trajectories."""
-    memory_mib: Count | None = None
-    """Memory of own data for each process that belongs to an agent, MiB. Default: no limit of its own."""
-    cpu_s: Seconds | None = None
-    """CPU time for each process that belongs to an agent, seconds. Default: no limit of its own."""
     python: bool = False
     """Let agents run code of the model in the `sandbox`, by `POST /v1/python` at the endpoint. Each has a session
     of its own, which holds one of `sandbox.slots` from its first code until its trajectory ends."""
@@ -65,7 +54,7 @@ class AgentConfig(EnvironmentConfig):
     host: str = LOOPBACK
     """Address that the endpoint is served on; other addresses than loopback are for external agents on other
     machines. Traffic is not encrypted."""
-    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    port: Annotated[int, Field(ge=0, le=MAX_PORT)] = 0
     """Port of the first process's endpoint; other processes have the following ports. 0: any free port."""
     max_body_bytes: Count = 4 * 2**20
     """Longest request; a longer one is refused by status 413."""
@@ -82,73 +71,71 @@ class AgentConfig(EnvironmentConfig):
     def _check_agent(self) -> Self:
         if [self.command is not None, self.function is not None, self.external].count(True) != 1:
             raise ConfigError("environment.command, environment.function, environment.external: give one of them")
-        if self.port and self.port + self.workers > MOST_PORTS:
+        if self.port + self.workers - 1 > MAX_PORT:
             needed = f"{self.workers} processes need as many; choose a lower one"
             raise ConfigError(f"environment.port={self.port}: {needed}")
         if self.function is not None and ".py:" not in self.function:
             raise ConfigError(f"environment.function={self.function}: write path/to/file.py:function")
+        if self.family is CallFamily.TAGS:
+            raise ConfigError("environment.family=tags: agents name arguments; write hermes or llama")
         return self
 
 
 @asynccontextmanager
-async def open_agents(settings: AgentConfig, home: EnvironmentHome) -> AsyncIterator[Callable[[], Environment]]:
+async def open_agents(
+    settings: AgentConfig, home: EnvironmentHome
+) -> AsyncIterator[Callable[[], AgentEnvironment]]:
     """Serve the endpoint, and yield a function that makes environments. Raises `ConfigError`."""
-    if settings.family is CallFamily.TAGS:
-        raise ConfigError("environment.family=tags: agents name arguments; write hermes or llama")
-    messages = AssistantMessages(HermesCalls() if settings.family is CallFamily.HERMES else LlamaCalls())
-    keys: dict[str, AgentEnvironment] = {}
-    where = home.folder / "agents" / f"external-{home.index}.json"
-    external = ExternalAgents(load_or_make_key(where)) if settings.external else None
+    call_format = HermesCalls() if settings.family is CallFamily.HERMES else LlamaCalls()
+    agents: dict[str, AgentEnvironment] = {}
+    address_file = home.folder / "agents" / f"external-{home.index}.json"
+    external = ExternalAgents(load_or_make_key(address_file)) if settings.external else None
     port = settings.port + home.index if settings.port else 0
-    bounds = ConnectionBounds(most=settings.max_connections, max_body_bytes=settings.max_body_bytes)
+    bounds = ConnectionBounds(connections=settings.max_connections, body_bytes=settings.max_body_bytes)
     async with AsyncExitStack() as stack:
-        served = serve(keys, home.words, external=external, host=settings.host, port=port, bounds=bounds)
+        served = serve(agents, home.decode_turn, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
-        pool = SandboxPool.from_config(home.sandbox) if settings.python else None
-        if pool is not None:
-            await stack.enter_async_context(pool)
+        pool = await stack.enter_async_context(SandboxPool.from_config(home.sandbox)) if settings.python else None
         if external is None:
-            agents: Agents = await stack.enter_async_context(_own_agents(settings, home, url=url))
+            starter: AgentStarter = await stack.enter_async_context(open_runner(settings, home, url=url))
         else:
-            write_address_file(where, url=url, key=external.key)
-            agents = external
+            external.write_address(address_file, url=url)
+            starter = external
         yield lambda: AgentEnvironment(
-            agents,
-            messages,
-            home.words,
-            keys=keys,
+            starter,
+            call_format,
+            agents=agents,
             deterministic=settings.deterministic,
-            most_bytes=settings.max_observation_bytes,
             session=None if pool is None else PythonSession(pool),
         )
 
 
 @asynccontextmanager
-async def _own_agents(settings: AgentConfig, home: EnvironmentHome, *, url: str) -> AsyncIterator[AgentRunner]:
+async def open_runner(settings: AgentConfig, home: EnvironmentHome, *, url: str) -> AsyncIterator[AgentRunner]:
     """Open a runner for the command or the function. Raises `ConfigError` if its launcher does not start."""
-    program = Program(
-        command=_resolved(settings.command or []),
+    runner = AgentRunner(
+        command=_absolute_command(settings.command or []),
         function=_absolute(settings.function or ""),
-        memory_mib=settings.memory_mib,
-        cpu_s=settings.cpu_s,
+        url=url,
+        folder=home.folder / "agents",
+        model=home.model,
+        keep_folders=settings.keep_folders,
     )
-    folder, keeps = home.folder / "agents", settings.keep_folders
-    runner = AgentRunner(program, url=url, folder=folder, model=home.model, keeps=keeps)
     try:
         try:
             await runner.ensure_launcher()
         except LauncherError as error:
-            program_of = "command" if settings.function is None else f"function={settings.function}"
-            raise ConfigError(f"environment.{program_of}: {error}; mend it") from None
+            setting = "command" if settings.function is None else f"function={settings.function}"
+            raise ConfigError(f"environment.{setting}: {error}; mend it") from None
         yield runner
     finally:
         await runner.close()
 
 
-def _resolved(command: list[str]) -> tuple[str, ...]:
+def _absolute_command(command: list[str]) -> list[str]:
     """Make a command independent of the folder: absolute paths of files, and this interpreter for `python`."""
     first = sys.executable if command[:1] in (["python"], ["python3"]) else "".join(command[:1])
-    return tuple(_absolute(word) for word in (first, *command[1:]))
+    return [_absolute(word) for word in (first, *command[1:])]
 
 
 def _absolute(word: str) -> str:

@@ -1,9 +1,10 @@
 """The process that starts and ends agents. It imports only the standard library.
 
-`python -m laminar_contrib.agents.launcher` is a hosted process (`laminar_py.children`) whose calls are JSON. The
-first call is a `Program`, answered once its function is imported. Each further call starts an agent and is
+`python -m laminar_contrib.agents.launcher` is a hosted process whose calls are JSON. The first call names
+the program of all agents, and is answered once its function is imported. Each further call starts an agent and is
 answered by the agent's exit code. A cancelled call kills its agent:
 
+    -> 0 {"command": [], "function": "agent.py:run"}             <- 0 0
     -> 7 {"folder": "...", "log": "...", "variables": {...}}     <- 7 0
     -> 7                                                         <- 7 -9
 
@@ -17,7 +18,6 @@ import contextlib
 import gc
 import inspect
 import json
-import math
 import os
 import random
 import resource
@@ -28,7 +28,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -40,25 +39,15 @@ REWARD_TIMEOUT_S = 60.0
 CHUNK = 2**16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """Program of agents and limits of each process, e.g. `Program(function="a.py:run", cpu_s=60.0)`."""
-
-    command: tuple[str, ...] = ()
-    function: str = ""
-    memory_mib: int | None = None
-    cpu_s: float | None = None
-
-
 class Launcher:
-    """Starts and ends the agents of one program, by calls from the socket `control`."""
+    """Starts and ends the agents of a command or a function, by calls from the socket `control`."""
 
-    def __init__(self, program: Program, control: socket.socket) -> None:
-        self._program = program
+    def __init__(self, *, command: list[str], function: str, control: socket.socket) -> None:
+        self._command = command
         self._control = control
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._numbers: dict[int, int] = {}  # of agents, by process
-        self._function = _import_function(program.function) if program.function else None
+        self._function = _import_function(function) if function else None
 
     def run(self) -> None:
         """Serve calls until the owner closes the socket."""
@@ -107,14 +96,14 @@ class Launcher:
         """Report the exit codes of agents that have ended, after killing the processes that they left."""
         while True:
             try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if found is None:
+            if exited is None:
                 return
-            _kill_group(found.si_pid)  # no other process can have its id before we reap it
-            _, status = os.waitpid(found.si_pid, 0)
-            number = self._numbers.pop(found.si_pid, None)
+            _kill_group(exited.si_pid)  # no other process can have its id before we reap it
+            _, status = os.waitpid(exited.si_pid, 0)
+            number = self._numbers.pop(exited.si_pid, None)
             if number is not None:
                 code = os.waitstatus_to_exitcode(status)
                 with contextlib.suppress(OSError):  # the owner is gone; `run` notices it next
@@ -130,7 +119,7 @@ class Launcher:
             if self._function is None:
                 for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
                     signal.signal(ignored, signal.SIG_DFL)  # Python ignores them, and a command would inherit that
-                os.execvp(self._program.command[0], self._program.command)
+                os.execvp(self._command[0], self._command)
             _call_function(self._function)
             code = 0
         except SystemExit as error:
@@ -161,11 +150,6 @@ class Launcher:
         os.environ.update(order["variables"])
         kernel.limit(resource.RLIMIT_FSIZE, FILE_BYTES)
         kernel.limit(resource.RLIMIT_CORE, 0)
-        if self._program.memory_mib is not None:
-            kernel.limit(resource.RLIMIT_DATA, self._program.memory_mib * 2**20)
-        if self._program.cpu_s is not None:
-            seconds = math.ceil(self._program.cpu_s)
-            kernel.limit(resource.RLIMIT_CPU, seconds, most=seconds + 1)  # SIGXCPU comes before SIGKILL
 
 
 def main() -> None:
@@ -176,8 +160,7 @@ def main() -> None:
     if first is None:
         return
     number, body, _ = first
-    given = json.loads(body)
-    launcher = Launcher(Program(**{**given, "command": tuple(given["command"])}), control)
+    launcher = Launcher(**json.loads(body), control=control)
     try:
         control.sendall(call_frame(number, b"0"))
         launcher.run()
@@ -189,10 +172,10 @@ def _import_function(function: str) -> Callable[[Any], Any]:
     """Import the function of a file. Raises `SystemExit` if there is none."""
     path, _, name = function.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))
-    found: Callable[[Any], Any] | None = runpy.run_path(path, run_name="agent").get(name)
-    if not callable(found):
+    imported: Callable[[Any], Any] | None = runpy.run_path(path, run_name="agent").get(name)
+    if not callable(imported):
         sys.exit(f"{path} has no function {name}")
-    return found
+    return imported
 
 
 def _call_function(function: Callable[[Any], Any]) -> None:
@@ -204,7 +187,7 @@ def _call_function(function: Callable[[Any], Any]) -> None:
         value = asyncio.run(value)
     if value is None:
         return
-    reward = {role: float(one) for role, one in value.items()} if isinstance(value, dict) else float(value)
+    reward = {role: float(number) for role, number in value.items()} if isinstance(value, dict) else float(value)
     request = Request(f"{os.environ['OPENAI_BASE_URL']}/reward", json.dumps({"reward": reward}).encode())
     request.add_header("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
     with urlopen(request, timeout=REWARD_TIMEOUT_S):

@@ -11,14 +11,12 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from laminar_contrib.agents.launcher import Program
 from laminar_py.children import HostedCall, HostedProcess, ProcessLostError, last_line
 from laminar_py.environment import Problem
 
@@ -37,15 +35,17 @@ class LauncherError(Exception):
 
 
 class RunningAgent:
-    """An agent that the launcher started. If it exits by itself, it calls `ended` with a fault, or ""."""
+    """An agent that the launcher started. If the agent exits by itself, it calls `exited` with a fault, or ""."""
 
-    def __init__(self, folder: Path, call: HostedCall, *, keeps: bool, ended: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, call: HostedCall, *, keep_folder: bool, exited: Callable[[str], None]
+    ) -> None:
         self._folder = folder
         self._call = call
-        self._keeps = keeps
-        self._ended: Callable[[str], None] | None = ended
+        self._keep_folder = keep_folder
+        self._exited: Callable[[str], None] | None = exited
         self._ending: asyncio.Task[None] | None = None
-        call.answer.add_done_callback(self._report_end)
+        call.answer.add_done_callback(self._report_exit)
 
     async def end(self) -> None:
         """Give the agent `GRACE_S` seconds to exit, then kill it and all processes that it started."""
@@ -53,63 +53,67 @@ class RunningAgent:
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
-        self._ended = None
+        self._exited = None
         await asyncio.wait([self._call.answer], timeout=GRACE_S)
         self._call.cancel()
         await asyncio.wait([self._call.answer])
-        if not self._keeps:
+        if not self._keep_folder:
             await asyncio.to_thread(_empty, self._folder)
 
-    def _report_end(self, answer: "asyncio.Future[bytes]") -> None:
-        if self._ended is None or answer.cancelled():
+    def _report_exit(self, answer: "asyncio.Future[bytes]") -> None:
+        if self._exited is None or answer.cancelled():
             return
         if answer.exception() is not None:
-            self._ended(LAUNCHER_CRASHED)
+            self._exited(LAUNCHER_CRASHED)
         elif (code := int(answer.result())) == 0:
-            self._ended("")
+            self._exited("")
         else:
-            self._ended(f"the agent ended with code {code}: {last_line(self._folder / LOG)}")
+            self._exited(f"the agent ended with code {code}: {last_line(self._folder / LOG)}")
 
 
 class AgentRunner:
-    """Starts agents of a program. It `keeps` the folders of ended agents, or else only their logs."""
+    """Starts agents of a command or a function, each in a folder below `folder`."""
 
-    def __init__(self, program: Program, *, url: str, folder: Path, model: Path, keeps: bool) -> None:
-        self._program = program
-        self._model = {"OPENAI_BASE_URL": url, "LAMINAR_MODEL": str(model.absolute())}
-        self._keeps = keeps
+    def __init__(
+        self, *, command: list[str], function: str, url: str, folder: Path, model: Path, keep_folders: bool
+    ) -> None:
+        self._program = {"command": command, "function": function}
+        self._variables = {"OPENAI_BASE_URL": url, "LAMINAR_MODEL": str(model.absolute())}
+        self._keep_folders = keep_folders
         self._folder = folder.absolute()  # each agent has a folder of its own to be in
         self._launcher: HostedProcess | None = None
-        self._beginning = asyncio.Lock()
-        self._in_folder: WeakValueDictionary[Path, RunningAgent] = WeakValueDictionary()
+        self._starting = asyncio.Lock()
+        self._agents: WeakValueDictionary[Path, RunningAgent] = WeakValueDictionary()  # by folder
 
-    async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> RunningAgent:
-        """Start the agent of a trajectory, with the API key `key`. Raises `LauncherError`."""
+    async def start(
+        self, problem: Problem, *, key: str, exited: Callable[[str], None]
+    ) -> Callable[[], Awaitable[None]]:
+        """Start the agent of a trajectory, see `AgentStarter`. Raises `LauncherError`."""
         folder = self._folder / problem.trajectory_id
-        if (before := self._in_folder.get(folder)) is not None:
+        if (before := self._agents.get(folder)) is not None:
             await before.end()
         await asyncio.to_thread(_make, folder, msgspec.json.encode(problem))
         launcher = await self.ensure_launcher()
         variables = {"OPENAI_API_KEY": key, "LAMINAR_PROBLEM": str(folder / PROBLEM), "PWD": str(folder)}
         order = {"folder": str(folder), "log": str(folder / LOG), "variables": variables}
         call = launcher.begin_call(msgspec.json.encode(order))
-        agent = self._in_folder[folder] = RunningAgent(folder, call, keeps=self._keeps, ended=ended)
-        return agent
+        agent = RunningAgent(folder, call, keep_folder=self._keep_folders, exited=exited)
+        self._agents[folder] = agent
+        return agent.end
 
     async def ensure_launcher(self) -> HostedProcess:
         """Return the launcher; start one if there is none or it has crashed. Raises `LauncherError`."""
-        async with self._beginning:
+        async with self._starting:
             if self._launcher is not None and not self._launcher.is_lost:
                 return self._launcher
             await self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
-            launcher = await HostedProcess.start_module(
+            self._launcher = launcher = await HostedProcess.start_module(
                 "laminar_contrib.agents.launcher",
-                variables={**self._model, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"},
+                variables={**self._variables, "OPENAI_API_KEY": NO_KEY, "PYTHONHASHSEED": "0"},
                 log=self._folder / LAUNCHER_LOG,
                 switches=["-P"],  # never import files that an agent wrote into its folder
             )
-            self._launcher = launcher
             try:
                 await launcher.begin_call(msgspec.json.encode(self._program)).answer
             except ProcessLostError as error:
@@ -139,55 +143,6 @@ def _empty(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfferedTrajectory:
-    """A trajectory offered to external agents: the key for its requests, and its problem."""
-
-    key: str
-    problem: Problem
-    withdraw: Callable[[], None]
-
-    async def end(self) -> None:
-        """Withdraw the offer."""
-        self.withdraw()
-
-
-class ExternalAgents:
-    """Trajectories that wait for external agents, in order. An agent needs `key` to get one."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self._offers: dict[str, OfferedTrajectory] = {}  # by the agent's key
-        self._some = asyncio.Event()
-
-    async def start(self, problem: Problem, *, key: str, ended: Callable[[str], None]) -> OfferedTrajectory:
-        """Offer a trajectory, with `key` for its requests.
-
-        It never calls `ended`: an external agent's exit is unseen.
-        """
-        offer = OfferedTrajectory(key=key, problem=problem, withdraw=lambda: self._withdraw(key))
-        self._offers[key] = offer
-        self._some.set()
-        return offer
-
-    async def next_offer(self, patience_s: float) -> OfferedTrajectory | None:
-        """Take the offer that has waited longest; wait up to `patience_s` seconds for one, else return None."""
-        try:
-            async with asyncio.timeout(patience_s):
-                while not self._offers:
-                    await self._some.wait()
-        except TimeoutError:
-            return None
-        offer = self._offers[next(iter(self._offers))]
-        offer.withdraw()
-        return offer
-
-    def _withdraw(self, key: str) -> None:
-        self._offers.pop(key, None)
-        if not self._offers:
-            self._some.clear()
-
-
 class ExternalFile(msgspec.Struct, frozen=True):
     """Content of the file for external agents: the endpoint's address and the run's key."""
 
@@ -195,17 +150,48 @@ class ExternalFile(msgspec.Struct, frozen=True):
     key: str
 
 
+class ExternalAgents:
+    """Trajectories that wait for external agents, in order. An agent needs the run's `key` to get one."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._offers: dict[str, Problem] = {}  # by the key of its agent
+        self._has_offers = asyncio.Condition()
+
+    async def start(
+        self, problem: Problem, *, key: str, exited: Callable[[str], None]
+    ) -> Callable[[], Awaitable[None]]:
+        """Offer a trajectory, see `AgentStarter`. It never calls `exited`: an external agent's exit is unseen."""
+        async with self._has_offers:
+            self._offers[key] = problem
+            self._has_offers.notify_all()
+
+        async def withdraw() -> None:
+            self._offers.pop(key, None)
+
+        return withdraw
+
+    async def next_offer(self, patience_s: float) -> tuple[str, Problem] | None:
+        """Take the key and problem that have waited longest; return None if there is none in `patience_s`."""
+        try:
+            async with asyncio.timeout(patience_s), self._has_offers:
+                await self._has_offers.wait_for(lambda: self._offers)
+                key = next(iter(self._offers))
+                return key, self._offers.pop(key)
+        except TimeoutError:
+            return None
+
+    def write_address(self, path: Path, *, url: str) -> None:
+        """Write the file for external agents, readable only by its owner."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".new")
+        unfinished.touch(mode=0o600)
+        unfinished.write_bytes(msgspec.json.encode(ExternalFile(url, self.key)))
+        os.replace(unfinished, path)
+
+
 def load_or_make_key(path: Path) -> str:
     """Read the run's key from the file of an earlier process, or make a new key."""
     if path.is_file():
         return msgspec.json.decode(path.read_bytes(), type=ExternalFile).key
     return f"sk-run-{secrets.token_urlsafe(KEY_BYTES)}"
-
-
-def write_address_file(path: Path, *, url: str, key: str) -> None:
-    """Write the file for external agents, readable only by its owner."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.touch(mode=0o600)
-    beside.write_bytes(msgspec.json.encode(ExternalFile(url, key)))
-    os.replace(beside, path)

@@ -16,7 +16,6 @@ bounded.
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -25,30 +24,55 @@ import aiohttp
 import msgspec
 from pydantic import JsonValue, model_validator
 
-from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.environment import (
-    Answer,
-    CallFailedError,
-    End,
-    Environment,
-    Observation,
-    Problem,
-    check_pattern,
-    last_group,
-    outside_reasoning,
-)
+from laminar_contrib.environments.turns import ActionConfig, row_of
+from laminar_py.config import ConfigError, EnvironmentHome, EnvironmentKind
+from laminar_py.environment import Answer, CallFailedError, End, Environment, Observation, Problem
 from laminar_py.records import DropReason
 
 CONNECT_S = 10.0
 CLOSE_S = 2.0
-NO_ROOM = "CAPACITY_REACHED"  # code of a server that has as many sessions as it takes
-INVALID = "VALIDATION_ERROR"  # code for an action that is none of its kind
-ROOM_TRIES = 20  # since a session that ends may still take its place
-ROOM_PAUSE_S = 0.25
+SERVER_FULL = "CAPACITY_REACHED"  # code of a server that has as many sessions as it takes
+INVALID = "VALIDATION_ERROR"  # code for an action that does not fit the server's schema
+MAX_TRIES = 20  # at a full server: a session that ends may still take its place
+RETRY_S = 0.25
+ESCAPED_BYTES = 6  # of JSON for one byte of text, at most
+EXTRA_BYTES = 2**20  # of a message, beyond the observation that the model reads
+FAULT_CHARS = 400  # of a fault in an action
+JSON_OBJECT = r"(?s)(\{.*\})"
+WHOLE_TURN = r"(?s)\A(.*)\Z"
 
 
-class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a reset or a step, e.g. `Observed(observation={"hint": "more"}, reward=0.0)`."""
+class OpenEnvEnvironment(ActionConfig):
+    """An environment that a server of OpenEnv has; the reward is the sum of its steps' rewards.
+
+    Without a pattern, the whole turn is the action, or the JSON object in it.
+    """
+
+    kind: str = "openenv"
+    url: str
+    """Address of the server, e.g. `http://10.0.0.4:8000`. It must take as many sessions as trajectories are in
+    flight (`max_concurrent_envs`)."""
+    arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
+    """Arguments of `reset`, beside the seed and the fields of the problem."""
+    action_field: str | None = None
+    """Field of an action that gets the text of a turn, e.g. `message`. Default: the only field that the server's
+    schema requires, if that field is a text; else a turn has the whole action, as a JSON object."""
+    form: str | None = None
+    """An observation as the model reads it, with `{name}` for its fields, e.g. `{hint}`. Default: all of them but
+    `metadata`, as JSON."""
+    deterministic: bool = False
+    """The same actions always have the same answers, so a crash of the process repeats the actions. Otherwise the
+    crash drops the trajectory as `environment_lost`."""
+
+    @model_validator(mode="after")
+    def _check_url(self) -> Self:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"environment.url={self.url}: no URL; write for example http://10.0.0.4:8000")
+        return self
+
+
+class ServerObservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a reset or a step, e.g. `ServerObservation(observation={"hint": "more"}, reward=0.0)`."""
 
     observation: dict[str, Any]
     reward: bool | float | None = None
@@ -72,7 +96,7 @@ class ServerFault(msgspec.Struct, frozen=True, kw_only=True):
 class ObservationMessage(msgspec.Struct, frozen=True, tag="observation", tag_field="type"):
     """Message of a server after a reset or a step."""
 
-    data: Observed
+    data: ServerObservation
 
 
 class FaultMessage(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
@@ -94,29 +118,26 @@ class OpenEnvSession:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._coming = asyncio.create_task(socket.receive(), name="openenv-message")
+        self._next_message = asyncio.create_task(socket.receive(), name="openenv-message")
 
-    async def send_request(self, kind: str, data: Mapping[str, Any]) -> Observed:
+    async def send_request(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
         """Send a request and return the server's answer.
 
         Raises `ServerFaultError`, `ValueError` if the answer cannot be read, `CallFailedError` if the session is
         lost.
         """
-        is_unasked = self._coming.done()
-        if not is_unasked:
+        if not self._next_message.done():  # else the session has ended
             await self._send({"type": kind, "data": data})
-        message = self._read(await self._coming)
-        self._coming = asyncio.create_task(self._socket.receive(), name="openenv-message")
-        if isinstance(message, FaultMessage):
-            raise ServerFaultError(message.data)
-        if is_unasked:
-            raise ValueError("its server sent a message without a request")
-        return message.data
+        answer = self._read(await self._next_message)
+        self._next_message = asyncio.create_task(self._socket.receive(), name="openenv-message")
+        if isinstance(answer, FaultMessage):
+            raise ServerFaultError(answer.data)
+        return answer.data
 
     async def close(self) -> None:
         """End the session, on the server too."""
-        self._coming.cancel()
-        await asyncio.gather(self._coming, return_exceptions=True)
+        self._next_message.cancel()
+        await asyncio.gather(self._next_message, return_exceptions=True)
         await self._send({"type": "close"})
         await self._socket.close()
 
@@ -130,13 +151,14 @@ class OpenEnvSession:
                 return msgspec.json.decode(message.data, type=ObservationMessage | FaultMessage)
             except (msgspec.DecodeError, RecursionError) as error:
                 raise ValueError(f"its server answered no message of OpenEnv ({error})") from error
-        if message.type is aiohttp.WSMsgType.ERROR and _is_too_big(message.data):
+        if isinstance(message.data, aiohttp.WebSocketError) and message.data.code == 1009:
             raise ValueError(f"its server answered too much ({message.data})")
-        raise _lost(f"its server ended the session (WebSocket code {self._socket.close_code})")
+        detail = f"its server ended the session (WebSocket code {self._socket.close_code})"
+        raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
 
 class OpenEnvServer:
-    """Server of environments, e.g. `OpenEnvServer(http, "http://127.0.0.1:8000", max_message_bytes=2**20)`."""
+    """A server of environments."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, *, max_message_bytes: int) -> None:
         self._http = http
@@ -153,28 +175,26 @@ class OpenEnvServer:
         except (aiohttp.ClientError, ValueError, KeyError, TimeoutError) as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
-    async def begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
-        """Wait until the server has room, open a session and reset it. Raises as `send_request` does."""
-        for _ in range(ROOM_TRIES):
+    async def begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, ServerObservation]:
+        """Open a session and reset it with `data`; a full server gets `MAX_TRIES`. Raises as `send_request`."""
+        for _ in range(MAX_TRIES):
             try:
                 return await self._begin(data)
             except ServerFaultError as error:
-                if error.fault.code != NO_ROOM:
+                if error.fault.code != SERVER_FULL:
                     raise
-            await asyncio.sleep(ROOM_PAUSE_S)  # no server says when it has
+            await asyncio.sleep(RETRY_S)  # no server says when it has room
         return await self._begin(data)
 
-    async def _begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
-        """Open a session and reset it with `data`; return session and first observation."""
+    async def _begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, ServerObservation]:
+        timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
         try:
             async with asyncio.timeout(CONNECT_S):
                 socket = await self._http.ws_connect(
-                    f"{self._url}/ws",
-                    max_msg_size=self._max_message_bytes,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+                    f"{self._url}/ws", max_msg_size=self._max_message_bytes, timeout=timeout
                 )
         except (OSError, aiohttp.ClientError) as error:
-            raise _lost(f"no session at {self._url} ({error})") from error
+            raise CallFailedError(DropReason.ENVIRONMENT_LOST, f"no session at {self._url} ({error})") from error
         session = OpenEnvSession(socket)
         try:
             return session, await session.send_request("reset", data)
@@ -183,130 +203,69 @@ class OpenEnvServer:
             raise
 
 
-@asynccontextmanager
-async def connected(url: str, *, max_message_bytes: int) -> AsyncIterator[OpenEnvServer]:
-    """Open a server; its sessions end with the context."""
-    unlimited = aiohttp.TCPConnector(limit=0)  # trajectories in flight are bounded, and each has one
-    async with aiohttp.ClientSession(connector=unlimited) as http:
-        yield OpenEnvServer(http, url, max_message_bytes=max_message_bytes)
-
-
-def _is_too_big(error: object) -> bool:
-    return isinstance(error, aiohttp.WebSocketError) and error.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
-
-
-def _lost(detail: str) -> CallFailedError:
-    return CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
-
-
-OBJECT = re.compile(r"(\{.*\})", re.DOTALL)
-ESCAPED = 6  # bytes of JSON for one of text, at most
-MORE_BYTES = 2**20  # of a message, beyond the observation that the model reads
-FAULT_CHARS = 400  # of a fault in an action
-
-
-class OpenEnvEnvironment(EnvironmentConfig):
-    """An environment that a server of OpenEnv has; the reward is the sum of its steps' rewards."""
-
-    kind: str = "openenv"
-    url: str
-    """Address of the server, e.g. `http://10.0.0.4:8000`. It is to take as many sessions as trajectories are in
-    flight (`max_concurrent_envs`)."""
-    arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
-    """Arguments of `reset`, beside the seed and the fields of the problem."""
-    action_field: str | None = None
-    """Field of an action that gets the text of a turn, e.g. `message`. Default: the only field that the server's
-    schema requires, if that field is a text; else a turn has the whole action, as a JSON object."""
-    pattern: str | None = None
-    """Regular expression whose first group is the action: its last match in a turn, outside of reasoning, counts.
-    Default: the whole turn, or the object in it."""
-    opens_reasoning: bool = False
-    """True where the chat template itself writes the `<think>` that a turn begins in."""
-    form: str | None = None
-    """An observation as the model reads it, with `{name}` for its fields, e.g. `{hint}`. Default: all of them but
-    `metadata`, as JSON."""
-    deterministic: bool = False
-    """The same actions always have the same answers, so a crash of the process repeats the actions. Otherwise the
-    crash drops the trajectory as `environment_lost`."""
-
-    @model_validator(mode="after")
-    def _check_openenv(self) -> Self:
-        check_pattern(self.pattern)
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"environment.url={self.url}: no URL; write for example http://10.0.0.4:8000")
-        return self
-
-
-def read_action(settings: OpenEnvEnvironment, name: str | None, turn: str) -> dict[str, Any] | None:
-    """Read the action of a turn; None if it has none.
-
-    The text of the turn is the field `name` of the action, e.g. `{"message": "4"}`, or else the action as JSON.
-    """
-    said = outside_reasoning(turn, begun=settings.opens_reasoning).strip()
-    if settings.pattern is not None:
-        said = last_group(re.compile(settings.pattern), said) or ""
-    if name is not None:
-        return {name: said} if said else None
-    try:
-        return msgspec.json.decode(last_group(OBJECT, said) or "", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
 class OpenEnvTurns:
-    """A trajectory in a session of its own."""
+    """A trajectory in a session of its own. `field` of an action gets the text of a turn; None: turns are JSON."""
 
     def __init__(self, server: OpenEnvServer, settings: OpenEnvEnvironment, field: str | None) -> None:
         self._server = server
-        self._field = field  # of an action that gets the text of a turn
+        self._field = field
         self._settings = settings
         self._session: OpenEnvSession | None = None
-        self._earned: float | None = None  # of the steps so far; None where none of them said
+        self._return: float | None = None  # None while no step had a reward
         self.deterministic = settings.deterministic
 
     async def reset(self, problem: Problem) -> Observation:
         """Begin a session with the fields of the problem; the server ignores unknown ones."""
-        given = {"prompt": problem.prompt, "answer": problem.answer, "task": problem.task}
-        row = {name: value for name, value in given.items() if value}
-        named = {"seed": problem.seed, "episode_id": problem.trajectory_id}
-        self._session, observed = await self._server.begin(
-            {**named, **row, **self._settings.arguments, **problem.fields}
-        )
-        if observed.done:
+        data = {"seed": problem.seed, "episode_id": problem.trajectory_id, **self._settings.arguments}
+        self._session, observation = await self._server.begin({**data, **row_of(problem)})
+        if observation.done:
             raise ValueError("it is over before the first turn")
-        return Observation(self._text(observed))
+        return Observation(self._text(observation))
 
     async def step(self, action: str) -> Answer:
         """Take the action of a turn, or tell the model that it has none."""
         assert self._session is not None, "reset has begun it"
         data = read_action(self._settings, self._field, action)
         if data is None:
-            what = "one" if self._field is not None else "one as a JSON object"
-            return Observation(f"No action. Write {what}.")
+            return Observation(f"No action. Write one{'' if self._field else ' as a JSON object'}.")
         try:
-            observed = await self._session.send_request("step", data)
+            observation = await self._session.send_request("step", data)
         except ServerFaultError as error:
             if error.fault.code != INVALID:
                 raise
             return Observation(f"No action: {error.fault.line[:FAULT_CHARS]}")
-        if observed.reward is not None:
-            self._earned = (self._earned or 0.0) + float(observed.reward)
-        return End(self._earned) if observed.done else Observation(self._text(observed))
+        if observation.reward is not None:
+            self._return = (self._return or 0.0) + float(observation.reward)
+        return End(self._return) if observation.done else Observation(self._text(observation))
 
     async def close(self) -> None:
         """End the session."""
         if self._session is not None:
             await self._session.close()
 
-    def _text(self, observed: Observed) -> str:
-        fields = {name: value for name, value in observed.observation.items() if name != "metadata"}
+    def _text(self, observation: ServerObservation) -> str:
+        fields = {name: value for name, value in observation.observation.items() if name != "metadata"}
         if self._settings.form is None:
             return msgspec.json.encode(fields).decode()
         try:
-            return self._settings.form.format(**observed.observation)
+            return self._settings.form.format(**observation.observation)
         except (LookupError, AttributeError) as error:
             known = ", ".join(fields)
             raise ValueError(f"environment.form has {error}, and an observation has {known}") from error
+
+
+def read_action(settings: OpenEnvEnvironment, field: str | None, turn: str) -> dict[str, Any] | None:
+    """Read the action of a turn, e.g. `{"message": "4"}`; None if it has none.
+
+    The text of the turn is the `field` of the action, or else the action as JSON.
+    """
+    text = settings.find_action(turn, default=WHOLE_TURN if field is not None else JSON_OBJECT) or ""
+    if field is not None:
+        return {field: text} if text else None
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 @asynccontextmanager
@@ -317,8 +276,10 @@ async def open_openenv(
 
     Raises `ConfigError` if no server answers, or its actions differ.
     """
-    most = ESCAPED * settings.max_observation_bytes + MORE_BYTES
-    async with connected(settings.url, max_message_bytes=most) as server:
+    max_bytes = ESCAPED_BYTES * settings.max_observation_bytes + EXTRA_BYTES
+    unlimited = aiohttp.TCPConnector(limit=0)  # trajectories in flight are bounded, and each has one
+    async with aiohttp.ClientSession(connector=unlimited) as http:
+        server = OpenEnvServer(http, settings.url, max_message_bytes=max_bytes)
         try:
             schema = await server.action_schema()
         except OSError as error:
@@ -334,11 +295,13 @@ def _action_field(settings: OpenEnvEnvironment, schema: Mapping[str, Any]) -> st
     if settings.action_field is None:
         is_text = len(required) == 1 and properties.get(required[0], {}).get("type") == "string"
         return str(required[0]) if is_text else None
-    given = f"environment.action_field={settings.action_field}"
+    setting = f"environment.action_field={settings.action_field}"
     if settings.action_field not in properties:
-        raise ConfigError(f"{given}: no field of an action; choose of {', '.join(properties)}")
+        raise ConfigError(f"{setting}: no field of an action; choose of {', '.join(properties)}")
     if more := [name for name in required if name != settings.action_field]:
-        raise ConfigError(f"{given}: an action needs {', '.join(more)} too; leave it out, and have turns of JSON")
+        raise ConfigError(
+            f"{setting}: an action needs {', '.join(more)} too; leave it out, and have turns of JSON"
+        )
     return settings.action_field
 
 

@@ -54,29 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--evaluates-answers", action="store_true", help="allow a scorer that runs answers as Python code"
     )
-    given = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
+    options = parser.parse_intermixed_args(arguments)  # settings may stand anywhere
     try:
-        require_package(f"task={given.task}")
-        config = dict(map(_setting, given.settings))
+        require_package(f"task={options.task}")
+        config = dict(map(_setting, options.settings))
         rows = problems(
-            given.task,
-            size=given.size,
-            seed=given.seed,
+            options.task,
+            size=options.size,
+            seed=options.seed,
             config=config,
-            evaluates_answers=given.evaluates_answers,
+            evaluates_answers=options.evaluates_answers,
         )
         text = jsonl(rows)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(text)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(text)
 
 
-def _setting(given: str) -> tuple[str, JsonValue]:
+def _setting(text: str) -> tuple[str, JsonValue]:
     """Split a setting such as `min_terms=3` into name and value; a value that is not JSON is a text."""
-    name, equals, value = given.partition("=")
+    name, equals, value = text.partition("=")
     if not equals or not name.isidentifier() or name in ("size", "seed"):
-        raise ConfigError(f"{given}: no setting of a task; write key=value, and --size and --seed as options")
+        raise ConfigError(f"{text}: no setting of a task; write key=value, and --size and --seed as options")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

@@ -8,24 +8,16 @@ import importlib.util
 import json
 import logging
 import math
-import re
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any
 
-from pydantic import JsonValue, model_validator
+from pydantic import JsonValue
 
-from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind
-from laminar_py.environment import (
-    End,
-    Environment,
-    Observation,
-    Problem,
-    check_pattern,
-    last_group,
-    outside_reasoning,
-)
+from laminar_contrib.environments.turns import ActionConfig, error_line
+from laminar_py.config import ConfigError, EnvironmentHome, EnvironmentKind
+from laminar_py.environment import End, Environment, Observation, Problem
 
 NO_ANSWER = "gives no answer of its own, so nothing shows that a right one is worth more than a wrong one"
 TUPLES = "compares tuples, which a data set in JSON does not keep, and so scores its own answer 0.05"
@@ -39,21 +31,23 @@ REFUSED = {
     "arc_agi": TUPLES,
     "rearc": TUPLES,
 }
-EVALUATING = (
-    frozenset(  # tasks whose scorer runs the answer of the model as Python, with all rights of its process
-        {
-            "binary_matrix",
-            "countdown",
-            "intermediate_integration",
-            "n_queens",
-            "polynomial_multiplication",
-            "puzzle24",
-            "simple_integration",
-            "spiral_matrix",
-            "string_insertion",
-        }
-    )
-)
+EVALUATING = {  # tasks whose scorer runs the answer of the model as Python, with all rights of its process
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+}
+FAULT_CHARS = 200
+SCRIPT = "python -m laminar_contrib.environments.reasoning_gym_data"
+ANSWER_TAGS = r"(?s)<answer>(.*?)</answer>"
+WHOLE_TURN = r"(?s)\A(.*)\Z"
+
+log = logging.getLogger(__name__)
 
 
 def require_package(field: str) -> None:
@@ -68,46 +62,32 @@ def make_task(name: str, config: Mapping[str, JsonValue], *, evaluates_answers: 
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        raise _refused(name, "no such task", "choose one of reasoning-gym's")
+        raise _refusal(name, "no such task", "choose one of reasoning-gym's")
     if name in REFUSED:
-        raise _refused(name, REFUSED[name], "choose another")
+        raise _refusal(name, REFUSED[name], "choose another")
     if name in EVALUATING and not evaluates_answers:
         fault = "its scorer runs the model's answer as Python code in the environments' own process"
-        raise _refused(name, fault, "choose another, or set evaluates_answers where such code can do no harm")
+        raise _refusal(name, fault, "choose another, or set evaluates_answers where such code can do no harm")
     try:
         return create_dataset(name, **config)
     except Exception as error:  # a task may raise anything at settings that it does not have
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise _refused(name, f"cannot be made with {dict(config)} ({line})", "mend them") from error
+        raise _refusal(name, f"cannot be made with {dict(config)} ({error_line(error)})", "mend them") from error
 
 
-def _refused(name: str, fault: str, remedy: str) -> ConfigError:
+def _refusal(name: str, fault: str, remedy: str) -> ConfigError:
     return ConfigError(f"reasoning-gym task {name}: {fault}; {remedy}")
 
 
-log = logging.getLogger(__name__)
+class ReasoningGymEnvironment(ActionConfig):
+    """Tasks of the package reasoning-gym: the first turn is the answer, and its score the reward.
 
-TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-SCRIPT = "python -m laminar_contrib.environments.reasoning_gym_data"
-
-
-class ReasoningGymEnvironment(EnvironmentConfig):
-    """Tasks of the package reasoning-gym: the first turn is the answer, and its score the reward."""
+    With a pattern, a turn without a match is worth 0. Default: the text in the last `<answer>` tags, or else the
+    whole turn.
+    """
 
     kind: str = "reasoning_gym"
-    pattern: str | None = None
-    """Regular expression whose first group is the answer: its last match in the turn, outside of reasoning,
-    counts, and a turn without one is worth 0. Default: the text in the last `<answer>` tags, or else the whole
-    turn."""
-    opens_reasoning: bool = False
-    """True where the chat template itself writes the `<think>` that the turn begins in."""
     evaluates_answers: bool = False
     """True: allow tasks whose scorer runs the answer as Python code in this process, with all its rights."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_pattern(self.pattern)
-        return self
 
 
 class TaskScorers:
@@ -115,38 +95,33 @@ class TaskScorers:
 
     def __init__(self, *, evaluates_answers: bool = False) -> None:
         self._evaluates_answers = evaluates_answers
-        self._lock = threading.Lock()
-        self._made: dict[str, Any] = {}  # by task and its config
-        self._told: set[str] = set()  # tasks whose scorer has raised
+        self._lock = threading.Lock()  # environments run in threads
+        self._tasks: dict[str, Any] = {}  # by name and config
+        self._faulty: set[str] = set()  # tasks whose scorer has raised
 
-    def make(self, entry: Mapping[str, Any], config: Mapping[str, JsonValue]) -> Any:
+    def task(self, entry: Mapping[str, Any], config: Mapping[str, JsonValue]) -> Any:
         """Return the task of an entry. Raises `ConfigError` if the task is refused."""
         name = entry["metadata"]["source_dataset"]
         key = json.dumps([name, config], sort_keys=True)
         with self._lock:
-            if key not in self._made:
-                self._made[key] = make_task(name, config, evaluates_answers=self._evaluates_answers)
-            return self._made[key]
+            if key not in self._tasks:
+                self._tasks[key] = make_task(name, config, evaluates_answers=self._evaluates_answers)
+            return self._tasks[key]
 
     def score(self, answer: str, entry: Mapping[str, Any], config: Mapping[str, JsonValue]) -> float:
         """Score an answer; 0 if the scorer raises, which is logged once for each task."""
-        task = self.make(entry, config)
+        task, name = self.task(entry, config), entry["metadata"]["source_dataset"]
         try:
             score = float(task.score_answer(answer, entry))
-            if math.isfinite(score):
-                return score
-            fault = f"it returned {score}"
+            if not math.isfinite(score):
+                raise ValueError(f"it returned {score}")
         except Exception as error:  # noqa: BLE001 - a scorer may raise anything at a text that it does not expect
-            fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        self._log_fault_once(entry["metadata"]["source_dataset"], fault)
-        return 0.0
-
-    def _log_fault_once(self, name: str, fault: str) -> None:
-        with self._lock:
-            is_new = name not in self._told
-            self._told.add(name)
-        if is_new:
-            log.warning("the scorer of %s fails on some answers, which are worth 0: %s", name, fault)
+            if name not in self._faulty:
+                self._faulty.add(name)
+                fault = error_line(error)[:FAULT_CHARS]
+                log.warning("the scorer of %s fails on some answers, which are worth 0: %s", name, fault)
+            return 0.0
+        return score
 
 
 class ReasoningGymTurn:
@@ -154,10 +129,9 @@ class ReasoningGymTurn:
 
     deterministic = True
 
-    def __init__(self, scorers: TaskScorers, *, settings: ReasoningGymEnvironment) -> None:
+    def __init__(self, scorers: TaskScorers, settings: ReasoningGymEnvironment) -> None:
         self._scorers = scorers
         self._settings = settings
-        self._pattern = TAGS if settings.pattern is None else re.compile(settings.pattern)
 
     def reset(self, problem: Problem) -> Observation:
         """Add no message: the prompt is the question. Raises `ConfigError` if the task is refused."""
@@ -167,15 +141,14 @@ class ReasoningGymTurn:
         if not isinstance(metadata, dict) or "source_dataset" not in metadata or not isinstance(config, dict):
             raise ValueError(f"the problem has no `entry` of reasoning-gym; write problems with {SCRIPT}")
         self._entry, self._config = entry, config
-        self._scorers.make(self._entry, config)
+        self._scorers.task(entry, config)
         return Observation()
 
     def step(self, action: str) -> End:
         """End with the score of the answer."""
-        said = outside_reasoning(action, begun=self._settings.opens_reasoning)
-        answer = last_group(self._pattern, said)
-        if answer is None and self._settings.pattern is None:
-            answer = said.strip()
+        answer = self._settings.find_action(action, default=ANSWER_TAGS)
+        if answer is None:
+            answer = self._settings.find_action(action, default=WHOLE_TURN)
         return End(self._scorers.score(answer, self._entry, self._config) if answer else 0.0)
 
 
@@ -189,7 +162,7 @@ async def open_reasoning_gym(
     """
     require_package("environment.kind=reasoning_gym")
     scorers = TaskScorers(evaluates_answers=settings.evaluates_answers)
-    yield lambda: ReasoningGymTurn(scorers, settings=settings)
+    yield lambda: ReasoningGymTurn(scorers, settings)
 
 
 REASONING_GYM = EnvironmentKind(settings=ReasoningGymEnvironment, open=open_reasoning_gym)

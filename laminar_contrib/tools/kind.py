@@ -7,6 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from laminar_contrib.tools.call_formats import CallFamily
 from laminar_py.config import (
     ConfigError,
     Count,
@@ -16,7 +17,7 @@ from laminar_py.config import (
     Seconds,
     Section,
 )
-from laminar_py.environment import CallFamily, Environment
+from laminar_py.environment import Environment
 
 PYTHON = "python"
 
@@ -87,9 +88,11 @@ class ToolsEnvironment(EnvironmentConfig):
     @property
     def definitions(self) -> Sequence[dict[str, JsonValue]]:
         """Tools for the chat template, which models that write tags do not have."""
-        from laminar_contrib.tools.toolbox import definitions
+        from laminar_contrib.tools.tool_environment import load_tools
 
-        return () if self.tools.family is CallFamily.TAGS else definitions(self.tools)
+        if self.tools.family is CallFamily.TAGS:
+            return ()
+        return [tool.definition for tool in load_tools(self.tools, only_declared=True).values()]
 
     @property
     def has_session(self) -> bool:
@@ -102,10 +105,10 @@ async def open_tools(
     settings: ToolsEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
     """Yield a function that makes environments. Raises `ConfigError` if a tool cannot be loaded."""
-    from laminar_contrib.tools.toolbox import open_toolbox
+    from laminar_contrib.tools.tool_environment import open_tool_environments
 
-    async with open_toolbox(settings.tools, home.sandbox) as toolbox:
-        yield toolbox.environment
+    async with open_tool_environments(settings.tools, home.sandbox) as make:
+        yield make
 
 
 TOOLS = EnvironmentKind(settings=ToolsEnvironment, open=open_tools)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import JsonValue, PlainValidator, SerializeAsAny, WithJsonSchema
 
@@ -66,18 +66,6 @@ class ClassEnvironment(EnvironmentConfig):
     """Arguments of the class, by name."""
 
 
-class Words(Protocol):
-    """Tokenizer of the run's model, as an environment may need it. `environment.writer` implements it."""
-
-    def decode_turn(self, ids: Any) -> str:
-        """Decode [n] tokens of a turn, without the token that ended it."""
-        ...
-
-    def encode_text(self, text: str, *, begins: bool) -> Any:
-        """Encode a text; if it `begins` a conversation, put the tokenizer's begin-of-text tokens before it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentHome:
     """Surroundings of environments in one process, e.g. `EnvironmentHome(index=1, folder=folder, model=model,
@@ -87,7 +75,7 @@ class EnvironmentHome:
     sandbox: SandboxConfig  # for programs of the model
     folder: Path  # for files of this process, in the run folder
     model: Path  # folder with the tokenizer
-    words: Words
+    decode_turn: Callable[[Any], str]  # text of [n] token ids, without the token that ends a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

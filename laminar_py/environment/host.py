@@ -4,134 +4,36 @@ A turn arrives with the whole response before it. If it was answered before, the
 the environment takes it. If the environment is not in this process, the host rebuilds it: from its last snapshot,
 or by replaying its actions if it is deterministic. The host saves an answer before it returns it, so an
 environment that cannot replay never takes an answered turn twice (`tests/environment/test_host.py`).
-
-**Saved turns.** Each trajectory has a file with its last answered turn and the environment's state after it, if it
-can be saved. A second file counts attempts at the next turn. The controller deletes both once the ledger has the
-trajectory's end.
 """
 
 import asyncio
-import logging
-import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
 from laminar_py.config.environment import ClassEnvironment, EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.registry import load_from_file
 from laminar_py.config.section import ConfigError
+from laminar_py.environment.answers import encode_answer, is_recorded_answer
 from laminar_py.environment.calls import CallFailedError, EnvironmentCalls
-from laminar_py.environment.protocol import (
-    Answer,
-    Begin,
-    End,
-    Environment,
-    Observation,
-    Restorable,
-    Rewrite,
-    SampledTurn,
-    TokenListener,
-    TokenWords,
-)
+from laminar_py.environment.protocol import Answer, Environment, Restorable, SampledTurn, TokenEnvironment
+from laminar_py.environment.saved_turns import SavedTurn, SavedTurns
 from laminar_py.environment.writer import PlainWriter
-from laminar_py.records.codec import DIGEST_BYTES, IntArray, decode, encode
-from laminar_py.records.credit import credits_of
+from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
-from laminar_py.records.spans import NEW_CONVERSATION, Span, context_of, turn_ends
+from laminar_py.records.spans import context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
-log = logging.getLogger(__name__)
-
-SUFFIX, ATTEMPTS = ".environment", ".attempts"  # of a trajectory's files
-MOST_ATTEMPTS = 3  # at a turn over which the process crashes each time
+MAX_ATTEMPTS = 3  # at a turn over which the process crashes each time
 _NO_LOGPROBS = np.empty(0, np.float32)
-
-
-def environments_path(run: Path) -> Path:
-    """Return the folder of saved turns in a run's folder."""
-    return run / "environments"
-
-
-class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """An answered turn."""
-
-    response_digest: bytes  # of the response up to that turn
-    answer: EnvironmentTurn
-    state: bytes | None = None  # of the environment after that turn; None if it is not `Restorable`
-
-
-class SavedTurns:
-    """Files of saved turns of one process, two for each running trajectory. All methods raise `OSError`.
-
-    A crash of the process leaves either the old content of a file or the new one. A digest at the start of a file
-    shows damage by a crash of the host.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def save(self, trajectory_id: str, saved: SavedTurn) -> None:
-        """Replace the saved turn of a trajectory, and forget its attempts."""
-        path, attempts = self._paths(trajectory_id)
-        unfinished = path.with_name(f"{path.name}.new")
-        body = encode(saved)
-        unfinished.write_bytes(_digest_of_file(body) + body)
-        with suppress(FileNotFoundError):  # the controller may forget a dropped trajectory at this moment
-            os.replace(unfinished, path)
-        attempts.unlink(missing_ok=True)
-
-    def count_attempt(self, trajectory_id: str, digest: bytes) -> None:
-        """Count an attempt at the turn that ends the response of this digest."""
-        _, attempts = self._paths(trajectory_id)
-        with attempts.open("a", encoding="ascii") as file:
-            file.write(f"{digest.hex()}\n")
-
-    def load(self, trajectory_id: str, digest: bytes) -> tuple[SavedTurn | None, int]:
-        """Read the saved turn of a trajectory, and the number of attempts at the turn of `digest` after it.
-
-        An earlier process may have written both. A file that a crash of the host has damaged counts as missing.
-        """
-        path, attempts = self._paths(trajectory_id)
-        saved = None
-        if path.exists():
-            data = path.read_bytes()
-            body = data[DIGEST_BYTES:]
-            if _digest_of_file(body) == data[:DIGEST_BYTES]:
-                saved = decode(SavedTurn, body)
-            else:
-                log.warning("%s is damaged, so its turn is taken again", path)
-        return saved, attempts.read_text().split().count(digest.hex()) if attempts.exists() else 0
-
-    def names(self) -> list[str]:
-        """List trajectories that have a file."""
-        return sorted({path.stem for suffix in (SUFFIX, ATTEMPTS) for path in self._folder.glob(f"*{suffix}")})
-
-    def forget(self, trajectory_ids: Iterable[str]) -> None:
-        """Delete the files of these trajectories."""
-        for name in trajectory_ids:
-            path, attempts = self._paths(name)
-            for file in (path, path.with_name(f"{path.name}.new"), attempts):
-                file.unlink(missing_ok=True)
-
-    def _paths(self, trajectory_id: str) -> tuple[Path, Path]:
-        """Return the files of a trajectory: of its saved turn, and of attempts at the next one."""
-        return self._folder / f"{trajectory_id}{SUFFIX}", self._folder / f"{trajectory_id}{ATTEMPTS}"
-
-
-def _digest_of_file(body: bytes) -> bytes:
-    """Return the digest of a saved turn's bytes."""
-    return blake3(body).digest(length=DIGEST_BYTES)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +43,6 @@ class Session:
     environment: Environment | None  # None before it is ready, and once it is closed
     response_digest: bytes  # of the response up to its last turn
     answer: asyncio.Future[EnvironmentTurn]
-    turn_start: int = -1  # number of response tokens before the model's next turn
     is_forgotten: bool = False  # `forget` came while the answer was in work
 
 
@@ -184,28 +85,7 @@ class EnvironmentHost:
         return await asyncio.shield(session.answer)
 
     def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Pass new tokens of running turns to environments that listen.
-
-        An environment whose `receive_tokens` raises gets no more tokens of that turn until the turn is finished.
-        """
-        for delta in deltas:
-            session = self._sessions.get(delta.trajectory_id)
-            environment = None if session is None else session.environment
-            if (
-                session is not None
-                and session.turn_start == delta.turn_start
-                and isinstance(environment, TokenListener)
-            ):
-                try:
-                    environment.receive_tokens(delta.place, delta.ids, delta.logprobs)
-                except Exception as error:  # noqa: BLE001 - user code may raise anything; the turn continues
-                    session.turn_start = -1
-                    reason = str(error) or type(error).__name__
-                    log.warning(
-                        "%s: receive_tokens failed, so no more tokens of this turn: %s",
-                        delta.trajectory_id,
-                        reason,
-                    )
+        """Drop tokens of running turns: an environment gets the whole turn."""
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have no further turn.
@@ -244,24 +124,28 @@ class EnvironmentHost:
         """Answer a turn that this process has not answered, and save the answer before returning it.
 
         A turn that an earlier process answered gets its saved answer. `before` is the trajectory's session of the
-        turn before. Raises `CallFailedError`, also after `MOST_ATTEMPTS` crashes over this turn.
+        turn before. Raises `CallFailedError`, also after `MAX_ATTEMPTS` crashes over this turn.
         """
         is_here = before is not None and before.environment is not None
         saved, attempts = (None, 0) if is_here else self._saved.load(turn.trajectory_id, session.response_digest)
         if saved is not None and saved.response_digest == session.response_digest:
             return saved.answer
-        if attempts >= MOST_ATTEMPTS:
-            detail = f"its process crashed {MOST_ATTEMPTS} times over this turn"
+        if attempts >= MAX_ATTEMPTS:
+            detail = f"its process crashed {MAX_ATTEMPTS} times over this turn"
             raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
         self._saved.count_attempt(turn.trajectory_id, session.response_digest)
         began = time.monotonic()
         session.environment = environment = await self._environment_before(turn, before, saved)
-        taken = len(turn_ends(turn.spans))
-        returned = await self._step_environment(environment, turn, taken)
-        answer = self._encode_answer(returned, turn.response_ids, turn.spans, elapsed_s=time.monotonic() - began)
-        if isinstance(environment, TokenListener):
-            answer = msgspec.structs.replace(answer, listens=environment.listens)
-        if answer.ids is not None and taken >= self._limits.max_turns:
+        num_turns = len(turn_ends(turn.spans))
+        returned = await self._step_environment(environment, turn, num_turns)
+        answer = encode_answer(
+            returned,
+            self._writer,
+            response_ids=turn.response_ids,
+            spans=turn.spans,
+            elapsed_s=time.monotonic() - began,
+        )
+        if answer.ids is not None and num_turns >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
         state = await self._state(environment) if answer.ids is not None else None
         self._saved.save(
@@ -269,8 +153,6 @@ class EnvironmentHost:
         )
         if answer.ids is None:
             self._close_environment(session)
-        else:
-            session.turn_start = len(turn.response_ids) + len(answer.ids)
         return answer
 
     async def _environment_before(
@@ -317,8 +199,10 @@ class EnvironmentHost:
         for number, end in enumerate([0, *turn_ends(turn.spans)[:-1]]):
             before = tuple(span for span in turn.spans if span.end <= end)
             returned = await self._step_environment(environment, turn, number)
-            answer = self._encode_answer(returned, turn.response_ids, before, elapsed_s=0.0)
-            if not _is_same_answer(answer, turn, place=end):
+            answer = encode_answer(
+                returned, self._writer, response_ids=turn.response_ids, spans=before, elapsed_s=0.0
+            )
+            if not is_recorded_answer(answer, turn, start=end):
                 detail = f"its process crashed, and the replay answered turn {number} otherwise"
                 raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
@@ -326,58 +210,19 @@ class EnvironmentHost:
         """Let an environment answer the turn with this number; 1 is the first, and 0 calls `reset`."""
         if not number:
             return await self._calls.answer(environment.reset, turn.problem)
-        start, end = _place_of(turn, number)
+        start, end = _turn_range(turn, number)
         ids = turn.response_ids[start:end]
-        if isinstance(environment, TokenListener):
-            is_last = end == len(turn.response_ids)
-            logprobs = turn.logprobs if is_last else _NO_LOGPROBS
-            is_cut = not self._writer.has_ended(ids)
-            context = _context(turn, start, end)
-            environment.receive_turn(SampledTurn(context=context, ids=ids, logprobs=logprobs, is_cut=is_cut))
-        return await self._calls.answer(environment.step, self._writer.decode_turn(ids))
-
-    def _encode_answer(
-        self, returned: Answer, response_ids: IntArray, spans: tuple[Span, ...], *, elapsed_s: float
-    ) -> EnvironmentTurn:
-        """Encode an answer to the turns of `spans` for the replica.
-
-        Raises `CallFailedError` if it is not valid.
-        """
-        is_first = not turn_ends(spans)
-        if isinstance(returned, End):
-            if is_first:
-                raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "reset returned End; return an Observation")
-            return _encode_trajectory_end(returned, num_turns=len(turn_ends(spans)), elapsed_s=elapsed_s)
-        if isinstance(returned, Observation) and not is_first and not returned.messages:
-            raise CallFailedError(
-                DropReason.ENVIRONMENT_FAILED, "step returned an Observation without a text; return End to end"
-            )
-        follows = _place_it_follows(returned, spans)
-        behind = response_ids[: (spans[-1].end if spans else 0) if follows is None else max(follows, 0)]
-        ids = self._encode_words(
-            returned, is_first=is_first, is_cut=len(behind) > 0 and not self._writer.has_ended(behind)
+        text = self._writer.decode_turn(ids)
+        if not isinstance(environment, TokenEnvironment):
+            return await self._calls.answer(environment.step, text)
+        sampled = SampledTurn(
+            text=text,
+            context=_context(turn, start, end),
+            ids=ids,
+            logprobs=turn.logprobs if end == len(turn.response_ids) else _NO_LOGPROBS,
+            is_cut=not self._writer.has_ended(ids),
         )
-        if not len(ids) and (not isinstance(returned, Observation) or not is_first):
-            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, "step returned an empty text; return End to end")
-        if not len(ids) and returned.max_tokens is not None:
-            detail = f"reset returned max_tokens={returned.max_tokens} without a text to keep it with; give a text"
-            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
-        return EnvironmentTurn(ids=ids, follows=follows, max_tokens=returned.max_tokens, elapsed_s=elapsed_s)
-
-    def _encode_words(self, said: Begin, *, is_first: bool, is_cut: bool) -> IntArray:
-        """Encode messages that follow a turn of the model.
-
-        `is_cut`: a limit ended that turn, so no stop token did.
-        """
-        try:
-            if isinstance(said, TokenWords):
-                self._writer.check_ids(said.ids)
-                return said.ids
-            if isinstance(said, Rewrite):
-                return self._writer.encode_conversation(said)
-            return self._writer.encode_first(said) if is_first else self._writer.encode_next(said, is_cut=is_cut)
-        except (ValueError, RecursionError) as error:
-            raise CallFailedError(DropReason.ENVIRONMENT_FAILED, str(error)) from error
+        return await self._calls.answer(environment.step_tokens, sampled)
 
     async def _state(self, environment: Environment) -> bytes | None:
         if not isinstance(environment, Restorable):
@@ -391,7 +236,8 @@ class EnvironmentHost:
 
     def _close_idle(self, newest: str) -> None:
         """Close environments that are idle longest, beyond `most_kept`. A further turn rebuilds them."""
-        idle = (name for name, one in list(self._sessions.items()) if one.answer.done() and name != newest)
+        sessions = list(self._sessions.items())
+        idle = (name for name, session in sessions if session.answer.done() and name != newest)
         for name in islice(idle, max(0, len(self._sessions) - self._limits.most_kept)):
             self._close_environment(self._sessions.pop(name))
 
@@ -402,50 +248,7 @@ class EnvironmentHost:
             self._calls.close_environment(environment)
 
 
-def _encode_trajectory_end(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTurn:
-    """Encode the end of a trajectory. Raises `CallFailedError` if its roles do not match its turns or rewards."""
-    if not isinstance(end.reward, Mapping):
-        return EnvironmentTurn(ends=True, reward=end.reward, elapsed_s=elapsed_s)
-    if len(end.roles) != num_turns:
-        detail = f"End has roles of {len(end.roles)} turns, the model took {num_turns}; give one for each"
-        raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
-    try:
-        roles = credits_of(end.reward, end.roles)
-    except ValueError as error:
-        raise CallFailedError(DropReason.ENVIRONMENT_FAILED, str(error)) from None
-    reward = sum(credit.reward for credit in roles)
-    return EnvironmentTurn(ends=True, reward=reward, roles=roles, elapsed_s=elapsed_s)
-
-
-def _place_it_follows(returned: Answer, spans: tuple[Span, ...]) -> int | None:
-    """Return the position in the response that an answer goes back to.
-
-    `NEW_CONVERSATION` means that a new conversation begins, None that the answer continues at the end. Raises
-    `CallFailedError` if the answer names a turn that does not exist.
-    """
-    if isinstance(returned, Rewrite) or (isinstance(returned, TokenWords) and not returned.after):
-        return NEW_CONVERSATION
-    if isinstance(returned, End) or returned.after is None:
-        return None
-    ends = turn_ends(spans)
-    if returned.after > len(ends):
-        said = f"{type(returned).__name__} after={returned.after}"
-        detail = f"step returned {said} of {len(ends)} turns; go back to one of these"
-        raise CallFailedError(DropReason.ENVIRONMENT_FAILED, detail)
-    place = ends[returned.after - 1]
-    return None if place == spans[-1].end else place
-
-
-def _is_same_answer(answer: EnvironmentTurn, turn: ModelTurn, *, place: int) -> bool:
-    """Return True if an answer equals the one recorded at this position of the response."""
-    spans = [span for span in turn.spans if span.start == place and span.version is None]
-    written = spans[0] if spans else Span(None, place, place)
-    ids = turn.response_ids[place : written.end].tolist()
-    is_same = answer.follows == written.follows and answer.max_tokens == written.turn_limit
-    return answer.ids is not None and answer.ids.tolist() == ids and is_same
-
-
-def _place_of(turn: ModelTurn, number: int) -> tuple[int, int]:
+def _turn_range(turn: ModelTurn, number: int) -> tuple[int, int]:
     """Return the range [start, end) of a model's turn in the response, by its number; 1 is the first."""
     end = turn_ends(turn.spans)[number - 1]
     return max((span.end for span in turn.spans if span.version is None and span.end <= end), default=0), end

@@ -10,18 +10,33 @@
         def step(self, action):
             return End(1.0) if action.strip() == str(self.number) else Observation("No. Again.")
 
-One instance answers one trajectory, from its first turn to its end.
+One instance answers one trajectory, from its first turn to its end. pydantic checks an answer when it is made,
+so a wrong answer raises in the environment's own code.
 """
 
+import dataclasses
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+
+from pydantic import Field, JsonValue, Strict
+from pydantic.dataclasses import dataclass
 
 from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.credit import MOST_ROLES, ROLE_CHARS
 from laminar_py.records.environment import Problem as Problem
 
-MOST_TOKENS = 2**31 - 1  # of a turn, that an environment may name as its limit
+MAX_TURN_TOKENS = 2**31 - 1  # that an environment may name as the limit of a turn
+MAX_REWARD = 1e30  # differences of rewards must stay finite in float32
+
+Text: TypeAlias = Annotated[str, Strict()]
+TurnNumber: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
+TurnLimit: TypeAlias = Annotated[int, Field(ge=1, le=MAX_TURN_TOKENS, strict=True)]
+RoleName: TypeAlias = Annotated[str, Field(max_length=ROLE_CHARS, pattern=r"^\P{C}*$")]  # printable
+RewardValue: TypeAlias = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+RoleRewards: TypeAlias = Annotated[dict[RoleName, RewardValue], Field(min_length=1, max_length=MOST_ROLES)]
+Speaker: TypeAlias = Literal["system", "assistant", "user", "tool"]
+TemplateMessage: TypeAlias = dict[str, JsonValue]
 
 
 class Role(StrEnum):
@@ -40,10 +55,10 @@ class Observation:
     no longer sees later turns. `Observation("Think briefly.", max_tokens=64)` limits the model's next turn.
     """
 
-    texts: str | tuple[str, ...] = ()
+    texts: Text | tuple[Text, ...] = ()
     role: Role = Role.USER
-    after: int | None = None
-    max_tokens: int | None = None  # of the model's next turn, at least 1
+    after: TurnNumber | None = None
+    max_tokens: TurnLimit | None = None  # of the model's next turn
 
     @property
     def messages(self) -> tuple[str, ...]:
@@ -58,9 +73,15 @@ class Rewrite:
     `Rewrite((("user", "You have read 40 files. In short: ... Continue."),))`, or a text if prompts are text.
     """
 
-    messages: str | tuple[tuple[str, str] | Mapping[str, object], ...]  # (role, text), or dicts for the template
-    tools: tuple[Mapping[str, object], ...] = ()  # tools for the chat template, in place of the run's
-    max_tokens: int | None = None  # of the model's next turn, at least 1
+    messages: Text | Annotated[tuple[tuple[Speaker, Text] | TemplateMessage, ...], Field(min_length=1)]
+    tools: tuple[TemplateMessage, ...] = ()  # tools for the chat template, in place of the run's
+    max_tokens: TurnLimit | None = None  # of the model's next turn
+
+    def __post_init__(self) -> None:
+        """Check the roles of messages. Raises `ValueError`."""
+        for turn in self.turns:
+            if turn.get("role") not in get_args(Speaker):
+                raise ValueError(f"role {turn.get('role')!r}: choose of {', '.join(get_args(Speaker))}")
 
     @property
     def turns(self) -> tuple[Mapping[str, object], ...]:
@@ -68,13 +89,13 @@ class Rewrite:
         if isinstance(self.messages, str):
             return ({"role": Role.USER.value, "content": self.messages},)
         return tuple(
-            message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
+            {"role": message[0], "content": message[1]} if isinstance(message, tuple) else message
             for message in self.messages
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenWords:
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenPrompt:
     """Token ids that the model reads before its next turn, used as they are.
 
     They follow the model's turn `after` (1 is its first) and the context of that turn; 0: they begin a
@@ -94,18 +115,19 @@ class End:
     "second": 0.0}, roles=("first", "second", "first"))`.
     """
 
-    reward: float | Mapping[str, float] | None = None
-    roles: tuple[str, ...] = ()
+    reward: RewardValue | RoleRewards | None = None
+    roles: tuple[RoleName, ...] = ()
 
 
-Begin: TypeAlias = Observation | Rewrite | TokenWords
+Begin: TypeAlias = Observation | Rewrite | TokenPrompt
 Answer: TypeAlias = Begin | End
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """Tokens that the model sampled in one turn."""
+    """A turn of the model as it was sampled."""
 
+    text: str  # without the token that ended it
     context: IntArray  # [c] tokens before the turn, without the prompt of the data set
     ids: IntArray  # [n] with the token that ended it
     logprobs: FloatArray  # [n], or [0] for a turn that is replayed
@@ -116,7 +138,8 @@ class Environment(Protocol):
     """Counterpart of a model in one trajectory.
 
     A class with `deterministic = True` always answers the same actions alike. If its process crashes, a new
-    instance replays the actions. A `Restorable` environment is restored from its last snapshot instead.
+    instance replays the actions. A `Restorable` environment is restored from its last snapshot instead. A
+    `TokenEnvironment` has `step_tokens` in place of `step`.
     """
 
     def reset(self, problem: Problem) -> Begin | Awaitable[Begin]:
@@ -125,6 +148,19 @@ class Environment(Protocol):
 
     def step(self, action: str) -> Answer | Awaitable[Answer]:
         """Answer a turn of the model: its text, without the token that ended it."""
+        ...
+
+
+@runtime_checkable
+class TokenEnvironment(Protocol):
+    """An environment that answers the tokens of a turn, e.g. since it passes them on over a socket."""
+
+    def reset(self, problem: Problem) -> Begin | Awaitable[Begin]:
+        """Begin the trajectory and return the messages before the model's first turn."""
+        ...
+
+    def step_tokens(self, turn: SampledTurn) -> Answer | Awaitable[Answer]:
+        """Answer a turn of the model."""
         ...
 
 
@@ -138,25 +174,4 @@ class Restorable(Protocol):
 
     def restore(self, state: bytes) -> None:
         """Continue from the state of a snapshot, in place of `reset`."""
-        ...
-
-
-@runtime_checkable
-class TokenListener(Protocol):
-    """An environment that reads the tokens of the model's turns, too."""
-
-    @property
-    def listens(self) -> bool:
-        """True if the host should call `receive_tokens` while the model samples the next turn."""
-        ...
-
-    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
-        """Receive [n] new tokens of a running turn; `place` is the index of the first.
-
-        Some may miss, or come twice.
-        """
-        ...
-
-    def receive_turn(self, turn: SampledTurn) -> None:
-        """Receive the tokens of a finished turn, before `step` gets its text."""
         ...

@@ -2,7 +2,7 @@
 
 Sampled tokens are decoded and never encoded again. Messages are encoded by themselves and appended, so no earlier
 token depends on them (`tests/environment/test_writer.py`). The name of a special token in a message stays plain
-text, so an environment cannot end or begin a turn. Ids of `TokenWords` are used as they are.
+text, so an environment cannot end or begin a turn. Ids of `TokenPrompt` are used as they are.
 """
 
 import re
@@ -53,15 +53,9 @@ class PlainWriter:
         """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
         if not isinstance(rewrite.messages, str):
             raise TemplateError("a Rewrite has messages where prompts are text; give it a text")
-        return self.encode_text(rewrite.messages, begins=True)
-
-    def encode_text(self, text: str, *, begins: bool) -> IntArray:
-        """Encode a text to [n] ids; if it `begins` a conversation, after the tokenizer's begin-of-text tokens."""
-        ids = self._codec.encode_literal(text)
-        if not begins:
-            return ids
+        ids = self._codec.encode_literal(rewrite.messages)
         whole, alone = self._codec.encode_prompt(PROBE), self._codec.encode(PROBE)
-        return np.concatenate([whole[: len(whole) - len(alone)], ids])
+        return np.concatenate([whole[: len(whole) - len(alone)], ids])  # begin-of-text tokens first
 
     def check_ids(self, ids: IntArray) -> None:
         """Raise `TemplateError` if an id is not a token of the model."""
@@ -142,8 +136,8 @@ class ChatWriter(PlainWriter):
         """Split a text at `count` placeholders and encode the pieces. Raises `TemplateError` if one is missing."""
         pieces = []
         for place in range(count):
-            before, found, text = text.partition(_mark(place))
-            if not found:
+            before, mark, text = text.partition(_mark(place))
+            if not mark:
                 raise TemplateError("the chat template leaves out a message, or writes messages in another order")
             pieces.append(before)
         return [self._codec.encode(piece) for piece in (*pieces, text)]
@@ -157,11 +151,12 @@ class ChatWriter(PlainWriter):
             raise TemplateError("the chat template writes a first message otherwise once there is another")
         return text.removeprefix(before)
 
-    def _text_between_turns(self, said: str, turns: list[Turn]) -> tuple[IntArray, str]:
-        """Return the token [1] that ends an assistant's turn `said`, and the text after that token."""
-        spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": said}]
-        _, found, after = self._template.conversation([*spoken, *turns], answers=True).partition(said)
-        if not found:
+    def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[IntArray, str]:
+        """Return the token [1] that ends an assistant's turn `answer`, and the text after that token."""
+        spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": answer}]
+        text = self._template.conversation([*spoken, *turns], answers=True)
+        _, written, after = text.partition(answer)
+        if not written:
             raise TemplateError("the chat template leaves out what the assistant said")
         return self._split_end_token(after)
 
@@ -176,13 +171,13 @@ class ChatWriter(PlainWriter):
         """Say why messages of a role cannot follow a turn; "" if they can."""
         answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
-            (_, one), (_, other) = (
+            (_, first), (_, second) = (
                 self._text_between_turns(PROBE, answer),
                 self._text_between_turns(OTHER_MARK, answer),
             )
         except TemplateError as error:
             return str(error)
-        return "" if one == other else "the chat template writes an answer in dependence of what came before"
+        return "" if first == second else "the chat template writes an answer in dependence of what came before"
 
 
 class HiddenWords:
@@ -200,11 +195,11 @@ class HiddenWords:
     def hide(self, value: Any) -> Any:
         """Return a JSON value with the names replaced in all of its texts."""
         if isinstance(value, str):
-            return self._special.sub(lambda found: self._names[found[0]], value)
+            return self._special.sub(lambda match: self._names[match[0]], value)
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(one) for key, one in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.hide(one) for one in value]
+            return [self.hide(item) for item in value]
         return value
 
     def parts(self, text: str) -> Iterator[tuple[str, str | None]]:

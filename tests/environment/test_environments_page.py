@@ -86,7 +86,7 @@ async def test_the_games_of_the_page_begin(place):
     games = [config["environment"] for config in CONFIGS if config["environment"]["kind"] == "gymnasium"]
     async with open_gymnasium(READERS["environment"](games[place]), HOME) as make:
         (text,) = make().reset(Problem(prompt="", seed=1)).messages
-    assert text.startswith(("[S]FFF", "You have ")[place])
+    assert text.startswith(("<red>S</red>FFF", "You have ")[place])
 
 
 def test_the_scripts_of_the_page_write_different_problems(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_contrib.environments.gymnasium_kind import GymnasiumEnvironment, marked, open_gymnasium, written
+from laminar_contrib.environments.gymnasium_kind import GymnasiumEnvironment, open_gymnasium, with_color_tags
+from laminar_contrib.environments.turns import format_observation
 from laminar_py.config.environment import ENVIRONMENTS
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.protocol import End, Observation, Problem
@@ -20,7 +21,6 @@ LAKE = {
     "id": "FrozenLake-v1",
     "arguments": {"is_slippery": False},
     "actions": ["left", "down", "right", "up"],
-    "marks": {"red": "[{}]"},
 }
 CARDS = {"id": "Blackjack-v1", "actions": ["stick", "hit"]}
 TO_THE_GOAL = ["down", "down", "right", "right", "down", "right"]
@@ -42,9 +42,9 @@ async def begun(**given):
 @needs_gymnasium
 async def test_a_lake_is_crossed_in_words_and_the_end_has_the_reward():
     environment, text = await begun(**LAKE)
-    assert text == "[S]FFF\nFHFH\nFFFH\nHFFG"
-    assert environment.step("I go right first") == Observation("  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG")
-    assert environment.step("LEFT.") == Observation("  (Left)\n[S]FFF\nFHFH\nFFFH\nHFFG")
+    assert text == "<red>S</red>FFF\nFHFH\nFFFH\nHFFG"
+    assert environment.step("I go right first") == Observation("  (Right)\nS<red>F</red>FF\nFHFH\nFFFH\nHFFG")
+    assert environment.step("LEFT.") == Observation("  (Left)\n<red>S</red>FFF\nFHFH\nFFFH\nHFFG")
     *way, last = TO_THE_GOAL
     assert all(isinstance(environment.step(word), Observation) for word in way)
     assert environment.step(last) == End(1.0)
@@ -182,8 +182,6 @@ async def test_what_cannot_be_played_is_refused_in_one_line(given, words):
         ({"pattern": "left"}, "has no group"),
         ({"actions": ["left", "Left "]}, "two are the same"),
         ({"actions": ["left", " "]}, "or one is empty"),
-        ({"marks": {"rot": "[{}]"}}, "marks=rot: no such color; choose of black, red"),
-        ({"marks": {"red": "[]"}}, "write {} once"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_made(given, words):
@@ -203,13 +201,13 @@ def test_the_settings_are_read_without_the_package(monkeypatch):
     assert GymnasiumEnvironment(**LAKE).kind == "gymnasium"
 
 
-def test_forms_and_marks():
+def test_forms_and_colors():
     import numpy as np
 
-    assert written("{} {}", (np.int64(3), np.array([1, 2]))) == "3 [1, 2]"
-    assert written("at {x}", {"x": np.float32(0.5)}) == "at 0.5"
-    assert written("at {}", np.int64(5)) == "at 5"
+    assert format_observation("{} {}", (np.int64(3), np.array([1, 2]))) == "3 [1, 2]"
+    assert format_observation("at {x}", {"x": np.float32(0.5)}) == "at 0.5"
+    assert format_observation("at {}", np.int64(5)) == "at 5"
     assert (
-        marked("\n a\x1b[34;1mR\x1b[0m\x1b[43m \x1b[0m\x1b[1mb\x1b[0m\n", {})
+        with_color_tags("\n a\x1b[34;1mR\x1b[0m\x1b[43m \x1b[0m\x1b[1mb\x1b[0m\n")
         == " a<blue>R</blue><yellow> </yellow>b"
     )

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from laminar_py.environment.host import SavedTurns
 from laminar_py.environment.protocol import End, Observation, Rewrite
+from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.records.spans import NEW_CONVERSATION
 from laminar_py.records.trajectory import DropReason
 from tests.environment.turns import (
@@ -181,52 +181,48 @@ def returning(value, *, first=None):
         def step(self, action):
             if isinstance(value, Exception):
                 raise value
-            return value
+            return value() if callable(value) else value
 
     return Given
 
 
-BAD = {
+BAD = {  # what an environment makes as its answer, and a part of the reason
     "a limit of nothing": (
-        Observation("b", max_tokens=0),
-        "Observation max_tokens=0; give a number from 1 to 2,1",
+        lambda: Observation("b", max_tokens=0),
+        "max_tokens: Input should be greater than or equal",
     ),
-    "a limit that is no number": (Observation("b", max_tokens="64"), "Observation max_tokens='64'; give a number"),
-    "a limit that is true": (Rewrite("b", max_tokens=True), "Rewrite max_tokens=True; give a number from 1 to"),
-    "a limit of 400 digits": (Rewrite("b", max_tokens=10**400), "Rewrite max_tokens=(too many); give a number"),
-    "a limit below nothing": (
-        Rewrite("b", max_tokens=-1),
-        "Rewrite max_tokens=-1; give a number from 1 to 2,147,483,647, or None",
+    "a limit that is no number": (
+        lambda: Observation("b", max_tokens="64"),
+        "max_tokens: Input should be a valid int",
     ),
-    "nothing": (None, "returned a NoneType; return an Observation, a Rewrite or End"),
-    "behind no turn": (Observation("4", after=0), "after=0; give a turn of the model, from 1 on"),
-    "behind a turn to come": (Observation("b", after=2), "after=2 of 1 turns; go back to one of these"),
-    "no messages": (Rewrite(()), "a Rewrite without messages; give a text, or a tuple of (role, text)"),
-    "tools that are none": (Rewrite("b", tools=5), "whose messages or tools are no tuple"),
-    "words of nobody": (Rewrite((("poet", "4"),)), "a Rewrite of role 'poet'; choose of system, assistant, user"),
-    "messages for a text": (Rewrite((("user", "4"),)), "a Rewrite has messages where prompts are text"),
-    "an empty rewrite": (Rewrite(""), "an empty text; return End to end"),
-    "a text": ("4", "returned a str"),
-    "no text": (Observation(), "without a text; return End"),
-    "100 MB": (Observation("a" * 100_000_000), "above environment.max_observation_bytes=65,536"),
-    "many bytes": (Observation("é" * 40_000), "80,000 bytes, above"),
-    "no Unicode": (Observation("\ud800"), "no Unicode"),
-    "bytes": (Observation(b"4"), "are no text"),
-    "a stranger": (Observation("4", role="system"), "of role 'system'; choose of user, tool"),
-    "no number": (End(float("nan")), "give a finite number or None"),
-    "a word for a number": (End("1"), "give a finite number or None"),
-    "a number of 400 digits": (End(10**400), "give a finite number or None"),
-    "no role": (End({}, roles=()), "End with rewards of 0 roles; give 1 to 64"),
-    "a role by number": (
-        End({1: 1.0}, roles=(1,)),
-        "of each turn, by up to 256 characters",
+    "a limit that is true": (lambda: Rewrite("b", max_tokens=True), "max_tokens: Input should be a valid integer"),
+    "a limit of 400 digits": (lambda: Rewrite("b", max_tokens=10**400), "max_tokens: Input should be less than"),
+    "nothing": (lambda: None, "returned a NoneType; return an Observation, a Rewrite or End"),
+    "behind no turn": (lambda: Observation("4", after=0), "after: Input should be greater than or equal to 1"),
+    "behind a turn to come": (lambda: Observation("b", after=2), "after=2 of 1 turns; go back to one of these"),
+    "no messages": (lambda: Rewrite(()), "Tuple should have at least 1 item"),
+    "tools that are none": (lambda: Rewrite("b", tools=5), "tools: Input should be a valid tuple"),
+    "words of nobody": (
+        lambda: Rewrite(({"role": "poet"},)),
+        "role 'poet': choose of system, assistant, user, tool",
     ),
-    "a role of no Unicode": (End({"a\ud800": 1.0}, roles=("a\ud800",)), "name each role"),
-    "no roles of turns": (End({"a": 1.0}, roles=None), "name each role"),
-    "a role with a word for a number": (End({"a": "1"}, roles=("a",)), "give a finite number or None"),
-    "a role without a reward": (End({"a": 1.0}, roles=("b",)), "role 'b' has turns and no reward"),
-    "turns without a role": (End({"a": 1.0}), "has roles of 0 turns, the model took 1; give one for each"),
-    "an empty text": (Observation(""), "an empty text; return End to end"),
+    "messages for a text": (lambda: Rewrite((("user", "4"),)), "a Rewrite has messages where prompts are text"),
+    "an empty rewrite": (lambda: Rewrite(""), "an empty text; return End to end"),
+    "a text": (lambda: "4", "returned a str"),
+    "no text": (Observation, "without a text; return End"),
+    "100 MB": (lambda: Observation("a" * 100_000_000), "above environment.max_observation_bytes=65,536"),
+    "many bytes": (lambda: Observation("é" * 40_000), "80,000 bytes, above"),
+    "no Unicode": (lambda: Observation("\ud800"), "no Unicode"),
+    "bytes": (lambda: Observation(b"4"), "Input should be a valid string"),
+    "a stranger": (lambda: Observation("4", role="system"), "role: Input should be 'user' or 'tool'"),
+    "no number": (lambda: End(float("nan")), "Input should be a finite number"),
+    "a number of 400 digits": (lambda: End(10**400), "Input should be a valid number"),
+    "no role": (lambda: End({}), "should have at least 1 item"),
+    "a role by number": (lambda: End({1: 1.0}, roles=(1,)), "Input should be a valid string"),
+    "a role of no Unicode": (lambda: End({"a\ud800": 1.0}), "raised End: 0: "),
+    "a role without a reward": (lambda: End({"a": 1.0}, roles=("b",)), "role 'b' has turns and no reward"),
+    "turns without a role": (lambda: End({"a": 1.0}), "has roles of 0 turns, the model took 1; give one for each"),
+    "an empty text": (lambda: Observation(""), "an empty text; return End to end"),
     "a time-out of its own": (TimeoutError("no answer"), "raised TimeoutError: no answer"),
     "an iterator's end": (StopIteration("no more"), "raised RuntimeError: StopIteration: no more"),
     "an error": (ValueError("on\ntwo lines"), "raised ValueError: on two lines"),

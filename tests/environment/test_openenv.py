@@ -203,7 +203,7 @@ async def test_a_trajectory_waits_a_while_for_room_on_the_server(tmp_path):
 
 
 async def test_a_trajectory_for_which_there_is_no_room_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("laminar_contrib.environments.openenv_kind.ROOM_TRIES", 1)
+    monkeypatch.setattr("laminar_contrib.environments.openenv_kind.MAX_TRIES", 1)
     async with story_of(Game(room=0), tmp_path) as story:
         answer, _ = await story.say()
     assert answer.failure is DropReason.ENVIRONMENT_FAILED

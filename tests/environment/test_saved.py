@@ -1,6 +1,6 @@
 """Files of saved turns: another process continues from what a crashed process has left."""
 
-from laminar_py.environment.host import SavedTurn, SavedTurns
+from laminar_py.environment.saved_turns import SavedTurn, SavedTurns
 from laminar_py.records.environment import EnvironmentTurn
 
 TURN, OTHER = b"a" * 16, b"b" * 16

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_contrib.environments.trl_kind import TrlEnvironment, TrlTurns, argument_texts, open_trl
+from laminar_contrib.environments.trl_kind import TrlEnvironment, TrlTurns, open_trl
+from laminar_contrib.tools.call_formats import CallFamily
 from laminar_py.config.environment import ENVIRONMENTS
 from laminar_py.config.registry import load_from_file
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tiny_models import tiny_model
 from laminar_py.environment.protocol import End, Observation, Problem, Role
-from laminar_py.environment.tool_calls import CallFamily
 from laminar_py.records.trajectory import DropReason
 from tests.environment.text_story import TextStory
 from tests.environment.tools.conftest import turn
@@ -172,7 +172,7 @@ async def test_a_game_is_played_with_its_tools_and_ends_with_its_reward(opened):
     async with opened("Guess") as make:
         game = make()
     assert game.reset(PROBLEM) == Observation("Guess below 10. ")
-    assert game._own.row == {"prompt": "Which?", "answer": "7", "most": 10}
+    assert game._game.row == {"prompt": "Which?", "answer": "7", "most": 10}
     assert await game.step(turn(("guess", {"number": 5}))) == Observation(("larger",), role=Role.TOOL)
     calls = turn(("guess", {"number": 9}), ("double", {"number": 4}), ("wait", {"seconds": 0.0}))
     assert (await game.step(calls)).messages == ("smaller", "8", "2")
@@ -292,12 +292,6 @@ def test_the_chat_template_is_told_of_tools_unless_they_are_tags(file):
     names = [tool["function"]["name"] for tool in read(given % "llama").definitions]
     assert names == ["double", "guess", "wait"]
     assert read(given % "tags").definitions == ()
-
-
-def test_arguments_are_described_by_the_docstring():
-    docstring = "Do.\n\nArgs:\n    a: One\n        and: more.\n\n    b (int, optional): Two.\nReturns:\n    c: no."
-    assert argument_texts(docstring) == {"a": "One and: more.", "b": "Two."}
-    assert argument_texts("Do.") == argument_texts("Do.\n\nArgs:\n") == {}
 
 
 @pytest.mark.slow

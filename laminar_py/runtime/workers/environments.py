@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from laminar_py.environment.calls import ProcessSpentError
-from laminar_py.environment.host import SavedTurns, environments_path
+from laminar_py.environment.saved_turns import SavedTurns, environments_path
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part

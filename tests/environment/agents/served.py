@@ -1,6 +1,6 @@
 """A process that serves an endpoint with one agent, whose every request is answered by the same text.
 
-`python -m tests.environment.agents.served '{"most": 64, ...}' TEXT [DESCRIPTORS]`; says its address and the key.
+`python -m tests.environment.agents.served '{"connections": 64, ...}' TEXT [DESCRIPTORS]` prints address and key.
 """
 
 import asyncio
@@ -14,9 +14,8 @@ import numpy as np
 from laminar_contrib.agents.agent import AgentEnvironment
 from laminar_contrib.agents.connections import ConnectionBounds
 from laminar_contrib.agents.endpoint import serve
-from laminar_contrib.agents.history import AssistantMessages
+from laminar_contrib.tools.call_formats import HermesCalls
 from laminar_py.environment.protocol import Problem, SampledTurn
-from laminar_py.environment.tool_calls import HermesCalls
 
 IDS = np.array([5, 6], np.int32)
 
@@ -24,9 +23,9 @@ IDS = np.array([5, 6], np.int32)
 class InNoProcess:
     """Runner of agents that others speak for."""
 
-    async def start(self, problem, *, key, ended):
+    async def start(self, problem, *, key, exited):
         self.key = key
-        return self
+        return self.end
 
     async def end(self):
         pass
@@ -35,17 +34,15 @@ class InNoProcess:
 async def answer_all(agent, text):
     await agent.reset(Problem(prompt="", trajectory_id="g0.0"))
     while True:
-        agent.receive_turn(SampledTurn(context=IDS, ids=IDS, logprobs=np.zeros(2, np.float32)))
-        await agent.step(text)
+        await agent.step_tokens(SampledTurn(text=text, context=IDS, ids=IDS, logprobs=np.zeros(2, np.float32)))
 
 
 @asynccontextmanager
 async def served_here(bounds, text):
     """Yield the URL of an endpoint in this process, and the key of its only agent."""
-    keys, runner = {}, InNoProcess()
-    messages = AssistantMessages(HermesCalls())
-    agent = AgentEnvironment(runner, messages, None, keys=keys, deterministic=False, most_bytes=2**20)
-    async with serve(keys, None, host="127.0.0.1", port=0, bounds=ConnectionBounds(**bounds)) as url:
+    agents, runner = {}, InNoProcess()
+    agent = AgentEnvironment(runner, HermesCalls(), agents=agents, deterministic=False)
+    async with serve(agents, None, host="127.0.0.1", port=0, bounds=ConnectionBounds(**bounds)) as url:
         answers = asyncio.create_task(answer_all(agent, text))
         await asyncio.sleep(0)
         try:

@@ -10,16 +10,15 @@ import pytest
 from laminar_contrib.agents.agent import AgentEnvironment
 from laminar_contrib.agents.connections import ConnectionBounds
 from laminar_contrib.agents.endpoint import serve
-from laminar_contrib.agents.history import AssistantMessages
 from laminar_contrib.agents.kind import open_agents
 from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.python_session import PythonSession
+from laminar_contrib.tools.call_formats import HermesCalls
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.environment import EnvironmentHome
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.environment.protocol import Problem
-from laminar_py.environment.tool_calls import HermesCalls
 from tests.environment.agents.test_agents import Story
 
 PYTHON = """
@@ -47,7 +46,7 @@ reward(0.0)
 async def test_a_session_lasts_as_long_as_its_trajectory_and_reaches_nothing(tmp_path):
     story, names = Story(tmp_path, RUNS_CODE, python=True), ("g0.0", "g1.0")
     room = SandboxConfig(slots=1)
-    home = EnvironmentHome(sandbox=room, folder=tmp_path, model=tmp_path, words=story.writer)
+    home = EnvironmentHome(sandbox=room, folder=tmp_path, model=tmp_path, decode_turn=story.writer.decode_turn)
     async with asyncio.timeout(60), open_agents(story.settings, home) as make:
         for name in names:  # the second waits for the slot of the first, and finds nothing in it
             agent = make()
@@ -87,20 +86,17 @@ class Client:
 @asynccontextmanager
 async def session_of(pool, folder):
     """An agent with a session of a pool, and who asks with its key."""
-    keys, words = {}, Story(folder, RUNS_CODE).writer
-    bounds = ConnectionBounds(most=16, max_body_bytes=1000)
+    agents, writer = {}, Story(folder, RUNS_CODE).writer
+    bounds = ConnectionBounds(connections=16, body_bytes=1000)
     async with (
         asyncio.timeout(60),
-        serve(keys, words, host="127.0.0.1", port=0, bounds=bounds) as url,
+        serve(agents, writer.decode_turn, host="127.0.0.1", port=0, bounds=bounds) as url,
         aiohttp.ClientSession() as http,
     ):
-        messages = AssistantMessages(HermesCalls())
         session = PythonSession(pool)
-        agent = AgentEnvironment(
-            None, messages, words, keys=keys, deterministic=False, most_bytes=1000, session=session
-        )
+        agent = AgentEnvironment(None, HermesCalls(), agents=agents, deterministic=False, session=session)
         try:
-            keys["sk-of-the-agent"] = agent
+            agents["sk-of-the-agent"] = agent
             yield agent, Client(http, url, "sk-of-the-agent")
         finally:
             await agent.close()

@@ -17,16 +17,16 @@ import numpy as np
 from laminar_contrib.agents.agent import AgentEnvironment
 from laminar_contrib.agents.connections import ConnectionBounds
 from laminar_contrib.agents.endpoint import serve
-from laminar_contrib.agents.history import AssistantMessages
 from laminar_contrib.agents.kind import AgentConfig
+from laminar_contrib.tools.call_formats import HermesCalls
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns
-from laminar_py.environment.tool_calls import HermesCalls
+from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION, context_of, sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
-from tests.environment.turns import appended, first_turn, hear
+from tests.environment.turns import appended, first_turn
 
 REQUESTS = int(os.environ.get("LAMINAR_AGENT_REQUESTS", "600"))
 EACH = 20  # requests of an agent, about
@@ -125,12 +125,11 @@ class InThisProcess:
     def __init__(self):
         self.agents, self.url = {}, ""
 
-    async def start(self, problem, *, key, ended):
+    async def start(self, problem, *, key, exited):
         agent = self.agents[problem.trajectory_id] = Agent(self.url, problem.trajectory_id, seed=problem.seed)
         agent.task = asyncio.create_task(agent.live(key, EACH))
-        agent.task.add_done_callback(lambda task: ended("" if task.cancelled() else f"{task.exception() or ''}"))
-        agent.end = self._ending(agent.task)
-        return agent
+        agent.task.add_done_callback(lambda task: exited("" if task.cancelled() else f"{task.exception() or ''}"))
+        return self._ending(agent.task)
 
     @staticmethod
     def _ending(task):
@@ -182,22 +181,19 @@ async def lead(host, model, name, seed):
         sampled = sampled[: answer.max_tokens]
         logprobs = logprobs[: len(sampled)]
         log.append((turn.response_ids[context_of(turn.spans).places], sampled))
-        if answer.listens:
-            await hear(host, turn, sampled, logprobs)
         turn = msgspec.structs.replace(appended(turn, sampled, 3), logprobs=logprobs)
 
 
 @asynccontextmanager
 async def hosted(folder, model):
     """A process of environments whose agents are tasks."""
-    settings, keys, runner = AgentConfig(command=["true"], max_turns=1000), {}, InThisProcess()
-    messages = AssistantMessages(HermesCalls())
+    settings, agents, runner = AgentConfig(command=["true"], max_turns=1000), {}, InThisProcess()
 
     def make():
-        return AgentEnvironment(runner, messages, model.writer, keys=keys, deterministic=False, most_bytes=2**20)
+        return AgentEnvironment(runner, HermesCalls(), agents=agents, deterministic=False)
 
-    bounds = ConnectionBounds(most=1024, max_body_bytes=2**22)
-    async with serve(keys, model.writer, host="127.0.0.1", port=0, bounds=bounds) as runner.url:
+    bounds = ConnectionBounds(connections=1024, body_bytes=2**22)
+    async with serve(agents, model.writer.decode_turn, host="127.0.0.1", port=0, bounds=bounds) as runner.url:
         calls, saved = EnvironmentCalls(settings), SavedTurns(folder / "saved")
         yield EnvironmentHost(make, calls=calls, writer=model.writer, saved=saved, limits=settings), runner
 

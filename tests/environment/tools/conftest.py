@@ -1,12 +1,12 @@
-"""Toolboxes for a few tools, and turns of a model that calls them."""
+"""Environments of a few tools, and turns of a model that calls them."""
 
 import json
 
 import pytest
 
+from laminar_contrib.tools.call_formats import CallFamily
 from laminar_contrib.tools.kind import ToolSettings
-from laminar_contrib.tools.toolbox import Toolbox
-from laminar_py.environment.tool_calls import CallFamily
+from laminar_contrib.tools.tool_environment import CallTurns, ToolEnvironment, load_tools
 
 OWN_TOOLS = '''
 import asyncio
@@ -67,7 +67,9 @@ def environment_of(own_tools):
 
     def make(*names, family="hermes", **settings):
         use = [f"{own_tools}{name}" if name.startswith(":") else name for name in names]
-        return Toolbox(ToolSettings(use=use, family=CallFamily(family), **settings)).environment()
+        chosen = ToolSettings(use=use, family=CallFamily(family), **settings)
+        tools = load_tools(chosen)
+        return ToolEnvironment(tools, settings=chosen, turns=CallTurns(chosen, tools))
 
     return make
 

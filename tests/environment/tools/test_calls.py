@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.environment.tool_calls import (
+from laminar_contrib.tools.call_formats import (
     BrokenCall,
     HermesCalls,
     LlamaCalls,
     TagCalls,
-    WrittenCall,
+    ToolCall,
     outside_reasoning,
 )
 
@@ -30,7 +30,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=8,
 )
-CALLS = st.lists(st.builds(WrittenCall, WORDS, st.dictionaries(WORDS, VALUES, max_size=3)), max_size=3)
+CALLS = st.lists(st.builds(ToolCall, WORDS, st.dictionaries(WORDS, VALUES, max_size=3)), max_size=3)
 every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
@@ -38,7 +38,7 @@ every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @given(turn=TURNS, begun=st.booleans())
 def test_no_text_raises(form, turn, begun):
     for call in form.parse(outside_reasoning(turn, begun=begun)):
-        assert isinstance(call, WrittenCall | BrokenCall)
+        assert isinstance(call, ToolCall | BrokenCall)
 
 
 def written(call, arguments):
@@ -60,7 +60,7 @@ def test_tags_that_are_written_are_read_as_they_were(bodies):
     names = {"calculator": "expression", "search": "query"}
     plain = [(name, body.replace("<", "")) for name, body in bodies]
     turn = "\n".join(f"<{name}>{body}</{name}>" for name, body in plain)
-    assert list(TAGS.parse(turn)) == [WrittenCall(name, {names[name]: body}) for name, body in plain]
+    assert list(TAGS.parse(turn)) == [ToolCall(name, {names[name]: body}) for name, body in plain]
 
 
 @given(turn=TURNS)
@@ -76,8 +76,8 @@ def test_hermes_calls_as_qwen_writes_them():
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}\n</tool_call>\n'
         '<tool_call>\n{"arguments": {"text": "</tool_call>"}, "name": "say"}\n</tool_call>'
     )
-    first = WrittenCall("add", {"a": 1, "b": {"c": [2]}})
-    assert list(HermesCalls().parse(turn)) == [first, WrittenCall("say", {"text": "</tool_call>"})]
+    first = ToolCall("add", {"a": 1, "b": {"c": [2]}})
+    assert list(HermesCalls().parse(turn)) == [first, ToolCall("say", {"text": "</tool_call>"})]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_hermes_calls_as_qwen_writes_them():
     ],
 )
 def test_llama_calls_in_their_several_forms(turn):
-    assert list(LlamaCalls().parse(turn)) == [WrittenCall("add", {"a": 1}), WrittenCall("add", {"a": 2})]
+    assert list(LlamaCalls().parse(turn)) == [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_llama_text_that_is_an_answer_is_no_call(turn):
 def test_tags_stand_in_text_and_other_tags_are_text():
     turn = "<b>So</b> <calculator>12*3</calculator> and <search>\n</calculator></search> <answer>1</answer>"
     calls = [("calculator", "expression", "12*3"), ("search", "query", "\n</calculator>")]
-    assert list(TAGS.parse(turn)) == [WrittenCall(name, {key: body}) for name, key, body in calls]
+    assert list(TAGS.parse(turn)) == [ToolCall(name, {key: body}) for name, key, body in calls]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_is_meant_as_a_call_and_is_none_says_why(form, turn, fault):
 
 def test_a_broken_call_hides_none_of_those_after_it():
     turn = '<tool_call>{</tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert [type(call) for call in HermesCalls().parse(turn)] == [BrokenCall, WrittenCall]
+    assert [type(call) for call in HermesCalls().parse(turn)] == [BrokenCall, ToolCall]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laminar_contrib.tools.kind import ToolSettings
-from laminar_contrib.tools.toolbox import Toolbox
+from laminar_contrib.tools.tool_environment import load_tools
 from laminar_py.environment.protocol import End, Environment, Observation, Problem, Role
 from tests.environment.tools.conftest import turn
 
@@ -60,9 +60,9 @@ async def test_llama_calls_are_answered(environment_of):
         (turn(("add", {"a": "one"})), "error: add: a: Input should be a valid integer, unable to parse string"),
         (
             turn(("add", {"b": [{"c": 1}] * 10**5})),
-            "error: add: a: Field required; b: Input should be a valid integer",
+            "error: add: a: Missing required argument; b: Input should be a valid integer",
         ),
-        (turn(("add", {"y" * 10**6: 1})), "error: add: a: Field required; yyyy"),
+        (turn(("add", {"y" * 10**6: 1})), "error: add: a: Missing required argument; yyyy"),
         (turn(("calculator", {"expression": "9**9**9"})), "error: calculator: a number of more than 1000 digits"),
         (turn(("broken", {"reason": "a\nb" * 10**6})), "error: broken: RuntimeError: a ba ba b"),
         (turn(("leave", {"code": 3})), "error: leave: SystemExit: 3"),
@@ -139,8 +139,8 @@ def test_any_turn_has_an_answer(environment_of, said):
 
 
 def test_definitions_are_those_of_the_tools_in_their_order(own_tools):
-    toolbox = Toolbox(ToolSettings(use=["calculator", f"{own_tools}:add"]))
-    first, second = (definition["function"] for definition in toolbox.definitions)
+    tools = load_tools(ToolSettings(use=["calculator", f"{own_tools}:add"]))
+    first, second = (tool.definition["function"] for tool in tools.values())
     assert first["name"] == "calculator"
     assert (second["name"], second["description"]) == ("add", "Sum of two numbers.")
     assert list(first["parameters"]["properties"]) == ["expression"]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from laminar_contrib.tools.given import Passage, PassageSearch, read_corpus
+from laminar_contrib.tools.search import Passage, PassageSearch, read_corpus
 from laminar_py.config.section import ConfigError
 
 TEXTS = ["Paris is the capital of France.", "Rome is the capital of Italy.", "Bread is made of flour. " * 100]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from laminar_contrib.tools.signature import ToolError, make_tool
+from laminar_contrib.tools.tool import ToolError, make_tool
 from laminar_py.config.section import ConfigError
 
 
@@ -94,11 +94,11 @@ async def test_models_and_wrapped_and_bound_functions_are_fine():
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ({}, "city: Field required"),
+        ({}, "city: Missing required argument"),
         ({"city": 3}, "city: Input should be a valid string"),
         ({"city": "Oslo", "unit": "K"}, "unit: Input should be 'C' or 'F'"),
         ({"city": "Oslo", "country": "Norway"}, "country: Extra inputs are not permitted"),
-        ({"a0": "Oslo"}, "city: Field required; a0: Extra inputs are not permitted"),
+        ({"a0": "Oslo"}, "city: Missing required argument; a0: Extra inputs are not permitted"),
     ],
 )
 async def test_arguments_of_another_form_are_refused_before_the_call(given, fault):
@@ -123,9 +123,9 @@ def no_model(a: object()): ...
         (starred, "argument *a: int has no name for a model; give it a plain one"),
         (keywords, "argument **a: int has no name for a model; give it a plain one"),
         (by_place, "argument a: int has no name for a model; give it a plain one"),
-        (unknown_type, "a type of it cannot be found (name 'Nowhere' is not defined); import it"),
+        (unknown_type, "a type of it has no JSON schema (name 'Nowhere' is not defined); give it"),
         (no_schema, "a type of it has no JSON schema ("),
-        (no_model, "a type of it cannot be read ("),
+        (no_model, "a type of it has no JSON schema ("),
         (len, "is no Python function with a name; write it with def"),
         (Place, "is no Python function with a name; write it with def"),
         (lambda a: a, "is no Python function with a name; write it with def"),

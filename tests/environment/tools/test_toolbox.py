@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from laminar_contrib.tools.call_formats import CallFamily
 from laminar_contrib.tools.kind import ToolSettings
-from laminar_contrib.tools.toolbox import Toolbox
+from laminar_contrib.tools.tool_environment import CallTurns, load_tools
 from laminar_py.config.section import ConfigError
-from laminar_py.environment.tool_calls import CallFamily
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_tool_that_cannot_be_had_is_explained_in_one_line(own_tools, use, fami
         file.write("\ndef two(a: int, b: int): ...\n\ndef none(): ...\n")
     settings = ToolSettings(use=[given.format(own=own_tools) for given in use], family=CallFamily(family))
     with pytest.raises(ConfigError) as caught:
-        Toolbox(settings)
+        CallTurns(settings, load_tools(settings))
     assert str(caught.value).startswith(fault.format(own=own_tools))
     assert "\n" not in str(caught.value)
 
@@ -60,6 +60,6 @@ def test_settings_that_make_no_sense_are_refused(settings, fault):
 def test_search_is_a_tool_like_others(tmp_path):
     pytest.importorskip("bm25s")
     (tmp_path / "corpus.txt").write_text("Paris is in France.\n\nRome is in Italy.")
-    toolbox = Toolbox(ToolSettings(use=["search"], corpus=tmp_path / "corpus.txt"))
-    (definition,) = toolbox.definitions
+    tools = load_tools(ToolSettings(use=["search"], corpus=tmp_path / "corpus.txt"))
+    definition = tools["search"].definition
     assert list(definition["function"]["parameters"]["properties"]) == ["query"]

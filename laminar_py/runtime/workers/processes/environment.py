@@ -6,7 +6,8 @@ from pathlib import Path
 
 from laminar_py.config.environment import ENVIRONMENTS, EnvironmentHome
 from laminar_py.environment.calls import EnvironmentCalls
-from laminar_py.environment.host import EnvironmentHost, SavedTurns, environments_path
+from laminar_py.environment.host import EnvironmentHost
+from laminar_py.environment.saved_turns import SavedTurns, environments_path
 from laminar_py.environment.writer import open_writer
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.link.turns import TurnServer
@@ -33,7 +34,7 @@ class EnvironmentActor(PartActor):
                 sandbox=config.sandbox,
                 folder=environments_path(Path(spec.run_dir)),
                 model=config.model.path,
-                words=writer,
+                decode_turn=writer.decode_turn,
             )
             opened = ENVIRONMENTS.get(settings.kind).open(settings, home)
             make = await self._open.enter_async_context(opened)  # its resources end with the process

@@ -1,4 +1,4 @@
-"""Read tool calls in the formats of model families.
+"""Formats in which model families write tool calls.
 
 The chat templates of Qwen2.5, Qwen3, and Llama 3.1 to 3.3 define the formats. Parsing never raises; an unreadable
 call becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
-from laminar_py.config.section import ConfigError
+Json: TypeAlias = Any  # a value that JSON can express
 
-Json: TypeAlias = Any  # what JSON has a form for
-
-MARK = re.compile("(</?think>)")
+THINK_TAG = re.compile("(</?think>)")
 SPACE = re.compile(r"\s*")
 
 
@@ -28,8 +26,8 @@ class CallFamily(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenCall:
-    """A call of a tool, e.g. `WrittenCall("calculator", {"expression": "12*3"})`."""
+class ToolCall:
+    """A call of a tool, e.g. `ToolCall("calculator", {"expression": "12*3"})`."""
 
     name: str
     arguments: Mapping[str, Json]
@@ -42,7 +40,7 @@ class BrokenCall:
     fault: str
 
 
-Call: TypeAlias = WrittenCall | BrokenCall
+Call: TypeAlias = ToolCall | BrokenCall
 
 
 class CallFormat(Protocol):
@@ -60,15 +58,15 @@ def outside_reasoning(turn: str, *, begun: bool = False) -> str:
 
     The turn starts inside reasoning if `begun` is True, or if its first tag is `</think>`.
     """
-    pieces = MARK.split(turn)  # text, mark, text, ..., text
-    inside = begun or pieces[1:2] == ["</think>"]
-    said = []
+    pieces = THINK_TAG.split(turn)  # text, tag, text, ..., text
+    is_reasoning = begun or pieces[1:2] == ["</think>"]
+    texts = []
     for place, piece in enumerate(pieces):
         if place % 2:
-            inside = piece == "<think>"
-        elif not inside:
-            said.append(piece)
-    return "\n".join(said)
+            is_reasoning = piece == "<think>"
+        elif not is_reasoning:
+            texts.append(piece)
+    return "\n".join(texts)
 
 
 class HermesCalls:
@@ -117,8 +115,11 @@ class LlamaCalls:
 
     def _after(self, text: str, place: int) -> int:
         """Skip separators and return the next position."""
-        found = self._between.match(text, place)
-        return place if found is None else found.end()
+        separators = self._between.match(text, place)
+        return place if separators is None else separators.end()
+
+
+JsonCalls: TypeAlias = HermesCalls | LlamaCalls
 
 
 class TagCalls:
@@ -142,7 +143,7 @@ class TagCalls:
             if closed < 0:
                 yield BrokenCall(f"no </{name}> after <{name}>")
                 return
-            yield WrittenCall(name, {self._arguments[name]: text[start:closed]})
+            yield ToolCall(name, {self._arguments[name]: text[start:closed]})
             place = closed
 
 
@@ -151,16 +152,16 @@ def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:
 
     Returns the call and the position of its end, or None as position if the JSON is broken.
     """
-    found = SPACE.match(text, start)
+    space = SPACE.match(text, start)
     try:
-        read, end = DECODER.raw_decode(text, start if found is None else found.end())
+        read, end = DECODER.raw_decode(text, start if space is None else space.end())
     except (ValueError, RecursionError) as error:
         fault = error.msg if isinstance(error, json.JSONDecodeError) else "too deep or with too large a number"
         return BrokenCall(f"it is not JSON ({fault})"), None
     if isinstance(read, dict) and isinstance(read.get("name"), str):
         arguments = next((read[key] for key in keys if key in read), None)
         if isinstance(arguments, dict):
-            return WrittenCall(read["name"], arguments), end
+            return ToolCall(read["name"], arguments), end
     return BrokenCall(f'write {{"name": "...", "{keys[0]}": {{...}}}}'), end
 
 
@@ -169,23 +170,3 @@ def _no_number(name: str) -> float:
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_number)
-
-
-def check_pattern(pattern: str | None) -> None:
-    """Check a user's regular expression. Raises `ConfigError` if it is invalid, or has no group."""
-    if pattern is None:
-        return
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ConfigError(
-            f"environment.pattern={pattern!r}: not a regular expression ({error}); mend it"
-        ) from None
-    if not groups:
-        raise ConfigError(f"environment.pattern={pattern!r}: has no group; put what counts in parentheses")
-
-
-def last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the first group of a pattern's last match, stripped; None without a match."""
-    groups = [match[1] or "" for match in pattern.finditer(text)]
-    return groups[-1].strip() if groups else None
