@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from laminar_py.relay.tree import Broadcast as Broadcast
     from laminar_py.relay.tree import Links as Links
     from laminar_py.relay.tree import arrivals_s as arrivals_s
-    from laminar_py.relay.tree import choose_tree as choose_tree
+    from laminar_py.relay.tree import choose_chunk_bytes as choose_chunk_bytes
     from laminar_py.relay.tree import grow_tree as grow_tree
 else:
     __getattr__ = public_names(__name__)

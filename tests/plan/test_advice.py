@@ -123,7 +123,7 @@ def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
         (Bottleneck.LEARNER, ("learner.recompute=all",), "learner.recompute"),
         (Bottleneck.LEARNER, (), "learner.world_size"),
         (Bottleneck.WEIGHTS, ("relay.max_bytes_per_s=1e5",), "relay.max_bytes_per_s"),
-        (Bottleneck.WEIGHTS, (), "relay.topology"),
+        (Bottleneck.WEIGHTS, ("relay.fanout=2",), "relay.fanout"),
         (Bottleneck.LONG_TAIL, (), "rollout.on_new_weights"),
         (Bottleneck.FRESHNESS, (), "staleness.max_staleness"),
         (Bottleneck.REWARD, ("schedule=sync",), "schedule"),
@@ -179,7 +179,7 @@ def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised_nor_rarer_ve
 
 def test_slow_weights_have_a_remedy_left_where_settings_have_none():
     step = replace(mean_step_of(**BOTTLENECKS[Bottleneck.WEIGHTS]), age=Age(lost=0.3, kl={}))
-    found = advised(step, "learner.lora.rank=16", "relay.topology=auto")
+    found = advised(step, "relay.fanout=1")
     assert [one.key for one in found.remedies] == ["relay.host"]
 
 
