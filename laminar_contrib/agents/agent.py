@@ -48,31 +48,19 @@ class AgentAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class AgentRequest:
-    """A request for a turn of the model. If it `listens`, its `ids` grow while the model samples the turn."""
+    """A request for a turn of the model."""
 
     digest: bytes  # of the request's body
     prompt: Prompt | None  # None once the request is answered
     role: str  # that the model plays in this turn
-    listens: bool
     answer: "asyncio.Future[AgentAnswer]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # new tokens are there, or the answer
-
-    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
-        """Append new tokens whose first has the index `place`. A gap stays until the whole turn arrives."""
-        if self.listens and place == len(self.ids):
-            self.ids.extend(ids.tolist())
-            self.logprobs.extend(logprobs.tolist())
-            self.news.set()
 
     def end(self, answer: AgentAnswer) -> None:
         """Set the answer, and free all other data of the request."""
-        self.prompt, self.ids, self.logprobs = None, [], []
+        self.prompt = None
         self.answer.set_result(answer)
-        self.news.set()
 
     def refuse(self, error: Exception) -> None:
         """Fail the request with an error unless it has an answer, and free its data."""
@@ -80,7 +68,6 @@ class AgentRequest:
         if not self.answer.done():
             self.answer.set_exception(error)
             self.answer.exception()  # mark it as retrieved: the client may be gone
-        self.news.set()
 
 
 class StartedAgent(Protocol):
@@ -152,16 +139,6 @@ class AgentEnvironment:
             raise AgentFailedError("the agent ended before it asked its model anything")
         return first
 
-    @property
-    def listens(self) -> bool:
-        """True if the current request wants its answer token by token."""
-        return self._current is not None and self._current.listens
-
-    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
-        """Pass new tokens of the current turn to its request."""
-        if self._current is not None:
-            self._current.receive_tokens(place, ids, logprobs)
-
     def receive_turn(self, turn: SampledTurn) -> None:
         """Keep the tokens of a turn until `step` gets its text."""
         self._sampled = turn
@@ -201,9 +178,7 @@ class AgentEnvironment:
 
     # ---- called by the endpoint
 
-    def add_requests(
-        self, digests: Sequence[bytes], prompt: Prompt, *, role: str, listens: bool = False
-    ) -> list[AgentRequest]:
+    def add_requests(self, digests: Sequence[bytes], prompt: Prompt, *, role: str) -> list[AgentRequest]:
         """Queue one request for each digest, all with the same prompt. A known digest gives its earlier request.
 
         Raises `HttpStatusError` if the trajectory has ended or the queue is full; then it queues none.
@@ -214,7 +189,7 @@ class AgentEnvironment:
         if self._inbox.qsize() + len(new) > MOST_WAITING:
             raise HttpStatusError(429, f"{MOST_WAITING} requests wait already; try again")
         for digest in new:
-            request = AgentRequest(digest=digest, prompt=prompt, role=role, listens=listens)
+            request = AgentRequest(digest=digest, prompt=prompt, role=role)
             self._requests[digest] = request
             self._inbox.put_nowait(request)
         return [self._requests[digest] for digest in digests]

@@ -134,8 +134,7 @@ class AgentEndpoint:
         prompt, agent, choices = body.prompt_of_turn(), self._agent(request), body.choices
         digest = _digest(request, await request.read())
         digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, choices))]
-        listens = bool(body.stream) and not prompt.has_tools
-        waiting = agent.add_requests(digests, prompt, role=body.model or MODEL, listens=listens)
+        waiting = agent.add_requests(digests, prompt, role=body.model or MODEL)
         if body.stream:
             return await EventStream(waiting[0], body, self._words).serve(request)
         answers = await asyncio.gather(*(asyncio.shield(one.answer) for one in waiting))

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,13 +40,13 @@ from laminar_py.environment.protocol import (
     Restorable,
     Rewrite,
     SampledTurn,
-    TokenListener,
     TokenWords,
+    TurnListener,
 )
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray, decode, encode
 from laminar_py.records.credit import credits_of
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.spans import NEW_CONVERSATION, Span, context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
@@ -141,7 +141,6 @@ class Session:
     environment: Environment | None  # None before it is ready, and once it is closed
     response_digest: bytes  # of the response up to its last turn
     answer: asyncio.Future[EnvironmentTurn]
-    turn_start: int = -1  # number of response tokens before the model's next turn
     is_forgotten: bool = False  # `forget` came while the answer was in work
 
 
@@ -182,30 +181,6 @@ class EnvironmentHost:
         if self._sessions.get(name) is session:
             self._sessions.move_to_end(name)
         return await asyncio.shield(session.answer)
-
-    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Pass new tokens of running turns to environments that listen.
-
-        An environment whose `receive_tokens` raises gets no more tokens of that turn until the turn is finished.
-        """
-        for delta in deltas:
-            session = self._sessions.get(delta.trajectory_id)
-            environment = None if session is None else session.environment
-            if (
-                session is not None
-                and session.turn_start == delta.turn_start
-                and isinstance(environment, TokenListener)
-            ):
-                try:
-                    environment.receive_tokens(delta.place, delta.ids, delta.logprobs)
-                except Exception as error:  # noqa: BLE001 - user code may raise anything; the turn continues
-                    session.turn_start = -1
-                    reason = str(error) or type(error).__name__
-                    log.warning(
-                        "%s: receive_tokens failed, so no more tokens of this turn: %s",
-                        delta.trajectory_id,
-                        reason,
-                    )
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have no further turn.
@@ -259,8 +234,6 @@ class EnvironmentHost:
         taken = len(turn_ends(turn.spans))
         returned = await self._step_environment(environment, turn, taken)
         answer = self._encode_answer(returned, turn.response_ids, turn.spans, elapsed_s=time.monotonic() - began)
-        if isinstance(environment, TokenListener):
-            answer = msgspec.structs.replace(answer, listens=environment.listens)
         if answer.ids is not None and taken >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
         state = await self._state(environment) if answer.ids is not None else None
@@ -269,8 +242,6 @@ class EnvironmentHost:
         )
         if answer.ids is None:
             self._close_environment(session)
-        else:
-            session.turn_start = len(turn.response_ids) + len(answer.ids)
         return answer
 
     async def _environment_before(
@@ -328,7 +299,7 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _place_of(turn, number)
         ids = turn.response_ids[start:end]
-        if isinstance(environment, TokenListener):
+        if isinstance(environment, TurnListener):
             is_last = end == len(turn.response_ids)
             logprobs = turn.logprobs if is_last else _NO_LOGPROBS
             is_cut = not self._writer.has_ended(ids)

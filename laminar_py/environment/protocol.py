@@ -142,20 +142,8 @@ class Restorable(Protocol):
 
 
 @runtime_checkable
-class TokenListener(Protocol):
+class TurnListener(Protocol):
     """An environment that reads the tokens of the model's turns, too."""
-
-    @property
-    def listens(self) -> bool:
-        """True if the host should call `receive_tokens` while the model samples the next turn."""
-        ...
-
-    def receive_tokens(self, place: int, ids: IntArray, logprobs: FloatArray) -> None:
-        """Receive [n] new tokens of a running turn; `place` is the index of the first.
-
-        Some may miss, or come twice.
-        """
-        ...
 
     def receive_turn(self, turn: SampledTurn) -> None:
         """Receive the tokens of a finished turn, before `step` gets its text."""

@@ -68,7 +68,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     routed: int = 0  # leading positions whose experts are recorded already
     has_turns: bool = False  # a request with this `rid` and a longer prefix may follow: keep the KV cache
-    one_by_one: bool = False  # a listener reads each token: do not gather tokens into larger deltas
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,5 @@
 """Environments over a tokenizer that merges wherever it can, and trajectories as a replica leads them."""
 
-import asyncio
 import itertools
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +16,7 @@ from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost, SavedTurns
 from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.environment.writer import PlainWriter
-from laminar_py.records.environment import ModelTurn, Problem, TurnDelta
+from laminar_py.records.environment import ModelTurn, Problem
 from laminar_py.records.spans import Span, add_span
 
 LETTERS = "abcd"
@@ -133,17 +132,6 @@ def appended(turn, ids, version=None, follows=None, *, limit=None) -> ModelTurn:
         add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
     joined = np.concatenate([turn.response_ids, np.array(ids, np.int32)])
     return msgspec.structs.replace(turn, response_ids=joined, spans=tuple(spans))
-
-
-async def hear(host, turn, ids, logprobs, *, pause_s=0.0):
-    """Pass all tokens of the next turn of the model but the last, one by one."""
-    for place in range(len(ids) - 1):
-        part = slice(place, place + 1)
-        tokens = {"place": place, "ids": ids[part], "logprobs": logprobs[part]}
-        host.receive_deltas(
-            [TurnDelta(trajectory_id=turn.trajectory_id, turn_start=len(turn.response_ids), **tokens)]
-        )
-        await asyncio.sleep(pause_s)
 
 
 def problem(turns: int) -> Problem:

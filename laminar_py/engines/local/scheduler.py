@@ -184,7 +184,7 @@ class Scheduler(RequestScheduler[Job]):
         num_response = self._slots.num_response[slots]
         stopped = (ids[:, None] == rows.stop_ids).any(1)
         ended = stopped | (num_response >= rows.limits)
-        due = self._slots.one_by_one[slots] | (num_response - self._slots.num_sent[slots] >= self._stream_interval)
+        due = num_response - self._slots.num_sent[slots] >= self._stream_interval
         for slot in slots[due & ~ended].tolist():
             self._send(self._running[slot])
         for slot, is_stop in zip(slots[ended].tolist(), stopped[ended].tolist(), strict=True):

@@ -1,9 +1,9 @@
 """Packs finished trajectories into microbatches of variable lengths. Pure.
 
 The controller decides from token counts which trajectories share a microbatch (`assign_bins`). The rank that
-trains on them reads their tokens and writes the arrays, one microbatch at a time (`microbatches`). No microbatch
-exceeds `max_tokens`, all ranks get equally many, and each trained token is in exactly one. The loss weights of all
-microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
+trains on them reads their tokens and writes the arrays (`microbatches`). No microbatch exceeds `max_tokens`, all
+ranks get equally many, and each trained token is in exactly one. The loss weights of all microbatches sum to 1, or
+less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
 
 A trajectory is one sequence, or several where its response is a tree (`records.spans`); its sequences are
@@ -11,10 +11,9 @@ adjacent. At most one row predicts a response token, a row of the token's own se
 is first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, TypeAlias, TypeVar, overload
+from typing import Generic, TypeAlias
 
 import msgspec
 import numpy as np
@@ -117,9 +116,6 @@ def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> Place
     return PlacedResponse(np.concatenate(rows), np.concatenate(places))
 
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
-
 STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
 
 # The trajectories of one microbatch. An empty bundle makes a microbatch without trained tokens.
@@ -191,34 +187,14 @@ class Packed(Generic[PackedT]):
     bundles: list[list[list[PackedT]]]  # [ranks][n]
     terms: StepTerms
 
-    def microbatches(self: "Packed[Trajectory]", rank: int) -> Sequence[MicroBatch]:
+    def microbatches(self: "Packed[Trajectory]", rank: int) -> list[MicroBatch]:
         """The microbatches of a rank; the trajectories must hold their tokens."""
         return microbatches(self.bundles[rank], self.terms)
 
 
-class Lazy(Sequence[Made], Generic[Given, Made]):
-    """A sequence that makes an entry at each access and keeps none, e.g. `Lazy(texts, len)`."""
-
-    def __init__(self, given: Sequence[Given], make: Callable[[Given], Made]) -> None:
-        self._given = given
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self._given)
-
-    @overload
-    def __getitem__(self, index: int) -> Made: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Lazy[Given, Made]": ...
-    def __getitem__(self, index: int | slice) -> "Made | Lazy[Given, Made]":
-        if isinstance(index, slice):
-            return Lazy(self._given[index], self._make)
-        return self._make(self._given[index])
-
-
-def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> Sequence[MicroBatch]:
-    """The microbatches of a rank; each access writes the arrays of one, so that only one is in memory."""
-    return Lazy(bundles, partial(microbatch, terms=terms))
+def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> list[MicroBatch]:
+    """The microbatches of a rank."""
+    return [microbatch(bundle, terms) for bundle in bundles]
 
 
 def pack(

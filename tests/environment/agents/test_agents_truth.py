@@ -26,7 +26,7 @@ from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION, context_of, sequences_of
 from tests.data.templates import TEMPLATES, make_chat_encoder
-from tests.environment.turns import appended, first_turn, hear
+from tests.environment.turns import appended, first_turn
 
 REQUESTS = int(os.environ.get("LAMINAR_AGENT_REQUESTS", "600"))
 EACH = 20  # requests of an agent, about
@@ -182,8 +182,6 @@ async def lead(host, model, name, seed):
         sampled = sampled[: answer.max_tokens]
         logprobs = logprobs[: len(sampled)]
         log.append((turn.response_ids[context_of(turn.spans).places], sampled))
-        if answer.listens:
-            await hear(host, turn, sampled, logprobs)
         turn = msgspec.structs.replace(appended(turn, sampled, 3), logprobs=logprobs)
 
 
