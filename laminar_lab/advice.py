@@ -34,7 +34,6 @@ STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much a
     "reward.workers": StepStage.REWARD,
     "learner.world_size": StepStage.LEARNER,
     "packer.max_tokens": StepStage.LEARNER,
-    "relay.max_bytes_per_s": StepStage.WEIGHTS,
 }
 IN_FLIGHT_SETTINGS = (
     "rollout.batch_per_replica",
@@ -216,13 +215,10 @@ def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Yield ways to bring a version to replicas sooner, or less often.
 
-    The relay's own limit and shape come first; then fewer or smaller versions; then a staleness bound that hides
+    The relay's shape comes first; then fewer or smaller versions; then a staleness bound that hides
     the transfer; the network itself comes last.
     """
     relay = config.relay
-    if relay.max_bytes_per_s is not None:
-        change = f"{relay.max_bytes_per_s:.0f} -> {10 * relay.max_bytes_per_s:.0f}, or none"
-        yield Remedy("relay.max_bytes_per_s", change, f"a version is {step.transfer_s:.2f} s on its way")
     if relay.fanout > 1:
         yield Remedy("relay.fanout", f"{relay.fanout} -> 1", "a chain takes least time")
     yield from _rarer_versions(config, step)

@@ -38,9 +38,6 @@ class RelayConfig(Section):
     """Bandwidth between two relays, for the choice of the chunk size."""
     nodes: Count = 3
     """Relay processes, the root included. Replicas attach to them in turn, leaves first."""
-    max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Cap on the bytes of weights that one relay sends to all its children per second, to leave room on a shared
-    network. A chunk may exceed it for a moment. `null`: no cap."""
     keep_versions: Count = 2
     """Complete versions that a node keeps; a version that a replica holds is kept longer."""
     shm: Path = Path("/dev/shm")

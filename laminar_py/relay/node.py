@@ -33,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import laminar_py.relay.messages as m
-from laminar_py.relay.downlink import ChunkRequest, Downlink, LocalSubscribers, Pace
+from laminar_py.relay.downlink import Downlink, LocalSubscribers
 from laminar_py.relay.downloads import MAX_WINDOW, Download, Downloads, window_of
 from laminar_py.relay.sockets import Listener, PortInUseError, RelayKeys, SocketFactory
 from laminar_py.relay.store import Store, StoredVersion, watch_folder
@@ -52,8 +52,8 @@ class RelayNode:
 
     `parents` are endpoints, nearest first, root last (`Topology.ancestors`); the root has none. A parent that is
     silent for `parent_timeout_s`, or breaks the connection, is left for the next one, and the last one for the
-    first. After `visit_s` with another parent than the nearest, an idle node tries the nearest again. All children
-    together get at most `max_bytes_per_s` of weights; None: no cap. `emit` gets the node's events.
+    first. After `visit_s` with another parent than the nearest, an idle node tries the nearest again. `emit` gets
+    the node's events.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class RelayNode:
         chunk_bytes: int = 4 * 2**20,
         parent_timeout_s: float = 5.0,
         visit_s: float = VISIT_S,
-        max_bytes_per_s: float | None = None,
         emit: Callable[[m.RelayEvent], None] = lambda event: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +78,7 @@ class RelayNode:
         self._remind_s = parent_timeout_s
         self._emit = emit
         self._sockets = SocketFactory(keys, heartbeat_s=parent_timeout_s)
-        self._downlink = Downlink(Pace(max_bytes_per_s, now=now))
+        self._downlink = Downlink()
         self._uplink = Uplink(
             name,
             parents,
@@ -137,7 +136,6 @@ class RelayNode:
                 self._versions.tasks = group
                 tasks = [group.create_task(self._serve(listener), name=f"{self.name}-serve")]
                 tasks.append(group.create_task(self._check_regularly(), name=f"{self.name}-check"))
-                tasks.append(group.create_task(self._downlink.send_queued(), name=f"{self.name}-pace"))
                 if self._uplink.parents:
                     tasks.append(group.create_task(self._uplink.run(), name=f"{self.name}-follow"))
                 else:
@@ -202,7 +200,7 @@ class RelayNode:
             self._downlink.send(child, failure)
 
     def _handle_fetch(self, child: bytes, fetch: m.Fetch) -> None:
-        """Queue the chunks that a child asks for, as far as its credits reach.
+        """Send or promise the chunks that a child asks for, as far as its credits reach.
 
         A child that asks for a version without a copy here gets `Lost`, unless a parent still looks for it.
         """
@@ -214,7 +212,7 @@ class RelayNode:
         for index in range(fetch.first_chunk, fetch.first_chunk + min(fetch.credits, MAX_WINDOW)):
             if not stored.is_chunk(fetch.file, index):
                 break
-            self._downlink.request_chunk(child, ChunkRequest(stored, fetch.file, index, fetch.base))
+            self._downlink.request_chunk(child, stored, fetch.file, index, base=fetch.base)
 
     def _handle_want(self, child: bytes, want: m.Want) -> None:
         self._downlink.add_want(child, want.version)

@@ -11,7 +11,6 @@ root, on another host; all others learn its address in the same way.
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -236,7 +235,7 @@ class Relays:
         relay, hosts = self._config.relay, self._placement.plan.relays
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
-        links = Links(min(relay.link_gbit_per_s * 1e9 / 8, relay.max_bytes_per_s or math.inf), CHUNK_OVERHEAD_S)
+        links = Links(relay.link_gbit_per_s * 1e9 / 8, CHUNK_OVERHEAD_S)
         broadcast = Broadcast(version_bytes(self._config))
         best = choose_chunk_bytes(self.tree, broadcast, links)
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]

@@ -32,7 +32,6 @@ class RelayActor(PartActor):
             parents=list(spec.parents),
             chunk_bytes=spec.chunk_bytes,
             keep_versions=relay.keep_versions,
-            max_bytes_per_s=relay.max_bytes_per_s,
             emit=self._events.append,
         )
         await self._node.start(patience_s=PORT_S)
