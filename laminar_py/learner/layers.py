@@ -156,9 +156,9 @@ class RouterReplay:
             """Replace the router's experts where experts are recorded, and take their weights from its logits."""
             if self._forced is None:
                 return output
-            logits, weights, own = output
+            logits, weights, routed = output
             recorded = self._forced[:, layer]
-            experts = torch.where(recorded < 0, own, recorded)
+            experts = torch.where(recorded < 0, routed, recorded)
             chosen = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, experts)
             if self._renormalises:
                 chosen = chosen / chosen.sum(-1, keepdim=True)

@@ -51,8 +51,8 @@ class LoraAdapters:
         """Return the fingerprint of the adapters. Collective: rank 0 reads all of the base for its digest."""
         if mesh is None:
             return _fingerprint(self._settings, _digest_base(self._base))
-        own = _fingerprint(self._settings, _digest_base(self._base)) if mesh.get_rank() == 0 else None
-        return share_record(own, AdapterFingerprint, mesh=mesh)
+        of_rank_0 = _fingerprint(self._settings, _digest_base(self._base)) if mesh.get_rank() == 0 else None
+        return share_record(of_rank_0, AdapterFingerprint, mesh=mesh)
 
     def merged_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the model that engines serve: `W + alpha / rank * B A` under the base's names.

@@ -109,9 +109,9 @@ class ReferenceModel:
 
 def _of_response(values: FloatArray, trajectory: Trajectory, placed: PlacedResponse) -> FloatArray:
     """[L] values of a response's tokens, out of those [T] of all rows; 0 for a token that no row predicts."""
-    found = np.zeros(len(trajectory.response_ids), np.float32)
-    found[placed.places] = values[placed.rows]
-    return found
+    of_response = np.zeros(len(trajectory.response_ids), np.float32)
+    of_response[placed.places] = values[placed.rows]
+    return of_response
 
 
 def _logprobs(reference: PreTrainedModel, batch: MicroBatch) -> FloatArray:

@@ -270,10 +270,10 @@ class Learner:
             logprobs, entropy = policy_logprobs(self.model, batch, rows)
             before = None if update.at_start is None else update.at_start[place]
             terms = make_terms(batch, rows, logprobs, self._algorithm, recomputed=before, log_partition=partition)
-            own = policy_loss(terms, self._algorithm) * (1.0 / update.share)
-            own.backward()  # type: ignore[no-untyped-call]
+            of_batch = policy_loss(terms, self._algorithm) * (1.0 / update.share)
+            of_batch.backward()  # type: ignore[no-untyped-call]
             seen.add(terms, entropy=entropy, settings=self._algorithm, untouched=untouched)
-            loss += own.detach()
+            loss += of_batch.detach()
         return loss
 
     def _reduce_gradients(self, *, last: bool) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar_py.relay.pages import Pages
+from laminar_py.relay.mapped_file import MappedFile
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _Piece:
     arrived: _Event
     target: Tensor  # [num_bytes] uint8, in a buffer or in the mapped file itself
     buffer: Tensor | None
-    pages: Pages
+    pages: MappedFile
     position: int
     # The tensor and its bytes, so that their memory stays allocated until the GPU has read it. `record_stream`
     # instead would keep it for as long as the host runs ahead.
@@ -49,7 +49,7 @@ class TensorCopier:
     def __init__(self) -> None:
         self._device_copier: DeviceCopier | None = None
 
-    def copy(self, tensor: Tensor, pages: Pages, position: int) -> None:
+    def copy(self, tensor: Tensor, pages: MappedFile, position: int) -> None:
         """Copy a tensor's bytes to `position` of a file, now or later.
 
         A tensor on a GPU must not change before `wait`. Raises `OSError` on a full file system.
@@ -71,7 +71,7 @@ class TensorCopier:
         if self._device_copier is not None:
             self._device_copier.drop()
 
-    def page_lock(self, pages: Pages) -> None:
+    def page_lock(self, pages: MappedFile) -> None:
         """Page-lock a mapped file, so that a GPU can write into it, if tensors come from a GPU.
 
         Call it in a thread that starts no work on a GPU: CUDA reports a failure again at the thread's next call.
@@ -91,7 +91,7 @@ class DeviceCopier:
         self._buffers: list[Tensor] = []
         self._free: list[Tensor] = []
 
-    def copy(self, tensor: Tensor, pages: Pages, position: int) -> None:
+    def copy(self, tensor: Tensor, pages: MappedFile, position: int) -> None:
         """Start to copy a tensor; see `TensorCopier.copy`."""
         self.device = tensor.device
         while self._in_flight and self._held_bytes + tensor.nbytes > MAX_HELD_BYTES:
@@ -140,7 +140,7 @@ class DeviceCopier:
             self._held_bytes = 0
             self._free = list(self._buffers)
 
-    def _target(self, pages: Pages, position: int, size: int) -> tuple[Tensor, Tensor | None]:
+    def _target(self, pages: MappedFile, position: int, size: int) -> tuple[Tensor, Tensor | None]:
         """[size] uint8 memory that the device may write to: in the mapped file, or in a buffer, returned too."""
         view = pages.mapped_view(position, size) if pages.is_page_locked else None
         if view is not None:
@@ -166,7 +166,7 @@ class DeviceCopier:
         self._held_bytes -= piece.frees
 
 
-def page_lock_for(pages: Pages, device: torch.device) -> None:
+def page_lock_for(pages: MappedFile, device: torch.device) -> None:
     """Page-lock a mapped file until it is unmapped. Where CUDA refuses, copies go through buffers."""
     size = pages.size
     view = pages.mapped_view(0, size)

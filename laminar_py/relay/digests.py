@@ -11,8 +11,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import CHECKSUM_BYTES, FileEntry
-from laminar_py.relay.pages import Pages
 
 TASK_BYTES = 4 * 2**20  # at least, that one task hashes
 # Where cores are short the learner must win. At a still lower priority a hashing thread on busy cores would starve
@@ -33,11 +33,11 @@ def digest_of(checksums: bytes | bytearray) -> str:
 
 def read_checksums(path: Path, *, chunk_bytes: int) -> bytes:
     """[num_chunks * CHECKSUM_BYTES] checksums of a file, from its content."""
-    found = bytearray()
+    checksums = bytearray()
     with path.open("rb") as file:
         while data := file.read(chunk_bytes):
-            found += chunk_checksum(data)
-    return bytes(found)
+            checksums += chunk_checksum(data)
+    return bytes(checksums)
 
 
 def file_digest(path: Path, *, chunk_bytes: int) -> str:
@@ -60,7 +60,7 @@ def hashing_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, "hash", initializer=os.nice, initargs=(NICENESS,))
 
 
-def hash_file(pages: Pages, size: int, *, chunk_bytes: int, threads: Executor) -> bytes:
+def hash_file(pages: MappedFile, size: int, *, chunk_bytes: int, threads: Executor) -> bytes:
     """[num_chunks * CHECKSUM_BYTES] checksums of the first `size` bytes of a file, made on `threads`."""
     task_bytes = chunk_bytes * -(-TASK_BYTES // chunk_bytes)
 

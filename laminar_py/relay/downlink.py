@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from laminar_py.relay.messages import Announce, Downward, Failed, Granted, Newest, Pull, Refused, Release
 from laminar_py.relay.sockets import Listener
-from laminar_py.relay.store import NoRoomError, Store, StoredVersion
+from laminar_py.relay.version_store import NoRoomError, StoredVersion, VersionStore
 
 ChunkKey: TypeAlias = tuple[int, int, int]  # version, file, chunk
 
@@ -134,7 +134,12 @@ class LocalSubscribers:
     """
 
     def __init__(
-        self, store: Store, send: Send, *, pulled: Callable[[str, int, float], None], now: Callable[[], float]
+        self,
+        store: VersionStore,
+        send: Send,
+        *,
+        pulled: Callable[[str, int, float], None],
+        now: Callable[[], float],
     ) -> None:
         self._store = store
         self._send = send

@@ -25,9 +25,9 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.weights import Published
 from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import digest_of, hash_file, hashing_threads, version_digest
+from laminar_py.relay.mapped_file import MappedFile, MappedFiles
 from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest
-from laminar_py.relay.pages import Pages, PagesCache
-from laminar_py.relay.store import (
+from laminar_py.relay.version_store import (
     complete_versions,
     describe_version,
     folder_name,
@@ -82,7 +82,7 @@ class Publisher:
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
         self._hashers = hashing_threads()
         self._copier = TensorCopier()
-        self._pages = PagesCache()
+        self._pages = MappedFiles()
         self._finishing: dict[int, Future[Published]] = {}  # by version, the last few
         self._last_task: Future[None] | None = None  # of the finisher, which is idle after it
 
@@ -211,7 +211,7 @@ class Shard:
     is copied.
     """
 
-    def __init__(self, path: Path, pages: Pages, copier: TensorCopier) -> None:
+    def __init__(self, path: Path, pages: MappedFile, copier: TensorCopier) -> None:
         self.path = path
         self.pages = pages
         self.size = HEADER_BYTES  # bytes so far

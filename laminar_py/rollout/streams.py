@@ -157,7 +157,7 @@ class Streams:
 
     async def interrupt(self) -> list[RunningTrajectory]:
         """Abort all streams for new weights, and return their trajectories for `resume_interrupted`."""
-        interrupted = [one for one in self.running.values() if one.state is StreamState.IN_ENGINE]
+        interrupted = [running for running in self.running.values() if running.state is StreamState.IN_ENGINE]
         # only streams of this moment: a turn that ends meanwhile starts a new stream, which waits for the weights
         streams = [running.stream_end() for running in interrupted if running.is_open]
         for running in interrupted:

@@ -22,9 +22,9 @@ from laminar_py.relay.digests import (
     read_checksums,
     version_digest,
 )
-from laminar_py.relay.pages import Pages, allow_many_files
+from laminar_py.relay.mapped_file import MappedFile, allow_many_files
 from laminar_py.relay.publisher import HEADER_BYTES, SHARD_BYTES, Publisher
-from laminar_py.relay.store import CHECKSUMS, SPARE, NoRoomError, Store, folder_name
+from laminar_py.relay.version_store import CHECKSUMS, SPARE, NoRoomError, VersionStore, folder_name
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, folder_bytes, tensors
 
@@ -115,7 +115,7 @@ def test_safetensors_gives_back_every_dtype_and_shape(publisher: Publisher, tmp_
 
 def test_a_published_version_is_complete_and_found_by_a_store(publisher: Publisher, tmp_path: Path) -> None:
     published = publish(publisher, 3, tensors(3))
-    store = Store(tmp_path, keep_versions=1)
+    store = VersionStore(tmp_path, keep_versions=1)
     store.open()
     manifest = store.complete[3].manifest
     assert (manifest.digest, manifest.num_bytes) == (published.digest, published.num_bytes)
@@ -235,16 +235,16 @@ def test_pages_of_deleted_files_are_let_go_of_after_the_next_publish_and_not_in_
     publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closing: list[str] = []
-    unmap = Pages._unmap
+    unmap = MappedFile._unmap
 
-    def noted(pages: Pages) -> None:
+    def noted(pages: MappedFile) -> None:
         closing.append(threading.current_thread().name)
         unmap(pages)
 
     for version in (1, 2):
         publish(publisher, version, tensors(version, 400_000))
     publish(publisher, 3, tensors(3))
-    monkeypatch.setattr(Pages, "_unmap", noted)
+    monkeypatch.setattr(MappedFile, "_unmap", noted)
     retire(tmp_path, 1)
     shutil.rmtree(tmp_path / "v2")
     with next((tmp_path / SPARE).glob("*.safetensors")).open("rb"):  # this one cannot be written over
@@ -273,7 +273,7 @@ def test_checksums_are_those_of_the_content(tmp_path: Path, chunk_bytes: int) ->
         for version, size in enumerate(sizes):  # fresh, warm, shrunk, grown, of one part
             published = publish(publisher, version, [bytes_of(size, version), ("last", torch.randn(TASK_BYTES))])
             folder = tmp_path / folder_name(version)
-            store = Store(tmp_path, keep_versions=1)
+            store = VersionStore(tmp_path, keep_versions=1)
             store.open()
             files = store.complete[version].manifest.files
             checksums = [read_checksums(folder / entry.name, chunk_bytes=chunk_bytes) for entry in files]

@@ -16,9 +16,9 @@ from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry,
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.sockets import Connection, LinkState, Listener, RelayKeys, SocketFactory
-from laminar_py.relay.store import StoredVersion, describe_version
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Topology, grow_tree
+from laminar_py.relay.version_store import StoredVersion, describe_version
 
 torch.set_num_threads(1)
 

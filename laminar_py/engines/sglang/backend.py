@@ -78,11 +78,11 @@ async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:
 def _is_here(host: str) -> bool:
     """True for a name of this host. Also True for an unknown name, whose first connection fails later."""
     try:
-        found = {address[4][0] for address in socket.getaddrinfo(host, None)}
+        addresses = {address[4][0] for address in socket.getaddrinfo(host, None)}
     except OSError:
         return True
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return bool(found & own) or any(str(address).startswith("127.") for address in found)
+    local = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return bool(addresses & local) or any(str(address).startswith("127.") for address in addresses)
 
 
 # ---- the engine of one replica

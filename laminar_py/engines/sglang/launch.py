@@ -106,7 +106,7 @@ def replica_server(
     """
     if device is Device.CPU and kv_capacity is None:
         raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
-    own: dict[str, Flag] = {
+    defaults: dict[str, Flag] = {
         "model-path": str(model_dir),
         "load-format": "dummy",
         "dtype": dtype,
@@ -121,13 +121,13 @@ def replica_server(
     }
     # ties with the last token of top_k make a longer mask, and the server ends a request with a longer mask
     if Recording.SAMPLING_MASK in record and 2 * mask_tokens > MASK_TOKENS:
-        own["sampling-mask-max-tokens"] = 2 * mask_tokens
+        defaults["sampling-mask-max-tokens"] = 2 * mask_tokens
     return ServerSpec(
         python=python,
         model_dir=model_dir,
         log=log,
         device=device,
-        flags=_with_users_flags(own, flags or {}, device, field="rollout.engine.flags", reserved=_RESERVED),
+        flags=_with_users_flags(defaults, flags or {}, device, field="rollout.engine.flags", reserved=_RESERVED),
         start_limit=("rollout.engine.start_timeout_s", start_timeout_s),
     )
 
@@ -147,7 +147,7 @@ def pool_server(
     reserved |= dict.fromkeys(("model-path", "model"), f"set {field}.model")
     reserved |= dict.fromkeys(("tp-size", "tensor-parallel-size", "device"), f"set {field}.gpus")
     del reserved["dtype"]
-    own: dict[str, Flag] = {
+    defaults: dict[str, Flag] = {
         "model-path": str(settings.model),
         "served-model-name": pool,
         "dtype": served_dtype(settings.model, field=f"{field}.model"),
@@ -159,23 +159,23 @@ def pool_server(
         model_dir=settings.model,
         log=log,
         device=device,
-        flags=_with_users_flags(own, settings.flags, device, field=f"{field}.flags", reserved=reserved),
+        flags=_with_users_flags(defaults, settings.flags, device, field=f"{field}.flags", reserved=reserved),
         start_limit=(f"{field}.start_timeout_s", settings.start_timeout_s),
         host=host,
     )
 
 
 def _with_users_flags(
-    own: dict[str, Flag], given: Flags, device: Device, *, field: str, reserved: Mapping[str, str]
+    defaults: dict[str, Flag], users_flags: Flags, device: Device, *, field: str, reserved: Mapping[str, str]
 ) -> Flags:
     """Add common flags, the device's and the user's. `ConfigError` for a `reserved` flag, with its remedy."""
-    for name, value in given.items():
+    for name, value in users_flags.items():
         for spelling, remedy in reserved.items():
             if spelling.startswith(_flag_name(name)):  # the server accepts prefixes of flag names
                 raise ConfigError(f"{field}.{name}={value}: {remedy}")
     of_device = _CPU_FLAGS if device is Device.CPU else {}
     common = {"device": device.value, "skip-server-warmup": True, "log-level-http": "warning"}
-    return {**own, **common, **of_device, **{_flag_name(name): value for name, value in given.items()}}
+    return {**defaults, **common, **of_device, **{_flag_name(name): value for name, value in users_flags.items()}}
 
 
 def _flag_name(name: str) -> str:
@@ -211,5 +211,5 @@ def check_interpreter(python: Path, *, field: str) -> None:
 
 def version_numbers(version: str) -> tuple[int, ...]:
     """Parse a release number, e.g. (0, 5, 23); zeros if `version` has another form."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else (0, 0, 0)
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else (0, 0, 0)

@@ -109,9 +109,9 @@ def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> Place
     for path in paths:
         before = prompt if path.has_prompt else 0
         predicting = start + before - 1 + np.arange(path.length, dtype=np.int32)
-        own: npt.NDArray[np.bool_] = path.own & (predicting >= start)
-        rows.append(predicting[own])
-        places.append(path.places[own])
+        is_own: npt.NDArray[np.bool_] = path.own & (predicting >= start)
+        rows.append(predicting[is_own])
+        places.append(path.places[is_own])
         start += path.num_tokens(prompt)
     return PlacedResponse(np.concatenate(rows), np.concatenate(places))
 
@@ -250,12 +250,12 @@ def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
     trained = [entry for entry in entries if entry.num_trained]
     if not trained:
         return 0.0, 1.0
-    found = [_returns(entry.trajectory) for entry in trained]
+    returns = [_returns(entry.trajectory) for entry in trained]
     counts = np.array([entry.num_trained for entry in trained], np.float64)
-    means = np.array([item.mean for item in found])
+    means = np.array([item.mean for item in returns])
     mean = float(np.average(means, weights=counts))
-    variance = np.average(np.array([item.variance for item in found]) + (means - mean) ** 2, weights=counts)
-    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in found)
+    variance = np.average(np.array([item.variance for item in returns]) + (means - mean) ** 2, weights=counts)
+    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in returns)
     return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
 
 
@@ -336,10 +336,10 @@ def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
     """[T] values of a column: those [L] of each response, at the rows that predict its tokens."""
     out = np.full(len(layout.ids), column.padding, column.dtype.value)
     for trajectory, placed in zip(bundle, layout.placed, strict=True):
-        own = trajectory.columns.get(column.name)
-        assert own is not None, f"{trajectory.id} has no column {column.name}"
-        assert own.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {own.dtype}"
-        out[placed.rows] = own.array[placed.places]
+        values = trajectory.columns.get(column.name)
+        assert values is not None, f"{trajectory.id} has no column {column.name}"
+        assert values.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {values.dtype}"
+        out[placed.rows] = values.array[placed.places]
     return out
 
 

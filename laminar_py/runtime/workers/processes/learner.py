@@ -31,10 +31,10 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
 from laminar_py.records.pieces import ColumnPiece, ColumnRef
 from laminar_py.records.weights import Published
+from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import Manifest
-from laminar_py.relay.pages import allow_many_files
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
+from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
 from laminar_py.runtime.workers.processes.base import (
     ComputingActor,
     PartActor,

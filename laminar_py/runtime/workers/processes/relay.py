@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import RelayEvent
 from laminar_py.relay.node import RelayNode
-from laminar_py.relay.pages import allow_many_files
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.workers.processes.base import PartActor, open_part
 from laminar_py.runtime.workers.specs import RelaySpec
