@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from laminar_py.environment.protocol import Rewrite as Rewrite
     from laminar_py.environment.protocol import Role as Role
     from laminar_py.environment.protocol import SampledTurn as SampledTurn
-    from laminar_py.environment.protocol import TokenListener as TokenListener
     from laminar_py.environment.protocol import TokenWords as TokenWords
+    from laminar_py.environment.protocol import TurnListener as TurnListener
     from laminar_py.environment.tool_calls import BrokenCall as BrokenCall
     from laminar_py.environment.tool_calls import Call as Call
     from laminar_py.environment.tool_calls import CallFamily as CallFamily
