@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from laminar_lab.report.diagnosis import Bottleneck, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
-from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
@@ -35,7 +34,6 @@ STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much a
     "reward.workers": StepStage.REWARD,
     "learner.world_size": StepStage.LEARNER,
     "packer.max_tokens": StepStage.LEARNER,
-    "relay.max_bytes_per_s": StepStage.WEIGHTS,
 }
 IN_FLIGHT_SETTINGS = (
     "rollout.batch_per_replica",
@@ -217,20 +215,13 @@ def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Yield ways to bring a version to replicas sooner, or less often.
 
-    The relay's own limit and shape come first; then fewer or smaller versions; then a staleness bound that hides
+    The relay's shape comes first; then fewer or smaller versions; then a staleness bound that hides
     the transfer; the network itself comes last.
     """
-    learner, relay = config.learner, config.relay
-    if relay.max_bytes_per_s is not None:
-        change = f"{relay.max_bytes_per_s:.0f} -> {10 * relay.max_bytes_per_s:.0f}, or none"
-        yield Remedy("relay.max_bytes_per_s", change, f"a version is {step.transfer_s:.2f} s on its way")
-    if relay.topology is not TopologyKind.AUTO:
-        yield Remedy(
-            "relay.topology", f"{relay.topology} -> auto", "the tree that takes least time on these links"
-        )
+    relay = config.relay
+    if relay.fanout > 1:
+        yield Remedy("relay.fanout", f"{relay.fanout} -> 1", "a chain takes least time")
     yield from _rarer_versions(config, step)
-    if learner.lora is None:
-        yield Remedy("learner.lora.rank", "none -> 16", "adapters are a few percent of the bytes")
     yield from _wider_bound(config, step, more=2, why="replicas continue under the previous version")
     yield Remedy("relay.host", f"{relay.host} -> an address of a faster network", "the links themselves are slow")
 

@@ -22,7 +22,7 @@ from laminar_lab.emulation.settings import EngineTimes, LearnerTimes, emulation_
 from laminar_lab.gpus import Gpu
 from laminar_py.config import RunConfig
 from laminar_py.learner.packing import attention_share
-from laminar_py.relay import Broadcast, Links, arrivals_s, choose_tree, grow_tree
+from laminar_py.relay import Broadcast, Links, arrivals_s, choose_chunk_bytes, grow_tree
 from laminar_py.runtime.preflight import BF16_BYTES, ModelShape, kv_token_bytes
 
 Floats = npt.NDArray[np.float64]
@@ -149,11 +149,11 @@ def host_arrivals_s(config: RunConfig, *, num_parameters: int) -> list[float]:
     num_hosts = -(-config.rollout.replicas // simulation.replicas_per_host)
     if simulation.link_gbit_per_s is None:
         return [0.0] * num_hosts
-    zones = [""] * (1 + num_hosts)  # the learner's host is the root
+    tree = grow_tree(1 + num_hosts, fanout=relay.fanout)  # the learner's host is the root
     links = Links(simulation.link_gbit_per_s * 1e9 / 8, CHUNK_OVERHEAD_S)
     broadcast = Broadcast(version_bytes(num_parameters))
-    choice = choose_tree(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
-    return arrivals_s(grow_tree(choice.shape, zones), zones, broadcast, links, chunk_bytes=choice.chunk_bytes)[1:]
+    chunk_bytes = choose_chunk_bytes(tree, broadcast, links)
+    return arrivals_s(tree, broadcast, links, chunk_bytes=chunk_bytes)[1:]
 
 
 # ---- measured coefficients

@@ -12,7 +12,6 @@ is therefore the same wherever it runs and however often it is interrupted (`tes
 import asyncio
 import math
 import zlib
-from collections.abc import Sequence
 from hashlib import blake2b
 from statistics import NormalDist
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from laminar_py.config import RunConfig
 from laminar_py.engines import response_limit
 from laminar_py.records import FinishReason, GenerateRequest
 from laminar_py.records.codec import IntArray
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.spans import Span, num_turns
 
 LOGPROB = -0.5  # of every token
@@ -237,9 +236,6 @@ class EmulatedEnvironments:
                 del self._due[next(iter(self._due))]
         await asyncio.sleep(self._due[name][1] - now_s)
         return EnvironmentTurn(ids=self._answer, elapsed_s=takes_s)
-
-    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Ignore partial turns."""
 
     async def forget(self, trajectory_id: str) -> None:
         """Drop the state of a trajectory that has ended."""

@@ -166,7 +166,7 @@ class SimulationConfig(Section):
     `link_gbit_per_s`, of the learner's host, from where it goes down the tree."""
     link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Bandwidth between two hosts, in emulated seconds. A version, with 2 bytes for each parameter of the profile,
-    goes down the tree of `relay.topology`; a replica loads it when its host has all of it. `null`: every host has
+    goes down the tree of `relay.fanout`; a replica loads it when its host has all of it. `null`: every host has
     it after `publish_s`."""
     replicas_per_host: Count = 8
     """Replicas that share a host and its relay, e.g. 2 if each has four of eight GPUs."""

@@ -28,33 +28,16 @@ class ClusterConfig(Section):
     launches SGLang servers on GPUs, else CPUs."""
 
 
-class TopologyKind(StrEnum):
-    """Shape of the relay tree."""
-
-    STAR = "star"
-    CHAIN = "chain"
-    KARY = "kary"
-    AUTO = "auto"
-
-
 class RelayConfig(Section):
     """The relay tree that carries weights from the learner to the replicas."""
 
-    topology: TopologyKind = TopologyKind.AUTO
-    """Shape of the tree below the root. `auto`: the shape with the least time by the cost model, which uses the
-    size of the model and `link_gbit_per_s`."""
-    fanout: Count = 2
-    """Children of a node in a `kary` tree."""
-    zones: dict[str, str] = Field(default={})
-    """Zone (rack, site) of each host by its address, e.g. `{10.0.1.4: rack-1}`. A version enters a zone through
-    one relay, which passes it on inside. Hosts without an entry form one zone."""
+    fanout: Count = 1
+    """Children of a relay. 1 makes a chain, which is fastest for all but the smallest models: a relay sends each
+    chunk on as soon as it has it, so a long chain takes hardly longer than one link."""
     link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Bandwidth between two relays, for the choice of the tree and of the chunk size."""
+    """Bandwidth between two relays, for the choice of the chunk size."""
     nodes: Count = 3
     """Relay processes, the root included. Replicas attach to them in turn, leaves first."""
-    max_bytes_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Cap on the bytes of weights that one relay sends to all its children per second, to leave room on a shared
-    network. A chunk may exceed it for a moment. `null`: no cap."""
     keep_versions: Count = 2
     """Complete versions that a node keeps; a version that a replica holds is kept longer."""
     shm: Path = Path("/dev/shm")

@@ -28,7 +28,7 @@ from laminar_py.environment.protocol import Answer, Environment, Restorable, Sam
 from laminar_py.environment.saved_turns import SavedTurn, SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.spans import context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
@@ -83,9 +83,6 @@ class EnvironmentHost:
         if self._sessions.get(name) is session:
             self._sessions.move_to_end(name)
         return await asyncio.shield(session.answer)
-
-    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Drop tokens of running turns: an environment gets the whole turn."""
 
     def forget(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have no further turn.

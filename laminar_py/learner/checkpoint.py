@@ -198,44 +198,13 @@ def architecture(model: PreTrainedModel, adapters: AdapterFingerprint | None) ->
     )
 
 
-def check_model(folder: Path, saved: Architecture, own: Architecture) -> None:
+def check_model(folder: Path, saved: Architecture, present: Architecture) -> None:
     """Raise `ConfigError` unless a checkpoint of `saved` fits the model."""
-    theirs, ours = saved.adapted, own.adapted
-    if theirs is None or ours is None:
-        if theirs is not ours:
-            holds, given = ("all weights", "set") if theirs is None else ("adapters alone", "not set")
-            raise ConfigError(
-                f"checkpoint={folder}: holds {holds}, and learner.lora is {given}; have learner.lora as it was, or"
-                " start a run of its own"
-            )
-    else:
-        _check_adapters(folder, theirs, ours)
-    if saved != own:
+    if saved != present:
         raise ConfigError(
-            f"checkpoint={folder}: was saved of a {saved}, and model.path is a {own}; set model.path to the model"
-            " that was saved, or start a run of its own"
+            f"checkpoint={folder}: was saved of a {saved}, and this run has a {present}; set model.path, its warm"
+            " start and learner.lora as they were, or start a run of its own"
         )
-
-
-def _check_adapters(folder: Path, saved: AdapterFingerprint, own: AdapterFingerprint) -> None:
-    """Raise `ConfigError` if the adapters of a checkpoint differ from the run's in a setting or in their base."""
-    for field in ("rank", "alpha", "targets"):
-        before, now = getattr(saved, field), getattr(own, field)
-        if before != now:
-            raise ConfigError(
-                f"checkpoint={folder}: its adapters have learner.lora.{field}={_words(before)}, not {_words(now)};"
-                " set it back, or start a run of its own"
-            )
-    if saved.base != own.base:
-        raise ConfigError(
-            f"checkpoint={folder}: its adapters belong to a base with digest {saved.base[:8]}, and model.path, or"
-            f" its warm start, has {own.base[:8]}; set model.path to the weights that they were trained on, or"
-            " start a run of its own"
-        )
-
-
-def _words(value: float | tuple[str, ...]) -> str:
-    return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
 
 
 def _random_file(folder: Path, rank: int) -> Path:

@@ -87,9 +87,13 @@ def _interface_towards(host: str, port: int) -> str:
     """Name of the interface from which the route to a host leaves, e.g. `eth0`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outgoing:
         outgoing.connect((host, port))  # sends nothing
-        own = outgoing.getsockname()[0]
-    names = [name for name, known in psutil.net_if_addrs().items() if own in (entry.address for entry in known)]
-    assert names, f"no interface has the address {own}"
+        local_address = outgoing.getsockname()[0]
+    names = [
+        name
+        for name, known in psutil.net_if_addrs().items()
+        if local_address in (entry.address for entry in known)
+    ]
+    assert names, f"no interface has the address {local_address}"
     return names[0]
 
 

@@ -105,9 +105,9 @@ def _tokenizer_config(source: Path, config: PretrainedConfig) -> bytes:
     names = {token.id: token.content for token in tokens}
     for name in ("bos_token", "eos_token", "pad_token"):
         ids = getattr(config, f"{name}_id", None)
-        found = [names[index] for index in (ids if isinstance(ids, list) else [ids]) if index in names]
-        if found:
-            settings.setdefault(name, found[0])
+        contents = [names[index] for index in (ids if isinstance(ids, list) else [ids]) if index in names]
+        if contents:
+            settings.setdefault(name, contents[0])
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     return msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n"
 

@@ -21,10 +21,14 @@ class AdapterFingerprint(msgspec.Struct, frozen=True):
     E.g. `AdapterFingerprint("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`.
     """
 
-    base: str  # digest of the base weights, by `records.weights.base_digest`
+    base: str  # digest of the base weights
     rank: int
     alpha: float
     targets: tuple[str, ...]  # sorted
+
+    def __str__(self) -> str:
+        targets = ",".join(self.targets)
+        return f"adapters of rank {self.rank} and alpha {self.alpha:g} on {targets}, base {self.base[:8]}"
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +40,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     adapted: AdapterFingerprint | None = None  # set if only adapters are trained
 
     def __str__(self) -> str:
-        return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]})"
+        trained = "" if self.adapted is None else f" with {self.adapted}"
+        return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]}){trained}"
 
 
 class Marker(msgspec.Struct, frozen=True):
@@ -71,9 +76,9 @@ def read_marker(folder: Path) -> Marker:
         raise _torn(folder, f"{MARKER} cannot be read, {error}") from None
     for name, size in marker.files.items():
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found:,} bytes"
+        size_here = file.stat().st_size if file.is_file() else None
+        if size_here != size:
+            state = "is missing" if size_here is None else f"has {size_here:,} bytes"
             raise _torn(folder, f"{name} {state} of {size:,}")
     return marker
 

@@ -48,8 +48,8 @@ class TokenSums:
 
         `untouched` says that no update of the step has changed the weights, so that engine and learner compare.
         """
-        own, proximal = terms.logprobs.detach(), terms.proximal
-        ratio, gap = clipped_ratio(terms, settings), (own - terms.behaviour).double()
+        logprobs, proximal = terms.logprobs.detach(), terms.proximal
+        ratio, gap = clipped_ratio(terms, settings), (logprobs - terms.behaviour).double()
         low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
         reference = terms.columns.get(REFERENCE_LOGPROBS)
         means = {
@@ -60,14 +60,14 @@ class TokenSums:
             "truncated_fraction": ratio > (settings.importance_cap or torch.inf),
             "kl_behaviour_k1": -gap,
             "kl_behaviour_k3": gap.expm1() - gap,
-            "kl_proximal_k1": proximal - own,
-            "kl_proximal_k3": k3(proximal, own),
-            "kl_reference_k3": torch.zeros_like(own) if reference is None else k3(own, reference),
+            "kl_proximal_k1": proximal - logprobs,
+            "kl_proximal_k3": k3(proximal, logprobs),
+            "kl_reference_k3": torch.zeros_like(logprobs) if reference is None else k3(logprobs, reference),
             "advantage_mean": terms.advantages,
             "advantage_squares": terms.advantages.double().square(),
         }
         counts = {
-            "tokens": torch.ones_like(own),
+            "tokens": torch.ones_like(logprobs),
             "weight": terms.weights,
             "importance": gap.exp(),
             "importance_squares": (2 * gap).exp(),

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
-from laminar_py.learner.packing.packer import Lazy, PlacedResponse, StepTerms, lay_out, microbatch
+from laminar_py.learner.packing.packer import PlacedResponse, StepTerms, lay_out, microbatch
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
@@ -36,17 +36,14 @@ class InnerReference:
         self.model = model
         self._adapters = adapters
 
-    def add_logprobs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def add_logprobs(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the microbatches of a step with the reference's log-probabilities as a column."""
         with nullcontext() if self._adapters is None else self._adapters.disabled():
-            logprobs = [_logprobs(self.model, batch) for batch in batches]
-
-        def with_column(place: int) -> MicroBatch:
-            batch = batches[place]
-            columns = batch.columns | {REFERENCE_LOGPROBS: logprobs[place]}
-            return msgspec.structs.replace(batch, columns=columns)
-
-        return Lazy(range(len(batches)), with_column)
+            columns = [batch.columns | {REFERENCE_LOGPROBS: _logprobs(self.model, batch)} for batch in batches]
+        return [
+            msgspec.structs.replace(batch, columns=of_batch)
+            for batch, of_batch in zip(batches, columns, strict=True)
+        ]
 
 
 def open_reference(
@@ -112,9 +109,9 @@ class ReferenceModel:
 
 def _of_response(values: FloatArray, trajectory: Trajectory, placed: PlacedResponse) -> FloatArray:
     """[L] values of a response's tokens, out of those [T] of all rows; 0 for a token that no row predicts."""
-    found = np.zeros(len(trajectory.response_ids), np.float32)
-    found[placed.places] = values[placed.rows]
-    return found
+    of_response = np.zeros(len(trajectory.response_ids), np.float32)
+    of_response[placed.places] = values[placed.rows]
+    return of_response
 
 
 def _logprobs(reference: PreTrainedModel, batch: MicroBatch) -> FloatArray:

@@ -122,13 +122,13 @@ def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) ->
     """Make this rank's shard of each parameter on `device`, and fill it from the files, like the buffers."""
     made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter under several names
     for prefix, module in model.named_modules():
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            name = f"{prefix}.{own}".replace(".base_layer.", ".")  # peft's name for a layer that it adapts
+        for local_name, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{prefix}.{local_name}".replace(".base_layer.", ".")  # peft's name for a layer that it adapts
             if parameter.is_meta and id(parameter) not in made:
                 made[id(parameter)] = _empty_shard(parameter, device)
                 _fill_shard(made[id(parameter)], files.rows(model, name, parameter.shape))
             if parameter.is_meta:
-                module.register_parameter(own, made[id(parameter)])
+                module.register_parameter(local_name, made[id(parameter)])
     for name, buffer in model.named_buffers():
         if name in files.names:
             buffer.copy_(files.read(name))

@@ -202,14 +202,10 @@ class Learner:
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to publish, in full, one at a time: weights under Hugging Face names, or adapters."""
+        """Yield the weights to publish under their Hugging Face names, in full, one at a time."""
         if self._adapters is not None:
-            return self._adapters.tensors(dtype=dtype)
+            return self._adapters.merged_tensors(dtype=dtype)
         return named_tensors(self.model, dtype=dtype)
-
-    def adapter_config(self) -> bytes | None:
-        """The text of `adapter_config.json` if the learner publishes adapters, else None."""
-        return None if self._adapters is None else self._adapters.config()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; a later `load` continues bit-identically."""
@@ -274,10 +270,10 @@ class Learner:
             logprobs, entropy = policy_logprobs(self.model, batch, rows)
             before = None if update.at_start is None else update.at_start[place]
             terms = make_terms(batch, rows, logprobs, self._algorithm, recomputed=before, log_partition=partition)
-            own = policy_loss(terms, self._algorithm) * (1.0 / update.share)
-            own.backward()  # type: ignore[no-untyped-call]
+            of_batch = policy_loss(terms, self._algorithm) * (1.0 / update.share)
+            of_batch.backward()  # type: ignore[no-untyped-call]
             seen.add(terms, entropy=entropy, settings=self._algorithm, untouched=untouched)
-            loss += own.detach()
+            loss += of_batch.detach()
         return loss
 
     def _reduce_gradients(self, *, last: bool) -> None:

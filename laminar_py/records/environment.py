@@ -1,7 +1,6 @@
 """Records between a replica and the environment of a trajectory: a turn of the model, and the environment's
 answer."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -38,19 +37,6 @@ class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray = np.empty(0, np.float32)  # [n] of the model's last turn
 
 
-class TurnDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a turn that the model is still sampling, e.g. its tokens 5 to 8 behind 41 response tokens:
-
-    `TurnDelta(trajectory_id="g3.1", turn_start=41, place=5, ids=ids, logprobs=logprobs)`.
-    """
-
-    trajectory_id: str
-    turn_start: int  # response tokens before the turn
-    place: int  # tokens of the turn before this delta
-    ids: IntArray  # [n]
-    logprobs: FloatArray  # [n]
-
-
 class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of an environment to a turn: it wrote `ids`, it ended the trajectory, or it failed.
 
@@ -60,7 +46,6 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
     ids: IntArray | None = None  # [n] tokens to append as they are
     follows: int | None = None  # leading response tokens that `ids` stand behind, see `Span`; None: all
     max_tokens: int | None = None  # cap on the model's next turn, see `Span.turn_limit`
-    listens: bool = False  # the environment reads the model's next turn while it is sampled
     ends: bool = False
     is_cut: bool = False  # the cap on turns ended it
     reward: float | None = None  # with `ends`; None: the reward's terms score the response
@@ -77,13 +62,6 @@ class Environments(Protocol):
         """Have a trajectory's environment answer a turn, and begin the environment at the first turn.
 
         A turn that was answered before gets the same answer; the environment does not see it twice.
-        """
-        ...
-
-    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Pass sampled tokens on to environments that listen, without waiting.
-
-        A part that is lost on the way does no harm: the environment gets the whole turn with `answer`.
         """
         ...
 

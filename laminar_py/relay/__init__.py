@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from laminar_py.relay.sockets import PeerClient as PeerClient
     from laminar_py.relay.sockets import RelayKeys as RelayKeys
     from laminar_py.relay.sockets import peer_sockets as peer_sockets
-    from laminar_py.relay.store import SPARE as SPARE
-    from laminar_py.relay.store import folder_name as folder_name
     from laminar_py.relay.subscriber import Subscriber as Subscriber
     from laminar_py.relay.tree import PAGE_BYTES as PAGE_BYTES
     from laminar_py.relay.tree import Broadcast as Broadcast
     from laminar_py.relay.tree import Links as Links
     from laminar_py.relay.tree import arrivals_s as arrivals_s
-    from laminar_py.relay.tree import choose_tree as choose_tree
+    from laminar_py.relay.tree import choose_chunk_bytes as choose_chunk_bytes
     from laminar_py.relay.tree import grow_tree as grow_tree
+    from laminar_py.relay.version_store import SPARE as SPARE
+    from laminar_py.relay.version_store import folder_name as folder_name
 else:
     __getattr__ = public_names(__name__)

@@ -1,14 +1,12 @@
 """Copies of tensors into version files, from main memory or from a GPU.
 
 The publisher uses it. A GPU copies on a stream of its own while the next tensor is being made: straight into the
-file where that is page-locked, else through two page-locked buffers. `filled` gets a position only when all
-bytes before it have arrived, and no memory of a tensor is reused before it was read
-(`tests/relay/test_publisher_cuda.py`).
+file where that is page-locked, else through two page-locked buffers. No memory of a tensor is reused before it was
+read (`tests/relay/test_publisher_cuda.py`).
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,16 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar_py.relay.pages import Pages
+from laminar_py.relay.mapped_file import MappedFile
 
 log = logging.getLogger(__name__)
 
-COPY_BYTES = 8 * 2**20  # by a CPU, between two calls of `filled`
 PIECE_BYTES = 16 * 2**20  # by a GPU at once: long enough to hide the start of the next copy
 NUM_BUFFERS = 2  # one is filled while the other is emptied
 MAX_HELD_BYTES = 256 * 2**20  # of tensors that a GPU still copies, unless one tensor alone is larger
-
-Filled = Callable[[int], None]
 
 
 class _Event(Protocol):
@@ -40,9 +35,8 @@ class _Piece:
     arrived: _Event
     target: Tensor  # [num_bytes] uint8, in a buffer or in the mapped file itself
     buffer: Tensor | None
-    pages: Pages
+    pages: MappedFile
     position: int
-    filled: Filled
     # The tensor and its bytes, so that their memory stays allocated until the GPU has read it. `record_stream`
     # instead would keep it for as long as the host runs ahead.
     sources: tuple[Tensor, Tensor]
@@ -55,22 +49,17 @@ class TensorCopier:
     def __init__(self) -> None:
         self._device_copier: DeviceCopier | None = None
 
-    def copy(self, tensor: Tensor, pages: Pages, position: int, *, filled: Filled) -> None:
-        """Copy a tensor's bytes to `position` of a file; calls `filled(end)` as they arrive, now or later.
+    def copy(self, tensor: Tensor, pages: MappedFile, position: int) -> None:
+        """Copy a tensor's bytes to `position` of a file, now or later.
 
         A tensor on a GPU must not change before `wait`. Raises `OSError` on a full file system.
         """
         if tensor.is_cuda:
             if self._device_copier is None:
                 self._device_copier = DeviceCopier()
-            self._device_copier.copy(tensor, pages, position, filled=filled)
-            return
-        self.wait()
-        raw = _raw(tensor).numpy()
-        for begin in range(0, len(raw), COPY_BYTES):
-            piece = raw[begin : begin + COPY_BYTES]
-            pages.write(position + begin, piece)
-            filled(position + begin + len(piece))
+            self._device_copier.copy(tensor, pages, position)
+        else:
+            pages.write(position, _raw(tensor).numpy())
 
     def wait(self) -> None:
         """Wait until all copies have arrived. Raises `OSError` on a full file system."""
@@ -82,7 +71,7 @@ class TensorCopier:
         if self._device_copier is not None:
             self._device_copier.drop()
 
-    def page_lock(self, pages: Pages) -> None:
+    def page_lock(self, pages: MappedFile) -> None:
         """Page-lock a mapped file, so that a GPU can write into it, if tensors come from a GPU.
 
         Call it in a thread that starts no work on a GPU: CUDA reports a failure again at the thread's next call.
@@ -102,7 +91,7 @@ class DeviceCopier:
         self._buffers: list[Tensor] = []
         self._free: list[Tensor] = []
 
-    def copy(self, tensor: Tensor, pages: Pages, position: int, *, filled: Filled) -> None:
+    def copy(self, tensor: Tensor, pages: MappedFile, position: int) -> None:
         """Start to copy a tensor; see `TensorCopier.copy`."""
         self.device = tensor.device
         while self._in_flight and self._held_bytes + tensor.nbytes > MAX_HELD_BYTES:
@@ -129,7 +118,6 @@ class DeviceCopier:
                         buffer=buffer,
                         pages=pages,
                         position=position + begin,
-                        filled=filled,
                         sources=(tensor, raw),
                         frees=frees,
                     )
@@ -152,7 +140,7 @@ class DeviceCopier:
             self._held_bytes = 0
             self._free = list(self._buffers)
 
-    def _target(self, pages: Pages, position: int, size: int) -> tuple[Tensor, Tensor | None]:
+    def _target(self, pages: MappedFile, position: int, size: int) -> tuple[Tensor, Tensor | None]:
         """[size] uint8 memory that the device may write to: in the mapped file, or in a buffer, returned too."""
         view = pages.mapped_view(position, size) if pages.is_page_locked else None
         if view is not None:
@@ -176,10 +164,9 @@ class DeviceCopier:
             piece.pages.write(piece.position, piece.target.numpy())
             self._free.append(piece.buffer)
         self._held_bytes -= piece.frees
-        piece.filled(piece.position + len(piece.target))
 
 
-def page_lock_for(pages: Pages, device: torch.device) -> None:
+def page_lock_for(pages: MappedFile, device: torch.device) -> None:
     """Page-lock a mapped file until it is unmapped. Where CUDA refuses, copies go through buffers."""
     size = pages.size
     view = pages.mapped_view(0, size)

@@ -4,8 +4,6 @@ A node owns one of each. Nothing is kept for a connection that is gone, and a pr
 sent or its version is given up.
 """
 
-import asyncio
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,103 +11,19 @@ from typing import TypeAlias
 
 from laminar_py.relay.messages import Announce, Downward, Failed, Granted, Newest, Pull, Refused, Release
 from laminar_py.relay.sockets import Listener
-from laminar_py.relay.store import NoRoomError, Store, StoredVersion
-
-# Sending may catch up so much. Timers ring late, and without this small chunks would stay far below the cap.
-SLACK_S = 0.01
-
-
-class Pace:
-    """A cap in bytes per second on the chunks that a node sends, e.g. `Pace(1e6, now=time.monotonic)`.
-
-    A chunk of any size may be sent at once; the next one waits until its bytes are paid for. In any time T at most
-    `bytes_per_s * (T + SLACK_S)` bytes and one chunk are sent (`tests/relay/test_pace.py`).
-    """
-
-    def __init__(self, bytes_per_s: float | None, *, now: Callable[[], float]) -> None:
-        self._s_per_byte = 0.0 if bytes_per_s is None else 1 / bytes_per_s
-        self._now = now
-        self._paid_at = -math.inf
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until the next chunk may be sent; 0 if it may now."""
-        return max(0.0, self._paid_at - self._now())
-
-    def spend(self, num_bytes: int) -> None:
-        """Count bytes that were sent just now."""
-        self._paid_at = max(self._paid_at, self._now() - SLACK_S) + num_bytes * self._s_per_byte
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRequest:
-    """A chunk that a child asked for, e.g. chunk 3 of file 0: `ChunkRequest(v7, 0, 3, 6)`."""
-
-    stored: StoredVersion
-    file: int
-    index: int
-    base: int | None  # version that the child has
-
-    @property
-    def key(self) -> "ChunkKey":
-        """Which chunk this is, whatever its base."""
-        return self.stored.manifest.version, self.file, self.index
-
+from laminar_py.relay.version_store import NoRoomError, StoredVersion, VersionStore
 
 ChunkKey: TypeAlias = tuple[int, int, int]  # version, file, chunk
-
-
-class ChunkQueue:
-    """Chunks that wait for their turn under a cap: children take turns, each in the order of its requests.
-
-    The children's windows bound it: a chunk that is requested again keeps its place.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[bytes, dict[ChunkKey, ChunkRequest]] = {}  # by child; never empty ones
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def add_chunk(self, child: bytes, request: ChunkRequest) -> None:
-        """Queue a chunk for a child."""
-        self._waiting.setdefault(child, {})[request.key] = request
-
-    def next_chunk(self) -> tuple[bytes, ChunkRequest]:
-        """Remove and return the next child and its first chunk; the child is last now."""
-        child = next(iter(self._waiting))
-        chunks = self._waiting.pop(child)
-        request = chunks.pop(next(iter(chunks)))
-        if chunks:
-            self._waiting[child] = chunks
-        return child, request
-
-    def drop_version(self, version: int, child: bytes | None = None) -> None:
-        """Remove the chunks of a version, for one child or for all."""
-        for each in list(self._waiting) if child is None else self._waiting.keys() & {child}:
-            left = {key: request for key, request in self._waiting[each].items() if key[0] != version}
-            if left:
-                self._waiting[each] = left
-            else:
-                del self._waiting[each]
-
-    def drop_child(self, child: bytes) -> None:
-        """Remove the chunks of a child that is gone."""
-        self._waiting.pop(child, None)
 
 
 class Downlink:
     """Child nodes, the versions that they want, and the chunks promised to them; `listener` is set at the start.
 
-    A chunk is promised to a child that requested it before it arrived here. Chunks keep to a pace; other records
-    are sent at once.
+    A chunk is promised to a child that requested it before it arrived here, or before its delta was made.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self) -> None:
         self.listener: Listener | None = None
-        self._pace = pace
-        self._queue = ChunkQueue()
-        self._queued = asyncio.Event()  # set while the queue holds a chunk
         self._children: set[bytes] = set()
         self._wanted_by: defaultdict[int, set[bytes]] = defaultdict(set)  # version -> children that want it
         # Chunk -> children that it is promised to, with the base that each has. Their windows bound it.
@@ -136,7 +50,6 @@ class Downlink:
 
     def remove_want(self, child: bytes, version: int) -> None:
         """Note that a child has a version or no longer needs it."""
-        self._queue.drop_version(version, child)
         children = self._wanted_by.get(version, set())
         children.discard(child)
         if not children:
@@ -152,41 +65,22 @@ class Downlink:
         wanting = self._wanted_by.pop(version, set())
         self._send_all(message, wanting | self._children if newest else wanting)
 
-    def request_chunk(self, child: bytes, request: ChunkRequest) -> None:
-        """Send a chunk in its turn; promise it if it has not arrived yet, or its delta is not made yet."""
-        if self._queue or self._pace.wait_s:
-            self._queue.add_chunk(child, request)
-            self._queued.set()
+    def request_chunk(
+        self, child: bytes, stored: StoredVersion, file: int, index: int, *, base: int | None
+    ) -> None:
+        """Send a chunk to a child that has `base`; promise it while it is missing here, or its delta is."""
+        if stored.can_send(file, index, base=base):
+            self.send(child, stored.read_chunk(file, index, base=base))
         else:
-            self._send_chunk(child, request)
+            self._promised[stored.manifest.version, file, index][child] = base
 
     def forward_chunk(self, stored: StoredVersion, file: int, index: int) -> None:
         """Send a chunk that has just arrived, or whose delta was just made, to the children it is promised to."""
         for child, base in self._promised.pop((stored.manifest.version, file, index), {}).items():
-            self.request_chunk(child, ChunkRequest(stored, file, index, base))
-
-    async def send_queued(self) -> None:
-        """Send chunks from the queue as the pace allows, until cancelled."""
-        while True:
-            await self._queued.wait()
-            await asyncio.sleep(self._pace.wait_s)
-            while self._queue and not self._pace.wait_s:
-                self._send_chunk(*self._queue.next_chunk())
-            if not self._queue:
-                self._queued.clear()
-
-    def _send_chunk(self, child: bytes, request: ChunkRequest) -> None:
-        stored, file, index, base = request.stored, request.file, request.index, request.base
-        if not stored.can_send(file, index, base=base):  # not here yet, or no longer: its file came damaged
-            self._promised[request.key][child] = base
-            return
-        chunk = stored.read_chunk(file, index, base=base)
-        if self.send(child, chunk):
-            self._pace.spend(len(chunk.data))
+            self.request_chunk(child, stored, file, index, base=base)
 
     def forget_version(self, version: int) -> None:
-        """Drop all chunks that are queued or promised of a version."""
-        self._queue.drop_version(version)
+        """Drop all promises of a version's chunks."""
         for key in [key for key in self._promised if key[0] == version]:
             del self._promised[key]
 
@@ -196,7 +90,6 @@ class Downlink:
         if self.listener.send(to, message):
             return True
         self._children.discard(to)
-        self._queue.drop_child(to)
         for version in self.wanted:
             self.remove_want(to, version)
         return False
@@ -241,7 +134,12 @@ class LocalSubscribers:
     """
 
     def __init__(
-        self, store: Store, send: Send, *, pulled: Callable[[str, int, float], None], now: Callable[[], float]
+        self,
+        store: VersionStore,
+        send: Send,
+        *,
+        pulled: Callable[[str, int, float], None],
+        now: Callable[[], float],
     ) -> None:
         self._store = store
         self._send = send

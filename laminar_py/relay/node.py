@@ -28,23 +28,22 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import laminar_py.relay.messages as m
-from laminar_py.relay.downlink import ChunkRequest, Downlink, LocalSubscribers, Pace
-from laminar_py.relay.downloads import MAX_WINDOW, Download, Downloads, window_of
+from laminar_py.relay.downlink import Downlink
+from laminar_py.relay.downloads import MAX_WINDOW, window_of
 from laminar_py.relay.sockets import Listener, PortInUseError, RelayKeys, SocketFactory
-from laminar_py.relay.store import Store, StoredVersion, watch_folder
 from laminar_py.relay.uplink import VISIT_S, Uplink
+from laminar_py.relay.version_store import VersionStore, watch_folder
+from laminar_py.relay.versions import NodeVersions
 
 log = logging.getLogger(__name__)
 
 CONTROL_RECORDS = 256  # beside chunks, that may wait for a connection
 PORT_RETRY_S = 0.1
-ENCODERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads
-VAIN_DELTAS = 8  # chunks that no delta makes smaller, before any that one does: then the encoder stops
 
 
 class RelayNode:
@@ -52,8 +51,8 @@ class RelayNode:
 
     `parents` are endpoints, nearest first, root last (`Topology.ancestors`); the root has none. A parent that is
     silent for `parent_timeout_s`, or breaks the connection, is left for the next one, and the last one for the
-    first. After `visit_s` with another parent than the nearest, an idle node tries the nearest again. All children
-    together get at most `max_bytes_per_s` of weights; None: no cap. `emit` gets the node's events.
+    first. After `visit_s` with another parent than the nearest, an idle node tries the nearest again. `emit` gets
+    the node's events.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class RelayNode:
         chunk_bytes: int = 4 * 2**20,
         parent_timeout_s: float = 5.0,
         visit_s: float = VISIT_S,
-        max_bytes_per_s: float | None = None,
         emit: Callable[[m.RelayEvent], None] = lambda event: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +77,7 @@ class RelayNode:
         self._remind_s = parent_timeout_s
         self._emit = emit
         self._sockets = SocketFactory(keys, heartbeat_s=parent_timeout_s)
-        self._downlink = Downlink(Pace(max_bytes_per_s, now=now))
+        self._downlink = Downlink()
         self._uplink = Uplink(
             name,
             parents,
@@ -89,7 +87,7 @@ class RelayNode:
             chunk_bytes=chunk_bytes,
             visit_s=visit_s,
         )
-        self._store = Store(store, keep_versions=keep_versions)
+        self._store = VersionStore(store, keep_versions=keep_versions)
         self._versions = NodeVersions(
             self._uplink, self._downlink, self._store, chunk_bytes=chunk_bytes, emit=emit, now=now
         )
@@ -137,7 +135,6 @@ class RelayNode:
                 self._versions.tasks = group
                 tasks = [group.create_task(self._serve(listener), name=f"{self.name}-serve")]
                 tasks.append(group.create_task(self._check_regularly(), name=f"{self.name}-check"))
-                tasks.append(group.create_task(self._downlink.send_queued(), name=f"{self.name}-pace"))
                 if self._uplink.parents:
                     tasks.append(group.create_task(self._uplink.run(), name=f"{self.name}-follow"))
                 else:
@@ -194,15 +191,15 @@ class RelayNode:
 
     def _handle_attach(self, child: bytes, newest_there: int) -> None:
         self._downlink.attach(child)
-        downloads = self._versions.downloads
-        newest, failure = self._versions.find(downloads.newest), self._versions.failure
+        versions = self._versions
+        newest, failure = versions.find(versions.newest), versions.failure
         if newest is not None and newest.manifest.version > newest_there:
             self._downlink.send(child, m.Announce(newest.manifest, newest.base))
-        if failure and failure.version > max(downloads.newest, newest_there):
+        if failure and failure.version > max(versions.newest, newest_there):
             self._downlink.send(child, failure)
 
     def _handle_fetch(self, child: bytes, fetch: m.Fetch) -> None:
-        """Queue the chunks that a child asks for, as far as its credits reach.
+        """Send or promise the chunks that a child asks for, as far as its credits reach.
 
         A child that asks for a version without a copy here gets `Lost`, unless a parent still looks for it.
         """
@@ -214,7 +211,7 @@ class RelayNode:
         for index in range(fetch.first_chunk, fetch.first_chunk + min(fetch.credits, MAX_WINDOW)):
             if not stored.is_chunk(fetch.file, index):
                 break
-            self._downlink.request_chunk(child, ChunkRequest(stored, fetch.file, index, fetch.base))
+            self._downlink.request_chunk(child, stored, fetch.file, index, base=fetch.base)
 
     def _handle_want(self, child: bytes, want: m.Want) -> None:
         self._downlink.add_want(child, want.version)
@@ -253,23 +250,19 @@ class RelayNode:
 
     def greet(self) -> None:
         """Tell a new or restarted parent which versions this node has and wants."""
-        self._versions.failure = None
-        self._uplink.send(m.Attach(self._store.newest))
-        self._versions.downloads.greet()
-        self._versions.want_missing()
+        self._versions.greet()
 
     def remind(self) -> None:
         """Repeat requests that the parent may have lost."""
-        self._versions.downloads.remind()
-        self._versions.want_missing()
+        self._versions.remind()
 
     def handle(self, message: m.ToChild) -> bool:
         """Handle a record from the parent; False if the node should try its next parent."""
         match message:
             case m.Chunk():
-                self._versions.downloads.handle_chunk(message)
+                self._versions.handle_chunk(message)
             case m.Announce():
-                self._versions.downloads.handle_announce(message)
+                self._versions.handle_announce(message)
             case m.Lost(version):
                 self._versions.handle_lost(version)
             case m.Failed(version) if self._versions.needs(version):
@@ -281,232 +274,8 @@ class RelayNode:
     @property
     def is_idle(self) -> bool:
         """True while no version arrives."""
-        return not self._versions.downloads
+        return self._versions.is_idle
 
     def left_parent(self, old: str, new: str) -> None:
         """Report that the node leaves the parent at one endpoint for another."""
         self._emit(m.ParentLost(self.name, old, new))
-
-
-class NodeVersions:
-    """The versions of one node: which it has, which arrive or are wanted, and which it may retire.
-
-    A version that a child wants, a subscriber pinned or a delta builds on stays in the store
-    (`tests/relay/test_store.py::test_what_is_newest_pinned_or_held_stays`). `RelayNode` sets `tasks` when it runs.
-    """
-
-    tasks: asyncio.TaskGroup
-
-    def __init__(
-        self,
-        uplink: Uplink,
-        downlink: Downlink,
-        store: Store,
-        *,
-        chunk_bytes: int,
-        emit: Callable[[m.RelayEvent], None],
-        now: Callable[[], float],
-    ) -> None:
-        self.failure: m.Failed | None = None  # of the newest version, for children that attach later
-        self.subscribers = LocalSubscribers(
-            store,
-            downlink.send,
-            pulled=lambda name, version, waited_s: emit(m.VersionPulled(uplink.name, name, version, waited_s)),
-            now=now,
-        )
-        self.downloads = Downloads(
-            store,
-            downlink,
-            chunk_bytes=chunk_bytes,
-            send=uplink.send,
-            is_wanted=self._is_wanted,
-            complete=lambda download: self._handle_complete(download.stored.manifest, download),
-            discard=self._discard,
-            give_up=self.give_up,
-            now=now,
-        )
-        self._name = uplink.name
-        self._uplink = uplink
-        self._downlink = downlink
-        self._store = store
-        self._encoder = DeltaEncoder(downlink.forward_chunk, self.retire_surplus)
-        self._emit = emit
-
-    def find(self, version: int) -> StoredVersion | None:
-        """The version, complete or arriving; None if it is neither."""
-        return self.downloads.find(version) or self._store.complete.get(version)
-
-    def needs(self, version: int) -> bool:
-        """True if the version is not complete here, and is the newest, arrives, or is wanted below."""
-        if version in self._store.complete:
-            return False
-        return version in self.downloads or version > self.downloads.newest or self._is_wanted(version)
-
-    def locate(self, version: int) -> None:
-        """Ask the nodes above for a version that a child or a pull wants; at the root, refuse it if it is gone."""
-        if version in self._store.complete:
-            return
-        if self._uplink.parents:
-            self._uplink.send(m.Want(version, arriving=version in self.downloads))
-            return
-        self.discover()  # the publisher may just have completed it
-        if version not in self._store.complete:
-            self.handle_lost(version)
-
-    def want_missing(self) -> None:
-        """Ask the parent for each version that a child or a pull waits for."""
-        for version in self.subscribers.awaited | self._downlink.wanted:
-            if self.find(version) is None:
-                self._uplink.send(m.Want(version))
-
-    def check(self) -> None:
-        """Find published versions and crashed children that no event told of."""
-        if not self._uplink.parents:
-            self.discover()
-        if self._store.complete:
-            self._downlink.probe(m.Newest(self._store.newest))
-        self.retire_surplus()
-
-    def discover(self) -> None:
-        """Announce the versions that the publisher has completed in the root's store, and start their deltas."""
-        for stored in self._store.discover():
-            newest = stored.manifest.version == self._store.newest
-            if newest and self._downlink.has_children:
-                others = [other for other in self._store.complete.values() if other is not stored]
-                self._encoder.start(stored, others, self.tasks)
-            self._downlink.announce(stored, newest=newest)
-            self._handle_complete(stored.manifest)
-
-    def handle_lost(self, version: int) -> None:
-        """Tell children and subscribers that no node has the version."""
-        if version in self.downloads:
-            self.downloads.drop(version)
-            self._uplink.send(m.Attach(self.downloads.newest))  # so that the parent announces the newest again
-        self._downlink.refuse(version, m.Lost(version), newest=False)
-        self.subscribers.handle_lost(version)
-        self.downloads.start_waiting()
-
-    def give_up(self, version: int, reason: str) -> None:
-        """Tell parent, children and subscribers that this node cannot have the version."""
-        log.error("%s gives up version %d: %s", self._name, version, reason)
-        failed = m.Failed(version, reason)
-        self._uplink.send(m.Done(version))
-        self._downlink.refuse(version, failed, newest=version >= self.downloads.newest)
-        self.downloads.drop(version)
-        self.downloads.note_failure(version)
-        if version > self.downloads.newest:
-            self.failure = failed
-        self.subscribers.handle_failed(failed)
-        self._emit(m.VersionFailed(self._name, version, reason))
-        self.downloads.start_waiting()
-
-    def retire_surplus(self) -> None:
-        """Retire versions beyond those to keep that nobody needs."""
-        self._stop_old_encoders()
-        bases = {stored.base for stored in self._store.complete.values() if stored.unencoded}
-        needed = {base for base in bases | self.downloads.bases if base is not None}
-        for stored in self._store.surplus(self._downlink.wanted | needed):
-            self._encoder.stop(stored)
-            self._downlink.forget_version(stored.manifest.version)
-            self._discard(stored)
-
-    def _stop_old_encoders(self) -> None:
-        """Stop encoders of old versions and drop their deltas, so that their bases can leave the store.
-
-        Deltas remain for wanted versions, for the newest version, and for the second newest once it is complete.
-        """
-        newest = sorted(self._store.complete)[-2:]
-        for version, stored in self._store.complete.items():
-            kept = version in self._downlink.wanted or version == self._store.newest
-            if stored.base is not None and not kept and (stored.unencoded or version not in newest):
-                self._encoder.stop(stored)
-
-    def _discard(self, stored: StoredVersion) -> None:
-        doomed = self._store.retire(stored)
-        if doomed is not None:
-            self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
-
-    def _is_wanted(self, version: int) -> bool:
-        return version in self._downlink.wanted or version in self.subscribers.awaited
-
-    def _handle_complete(self, manifest: m.Manifest, download: Download | None = None) -> None:
-        """Report a complete version and answer the pulls that wait for it; `download` is None at the root."""
-        self._emit(
-            m.VersionComplete(
-                node=self._name,
-                version=manifest.version,
-                digest=manifest.digest,
-                num_bytes=manifest.num_bytes,
-                base=download.stored.base if download else None,
-                wire_bytes=download.wire_bytes if download else 0,
-                first_byte_s=download.first_byte_s if download else 0.0,
-                elapsed_s=download.elapsed_s if download else 0.0,
-                parent=self._uplink.parent if download else "",
-            )
-        )
-        self.subscribers.handle_complete(manifest.version)
-        self.retire_surplus()
-
-
-class DeltaEncoder:
-    """Makes a version's deltas against the version before, chunk by chunk, in threads of the root.
-
-    Only a node that has the version before can use them. A node skips a version if two are published while it
-    downloads one, or if the root finds two at once. Then it gets the next version in full, though few bytes
-    changed, which takes longer: where versions come faster than a full one travels, every version may travel in
-    full. A version also goes out in full to nodes that still wait for its deltas when a newer one is published, or
-    that ask for an old version by number. `forward_chunk` is called for each chunk that children may have now, and
-    `done` when the base is no longer needed. A child that waits for a delta always gets it or the chunk itself,
-    also when the weights turn out to change everywhere, and when the version is overtaken
-    (`tests/relay/test_tree_delta.py`).
-    """
-
-    def __init__(self, forward_chunk: Callable[[StoredVersion, int, int], None], done: Callable[[], None]) -> None:
-        self._forward_chunk = forward_chunk
-        self._done = done
-
-    def start(self, stored: StoredVersion, older: Iterable[StoredVersion], group: asyncio.TaskGroup) -> None:
-        """Start to encode, if the newest of `older` has the same layout."""
-        base = max(older, key=lambda version: version.manifest.version, default=None)
-        if base is None or not stored.manifest.has_layout_of(base.manifest):
-            return
-        stored.base = base.manifest.version
-        files = range(len(stored.manifest.files))
-        stored.unencoded = {(file, i) for file in files for i in range(stored.manifest.num_chunks(file))}
-        group.create_task(self._encode(stored, base), name=f"encode-{stored.manifest.version}")
-
-    async def _encode(self, stored: StoredVersion, base: StoredVersion) -> None:
-        """Encode all chunks of a version in `ENCODERS` tasks, and forward each chunk as soon as it is encoded.
-
-        If the first `VAIN_DELTAS` deltas save nothing, encoding stops and the version goes out in full.
-        """
-        chunks = iter(sorted(stored.unencoded))
-        num_vain = 0
-
-        async def encode_chunks() -> None:
-            """Take chunks from the common iterator until none is left or encoding stops."""
-            nonlocal num_vain
-            for file, index in chunks:
-                try:
-                    delta = await asyncio.to_thread(stored.encode_delta, base, file, index)
-                except FileNotFoundError:  # an overtaken version was retired meanwhile
-                    assert stored.base is None, f"{base.folder} went while {stored.folder} was built on it"
-                if stored.base is None:
-                    return  # stopped meanwhile
-                stored.add_delta(file, index, delta)
-                self._forward_chunk(stored, file, index)
-                num_vain += delta is None
-                if num_vain >= VAIN_DELTAS and not stored.deltas:
-                    self.stop(stored)
-
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(ENCODERS):
-                workers.create_task(encode_chunks())
-        self._done()
-
-    def stop(self, stored: StoredVersion) -> None:
-        """Make no more deltas of a version and drop those made; chunks that wait for one are sent in full."""
-        waiting = sorted(stored.unencoded)
-        stored.forget_deltas()
-        for file, index in waiting:
-            self._forward_chunk(stored, file, index)

@@ -2,7 +2,7 @@
 
 The learner's process owns a `Publisher`; it has no event loop. `publish` copies the tensors into pages that an
 older version no longer needs, and the learner waits for that copy alone (law 8). A thread, the finisher, then
-collects the digests, renames the folder, which the root notices, and maps pages for the next version. `publish`
+hashes the files, renames the folder, which the root notices, and maps pages for the next version. `publish`
 waits for the finisher first, so the two never touch pages, files and copier at once. A version's folder appears by
 rename, complete and with its digests, or not at all
 (`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A crash of the root makes no
@@ -10,27 +10,24 @@ difference to the learner.
 """
 
 import errno
-import mmap
 import shutil
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
 import torch
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Published
+from laminar_py.records.weights import Published
 from laminar_py.relay.device_copy import TensorCopier
-from laminar_py.relay.digests import Checksums, digest_of, hashing_threads, version_digest
+from laminar_py.relay.digests import digest_of, hash_file, hashing_threads, version_digest
+from laminar_py.relay.mapped_file import MappedFile, MappedFiles
 from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest
-from laminar_py.relay.pages import Pages, PagesCache
-from laminar_py.relay.store import (
+from laminar_py.relay.version_store import (
     complete_versions,
     describe_version,
     folder_name,
@@ -63,9 +60,7 @@ _DTYPES = {
 class Publisher:
     """Publishes versions into the root's store, e.g. `Publisher(store)`.
 
-    The whole tree cuts files into chunks of `chunk_bytes`. With `adapter_config`, which is the text of
-    `adapter_config.json`, each version is an adapter in peft's format with all tensors in one file. Raises
-    `ConfigError` for a bad size.
+    The whole tree cuts files into chunks of `chunk_bytes`. Raises `ConfigError` for a bad size.
     """
 
     def __init__(
@@ -74,14 +69,12 @@ class Publisher:
         *,
         chunk_bytes: int = 4 * 2**20,
         shard_bytes: int = SHARD_BYTES,
-        adapter_config: bytes | None = None,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES:
             raise ConfigError(f"chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._shard_bytes = shard_bytes
-        self._adapter_config = adapter_config
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         for unfinished in store.glob("v*.new"):
             shutil.rmtree(unfinished)
@@ -89,7 +82,7 @@ class Publisher:
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
         self._hashers = hashing_threads()
         self._copier = TensorCopier()
-        self._pages = PagesCache()
+        self._pages = MappedFiles()
         self._finishing: dict[int, Future[Published]] = {}  # by version, the last few
         self._last_task: Future[None] | None = None  # of the finisher, which is idle after it
 
@@ -106,21 +99,21 @@ class Publisher:
         if self._last_task is not None:
             self._last_task.result()
         folder = self._store / f"{folder_name(version)}.new"
-        files: list[VersionFile] = []
+        shards: list[Shard] = []
         with ExitStack() as undo:
-            undo.callback(self._discard, folder, files)
+            undo.callback(self._discard, folder)
             self._use_spare(folder)
             try:
-                self._write(folder, _check_names(tensors, version), files)
+                self._write(folder, _check_names(tensors, version), shards)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                raise no_room(self._store, version, sum(file.size for file in files)) from error
+                raise no_room(self._store, version, sum(shard.size for shard in shards)) from error
             undo.pop_all()
         self._highest = version
         stall_s = time.monotonic() - began
-        finishing = self._finisher.submit(self._finish, folder, version, files, stall_s)
-        self._last_task = self._finisher.submit(self._keep_pages, finishing, files)
+        finishing = self._finisher.submit(self._finish, folder, version, shards, stall_s)
+        self._last_task = self._finisher.submit(self._keep_pages, finishing, shards)
         self._finishing[version] = finishing
         for old in sorted(self._finishing)[:-MAX_REMEMBERED]:
             del self._finishing[old]
@@ -143,62 +136,25 @@ class Publisher:
             if not self._pages.open(path).is_unused:
                 path.unlink()
 
-    def _write(
-        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
-    ) -> None:
-        """Write the files of a version into `folder` and delete all others; appends each to `files` at once."""
-        if self._adapter_config is None:
-            self._write_shards(folder, tensors, files)
-        else:
-            self._write_adapter(folder, list(tensors), files, self._adapter_config)
-        for stale in set(folder.iterdir()) - {file.path for file in files}:
+    def _write(self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shards: list["Shard"]) -> None:
+        """Write the files of a version into `folder` and delete all others; appends each to `shards` at once."""
+        for name, tensor in tensors:
+            if not shards or not shards[-1].add(name, tensor, shard_bytes=self._shard_bytes):
+                if shards:
+                    shards[-1].finish()
+                path = folder / f"model-{len(shards) + 1:05}.safetensors"
+                shards.append(Shard(path, self._pages.open(path), self._copier))
+                shards[-1].add(name, tensor, shard_bytes=self._shard_bytes)
+        shards[-1].finish()
+        for stale in set(folder.iterdir()) - {shard.path for shard in shards}:
             stale.unlink()
 
-    def _write_shards(
-        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
-    ) -> None:
-        """Write tensors into safetensors files of at most `_shard_bytes`, and append the files to `files`."""
-        shard: Shard | None = None
-        for name, tensor in tensors:
-            if shard is None or not shard.add(name, tensor, shard_bytes=self._shard_bytes):
-                if shard is not None:
-                    shard.finish()
-                shard = self._open_shard(folder / f"model-{len(files) + 1:05}.safetensors")
-                files.append(shard)
-                shard.add(name, tensor, shard_bytes=self._shard_bytes)
-        if shard is not None:
-            shard.finish()
-
-    def _write_adapter(
-        self,
-        folder: Path,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        files: list["VersionFile"],
-        config: bytes,
-    ) -> None:
-        """Write the two files of an adapter. Its tensors are small, so all are read first to size the header."""
-        shard = self._open_shard(folder / ADAPTER_WEIGHTS, header_bytes=header_room(tensors))
-        files.append(shard)
-        for name, tensor in tensors:
-            added = shard.add(name, tensor, shard_bytes=sys.maxsize)
-            assert added, f"the header of {shard.path} has no room for {name}"
-        shard.finish()
-        file = VersionFile(*self._open_file(folder / ADAPTER_CONFIG))
-        files.append(file)
-        file.write(config)
-
-    def _open_shard(self, path: Path, *, header_bytes: int = HEADER_BYTES) -> "Shard":
-        return Shard(*self._open_file(path), self._copier, header_bytes=header_bytes)
-
-    def _open_file(self, path: Path) -> tuple[Path, Pages, Checksums]:
-        pages = self._pages.open(path)
-        return path, pages, Checksums(pages, chunk_bytes=self._chunk_bytes, threads=self._hashers)
-
-    def _finish(self, folder: Path, version: int, written: list["VersionFile"], stall_s: float) -> Published:
-        """Write manifest and checksums, and give the folder its final name. Runs on the finisher."""
+    def _finish(self, folder: Path, version: int, shards: list["Shard"], stall_s: float) -> Published:
+        """Hash the files, write the manifest, and give the folder its final name. Runs on the finisher."""
         with ExitStack() as undo:
-            undo.callback(self._discard, folder, written)
-            files, checksums = zip(*(file.complete() for file in written), strict=True)
+            undo.callback(self._discard, folder)
+            checksums = [shard.hash(chunk_bytes=self._chunk_bytes, threads=self._hashers) for shard in shards]
+            files = tuple(shard.describe(of_shard) for shard, of_shard in zip(shards, checksums, strict=True))
             manifest = Manifest(version, version_digest(files), self._chunk_bytes, files)
             with no_room_errors(self._store, version, manifest.num_bytes):
                 describe_version(folder, manifest, checksums)
@@ -206,19 +162,17 @@ class Publisher:
             undo.pop_all()
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
-    def _keep_pages(self, finishing: Future[Published], files: list["VersionFile"]) -> None:
+    def _keep_pages(self, finishing: Future[Published], shards: list["Shard"]) -> None:
         """Map the pages of a complete version for a later one; close deleted files. Runs on the finisher."""
         if finishing.exception() is None:
-            for file in files:
-                file.pages.keep_mapped()
-                self._copier.page_lock(file.pages)
+            for shard in shards:
+                shard.pages.keep_mapped()
+                self._copier.page_lock(shard.pages)
         self._pages.sweep()
 
-    def _discard(self, folder: Path, files: list["VersionFile"]) -> None:
-        """Delete all of a version that failed, once no copy or hashing task uses its files."""
+    def _discard(self, folder: Path) -> None:
+        """Delete all of a version that failed, once no copy uses its files."""
         self._copier.drop()
-        for file in files:
-            file.drop()
         if folder.exists():
             shutil.rmtree(folder)
         self._pages.sweep()
@@ -250,65 +204,18 @@ def _header_entry(tensor: torch.Tensor, begin: int, name: str) -> _HeaderEntry:
     return _HeaderEntry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
 
 
-def header_room(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Bytes, in whole pages, that the header of a safetensors file with just these tensors needs."""
-    end, entries = 0, {}
-    for name, tensor in tensors:
-        entries[name] = _header_entry(tensor, end, name)
-        end += tensor.nbytes
-    return -(-(8 + len(msgspec.json.encode(entries))) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-class VersionFile:
-    """A file of a version that the publisher writes, e.g. `VersionFile(path, pages, checksums)`."""
-
-    def __init__(self, path: Path, pages: Pages, checksums: Checksums) -> None:
-        self.path = path
-        self.pages = pages
-        self.size = 0  # bytes written so far
-        self._checksums = checksums
-
-    def write(self, data: bytes) -> None:
-        """Write the whole content. Raises `OSError` on a full file system."""
-        self.pages.write(0, np.frombuffer(data, np.uint8))
-        self.size = len(data)
-
-    def complete(self) -> tuple[FileEntry, bytes]:
-        """Wait for the checksums and cut the file to its size; returns its entry and the checksums."""
-        checksums = self._checksums.result(self.size)
-        self.pages.set_size(self.size)
-        return FileEntry(self.path.name, self.size, digest_of(checksums), self.width), checksums
-
-    def drop(self) -> None:
-        """Cancel the hashing; returns when no task reads the file any more."""
-        self._checksums.drop()
-
-    @property
-    def width(self) -> Literal[2, 4]:
-        """Bytes of an element, for deltas."""
-        return 4
-
-
-class Shard(VersionFile):
+class Shard:
     """A safetensors file that is written tensor by tensor, before the names of all are known.
 
-    Tensors lie one after the other behind `header_bytes` of room for the header, which is written last; so no
-    tensor moves once it is copied.
+    Tensors lie one after the other behind room for the header, which is written last. So no tensor moves once it
+    is copied.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        pages: Pages,
-        checksums: Checksums,
-        copier: TensorCopier,
-        *,
-        header_bytes: int = HEADER_BYTES,
-    ) -> None:
-        super().__init__(path, pages, checksums)
+    def __init__(self, path: Path, pages: MappedFile, copier: TensorCopier) -> None:
+        self.path = path
+        self.pages = pages
+        self.size = HEADER_BYTES  # bytes so far
         self._copier = copier
-        self._room = header_bytes
-        self.size = header_bytes
         self._header: dict[str, _HeaderEntry] = {}
         # The length in front and a brace, then the entries, each with the comma or brace behind it.
         self._header_bytes = 9
@@ -318,11 +225,11 @@ class Shard(VersionFile):
 
         The first tensor always fits, for a tensor cannot be split. Raises `OSError` on a full file system.
         """
-        entry = _header_entry(tensor, self._num_bytes, name)
+        entry = _header_entry(tensor, self.size - HEADER_BYTES, name)
         header_bytes = self._header_bytes + len(msgspec.json.encode({name: entry})) - 1
-        if self._header and (self.size + tensor.nbytes > shard_bytes or header_bytes > self._room):
+        if self._header and (self.size + tensor.nbytes > shard_bytes or header_bytes > HEADER_BYTES):
             return False
-        self._copier.copy(tensor, self.pages, self.size, filled=self._checksums.filled)
+        self._copier.copy(tensor, self.pages, self.size)
         self._header[name] = entry
         self._header_bytes = header_bytes
         self.size += tensor.nbytes
@@ -331,19 +238,19 @@ class Shard(VersionFile):
     def finish(self) -> None:
         """Wait for the tensors' copies, and write the header, padded with spaces as the format allows."""
         self._copier.wait()
-        room = self._room - 8
+        room = HEADER_BYTES - 8
         header = msgspec.json.encode(self._header)
         assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
         padded = room.to_bytes(8, "little") + header.ljust(room)
         self.pages.write(0, np.frombuffer(padded, np.uint8))
 
-    @property
-    def _num_bytes(self) -> int:
-        """Bytes of tensors."""
-        return self.size - self._room
+    def hash(self, *, chunk_bytes: int, threads: Executor) -> bytes:
+        """Cut the finished file to its size; returns its checksums, [num_chunks * CHECKSUM_BYTES]."""
+        self.pages.set_size(self.size)
+        return hash_file(self.pages, self.size, chunk_bytes=chunk_bytes, threads=threads)
 
-    @property
-    def width(self) -> Literal[2, 4]:
-        """Bytes of an element, by the dtypes that take most of the file, for deltas."""
+    def describe(self, checksums: bytes) -> FileEntry:
+        """The file's entry in the manifest; deltas use the size of the elements that take most of the file."""
         halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
-        return 2 if 2 * sum(end - begin for begin, end in halves) >= self._num_bytes else 4
+        mostly_halves = 2 * sum(end - begin for begin, end in halves) >= self.size - HEADER_BYTES
+        return FileEntry(self.path.name, self.size, digest_of(checksums), 2 if mostly_halves else 4)

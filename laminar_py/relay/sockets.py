@@ -213,8 +213,8 @@ class SocketFactory:
             # Without an authenticator libzmq encrypts, but admits every key.
             self._authenticator = AsyncioAuthenticator(self._context)
             self._authenticator.start()
-            own = self._keys.public.encode()
-            provider = SimpleNamespace(callback=lambda domain, key: key == own)
+            shared_key = self._keys.public.encode()
+            provider = SimpleNamespace(callback=lambda domain, key: key == shared_key)
             self._authenticator.configure_curve_callback(credentials_provider=provider)
         socket = self._socket(zmq.ROUTER, max_frame_bytes=max_frame_bytes)
         socket.set(zmq.SNDHWM, max_queue)
@@ -326,12 +326,12 @@ class _PeerSocket:
 
     def _receive(self, limit: int) -> list[list[zmq.Frame]]:
         """Up to `limit` messages that have come."""
-        found: list[list[zmq.Frame]] = []
+        messages: list[list[zmq.Frame]] = []
         with contextlib.suppress(zmq.Again):
-            while len(found) < limit:
-                found.append(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            while len(messages) < limit:
+                messages.append(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         self._check_readable()
-        return found
+        return messages
 
     def _send(self, frames: list[bytes]) -> bool:
         """Send a message; False, and dropped, if no peer takes it now."""

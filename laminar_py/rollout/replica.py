@@ -1,15 +1,24 @@
 """A rollout replica: it runs trajectories in its engine, and decides when the engine takes new weights.
 
-The replica process wires it. The controller calls `start_assignments`, `abort`, `next_report`, and for repacking
-`survey`, `expect`, `give_up`. Weights come from the local relay. `rollout.admission` has the state.
+    controller: start_assignments, abort, stop, survey, expect, give_up
+        |                                                          ^ next_report: tokens, loads, remaining room
+        v                                                          |
+    +- Replica ----------------------------------------------------+--------------------+
+    |  admission: may a trajectory begin under this version?     outbox                 |
+    |      v                                                       ^                    |
+    |  Streams: a request for each turn, deltas come back ---------+--> store: segment, journal
+    |      v  ^                                                                         |
+    |   engine  <--- load, swap --- serve: the loop <--- newest version --- relay       |
+    +-----------------------------------------------------------------------------------+
+
+`Replica.serve` is the loop; the controller's calls run between its turns. It wakes when the relay has a newer
+version, when the last trajectory left, or when trajectories wait for their version.
 
 Under `drain` a replica admits a batch under a version, finishes it, loads the newest weights and admits the next
 batch. It admits nothing before it has weights. Under `drain` it leaves a version only when no trajectory of that
 version runs here or is on its way here (law 2). If the engine is lost, one last report has all delivered tokens,
-and the next `next_report` raises.
-
-No request enters the engine during a load, and each load is in one
-report (`tests/rollout/test_replica.py`).
+and the next `next_report` raises. No request enters the engine during a load, and each load is in one report
+(`tests/rollout/test_replica.py`).
 """
 
 import asyncio
@@ -291,17 +300,33 @@ class Replica:
             await self._streams.give_up(trajectory_ids)
         self._out.flush_now()
 
-    # ---- loops of the process
+    # ---- the loop, and tasks beside it
+
+    async def serve(self) -> None:
+        """The loop: load weights whenever the state of the replica allows it, until the engine is lost."""
+        while self._admission.state is not ReplicaState.LOST:
+            await self._weights_wanted.wait()
+            self._weights_wanted.clear()
+            async with self._weights_kept:
+                with self._watching_for_loss():
+                    if self._running and not self._pinned and self._may_swap():
+                        await self._loader.swap(self._policy, may_swap=self._may_swap)
+                    elif self._running or self._promised_version:
+                        continue  # its trajectories, or trajectories on their way here, need this version
+                    elif self._pinned:
+                        await self._load_pinned()
+                    else:
+                        await self._begin_batch()
 
     async def run(self) -> None:
-        """Start the initial assignments, then serve until cancelled."""
+        """Start the initial assignments, then run the loop and its watchers until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._streams.open(tasks)
                 self.start_assignments(self._initial)
                 tasks.create_task(self._watch_engine(), name="watch-engine")
                 tasks.create_task(self._follow_relay(), name="follow-relay")
-                tasks.create_task(self._refresh_weights(), name="refresh-weights")
+                tasks.create_task(self.serve(), name="serve")
                 tasks.create_task(self._watch_partials(), name="watch-partials")
                 tasks.create_task(self._keep_synced(), name="keep-synced")
         finally:
@@ -315,30 +340,6 @@ class Replica:
         while True:
             self._newest = await self._weights.wait_newer(self._newest)
             self._weights_wanted.set()
-
-    async def _refresh_weights(self) -> None:
-        while self._admission.state is not ReplicaState.LOST:
-            await self._weights_wanted.wait()
-            self._weights_wanted.clear()
-            async with self._weights_kept:
-                with self._watching_for_loss():
-                    await self._refresh()
-
-    async def _refresh(self) -> None:
-        """Load weights if the replica may: under its running trajectories, or between two batches.
-
-        An idle replica keeps its version while it expects trajectories or members of evaluation passes. It then
-        loads the version of pinned trajectories first, and otherwise starts a new batch under the newest version.
-        """
-        if self._running:
-            if not self._pinned and self._may_swap():
-                await self._loader.swap(self._policy, may_swap=self._may_swap)
-        elif self._expected or self._expected_passes - {item.group_id for item in self._pinned}:
-            return  # it promised to keep its version
-        elif self._pinned:
-            await self._load_pinned()
-        else:
-            await self._begin_batch()
 
     async def _watch_partials(self) -> None:
         """Journal or report new tokens every `_partial_interval_s`, and abort overdue trajectories."""
@@ -459,6 +460,11 @@ class Replica:
     def _serves(self) -> bool:
         """Whether no weights are being loaded."""
         return self._streams.serving.is_set()
+
+    @property
+    def _promised_version(self) -> bool:
+        """Whether it expects trajectories, or further members of evaluation passes, under its version."""
+        return bool(self._expected or self._expected_passes - {item.group_id for item in self._pinned})
 
     @property
     def _keeps_version(self) -> bool:

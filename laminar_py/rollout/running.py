@@ -20,7 +20,7 @@ import numpy as np
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.credit import RoleCredit
 from laminar_py.records.engine import Delta, GenerateRequest
-from laminar_py.records.environment import ModelTurn, TurnDelta
+from laminar_py.records.environment import ModelTurn
 from laminar_py.records.pieces import (
     Piece,
     RoutedExperts,
@@ -114,9 +114,6 @@ class RunningTrajectory:
     environment_s: float = 0.0  # unreported time of its environment
     reward: float | None = None  # from its environment
     roles: tuple[RoleCredit, ...] = ()  # roles to which its environment gave rewards
-    listens: bool = False  # its environment gets the current turn token by token
-    streamed_from: int = 0  # response tokens before the current turn
-    streamed: int = 0  # leading response tokens that its environment got
     task: "asyncio.Task[None] | None" = None  # brings it into the engine, and may read its stream
     is_open: bool = False  # an engine stream has not ended
     over: "asyncio.Future[None] | None" = None  # done at the end of that stream, if somebody waits
@@ -147,8 +144,6 @@ class RunningTrajectory:
             prefix_ids=self.response_ids,
             sampling=sampling,
             routed=self.routed,
-            has_turns=item.problem is not None,
-            one_by_one=self.listens,
         )
         return in_context(whole, self.all_spans) if self._is_tree else whole
 
@@ -274,25 +269,6 @@ class RunningTrajectory:
             response_ids=self.response_ids,
             spans=self.all_spans,
             logprobs=_last(self.logprobs, self.length - self._turn_start, self.prefix_logprobs),
-        )
-
-    def begin_turn(self, *, listens: bool) -> None:
-        """Begin a turn; if its environment `listens`, `pop_turn_delta` returns its tokens as they are sampled."""
-        self.listens, self.streamed_from, self.streamed = listens, self.length, self.length
-
-    def pop_turn_delta(self) -> TurnDelta | None:
-        """Return tokens of the current turn that its environment has not got, None if there are none."""
-        count = self.length - self.streamed
-        if not count:
-            return None
-        start, self.streamed = self.streamed - self.streamed_from, self.length
-        prefix = _NO_IDS if self.prefix is None else self.prefix
-        return TurnDelta(
-            trajectory_id=self.assignment.trajectory_id,
-            turn_start=self.streamed_from,
-            place=start,
-            ids=_last(self.ids, count, prefix),
-            logprobs=_last(self.logprobs, count, self.prefix_logprobs),
         )
 
     @property

@@ -26,7 +26,6 @@ from functools import partial
 
 from laminar_py.records.engine import Delta, EngineLostError, InferenceEngine, PauseMode, PushEngine, RefusedError
 from laminar_py.records.environment import Environments, EnvironmentTurn
-from laminar_py.records.host import Clock
 from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
@@ -72,55 +71,6 @@ async def _raise(mistake: asyncio.Future[None]) -> None:
     await mistake
 
 
-class Listeners:
-    """Streams turns to listening environments; calls `lost(error)` if tokens cannot be stored."""
-
-    def __init__(
-        self,
-        environments: Environments | None,
-        store: ResponseStore,
-        clock: Clock,
-        *,
-        callbacks: Callbacks,
-        lost: Callable[[EngineLostError], None],
-    ) -> None:
-        self._environments = environments
-        self._store = store
-        self._clock = clock
-        self._callbacks = callbacks
-        self._lost = lost
-        self._with_new_tokens: dict[str, RunningTrajectory] = {}  # with tokens not sent yet
-
-    def sampled(self, running: RunningTrajectory) -> None:
-        """Schedule the sending of a trajectory's new tokens, together with tokens of other trajectories."""
-        if self._environments is None:
-            return
-        if not self._with_new_tokens:
-            asyncio.get_running_loop().call_soon(self._send, self._environments)
-        self._with_new_tokens[running.assignment.trajectory_id] = running
-
-    def _send(self, environments: Environments) -> None:
-        """Send the tokens that trajectories have sampled since the last call to their environments.
-
-        The journal gets the tokens first, so that an environment never knows tokens that a crash could lose. If
-        the journal cannot be written, the engine counts as lost and the environments get nothing.
-        """
-        sampled, self._with_new_tokens = self._with_new_tokens, {}
-        if self._callbacks.ended:
-            return
-        inside = [running for running in sampled.values() if running.state is StreamState.IN_ENGINE]
-        with self._callbacks.guarded():
-            pieces = [running.pop_unjournaled(self._clock.now()) for running in inside]
-            try:
-                self._store.journal([piece for piece in pieces if piece is not None])
-            except EngineLostError as error:
-                self._lost(error)
-                return
-            deltas = [delta for running in inside if (delta := running.pop_turn_delta()) is not None]
-            if deltas:
-                environments.receive_deltas(deltas)
-
-
 log = logging.getLogger(__name__)
 
 
@@ -147,7 +97,6 @@ class Streams:
         self._lost = lost
         self._environments = environments
         self._callbacks = Callbacks()
-        self._listeners = Listeners(environments, store, out.clock, callbacks=self._callbacks, lost=lost)
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Run the tasks of streams in a task group."""
@@ -208,7 +157,7 @@ class Streams:
 
     async def interrupt(self) -> list[RunningTrajectory]:
         """Abort all streams for new weights, and return their trajectories for `resume_interrupted`."""
-        interrupted = [one for one in self.running.values() if one.state is StreamState.IN_ENGINE]
+        interrupted = [running for running in self.running.values() if running.state is StreamState.IN_ENGINE]
         # only streams of this moment: a turn that ends meanwhile starts a new stream, which waits for the weights
         streams = [running.stream_end() for running in interrupted if running.is_open]
         for running in interrupted:
@@ -384,7 +333,6 @@ class Streams:
             running.append_observation(
                 answer.ids[: running.room], follows=answer.follows, max_tokens=answer.max_tokens
             )
-            running.begin_turn(listens=answer.listens)
             if running.room:
                 return True
             self._end_full(running)
@@ -432,8 +380,6 @@ class Streams:
         self._out.generated += len(delta.ids) if item.kind is Kind.TRAIN else 0
         if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
             self._out.report_first_token(item, delta.version)  # fixes the version of its pass
-        if running.listens:
-            self._listeners.sampled(running)
 
     def _stream_ended(self, running: RunningTrajectory, reason: FinishReason) -> None:
         """Handle the end of a stream: an interruption, the end of a turn, or the end of the response."""

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.config.cluster import TopologyKind
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
-from laminar_py.relay.tree import grow_tree, shape_of
+from laminar_py.relay.tree import grow_tree
 from laminar_py.runtime.cluster.backend import free_port, nodes, on_node
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
@@ -236,7 +235,7 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     }, "a pool has a server"
     assert [plan.reference and plan.reference.gpus] == [needs.rank_gpus if needs.reference else None]
     assert plan.relays[0] == plan.learner[0].node
-    tree = grow_tree(shape_of(TopologyKind.KARY, fanout=2), [""] * len(plan.relays))
+    tree = grow_tree(len(plan.relays), fanout=2)
     for index, place in enumerate(plan.replicas):
         if place is not None:
             assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"

@@ -36,4 +36,4 @@ def test_every_extra_that_is_named_anywhere_can_be_installed():
         for found in re.findall(r"laminar-py\[([a-z,-]+)\]", file.read_text())
         for extra in found.split(",")
     }
-    assert {"sglang", "flash-attn", "lora"} <= named <= set(extras)
+    assert {"sglang", "lora"} <= named <= set(extras)

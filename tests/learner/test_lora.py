@@ -1,9 +1,8 @@
-"""Adapters keep the laws of the whole policy, and what they publish is peft's own format."""
+"""Adapters keep the laws of the whole policy, and published versions have them merged."""
 
 import shutil
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +23,6 @@ from tests.learner.builders import (
     make_model_folder,
     make_sequences,
     pack,
-    write_adapters,
 )
 from tests.learner.ranks import run_ranks
 from tests.learner.test_sharded import WORLD_SIZE, measured, microbatches
@@ -84,17 +82,19 @@ def test_a_policy_with_fresh_adapters_is_its_base_and_only_they_learn(model_fold
     assert any(not torch.equal(tensor, before[name]) for name, tensor in full_parameters(learner).items())
 
 
-def test_peft_itself_reads_what_is_published_and_computes_the_same(model_folder: Path, tmp_path: Path):
-    learner = trained(model_folder)
-    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, write_adapters(learner, tmp_path / "v1"))
-    (sequence,) = make_sequences((12,))
-    ids = torch.tensor(sequence.ids)
-    expected = torch.log_softmax(model(ids[None]).logits[0], dim=-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    logprobs, _ = policy_logprobs(learner.model, pack([sequence], num_total=1))
-    torch.testing.assert_close(logprobs[:-1], expected)
-    untrained, _ = policy_logprobs(make_learner(model_folder).model, pack([sequence], num_total=1))
-    assert not torch.allclose(logprobs, untrained, atol=1e-3)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_published_version_is_the_policy_without_adapters_beside_it(tmp_path: Path, tied):
+    """transformers loads it as the whole model, without peft."""
+    base = make_model_folder(tmp_path / "base", tied=tied)
+    learner = trained(base)
+    shutil.copytree(base, tmp_path / "v1")
+    save_file(full_parameters(learner), tmp_path / "v1" / "model.safetensors", metadata={"format": "pt"})
+    assert full_parameters(learner).keys() == full_parameters(make_learner(base)).keys()
+    (one,) = batch(9)
+    logprobs, _ = policy_logprobs(learner.model, one)
+    merged, _ = policy_logprobs(make_learner(tmp_path / "v1").model, one)
+    torch.testing.assert_close(merged, logprobs, rtol=0, atol=1e-5)
+    assert not torch.allclose(policy_logprobs(make_learner(base).model, one)[0], logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize("recompute", Recompute)
@@ -131,19 +131,15 @@ def test_a_checkpoint_has_adapters_alone_and_continues_bit_by_bit(model_folder: 
 @pytest.mark.parametrize(
     ("seed", "lora", "fault"),
     [
-        (
-            9,
-            ADAPTED.lora,
-            r"belong to a base with digest \w+, and model.path, or its warm start, has \w+; set model.path",
-        ),
-        (0, LoraConfig(rank=4, alpha=32.0), r"have learner\.lora\.alpha=8, not 32; set it back"),
-        (0, LoraConfig(rank=8, alpha=8.0), r"have learner\.lora\.rank=4, not 8; set it back"),
+        (9, ADAPTED.lora, r"base \w{8}, and this run has a .*, base \w{8}; set model\.path, its warm start"),
+        (0, LoraConfig(rank=4, alpha=32.0), r"rank 4 and alpha 8 .* has .* rank 4 and alpha 32"),
+        (0, LoraConfig(rank=8, alpha=8.0), r"rank 4 and alpha 8 .* has .* rank 8 and alpha 8"),
         (
             0,
             LoraConfig(rank=4, alpha=8.0, targets=(LoraTarget.Q_PROJ,)),
-            r"have learner\.lora\.targets=down_proj,.*, not q_pr",
+            r"on down_proj,.* has .* on q_proj, base",
         ),
-        (0, None, r"holds adapters alone, and learner\.lora is not set; have learner\.lora as it was"),
+        (0, None, r"with adapters of rank 4 .*, and this run has a qwen3 of [\d,]+ parameters \(\w{8}\); set"),
     ],
     ids=["base", "alpha", "rank", "targets", "none"],
 )
@@ -157,7 +153,7 @@ def test_a_checkpoint_of_adapters_fits_its_own_base_and_settings_alone(model_fol
 
 def test_a_checkpoint_of_all_weights_is_none_of_adapters(model_folder: Path, tmp_path: Path):
     make_learner(model_folder).save(tmp_path / "step-0")
-    with pytest.raises(ValueError, match=r"holds all weights, and learner\.lora is set; have learner\.lora as it"):
+    with pytest.raises(ValueError, match=r"was saved of .*, and this run has a .* with adapters"):
         make_learner(model_folder, settings=ADAPTED).load(tmp_path / "step-0")
 
 

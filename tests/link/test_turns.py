@@ -1,7 +1,6 @@
 """Turns and answers over real sockets: in order, after restarts and lost connections, and from nobody else."""
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -10,10 +9,10 @@ import numpy as np
 import pytest
 
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
 from laminar_py.runtime.link import turns
-from laminar_py.runtime.link.turns import AskedTurn, DeltaFrame, RemoteEnvironments, TurnServer
+from laminar_py.runtime.link.turns import AskedTurn, RemoteEnvironments, TurnServer
 from tests.environment.turns import problem
 
 KEYS = RelayKeys.generate()
@@ -22,35 +21,24 @@ LOOPBACK = "127.0.0.1"
 NAMES = [f"g{number}.0" for number in range(8)]
 
 
-def delta(place, *, name="g0.0"):
-    ids = np.array([place], np.int32)
-    return TurnDelta(trajectory_id=name, turn_start=4, place=place, ids=ids, logprobs=np.zeros(1, np.float32))
-
-
 def turn(*ids, name="g0.0"):
     return ModelTurn(trajectory_id=name, problem=problem(1), response_ids=np.array(ids, np.int32), spans=())
 
 
 class Process:
-    """An environment process that answers a turn with its tokens, after `way_s`; `busy_s` delays its deltas."""
+    """An environment process that answers a turn with its tokens, after `way_s`."""
 
-    def __init__(self, run, index=0, *, busy_s=0.0, way_s=0.0):
-        self.places, self.names, self.forgotten, self.frames, self.turns = [], [], [], 0, 0
-        self._came, self._busy_s, self._way_s = asyncio.Event(), busy_s, way_s
+    def __init__(self, run, index=0, *, way_s=0.0):
+        self.names, self.forgotten, self.turns = [], [], 0
+        self._came, self._way_s = asyncio.Event(), way_s
         server = TurnServer(KEYS, LOOPBACK, run_dir=run, index=index)
         self.task = asyncio.create_task(server.run(self))
 
     async def answer(self, asked):
         self.turns += 1
+        self.names.append(asked.trajectory_id)
         await asyncio.sleep(self._way_s)
         return EnvironmentTurn(ids=asked.response_ids, elapsed_s=0.01)
-
-    def receive_deltas(self, deltas):
-        self.frames += 1
-        self.places += [one.place for one in deltas]
-        self.names += [one.trajectory_id for one in deltas]
-        self._came.set()
-        time.sleep(self._busy_s)
 
     def forget(self, trajectory_ids):
         self.forgotten += trajectory_ids
@@ -60,9 +48,6 @@ class Process:
         while not condition():
             self._came.clear()
             await self._came.wait()
-
-    async def heard(self, place):
-        await self.until(lambda: place in self.places)
 
     async def end(self):
         self.task.cancel()
@@ -91,15 +76,13 @@ async def test_the_time_of_an_answer_includes_its_way(tmp_path):
         assert all(answer.elapsed_s > 0.19 for answer in answers)
 
 
-async def test_turns_and_parts_wait_for_a_process_that_starts_later(tmp_path):
+async def test_a_turn_waits_for_a_process_that_starts_later(tmp_path):
     async with environments(tmp_path) as remote:
         waiting = asyncio.create_task(remote.answer(turn(7)))
-        remote.receive_deltas([delta(3)])
         await asyncio.sleep(0.1)
         assert not waiting.done()
         process = Process(tmp_path)
         assert (await waiting).ids.tolist() == [7]
-        await process.heard(3)
         await process.end()
 
 
@@ -112,8 +95,6 @@ async def test_a_turn_goes_to_the_process_that_replaces_a_crashed_one(tmp_path):
         after = Process(tmp_path)
         assert (await waiting).ids.tolist() == [7]
         assert (before.turns, after.turns) == (1, 1)
-        remote.receive_deltas([delta(1)])
-        await after.heard(1)
         await after.end()
 
 
@@ -158,10 +139,6 @@ async def test_each_process_has_the_trajectories_of_its_own(tmp_path):
     async with environments(tmp_path, *processes, workers=2) as remote:
         for name in NAMES:
             await remote.answer(turn(1, name=name))
-        remote.receive_deltas([delta(0, name=name) for name in NAMES])
-        for process in processes:
-            await process.heard(0)
-            assert process.turns == len(process.names), "a part goes where its turn goes"
         assert sorted(processes[0].names + processes[1].names) == NAMES
         for name in NAMES:
             await remote.forget(name)
@@ -174,27 +151,15 @@ async def test_a_missing_process_holds_up_no_turn_of_another(tmp_path):
     process = Process(tmp_path, 0)
     async with environments(tmp_path, process, workers=2) as remote:
         answers = [asyncio.create_task(remote.answer(turn(1, name=name))) for name in NAMES]
-        remote.receive_deltas([delta(0, name=name) for name in NAMES])
-        await process.heard(0)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         assert sum(answer.done() for answer in answers) == len(process.names) < len(NAMES)
         for answer in answers:
             answer.cancel()
 
 
-async def test_parts_arrive_in_order(tmp_path):
-    process = Process(tmp_path)
-    async with environments(tmp_path, process) as remote:
-        for place in range(0, 100, 2):
-            remote.receive_deltas([delta(place), delta(place + 1)])
-            await asyncio.sleep(0.001)
-        await process.heard(99)
-        assert process.places == list(range(100))
-
-
 async def test_a_stranger_is_not_heard_and_damaged_frames_cost_nothing(tmp_path):
     process, stranger = Process(tmp_path), peer_sockets(RelayKeys.generate())
-    lists = DeltaFrame([msgspec.structs.replace(delta(6), ids=[1, 2])])  # in the place of an array's bytes
+    lists = AskedTurn(1, msgspec.structs.replace(turn(6), response_ids=[1, 2]))  # in the place of an array's bytes
     async with environments(tmp_path, process) as remote:
         await remote.answer(turn(1))
         connect = partial(PeerClient, endpoint=remote._links[0]._endpoint)
@@ -206,15 +171,13 @@ async def test_a_stranger_is_not_heard_and_damaged_frames_cost_nothing(tmp_path)
             b"\x91\xff",
             encode(["no part"]),
             encode(lists),
-            encode(DeltaFrame([delta(5)])),
+            encode(AskedTurn(8, turn(5))),
         ):
             while not junk.send(frame):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not other.send(encode(AskedTurn(1, turn(6)))), "its connection was refused"
-        await process.heard(5)
-        remote.receive_deltas([delta(7)])
-        await process.heard(7)
-        assert (process.places, process.turns) == ([5, 7], 1)
+        await remote.answer(turn(7))
+        assert process.turns == 3
         assert not process.task.done()
         for socket, wire in ((other, stranger), (junk, peer)):
             socket.close()

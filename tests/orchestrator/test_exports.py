@@ -206,7 +206,7 @@ def test_adapters_of_a_warm_start_are_merged_into_its_result_or_it_is_missed_in_
     (base,) = cache.iterdir()
     make_model_folder(base, tied=True, seed=4)
     with pytest.raises(
-        ValueError, match=r"step-1: its adapters belong to a base with digest .*; set model.path to"
+        ValueError, match=r"step-1: was saved of .* base \w{8}, and this run has .*; set model.path"
     ):
         export(tmp_path / "run", tmp_path / "other")
     base.rename(tmp_path / "elsewhere")

@@ -122,8 +122,7 @@ def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
         (Bottleneck.REWARD, (), "reward.workers"),
         (Bottleneck.LEARNER, ("learner.recompute=all",), "learner.recompute"),
         (Bottleneck.LEARNER, (), "learner.world_size"),
-        (Bottleneck.WEIGHTS, ("relay.max_bytes_per_s=1e5",), "relay.max_bytes_per_s"),
-        (Bottleneck.WEIGHTS, (), "relay.topology"),
+        (Bottleneck.WEIGHTS, ("relay.fanout=2",), "relay.fanout"),
         (Bottleneck.LONG_TAIL, (), "rollout.on_new_weights"),
         (Bottleneck.FRESHNESS, (), "staleness.max_staleness"),
         (Bottleneck.REWARD, ("schedule=sync",), "schedule"),
@@ -179,7 +178,7 @@ def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised_nor_rarer_ve
 
 def test_slow_weights_have_a_remedy_left_where_settings_have_none():
     step = replace(mean_step_of(**BOTTLENECKS[Bottleneck.WEIGHTS]), age=Age(lost=0.3, kl={}))
-    found = advised(step, "learner.lora.rank=16", "relay.topology=auto")
+    found = advised(step, "relay.fanout=1")
     assert [one.key for one in found.remedies] == ["relay.host"]
 
 
@@ -233,7 +232,6 @@ def test_the_end_of_drain_says_that_repacking_ends_with_it(overrides, words):
     ("bottleneck", "remedy", "step_s"),
     [
         (Bottleneck.REWARD, Remedy("reward.workers", "2 -> 5", ""), 10.0 - 9.8 + 9.8 * 2 / 5),
-        (Bottleneck.WEIGHTS, Remedy("relay.max_bytes_per_s", "300000 -> 3000000, or none", ""), 10.0 - 9.5 * 0.9),
         (Bottleneck.LONG_TAIL, Remedy("rollout.on_new_weights", "drain -> resume", ""), 10.0 - 7.0),
         (Bottleneck.FRESHNESS, Remedy("staleness.max_staleness", "0 -> 2", ""), 4.0),
     ],
@@ -245,7 +243,7 @@ def test_a_remedy_is_predicted_at_the_very_value_that_it_sets(bottleneck, remedy
 @pytest.mark.parametrize("bottleneck", BOTTLENECKS)
 def test_on_full_cores_the_first_remedy_of_every_bottleneck_promises_at_most_a_tenth(bottleneck):
     step = on_full_cores(**BOTTLENECKS[bottleneck])
-    config = load_config(CONFIG, ["relay.max_bytes_per_s=3e5", WITH_ENVIRONMENT])
+    config = load_config(CONFIG, [WITH_ENVIRONMENT])
     first = remedies(bottleneck, config, step)[0]
     assert 1.0 <= step.measured_s / what_if_set(step, bottleneck, first) <= 1.1
 
@@ -261,7 +259,7 @@ def test_every_remedy_names_a_setting_that_exists():
     steps = [mean_step_of(**times) for times in BOTTLENECKS.values()]
     steps += [on_full_cores(generation_s=9.9), replace(steps[0], age=Age(lost=0.6, kl={}))]
     for step in steps:
-        found = advised(step, "learner.recompute=all", "relay.max_bytes_per_s=1e5")
+        found = advised(step, "learner.recompute=all")
         for remedy in found.remedies:
             section = type(load_config(CONFIG, []))
             for name in remedy.key.split("."):

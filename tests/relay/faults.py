@@ -21,9 +21,9 @@ from blake3 import blake3
 from safetensors.torch import load_file
 
 from laminar_py.records.weights import Published, PulledVersion, VersionLostError
-from laminar_py.relay.store import SPARE, complete_versions
 from laminar_py.relay.subscriber import RelayError, Subscriber
 from laminar_py.relay.tree import Topology
+from laminar_py.relay.version_store import SPARE, complete_versions
 from tests.relay.fleet import Member, Mischief
 from tests.relay.tree import CHUNK, KEYS, digest
 

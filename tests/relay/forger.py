@@ -11,7 +11,7 @@ from laminar_py.relay import messages as m
 from laminar_py.relay.delta import encode
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.sockets import to_frames
-from laminar_py.relay.store import StoredVersion
+from laminar_py.relay.version_store import StoredVersion
 from tests.relay.delta_builders import Forgery, weights
 from tests.relay.tree import CHUNK
 

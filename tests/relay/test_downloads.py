@@ -24,7 +24,7 @@ from laminar_py.relay.messages import (
     VersionPulled,
     Want,
 )
-from laminar_py.relay.store import Store, StoredVersion
+from laminar_py.relay.version_store import StoredVersion, VersionStore
 from tests.depth import examples
 from tests.relay.tree import (
     CHUNK,
@@ -251,7 +251,7 @@ WINDOW = 4  # what a version of such large chunks gets
 
 
 def download_of(origin: StoredVersion, folder: Path, *, window: int) -> Download:
-    store = Store(folder / "store", keep_versions=1)
+    store = VersionStore(folder / "store", keep_versions=1)
     store.open()
     return Download(store.begin(origin.manifest), window=window, now=lambda: 0.0)
 

@@ -23,8 +23,8 @@ from laminar_py.relay import messages as m
 from laminar_py.relay.delta import encode
 from laminar_py.relay.digests import chunk_checksum, version_digest
 from laminar_py.relay.sockets import CONTROL_BYTES
-from laminar_py.relay.store import StoredVersion
 from laminar_py.relay.subscriber import Subscriber
+from laminar_py.relay.version_store import StoredVersion
 from tests.relay.delta_builders import Forgery
 from tests.relay.faults import LIBZMQ_4841
 from tests.relay.fleet import Member

@@ -5,7 +5,6 @@ import re
 import resource
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,30 +15,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Published
-from laminar_py.relay import digests
-from laminar_py.relay.device_copy import TensorCopier
+from laminar_py.records.weights import Published
 from laminar_py.relay.digests import (
     TASK_BYTES,
-    Checksums,
     digest_of,
-    hashing_threads,
     read_checksums,
     version_digest,
 )
-from laminar_py.relay.pages import Pages, allow_many_files
-from laminar_py.relay.publisher import HEADER_BYTES, SHARD_BYTES, Publisher, Shard, header_room
-from laminar_py.relay.store import CHECKSUMS, MANIFEST, SPARE, NoRoomError, Store, folder_name
+from laminar_py.relay.mapped_file import MappedFile, allow_many_files
+from laminar_py.relay.publisher import HEADER_BYTES, SHARD_BYTES, Publisher
+from laminar_py.relay.version_store import CHECKSUMS, SPARE, NoRoomError, VersionStore, folder_name
 from tests.relay.faults import small_disk
-from tests.relay.tree import CHUNK, PATIENCE_S, folder_bytes, tensors
+from tests.relay.tree import CHUNK, folder_bytes, tensors
 
-EARLY_TASKS = 2  # here, to be quick
-RUN_BYTES = EARLY_TASKS * TASK_BYTES  # what is hashed during the copy is cut into such runs
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "EARLY_TASKS", EARLY_TASKS)
+RUN_BYTES = 2 * TASK_BYTES
 
 
 def publish(publisher: Publisher, version: int, given: Iterable[tuple[str, torch.Tensor]]) -> Published:
@@ -53,9 +42,8 @@ def publishing(
     *,
     chunk_bytes: int = CHUNK,
     shard_bytes: int = SHARD_BYTES,
-    adapter_config: bytes | None = None,
 ) -> Iterator[Publisher]:
-    publisher = Publisher(store, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config)
+    publisher = Publisher(store, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes)
     try:
         yield publisher
     finally:
@@ -125,60 +113,9 @@ def test_safetensors_gives_back_every_dtype_and_shape(publisher: Publisher, tmp_
         assert got[name].float().equal(tensor.float())
 
 
-def test_adapters_are_two_files_of_just_their_size(tmp_path: Path) -> None:
-    """However many tensors: a 70B model has more than the header of a plain file has room for."""
-    config = b'{"peft_type": "LORA"}'
-    name = PREFIX + "model.layers.{}.self_attn.q_proj.lora_A.weight"
-    given = {name.format(i): torch.ones(1, 2) * i for i in range(2000)}
-    with publishing(tmp_path, adapter_config=config) as publisher:
-        published = publish(publisher, 1, given.items())
-        assert publish(publisher, 2, given.items()).digest == published.digest
-    weights, notes = (tmp_path / "v1" / name for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
-    assert {path.name for path in (tmp_path / "v1").iterdir()} == {weights.name, notes.name, MANIFEST, CHECKSUMS}
-    assert notes.read_bytes() == config
-    got = load_file(weights)
-    assert got.keys() == given.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in given.items())
-    assert published.num_bytes == weights.stat().st_size + len(config)
-    store = Store(tmp_path, keep_versions=1)
-    store.open()
-    assert [entry.name for entry in store.complete[1].manifest.files] == [weights.name, notes.name]
-
-
-def adapters(count: int) -> dict[str, torch.Tensor]:
-    name = PREFIX + "model.layers.{}.self_attn.q_proj.lora_A.weight"
-    return {name.format(i): torch.ones(1, 2) * i for i in range(count)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_room_for_a_header_of_just_these_tensors_takes_all_of_them(tmp_path: Path, dtype) -> None:
-    """Whatever is left of its last page: the size that is counted while tensors come is the exact one."""
-    path = tmp_path / "adapters"
-    pages, copier = Pages(path), TensorCopier()
-    with hashing_threads() as threads:
-        for count in range(250, 290):  # the headers end at any place of a page
-            given = {name: tensor.to(dtype) for name, tensor in adapters(count).items()}
-            checksums = Checksums(pages, chunk_bytes=CHUNK, threads=threads)
-            shard = Shard(path, pages, checksums, copier, header_bytes=header_room(given.items()))
-            assert all(shard.add(name, tensor, shard_bytes=2**30) for name, tensor in given.items()), count
-            shard.finish()
-            assert load_file(path).keys() == given.keys()
-            checksums.drop()
-            pages.set_size(0)
-
-
-def test_adapters_of_every_count_are_published_in_full(tmp_path: Path) -> None:
-    """Counts that leave from none to all of the last page of the header."""
-    with publishing(tmp_path, adapter_config=b"{}") as publisher:
-        for version, count in enumerate(range(300, 360)):
-            given = adapters(count)
-            publish(publisher, version, given.items())
-            assert load_file(tmp_path / folder_name(version) / ADAPTER_WEIGHTS).keys() == given.keys()
-
-
 def test_a_published_version_is_complete_and_found_by_a_store(publisher: Publisher, tmp_path: Path) -> None:
     published = publish(publisher, 3, tensors(3))
-    store = Store(tmp_path, keep_versions=1)
+    store = VersionStore(tmp_path, keep_versions=1)
     store.open()
     manifest = store.complete[3].manifest
     assert (manifest.digest, manifest.num_bytes) == (published.digest, published.num_bytes)
@@ -298,16 +235,16 @@ def test_pages_of_deleted_files_are_let_go_of_after_the_next_publish_and_not_in_
     publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closing: list[str] = []
-    unmap = Pages._unmap
+    unmap = MappedFile._unmap
 
-    def noted(pages: Pages) -> None:
+    def noted(pages: MappedFile) -> None:
         closing.append(threading.current_thread().name)
         unmap(pages)
 
     for version in (1, 2):
         publish(publisher, version, tensors(version, 400_000))
     publish(publisher, 3, tensors(3))
-    monkeypatch.setattr(Pages, "_unmap", noted)
+    monkeypatch.setattr(MappedFile, "_unmap", noted)
     retire(tmp_path, 1)
     shutil.rmtree(tmp_path / "v2")
     with next((tmp_path / SPARE).glob("*.safetensors")).open("rb"):  # this one cannot be written over
@@ -330,13 +267,13 @@ def test_files_that_the_new_version_lacks_do_not_stay_in_it(publisher: Publisher
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 3 * 2**20, 2 * TASK_BYTES])
-def test_checksums_made_during_the_copy_are_those_of_the_content(tmp_path: Path, chunk_bytes: int) -> None:
+def test_checksums_are_those_of_the_content(tmp_path: Path, chunk_bytes: int) -> None:
     with publishing(tmp_path, chunk_bytes=chunk_bytes, shard_bytes=2 * RUN_BYTES) as publisher:
         sizes = (2 * RUN_BYTES, 2 * RUN_BYTES, RUN_BYTES + TASK_BYTES + 5, 3 * RUN_BYTES + 4096, HEADER_BYTES + 1)
         for version, size in enumerate(sizes):  # fresh, warm, shrunk, grown, of one part
             published = publish(publisher, version, [bytes_of(size, version), ("last", torch.randn(TASK_BYTES))])
             folder = tmp_path / folder_name(version)
-            store = Store(tmp_path, keep_versions=1)
+            store = VersionStore(tmp_path, keep_versions=1)
             store.open()
             files = store.complete[version].manifest.files
             checksums = [read_checksums(folder / entry.name, chunk_bytes=chunk_bytes) for entry in files]
@@ -355,7 +292,7 @@ def test_a_publish_that_fails_leaves_no_folder_and_no_file_open_or_mapped(tmp_pa
 
         def failing() -> Iterator[tuple[str, torch.Tensor]]:
             yield from given
-            raise ZeroDivisionError  # while what came last is hashed
+            raise ZeroDivisionError
 
         if warm:
             publish(publisher, 1, given)
@@ -367,31 +304,6 @@ def test_a_publish_that_fails_leaves_no_folder_and_no_file_open_or_mapped(tmp_pa
         publish(publisher, 2, given)
         assert all(loaded(tmp_path / "v2")[name].equal(tensor) for name, tensor in given)
     assert not held(tmp_path)
-
-
-class SlowPages(Pages):
-    """Read slowly; knows how many are at it."""
-
-    num_reading = 0
-    reading = threading.Event()
-
-    def read(self, position: int, size: int) -> memoryview | bytes:
-        self.num_reading += 1
-        self.reading.set()
-        time.sleep(0.05)
-        self.num_reading -= 1
-        return super().read(position, size)
-
-
-def test_nobody_reads_a_file_whose_checksums_were_dropped(tmp_path: Path) -> None:
-    pages = SlowPages(tmp_path / "file")
-    with hashing_threads() as threads:
-        checksums = Checksums(pages, chunk_bytes=TASK_BYTES, threads=threads)
-        checksums.filled(4 * RUN_BYTES)
-        assert pages.reading.wait(PATIENCE_S)
-        checksums.drop()
-        assert pages.num_reading == 0
-    pages.close()
 
 
 def test_a_version_that_finds_no_room_gives_back_what_it_took(small: Path) -> None:

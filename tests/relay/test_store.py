@@ -10,12 +10,12 @@ from blake3 import blake3
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.messages import Manifest
-from laminar_py.relay.store import SPARE, Store, StoredVersion
+from laminar_py.relay.version_store import SPARE, StoredVersion, VersionStore
 from tests.relay.tree import CHUNK, digest, write_version
 
 
-def make_store(path: Path, keep_versions: int = 2) -> Store:
-    store = Store(path, keep_versions=keep_versions)
+def make_store(path: Path, keep_versions: int = 2) -> VersionStore:
+    store = VersionStore(path, keep_versions=keep_versions)
     store.open()
     return store
 

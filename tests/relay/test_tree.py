@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from laminar_py.relay.messages import Announce, Chunk, Fetch, VersionComplete
-from laminar_py.relay.store import SPARE
+from laminar_py.relay.version_store import SPARE
 from tests.relay.tree import (
     ByHand,
     Events,

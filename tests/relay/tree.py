@@ -10,16 +10,15 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from laminar_py.config.cluster import TopologyKind
 from laminar_py.records.weights import Published
 from laminar_py.relay.digests import digest_of, file_digest, read_checksums, version_digest
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.sockets import Connection, LinkState, Listener, RelayKeys, SocketFactory
-from laminar_py.relay.store import StoredVersion, describe_version
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.tree import Topology, grow_tree, shape_of
+from laminar_py.relay.tree import Topology, grow_tree
+from laminar_py.relay.version_store import StoredVersion, describe_version
 
 torch.set_num_threads(1)
 
@@ -38,11 +37,11 @@ class Party(Protocol):
 
 
 def chain(num_nodes: int) -> Topology:
-    return grow_tree(shape_of(TopologyKind.CHAIN, fanout=1), [""] * num_nodes)
+    return grow_tree(num_nodes, fanout=1)
 
 
 def binary(num_nodes: int) -> Topology:
-    return grow_tree(shape_of(TopologyKind.KARY, fanout=2), [""] * num_nodes)
+    return grow_tree(num_nodes, fanout=2)
 
 
 @dataclass

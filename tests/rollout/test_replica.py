@@ -514,7 +514,7 @@ async def test_new_weights_may_come_before_anything_has_entered_the_engine(folde
         await story.until(lambda s: s.admissible > 0)
         weights.newest = story.replica._newest = 1  # as if announced in the same turn of the loop
         story.replica.start_assignments([assignment("a")])
-        await story.replica._refresh()
+        story.replica._weights_wanted.set()
         await story.until(lambda s: "a" in s.ended)
         assert story.versions("a") == {1}
 

@@ -41,10 +41,6 @@ class Scripted:
         self.go, self.held = asyncio.Event(), asyncio.Event()
         self.heard, self.turns = {}, []
 
-    def receive_deltas(self, deltas):
-        for delta in deltas:
-            self.heard.setdefault((delta.trajectory_id, self.taken(delta.trajectory_id)), []).append(delta)
-
     def taken(self, trajectory_id):
         return max(turns for name, turns, _ in self.asked if name == trajectory_id)
 
@@ -98,33 +94,6 @@ async def test_an_environment_has_the_first_word_and_one_after_each_turn_until_i
         assert story.ended["a"].finish_reason is FinishReason.STOP
         await asyncio.sleep(0)
         assert environments.forgotten == ["a"]
-
-
-async def test_one_that_listens_hears_a_turn_in_parts_and_the_same_whole(folders):
-    def script(turns):
-        return msgspec.structs.replace(ends_after(3)(turns), listens=turns != 1)
-
-    environments = Scripted(script)
-    items = [with_problem(name, stop_ids=STOP_IDS[:4]) for name in "abc"]
-    async with begun(folders, environments, *items, partial_interval_s=60.0) as (story, _):
-        await story.until(lambda s: set("abc") <= set(s.ended))
-    assert not [key for key in environments.heard if key[1] == 1], "nobody listened to the second"
-    assert {name for name, _ in environments.heard} == set("abc")
-    for (name, taken), deltas in environments.heard.items():
-        [whole] = [
-            turn
-            for turn in environments.turns
-            if turn.trajectory_id == name and num_turns(turn.spans) == taken + 1
-        ]
-        heard = np.concatenate([delta.ids for delta in deltas])
-        assert [delta.place for delta in deltas] == np.cumsum(
-            [0, *(len(delta.ids) for delta in deltas[:-1])]
-        ).tolist()
-        own = whole.response_ids[len(whole.response_ids) - len(whole.logprobs) :]
-        assert heard.tolist() == own[: len(heard)].tolist()
-        assert 0 < len(heard) < len(own), "the end comes with the whole"
-        values = np.concatenate([delta.logprobs for delta in deltas])
-        assert values.tolist() == whole.logprobs[: len(heard)].tolist()
 
 
 async def test_a_reward_lies_with_the_tokens(folders):
@@ -404,19 +373,3 @@ async def test_time_in_environments_is_told(folders):
     async with begun(folders, Scripted(ends_after(3)), with_problem("a"), reports_partials=False) as (story, _):
         await story.until(lambda s: "a" in s.ended)
         assert story.ended["a"].environment_s == pytest.approx(1.5)  # before the first turn, and after two
-
-
-class Deaf(Scripted):
-    """Environments that cannot be told what is sampled, by a mistake."""
-
-    def receive_deltas(self, deltas):
-        raise TypeError("a mistake of our own")
-
-
-async def test_a_mistake_in_telling_environments_ends_the_replica(folders):
-    environments = Deaf(lambda turns: msgspec.structs.replace(ends_after(3)(turns), listens=True))
-    async with begun(folders, environments, with_problem("a")) as (story, _):
-        with pytest.raises(ExceptionGroup) as raised:
-            async with asyncio.timeout(30):
-                await story.task
-        assert raised.group_contains(TypeError)

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.relay.tree import SMALLEST_CHUNK_BYTES, Shape
+from laminar_py.relay.tree import SMALLEST_CHUNK_BYTES
 from laminar_py.runtime.cluster.placement import Place, Plan
 from laminar_py.runtime.workers import relays as relays_module
 from laminar_py.runtime.workers.specs import RelaySpec
@@ -75,11 +75,11 @@ class Relay:
 async def chained(folder, plans):
     """Relays of these plans in a chain, up and watched."""
 
-    async def choose_tree():
-        relays._shape, relays._chunk_bytes = Shape(1), SMALLEST_CHUNK_BYTES
+    async def choose_chunks():
+        relays._chunk_bytes = SMALLEST_CHUNK_BYTES
 
     relays = make_relays(folder, plans)
-    relays._settle = choose_tree
+    relays._choose_chunks = choose_chunks
     async with asyncio.timeout(PATIENCE_S):
         await relays.start()
         keeping = asyncio.create_task(relays.keep())

@@ -199,5 +199,5 @@ async def test_the_size_of_chunks_is_settled_once_and_none_smaller_comes_after_a
         await listening
     fresh = make_relays(tmp_path / "new", placement)
     prepare(tmp_path / "new")
-    await fresh._settle()
+    await fresh._choose_chunks()
     assert fresh.chunk_bytes == SMALLEST_CHUNK_BYTES, "of sizes that are as good"

@@ -114,8 +114,8 @@ class _Cut:
         before = ordered.cumsum(-1) - ordered
         rank = torch.arange(ordered.shape[-1])
         likely = ordered >= self.min_p * ordered[:, :1]
-        kept = ordered * ((rank < self.top_k) & (before < self.top_p) & likely)
-        probabilities[self.rows] = torch.zeros_like(kept).scatter_(-1, order, kept)
+        inside = ordered * ((rank < self.top_k) & (before < self.top_p) & likely)
+        probabilities[self.rows] = torch.zeros_like(inside).scatter_(-1, order, inside)
 
 
 def _mask(probabilities: Tensor) -> SamplingMask:

@@ -75,7 +75,6 @@ class Scheduler(RequestScheduler[Job]):
         self.check_load(version)
         self._model.load(folder)
         self._version = version
-        self._pool.drop_kept()  # the next turn must not continue over KV of older weights
         if not self._running:
             self._pool.reset()
 
@@ -118,19 +117,14 @@ class Scheduler(RequestScheduler[Job]):
         return not self._running or self._slots.kv_used + needed <= self._kv_capacity
 
     def _fill_cache(self, slot: int, job: Job) -> None:
-        """Fill the cache of `slot` for `job` by the cheapest way.
-
-        The ways are: restore the cache of the last turn, copy the prompt's KV from a sibling, join a sibling's
-        prefill, or start a prefill.
-        """
+        """Fill the cache of `slot`: copy a sibling's KV of the prompt, join its prefill, or start one."""
         ids = job.cached_ids
-        num_kept = self._pool.restore(slot, job.request.rid, ids)
         siblings = (other for other in self._running.values() if other.can_lend_to(job, self._version))
         lender = next(siblings, None)
-        if num_kept == len(ids):
+        if not len(ids):
             self._start(slot, job, version=self._version)
-        elif num_kept or lender is None:
-            job.prefill = self._prefills.add(slot, ids, done=num_kept, version=self._version)
+        elif lender is None:
+            job.prefill = self._prefills.add(slot, ids)
         elif lender.prefill is not None:
             lender.prefill.slots.append(slot)
             job.prefill = lender.prefill
@@ -184,7 +178,7 @@ class Scheduler(RequestScheduler[Job]):
         num_response = self._slots.num_response[slots]
         stopped = (ids[:, None] == rows.stop_ids).any(1)
         ended = stopped | (num_response >= rows.limits)
-        due = self._slots.one_by_one[slots] | (num_response - self._slots.num_sent[slots] >= self._stream_interval)
+        due = num_response - self._slots.num_sent[slots] >= self._stream_interval
         for slot in slots[due & ~ended].tolist():
             self._send(self._running[slot])
         for slot, is_stop in zip(slots[ended].tolist(), stopped[ended].tolist(), strict=True):
@@ -221,10 +215,6 @@ class Scheduler(RequestScheduler[Job]):
 
     def _end(self, job: Job, finish_reason: FinishReason) -> None:
         self._send(job, finish_reason)
-        # keep the cache of a finished turn for the next turn, unless older weights computed part of it
-        if finish_reason is FinishReason.STOP and job.request.has_turns and job.version == self._version:
-            ids = np.concatenate([job.request.prompt_ids, self._slots.response(job.slot)])[:-1]
-            self._pool.keep(job.slot, job.request.rid, ids)
         self._vacate(job)
 
     def _retract(self, job: Job) -> None:

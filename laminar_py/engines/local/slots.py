@@ -46,7 +46,6 @@ class Slots:
         self.num_prompt: Indices = np.zeros(num_slots, np.int64)
         self.num_response: Indices = np.zeros(num_slots, np.int64)  # a resumed prefix included
         self.num_sent: Indices = np.zeros(num_slots, np.int64)  # response tokens that left in deltas
-        self.one_by_one: BoolArray = np.zeros(num_slots, np.bool_)  # send each token at once
         self.limit: Indices = np.zeros(num_slots, np.int64)  # response tokens at which the request ends
         self.last_ids: Indices = np.zeros(num_slots, np.int64)  # token that the next step feeds
         self.ids: IntArray = np.zeros((num_slots, max_len), np.int32)
@@ -66,7 +65,6 @@ class Slots:
         self.state[slot] = State.PREFILLING
         self.num_prompt[slot] = len(request.prompt_ids)
         self.num_response[slot] = self.num_sent[slot] = length
-        self.one_by_one[slot] = request.one_by_one
         self.limit[slot] = response_limit(request, max_len=self._max_len)
         self.last_ids[slot] = response[-1] if length else request.prompt_ids[-1]
         self.ids[slot, :length] = response

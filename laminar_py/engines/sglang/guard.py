@@ -90,10 +90,10 @@ def _watch(*processes: int) -> set[str]:
             poll.register(os.pidfd_open(process), select.POLLIN)
     except ProcessLookupError:
         return set()
-    found: set[str] = set()
-    while not poll.poll(None if found else LOOK_MS):
-        found = _left_behind()  # read it early, since a server that has ended has no memory maps
-    return found | _left_behind()
+    files: set[str] = set()
+    while not poll.poll(None if files else LOOK_MS):
+        files = _left_behind()  # read it early, since a server that has ended has no memory maps
+    return files | _left_behind()
 
 
 def _end(server: "subprocess.Popen[bytes]") -> int:
@@ -128,11 +128,11 @@ def _reap(server: int) -> None:
 
 
 def _left_behind() -> set[str]:
-    found: set[str] = set()
+    files: set[str] = set()
     for process in _descendants():
         with contextlib.suppress(OSError):  # it has ended
-            found |= set(LEFT_BEHIND.findall(Path(f"/proc/{process.pid}/maps").read_text()))
-    return found
+            files |= set(LEFT_BEHIND.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+    return files
 
 
 if __name__ == "__main__":

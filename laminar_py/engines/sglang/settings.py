@@ -79,8 +79,8 @@ class SGLangConfig(EngineConfig):
     @property
     def static_share(self) -> float:
         """See `EngineConfig.static_share`; SGLang's own choice, where no flag names it, is near the default."""
-        given = {name.replace("_", "-"): value for name, value in self.flags.items()}.get("mem-fraction-static")
-        return float(given) if isinstance(given, (int, float, str)) else super().static_share
+        fraction = {name.replace("_", "-"): value for name, value in self.flags.items()}.get("mem-fraction-static")
+        return float(fraction) if isinstance(fraction, (int, float, str)) else super().static_share
 
     @property
     def servers(self) -> tuple[str, ...]:

@@ -193,11 +193,11 @@ def decode_routed_experts(text: str, *, start: int, positions: int, top_k: int) 
 
 def parse_spans(meta: Meta, *, length: int) -> list[Span]:
     """Decode the version spans of a whole stream of `length` tokens. They must cover it without gaps."""
-    found = [Span(parse_version(span.version), span.start, span.end) for span in meta.weight_versions or []]
-    ends = [0, *(span.end for span in found)]
-    if [span.start for span in found] != ends[:-1] or ends[-1] != length:
-        raise WireError(f"versions {found} for {length} tokens")
-    return [span for span in found if span.end > span.start]
+    spans = [Span(parse_version(span.version), span.start, span.end) for span in meta.weight_versions or []]
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != length:
+        raise WireError(f"versions {spans} for {length} tokens")
+    return [span for span in spans if span.end > span.start]
 
 
 def parse_version(text: str) -> int:

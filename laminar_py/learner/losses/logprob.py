@@ -206,9 +206,9 @@ def _can_compile(device: torch.device) -> bool:
         return False
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     headers = Path(sysconfig.get_path("include"), "Python.h")
-    found = importlib.util.find_spec("triton") and any(map(shutil.which, names)) and headers.is_file()
-    if not found:
+    possible = importlib.util.find_spec("triton") and any(map(shutil.which, names)) and headers.is_file()
+    if not possible:
         log.warning(
             "no kernels for log-probabilities: Triton needs gcc or clang and %s; steps are slower", headers
         )
-    return bool(found)
+    return bool(possible)

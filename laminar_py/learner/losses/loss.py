@@ -35,23 +35,23 @@ def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return -(terms.weights * total).sum()
 
 
-def penalised_advantages(advantages: Tensor, own: Tensor, reference: Tensor, *, coef: float) -> Tensor:
-    """`A - coef (log own - log reference)`: k1 as a cost of each token, [N], without gradient of its own."""
-    return advantages - coef * k1(own.detach(), reference)
+def penalised_advantages(advantages: Tensor, logprobs: Tensor, reference: Tensor, *, coef: float) -> Tensor:
+    """`A - coef (log policy - log reference)`: k1 as a cost of each token, [N], without a gradient."""
+    return advantages - coef * k1(logprobs.detach(), reference)
 
 
 def proximal_logprobs(
-    kind: Proximal, own: Tensor, *, behaviour: Tensor, staleness: Tensor, recomputed: Tensor | None
+    kind: Proximal, logprobs: Tensor, *, behaviour: Tensor, staleness: Tensor, recomputed: Tensor | None
 ) -> Tensor:
     """Log-probabilities [N] of the proximal policy, at the centre of the trust region, without gradient.
 
-    `own` [N] come from the trained policy, `recomputed` those at the start of the step (None: the same), and
-    `staleness` [N] counts learner steps. `interpolate` gives `own` at staleness 0, else `b + (1 - 1/d) (own - b)`
-    at staleness d.
+    `logprobs` [N] come from the trained policy, `recomputed` those at the start of the step (None: the same), and
+    `staleness` [N] counts learner steps. `interpolate` gives `logprobs` lp at staleness 0, else `b + (1 - 1/d)
+    (lp - b)` at staleness d.
 
     Decoupled PPO, Hilton et al. 2022; AReaL, Fu et al. 2025; interpolation: A-3PO, Li et al. 2025.
     """
-    now = own.detach()
+    now = logprobs.detach()
     if kind is Proximal.BEHAVIOUR:
         return behaviour
     if kind is Proximal.RECOMPUTE:
@@ -60,12 +60,12 @@ def proximal_logprobs(
     return behaviour + share * (now - behaviour)
 
 
-def distilled_advantages(advantages: Tensor, own: Tensor, teacher: Tensor, *, coef: float) -> Tensor:
-    """`A + coef (log teacher - log own)`: the reverse KL to a teacher as a cost of each token, [N].
+def distilled_advantages(advantages: Tensor, logprobs: Tensor, teacher: Tensor, *, coef: float) -> Tensor:
+    """`A + coef (log teacher - log policy)`: the reverse KL to a teacher as a cost of each token, [N].
 
     On-policy distillation as a policy gradient with one sample of each token: Agarwal et al. 2024 (GKD).
     """
-    return advantages + coef * (teacher - own.detach())
+    return advantages + coef * (teacher - logprobs.detach())
 
 
 def cross_entropy_loss(logprobs: Tensor, *, loss_weights: Tensor) -> Tensor:

@@ -70,8 +70,8 @@ def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     sequence; where they do not, value and gradient equal the sequence form's under `sequence_mean`.
     GSPO, Zheng et al. 2025, eq. 5 and 14.
     """
-    own = terms.logprobs.detach()
-    ratio = terms.response_mean(own - terms.proximal).exp() * (terms.logprobs - own).exp()
+    logprobs = terms.logprobs.detach()
+    ratio = terms.response_mean(logprobs - terms.proximal).exp() * (terms.logprobs - logprobs).exp()
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
 

@@ -1,9 +1,9 @@
 """Packs finished trajectories into microbatches of variable lengths. Pure.
 
 The controller decides from token counts which trajectories share a microbatch (`assign_bins`). The rank that
-trains on them reads their tokens and writes the arrays, one microbatch at a time (`microbatches`). No microbatch
-exceeds `max_tokens`, all ranks get equally many, and each trained token is in exactly one. The loss weights of all
-microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
+trains on them reads their tokens and writes the arrays (`microbatches`). No microbatch exceeds `max_tokens`, all
+ranks get equally many, and each trained token is in exactly one. The loss weights of all microbatches sum to 1, or
+less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
 
 A trajectory is one sequence, or several where its response is a tree (`records.spans`); its sequences are
@@ -11,10 +11,9 @@ adjacent. At most one row predicts a response token, a row of the token's own se
 is first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, TypeAlias, TypeVar, overload
+from typing import Generic, TypeAlias
 
 import msgspec
 import numpy as np
@@ -110,15 +109,12 @@ def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> Place
     for path in paths:
         before = prompt if path.has_prompt else 0
         predicting = start + before - 1 + np.arange(path.length, dtype=np.int32)
-        own: npt.NDArray[np.bool_] = path.own & (predicting >= start)
-        rows.append(predicting[own])
-        places.append(path.places[own])
+        is_own: npt.NDArray[np.bool_] = path.own & (predicting >= start)
+        rows.append(predicting[is_own])
+        places.append(path.places[is_own])
         start += path.num_tokens(prompt)
     return PlacedResponse(np.concatenate(rows), np.concatenate(places))
 
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
 
@@ -191,34 +187,14 @@ class Packed(Generic[PackedT]):
     bundles: list[list[list[PackedT]]]  # [ranks][n]
     terms: StepTerms
 
-    def microbatches(self: "Packed[Trajectory]", rank: int) -> Sequence[MicroBatch]:
+    def microbatches(self: "Packed[Trajectory]", rank: int) -> list[MicroBatch]:
         """The microbatches of a rank; the trajectories must hold their tokens."""
         return microbatches(self.bundles[rank], self.terms)
 
 
-class Lazy(Sequence[Made], Generic[Given, Made]):
-    """A sequence that makes an entry at each access and keeps none, e.g. `Lazy(texts, len)`."""
-
-    def __init__(self, given: Sequence[Given], make: Callable[[Given], Made]) -> None:
-        self._given = given
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self._given)
-
-    @overload
-    def __getitem__(self, index: int) -> Made: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Lazy[Given, Made]": ...
-    def __getitem__(self, index: int | slice) -> "Made | Lazy[Given, Made]":
-        if isinstance(index, slice):
-            return Lazy(self._given[index], self._make)
-        return self._make(self._given[index])
-
-
-def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> Sequence[MicroBatch]:
-    """The microbatches of a rank; each access writes the arrays of one, so that only one is in memory."""
-    return Lazy(bundles, partial(microbatch, terms=terms))
+def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> list[MicroBatch]:
+    """The microbatches of a rank."""
+    return [microbatch(bundle, terms) for bundle in bundles]
 
 
 def pack(
@@ -274,12 +250,12 @@ def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
     trained = [entry for entry in entries if entry.num_trained]
     if not trained:
         return 0.0, 1.0
-    found = [_returns(entry.trajectory) for entry in trained]
+    returns = [_returns(entry.trajectory) for entry in trained]
     counts = np.array([entry.num_trained for entry in trained], np.float64)
-    means = np.array([item.mean for item in found])
+    means = np.array([item.mean for item in returns])
     mean = float(np.average(means, weights=counts))
-    variance = np.average(np.array([item.variance for item in found]) + (means - mean) ** 2, weights=counts)
-    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in found)
+    variance = np.average(np.array([item.variance for item in returns]) + (means - mean) ** 2, weights=counts)
+    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in returns)
     return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
 
 
@@ -360,10 +336,10 @@ def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
     """[T] values of a column: those [L] of each response, at the rows that predict its tokens."""
     out = np.full(len(layout.ids), column.padding, column.dtype.value)
     for trajectory, placed in zip(bundle, layout.placed, strict=True):
-        own = trajectory.columns.get(column.name)
-        assert own is not None, f"{trajectory.id} has no column {column.name}"
-        assert own.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {own.dtype}"
-        out[placed.rows] = own.array[placed.places]
+        values = trajectory.columns.get(column.name)
+        assert values is not None, f"{trajectory.id} has no column {column.name}"
+        assert values.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {values.dtype}"
+        out[placed.rows] = values.array[placed.places]
     return out
 
 

@@ -1,21 +1,16 @@
 """Turns between replicas and environment processes: one socket per process, which all replicas connect to.
 
-    replica -> process  AskedTurn(number, turn)    sent again to the next process, or after a while, until answered
+    replica -> process  AskedTurn(number, turn)   sent again to the next process, or after a while, until answered
     process -> replica  TurnAnswer(number, turn)   the same answer to each repetition
-    replica -> process  DeltaFrame(deltas)         tokens of a running turn, for environments that listen
     replica -> process  Forget(trajectory_ids)     these trajectories have ended
 
 A process leaves the address of its socket in the run's folder. A replica finds a process that restarted there. All
 replicas choose the same process for a trajectory, so a turn that moved to another replica reaches the same
-environment.
-
-Deltas gather in the replica while the connection takes no frame. A lost delta costs nothing, since the asked turn
-has all tokens (`tests/link/test_turns.py`).
+environment (`tests/link/test_turns.py`).
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,7 +21,7 @@ from blake3 import blake3
 
 from laminar_py.ledger.segments.wire import find_address, leave_address
 from laminar_py.records.codec import encode
-from laminar_py.records.environment import EnvironmentTurn, ModelTurn, TurnDelta
+from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketFactory, read_record
 
 MOST_FRAMES = 16  # received before the event loop gets its turn
@@ -44,12 +39,6 @@ class AskedTurn(msgspec.Struct, frozen=True, tag="turn"):
     turn: ModelTurn
 
 
-class DeltaFrame(msgspec.Struct, frozen=True, tag="deltas"):
-    """Deltas of turns."""
-
-    deltas: list[TurnDelta]
-
-
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
     """The environments of these trajectories can be deleted."""
 
@@ -63,7 +52,7 @@ class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
     turn: EnvironmentTurn
 
 
-ToProcess: TypeAlias = AskedTurn | DeltaFrame | Forget
+ToProcess: TypeAlias = AskedTurn | Forget
 
 
 class AnswersTurns(Protocol):
@@ -71,10 +60,6 @@ class AnswersTurns(Protocol):
 
     async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
         """Answer a turn; a repeated turn gets the same answer."""
-        ...
-
-    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Pass new tokens of running turns to environments that listen."""
         ...
 
     def forget(self, trajectory_ids: list[str]) -> None:
@@ -119,8 +104,6 @@ class TurnServer:
             case AskedTurn(number, turn) if (sender, number) not in self._answering:
                 self._answering.add((sender, number))
                 tasks.create_task(self._answer(sender, number, turn, host), name=f"turn-{turn.trajectory_id}")
-            case DeltaFrame(deltas):
-                host.receive_deltas(deltas)
             case Forget(trajectory_ids):
                 host.forget(trajectory_ids)
 
@@ -143,7 +126,6 @@ class EnvironmentLink:
         self._endpoint = ""
         self._asked: dict[int, tuple[bytes, asyncio.Future[EnvironmentTurn]]] = {}  # frame, answer
         self._unsent: dict[int, bytes] = {}  # frames of asked turns, by number
-        self._gathered: list[TurnDelta] = []
         self._numbers = count()
         self._resend_s = 0.0  # when asked turns are sent again
         self._looked_s = 0.0  # when the address was read last
@@ -162,11 +144,6 @@ class EnvironmentLink:
             del self._asked[number]
             self._unsent.pop(number, None)
 
-    def send_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Send deltas in their order: at once, or as soon as the process takes them."""
-        self._gathered += deltas
-        self._send_due()
-
     def forget(self, trajectory_id: str) -> None:
         """Have an environment deleted; a lost frame is made up for by the controller's sweep."""
         if self._peer is not None:
@@ -180,7 +157,7 @@ class EnvironmentLink:
             self._peer.close()
 
     def _send_due(self) -> None:
-        """Send turns and deltas as far as the connection takes them; its task sends the rest."""
+        """Send turns as far as the connection takes them; its task sends the rest."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"environment-{self._name}")
         if self._task.done():
@@ -191,8 +168,6 @@ class EnvironmentLink:
             if not self._peer.send(frame):
                 return
             del self._unsent[number]
-        if self._gathered and self._peer.send(encode(DeltaFrame(self._gathered))):
-            self._gathered = []
 
     async def _run(self) -> None:
         """Follow the address of the process, send, and receive answers until cancelled."""
@@ -202,7 +177,7 @@ class EnvironmentLink:
                 self._send_due_again()
                 if self._peer is None:
                     await asyncio.sleep(FIND_S)
-                elif await self._peer.wait(UNSENT_S if self._unsent or self._gathered else LOOK_S):
+                elif await self._peer.wait(UNSENT_S if self._unsent else LOOK_S):
                     for frame in self._peer.drain(MOST_FRAMES):
                         self._receive(read_record(TurnAnswer, frame))
                     await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
@@ -215,7 +190,7 @@ class EnvironmentLink:
     async def _follow(self) -> None:
         """Connect to the process where it is now; ask a process that has restarted all turns again."""
         now = time.monotonic()
-        if self._peer is not None and (now < self._looked_s + LOOK_S or not (self._asked or self._gathered)):
+        if self._peer is not None and (now < self._looked_s + LOOK_S or not self._asked):
             return
         self._looked_s = now
         try:
@@ -225,7 +200,6 @@ class EnvironmentLink:
         if (endpoint := f"tcp://{ip}:{port}") != self._endpoint:
             if self._peer is not None:
                 self._peer.close()
-                self._gathered = []  # its environments do not listen before they have a turn
             self._peer, self._endpoint = self._connect(endpoint), endpoint
             self._resend_s = now
 
@@ -236,11 +210,11 @@ class EnvironmentLink:
             self._unsent = {number: frame for number, (frame, _) in self._asked.items()}
         self._send_due()
 
-    def _receive(self, answer: TurnAnswer | None) -> None:
-        if answer is not None and answer.number in self._asked:
-            waiting = self._asked[answer.number][1]
-            if not waiting.done():
-                waiting.set_result(answer.turn)
+    def _receive(self, message: TurnAnswer | None) -> None:
+        if message is not None and message.number in self._asked:
+            answer = self._asked[message.number][1]
+            if not answer.done():
+                answer.set_result(message.turn)
 
 
 class RemoteEnvironments:
@@ -254,14 +228,6 @@ class RemoteEnvironments:
         began = time.monotonic()
         answer = await self._link_of(turn.trajectory_id).send_turn(turn)
         return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
-
-    def receive_deltas(self, deltas: Sequence[TurnDelta]) -> None:
-        """Stream deltas of turns to environments that listen, without waiting."""
-        by_link: dict[EnvironmentLink, list[TurnDelta]] = {}
-        for delta in deltas:
-            by_link.setdefault(self._link_of(delta.trajectory_id), []).append(delta)
-        for link, its_deltas in by_link.items():
-            link.send_deltas(its_deltas)
 
     async def forget(self, trajectory_id: str) -> None:
         """Have the environment of a trajectory that has ended and is stored deleted."""

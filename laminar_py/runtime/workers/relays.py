@@ -11,7 +11,6 @@ root, on another host; all others learn its address in the same way.
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,9 +28,9 @@ from laminar_py.relay.messages import (
     VersionPulled,
 )
 from laminar_py.relay.sockets import RelayKeys
-from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.tree import Broadcast, Links, Shape, Topology, choose_tree, grow_tree
+from laminar_py.relay.tree import Broadcast, Links, Topology, choose_chunk_bytes, grow_tree
+from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
 from laminar_py.runtime.cluster.backend import on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartCrashedError, RemoteCallError
 from laminar_py.runtime.cluster.part import Part, watched
@@ -133,28 +132,18 @@ class Relays:
             int, tuple[int, str | None]
         ] = {}  # replica -> its relay, and the relay's host at that time
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
-        self._shape: Shape | None = None
         self._chunk_bytes = 0
 
     @property
     def tree(self) -> Topology:
-        """The present tree. Its shape is chosen once; later nodes are added to it."""
-        assert self._shape is not None, "the tree is known after `start`"
-        return grow_tree(self._shape, self._zones)
+        """The present tree, to which later nodes are added."""
+        return grow_tree(len(self._placement.plan.relays), fanout=self._config.relay.fanout)
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk; chosen once, since all nodes must use the same size."""
         assert self._chunk_bytes, "the size of chunks is known after `start`"
         return self._chunk_bytes
-
-    @property
-    def _zones(self) -> list[str]:
-        """[N] zone of each node's host."""
-        labels, placement = self._config.relay.zones, self._placement
-        former = {node: keeper.host for node, keeper in self._keepers.items()}
-        hosts = [host or former.get(node) for node, host in enumerate(placement.plan.relays)]
-        return [labels.get(placement.ip(host), "") if host else "" for host in hosts]
 
     @property
     def names(self) -> dict[str, str]:
@@ -203,8 +192,8 @@ class Relays:
         return self.root
 
     async def start(self) -> None:
-        """Choose the tree and start all nodes, parents first, since children need their endpoints."""
-        await self._settle()
+        """Start all nodes, parents first, since children need their endpoints."""
+        await self._choose_chunks()
         for node in range(len(self._placement.plan.relays)):
             self._keeper(node).spawn()
         for node in self.tree.downward:
@@ -241,22 +230,18 @@ class Relays:
         known = [(node, keeper.host) for node, keeper in self._keepers.items()]
         return await self._stored([(node, host) for node, host in known if host is not None])
 
-    async def _settle(self) -> None:
-        """Choose the shape of the tree and the size of chunks.
-
-        A resumed run keeps at least the chunk size of its stored versions.
-        """
-        relay, hosts, zones = self._config.relay, self._placement.plan.relays, self._zones
+    async def _choose_chunks(self) -> None:
+        """Choose the size of chunks; a resumed run keeps at least the size in its stored versions."""
+        relay, hosts = self._config.relay, self._placement.plan.relays
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
-        links = Links(min(relay.link_gbit_per_s * 1e9 / 8, relay.max_bytes_per_s or math.inf), CHUNK_OVERHEAD_S)
+        links = Links(relay.link_gbit_per_s * 1e9 / 8, CHUNK_OVERHEAD_S)
         broadcast = Broadcast(version_bytes(self._config))
-        choice = choose_tree(relay.topology, fanout=relay.fanout, zones=zones, broadcast=broadcast, links=links)
+        best = choose_chunk_bytes(self.tree, broadcast, links)
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
-        self._shape = choice.shape
-        self._chunk_bytes = max([choice.chunk_bytes, *cut_before])
-        shape = choice.shape.describe(num_zones=len(set(zones)))
-        log.info("relay tree of %d: %s, chunks of %.2f MiB", len(known), shape, self._chunk_bytes / 2**20)
+        self._chunk_bytes = max([best, *cut_before])
+        mib = self._chunk_bytes / 2**20
+        log.info("relay tree of %d with fan-out %d, chunks of %.2f MiB", len(known), relay.fanout, mib)
 
     async def _stored(self, hosts: Sequence[tuple[int, str]]) -> list[Manifest]:
         """Return the complete versions in the stores of (node, host) pairs; ascending, each once."""

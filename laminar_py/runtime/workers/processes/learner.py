@@ -31,10 +31,10 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
 from laminar_py.records.pieces import ColumnPiece, ColumnRef
 from laminar_py.records.weights import Published
+from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import Manifest
-from laminar_py.relay.pages import allow_many_files
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.store import MANIFEST, complete_versions, folder_name
+from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
 from laminar_py.runtime.workers.processes.base import (
     ComputingActor,
     PartActor,
@@ -95,8 +95,7 @@ class LearnerActor(ComputingActor):
             self._learner.load(Path(spec.checkpoint))
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
         if spec.rank == 0:
-            adapter = self._learner.adapter_config() if isinstance(self._learner, Learner) else None
-            self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes, adapter_config=adapter)
+            self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes)
         return started
 
     def _note(self, progress: LearnerProgress) -> None:

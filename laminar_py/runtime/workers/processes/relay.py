@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import RelayEvent
 from laminar_py.relay.node import RelayNode
-from laminar_py.relay.pages import allow_many_files
 from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.workers.processes.base import PartActor, open_part
 from laminar_py.runtime.workers.specs import RelaySpec
@@ -32,7 +32,6 @@ class RelayActor(PartActor):
             parents=list(spec.parents),
             chunk_bytes=spec.chunk_bytes,
             keep_versions=relay.keep_versions,
-            max_bytes_per_s=relay.max_bytes_per_s,
             emit=self._events.append,
         )
         await self._node.start(patience_s=PORT_S)

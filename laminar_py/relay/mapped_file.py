@@ -1,7 +1,7 @@
 """Files in shared memory that one process overwrites from version to version and keeps mapped.
 
-The publisher and `Store` use them. A copy into pages that exist costs as much as any copy in memory; fresh pages
-cost several times that. A process overwrites a file only while no other process has it open or mapped
+The publisher and `VersionStore` use them. A copy into pages that exist costs as much as any copy in memory; fresh
+pages cost several times that. A process overwrites a file only while no other process has it open or mapped
 (`tests/relay/test_publisher.py::test_pages_that_a_process_still_maps_are_left_to_it`).
 """
 
@@ -28,8 +28,8 @@ def allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class Pages:
-    """A file, new or existing, e.g. `Pages(folder / "model-00001.safetensors")`.
+class MappedFile:
+    """A file, new or existing, e.g. `MappedFile(folder / "model-00001.safetensors")`.
 
     Threads may read one part of it while one thread writes another. Call `set_size`, `keep_mapped` and `close`
     while no thread reads or writes.
@@ -130,7 +130,7 @@ class Pages:
         self._mapping = None  # unmapped with the last view of it, which the traceback of an error may still hold
 
 
-class PagesCache:
+class MappedFiles:
     """The files of a store that the publisher keeps open from version to version, under whatever names.
 
     Not for two threads at once. Closing deleted files frees their memory, which takes 0.1 s for a gigabyte, so it
@@ -138,13 +138,13 @@ class PagesCache:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, Pages] = {}  # by inode
+        self._open: dict[int, MappedFile] = {}  # by inode
 
-    def open(self, path: Path) -> Pages:
+    def open(self, path: Path) -> MappedFile:
         """The pages of a file, which is opened or made if it is not open yet."""
         pages = self._open.get(path.stat().st_ino) if path.exists() else None
         if pages is None:
-            pages = Pages(path)
+            pages = MappedFile(path)
             self._open[pages.inode] = pages
         return pages
 

@@ -1,4 +1,4 @@
-"""Version folders on disk: `StoredVersion` is one, complete or arriving; `Store` has all versions of one node.
+"""Version folders on disk: `StoredVersion` is one, complete or arriving; `VersionStore` has all of a node.
 
 Nodes use all of it. The publisher uses the spare folder and the functions that describe a folder. A version folder
 holds safetensors files, `manifest.json` with their sizes and digests, and `checksums` of all chunks, from which a
@@ -30,8 +30,8 @@ import msgspec
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.delta import encode
 from laminar_py.relay.digests import digest_of
+from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest
-from laminar_py.relay.pages import Pages
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ def folder_name(version: int) -> str:
 
 def complete_versions(store: Path) -> list[int]:
     """Numbers of the complete versions in a store, ascending."""
-    found = (_COMPLETE.fullmatch(path.name) for path in store.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_COMPLETE.fullmatch(path.name) for path in store.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def describe_version(folder: Path, manifest: Manifest, checksums: Sequence[bytes | bytearray]) -> None:
@@ -279,8 +279,8 @@ class StoredVersion:
         self._last_written = None
 
 
-class Store:
-    """The versions of one node, e.g. `Store(Path("/dev/shm/run/relay-1"), keep_versions=2)`."""
+class VersionStore:
+    """The versions of one node, e.g. `VersionStore(Path("/dev/shm/run/relay-1"), keep_versions=2)`."""
 
     def __init__(self, path: Path, *, keep_versions: int) -> None:
         self.path = path
@@ -310,12 +310,12 @@ class Store:
 
     def discover(self) -> list[StoredVersion]:
         """Load the complete versions that appeared in the folder since the last call; returns them, ascending."""
-        found = []
+        appeared = []
         for version in complete_versions(self.path):
             if version not in self.complete:
                 self.complete[version] = StoredVersion.load(self.path / folder_name(version))
-                found.append(self.complete[version])
-        return found
+                appeared.append(self.complete[version])
+        return appeared
 
     def check_room(self, manifest: Manifest, *, freed_bytes: int) -> None:
         """Raise `NoRoomError` if a version does not fit, even after the caller has freed `freed_bytes`."""
@@ -335,7 +335,7 @@ class Store:
             # All files exist from here on, so a write to a file that somebody deleted fails instead of making a
             # new one, which would lack the chunks before.
             for name, size in sizes.items():
-                pages = Pages(folder / name)
+                pages = MappedFile(folder / name)
                 pages.set_size(size)
                 pages.close()
         return StoredVersion(manifest, folder, complete=False)
@@ -364,8 +364,8 @@ class Store:
 
     def surplus(self, needed: set[int]) -> list[StoredVersion]:
         """Complete versions that are neither among the newest `keep_versions`, nor pinned, nor `needed`."""
-        kept = needed | set(self._pins.values()) | set(sorted(self.complete)[-self._keep_versions :])
-        return [stored for version, stored in sorted(self.complete.items()) if version not in kept]
+        staying = needed | set(self._pins.values()) | set(sorted(self.complete)[-self._keep_versions :])
+        return [stored for version, stored in sorted(self.complete.items()) if version not in staying]
 
     def retire(self, stored: StoredVersion) -> Path | None:
         """Take a version out of the store, complete or not.
@@ -395,7 +395,7 @@ class Store:
 def _keep_usable_files(folder: Path, sizes: Mapping[str, int]) -> None:
     """Keep the files of a spare folder that the new version has and nobody has open, cut to their new sizes."""
     for path in list(folder.iterdir()):
-        pages = Pages(path)
+        pages = MappedFile(path)
         if path.name in sizes and pages.is_unused:
             pages.set_size(min(pages.size, sizes[path.name]))
         else:

@@ -1,0 +1,435 @@
+"""The versions of one relay node: which it has, which arrive or are wanted, and which it may retire.
+
+`RelayNode` owns `NodeVersions` and passes records of parent, children and subscribers on. The newest version wins,
+but of two versions one is always completed, however fast they are published; so is a version that the next one
+builds on (`tests/relay/test_tree.py::test_however_fast_versions_come_one_of_two_is_completed`).
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable
+
+import laminar_py.relay.messages as m
+from laminar_py.relay.digests import version_digest
+from laminar_py.relay.downlink import Downlink, LocalSubscribers
+from laminar_py.relay.downloads import (
+    BrokenVersionError,
+    ChunkOutcome,
+    Decision,
+    Download,
+    decide,
+    window_of,
+)
+from laminar_py.relay.uplink import Uplink
+from laminar_py.relay.version_store import NoRoomError, StoredVersion, VersionStore
+
+log = logging.getLogger(__name__)
+
+MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
+ENCODERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads
+VAIN_DELTAS = 8  # chunks that no delta makes smaller, before any that one does: then the encoder stops
+
+
+class NodeVersions:
+    """The versions of one node. `RelayNode` sets `tasks` when it runs.
+
+    A version that a child wants, a subscriber pinned or a delta builds on stays in the store
+    (`tests/relay/test_store.py::test_what_is_newest_pinned_or_held_stays`).
+    """
+
+    tasks: asyncio.TaskGroup
+
+    def __init__(
+        self,
+        uplink: Uplink,
+        downlink: Downlink,
+        store: VersionStore,
+        *,
+        chunk_bytes: int,
+        emit: Callable[[m.RelayEvent], None],
+        now: Callable[[], float],
+    ) -> None:
+        self.failure: m.Failed | None = None  # of the newest version, for children that attach later
+        self.subscribers = LocalSubscribers(
+            store,
+            downlink.send,
+            pulled=lambda name, version, waited_s: emit(m.VersionPulled(uplink.name, name, version, waited_s)),
+            now=now,
+        )
+        self._name = uplink.name
+        self._uplink = uplink
+        self._downlink = downlink
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+        self._encoder = DeltaEncoder(downlink.forward_chunk, self.retire_surplus)
+        self._emit = emit
+        self._now = now
+        self._downloads: dict[int, Download] = {}  # by version
+        self._overtook: int | None = None  # arriving version for which another one was abandoned
+        self._later: m.Announce | None = None  # the newest with `Decision.LATER`
+        self._failed = -1  # the highest version that was given up
+        self._num_failures = 0  # of that version
+        self._pause = 0  # reminders before the parent may announce it again: twice as many after each failure
+
+    @property
+    def is_idle(self) -> bool:
+        """True while no version arrives."""
+        return not self._downloads
+
+    @property
+    def newest(self) -> int:
+        """The highest version that is complete here or arrives, -1 if there is none."""
+        return max(self._store.newest, *self._downloads, -1)
+
+    def find(self, version: int) -> StoredVersion | None:
+        """The version, complete or arriving; None if it is neither."""
+        if version in self._downloads:
+            return self._downloads[version].stored
+        return self._store.complete.get(version)
+
+    def needs(self, version: int) -> bool:
+        """True if the version is not complete here, and is the newest, arrives, or is wanted below."""
+        if version in self._store.complete:
+            return False
+        return version in self._downloads or version > self.newest or self._is_wanted(version)
+
+    # ---- called for children, subscribers and the root's folder
+
+    def locate(self, version: int) -> None:
+        """Ask the nodes above for a version that a child or a pull wants; at the root, refuse it if it is gone."""
+        if version in self._store.complete:
+            return
+        if self._uplink.parents:
+            self._uplink.send(m.Want(version, arriving=version in self._downloads))
+            return
+        self.discover()  # the publisher may just have completed it
+        if version not in self._store.complete:
+            self.handle_lost(version)
+
+    def check(self) -> None:
+        """Find published versions and crashed children that no event told of."""
+        if not self._uplink.parents:
+            self.discover()
+        if self._store.complete:
+            self._downlink.probe(m.Newest(self._store.newest))
+        self.retire_surplus()
+
+    def discover(self) -> None:
+        """Announce the versions that the publisher has completed in the root's store, and start their deltas."""
+        for stored in self._store.discover():
+            newest = stored.manifest.version == self._store.newest
+            if newest and self._downlink.has_children:
+                others = [other for other in self._store.complete.values() if other is not stored]
+                self._encoder.start(stored, others, self.tasks)
+            self._downlink.announce(stored, newest=newest)
+            self._handle_complete(stored.manifest)
+
+    def retire_surplus(self) -> None:
+        """Retire versions beyond those to keep that nobody needs."""
+        self._stop_old_encoders()
+        bases = {stored.base for stored in self._store.complete.values() if stored.unencoded}
+        bases |= {download.stored.base for download in self._downloads.values()}
+        for stored in self._store.surplus(self._downlink.wanted | {base for base in bases if base is not None}):
+            self._encoder.stop(stored)
+            self._downlink.forget_version(stored.manifest.version)
+            self._discard(stored)
+
+    # ---- called for the parent
+
+    def greet(self) -> None:
+        """Tell a new or restarted parent which versions this node has and wants."""
+        self.failure = None
+        self._uplink.send(m.Attach(self._store.newest))
+        self._later, self._pause = None, 0  # the parent will announce them again
+        for version in self._downloads:
+            self._uplink.send(m.Want(version))
+        self._want_missing()
+
+    def remind(self) -> None:
+        """Tell the parent the highest known version, and repeat requests that it may have lost."""
+        failed = self._failed if self._pause > 0 else -1
+        waiting = -1 if self._waiting is None else self._waiting
+        self._uplink.send(m.Attach(max(self.newest, waiting, failed)))
+        self._pause -= 1
+        for download in self._downloads.values():
+            for fetch in download.repeat_overdue():
+                self._uplink.send(fetch)
+        self._want_missing()
+
+    def handle_announce(self, announce: m.Announce) -> None:
+        """Decide about a version that the parent has, or has a part of."""
+        version = announce.manifest.version
+        decision = decide(
+            announce,
+            complete=self._store.complete,
+            arriving=self._downloads,
+            waiting=self._waiting,
+            wanted=self._is_wanted(version),
+            overtook=self._overtook,
+        )
+        match decision:
+            case Decision.START:
+                try:
+                    self._start_download(announce)
+                except (NoRoomError, BrokenVersionError) as error:
+                    self.give_up(version, str(error))
+            case Decision.RESUME:
+                self._downloads[version].restart()
+                self._fill_window(self._downloads[version])
+            case Decision.LATER:
+                self._later = announce
+                for arriving in self._downloads.keys() & {self._overtook, announce.base}:
+                    self._uplink.send(m.Want(arriving, arriving=True))  # the parent may not abandon it either
+            case Decision.DECLINE:
+                self._uplink.send(m.Done(version))
+                self._compare_digests(announce.manifest)
+
+    def handle_chunk(self, chunk: m.Chunk) -> None:
+        """VersionStore a chunk that the parent sent, and complete the version with its last chunk."""
+        download = self._downloads.get(chunk.version)
+        if download is None:
+            return  # the version was overtaken while the chunk was in flight
+        try:
+            self._accept(download, chunk)
+        except (NoRoomError, BrokenVersionError) as error:
+            self.give_up(chunk.version, str(error))
+
+    def handle_lost(self, version: int) -> None:
+        """Tell children and subscribers that no node has the version."""
+        if version in self._downloads:
+            self._drop(version)
+            self._uplink.send(m.Attach(self.newest))  # so that the parent announces the newest again
+        self._downlink.refuse(version, m.Lost(version), newest=False)
+        self.subscribers.handle_lost(version)
+        self._start_waiting()
+
+    def give_up(self, version: int, reason: str) -> None:
+        """Tell parent, children and subscribers that this node cannot have the version."""
+        log.error("%s gives up version %d: %s", self._name, version, reason)
+        failed = m.Failed(version, reason)
+        self._uplink.send(m.Done(version))
+        self._downlink.refuse(version, failed, newest=version >= self.newest)
+        self._drop(version)
+        self._note_failure(version)
+        if version > self.newest:
+            self.failure = failed
+        self.subscribers.handle_failed(failed)
+        self._emit(m.VersionFailed(self._name, version, reason))
+        self._start_waiting()
+
+    # ---- downloads
+
+    def _want_missing(self) -> None:
+        """Ask the parent for each version that a child or a pull waits for."""
+        for version in self.subscribers.awaited | self._downlink.wanted:
+            if self.find(version) is None:
+                self._uplink.send(m.Want(version))
+
+    def _start_download(self, announce: m.Announce) -> None:
+        """Start to download an announced version, and announce it to children.
+
+        If it is the newest version, it replaces running downloads of versions that no child or subscriber wants.
+        Raises `NoRoomError`, `BrokenVersionError`.
+        """
+        manifest = announce.manifest
+        self._check_manifest(manifest)
+        overtaken = []
+        if manifest.version > self.newest:  # the newest version wins
+            overtaken = [item.stored for item in self._downloads.values() if not self._is_wanted(item.version)]
+        self._store.check_room(manifest, freed_bytes=sum(stored.allocated_bytes for stored in overtaken))
+        for stored in overtaken:
+            self._drop(stored.manifest.version)
+            self._uplink.send(m.Done(stored.manifest.version))
+            self._overtook = manifest.version
+        if self._overtook == manifest.version:
+            self._uplink.send(m.Want(manifest.version, arriving=True))  # the parent may not abandon it either
+        base = None if announce.base is None else self._store.complete.get(announce.base)
+        if base is not None and not manifest.has_layout_of(base.manifest):
+            base = None
+        stored = self._store.begin(manifest)
+        download = Download(stored, window=window_of(manifest.chunk_bytes), now=self._now, base=base)
+        self._downloads[manifest.version] = download
+        self._downlink.announce(stored, newest=manifest.version == self.newest)
+        self._fill_window(download)
+
+    def _check_manifest(self, manifest: m.Manifest) -> None:
+        """Raise `BrokenVersionError` if a manifest contradicts itself, or has larger chunks than this node."""
+        if manifest.digest != version_digest(manifest.files):
+            raise BrokenVersionError(f"version {manifest.version}: its digest is not that of its files")
+        if len({entry.name for entry in manifest.files}) < len(manifest.files):
+            raise BrokenVersionError(f"version {manifest.version}: two of its files have one name")
+        if manifest.chunk_bytes > self._chunk_bytes:
+            raise BrokenVersionError(
+                f"version {manifest.version} was cut into chunks of {manifest.chunk_bytes} bytes, above the"
+                f" {self._chunk_bytes} of this node; start the publisher and all nodes with the same"
+            )
+
+    def _accept(self, download: Download, chunk: m.Chunk) -> None:
+        """Write a chunk and forward it to children; commit the version after its last verified file.
+
+        A damaged chunk is fetched again. Raises `BrokenVersionError` if files of the version are gone.
+        """
+        outcome = download.accept(chunk, keep_delta=self._downlink.has_children)
+        if outcome is ChunkOutcome.DAMAGED:
+            self._uplink.send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
+        if outcome is not ChunkOutcome.WRITTEN:
+            return
+        self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
+        if download.stored.has_file(chunk.file):
+            download.verify_file(chunk.file)
+        if not download.verified:
+            self._fill_window(download)
+            return
+        if not download.stored.has_all_files():
+            folder = download.stored.folder
+            raise BrokenVersionError(
+                f"version {download.version}: files in {folder} were deleted while it arrived"
+            )
+        self._store.commit(download.stored)
+        del self._downloads[download.version]
+        self._uplink.send(m.Done(download.version))
+        self._handle_complete(download.stored.manifest, download)
+        self._start_waiting()
+
+    def _fill_window(self, download: Download) -> None:
+        for fetch in download.fill_window():
+            self._uplink.send(fetch)
+
+    def _handle_complete(self, manifest: m.Manifest, download: Download | None = None) -> None:
+        """Report a complete version and answer the pulls that wait for it; `download` is None at the root."""
+        self._emit(
+            m.VersionComplete(
+                node=self._name,
+                version=manifest.version,
+                digest=manifest.digest,
+                num_bytes=manifest.num_bytes,
+                base=download.stored.base if download else None,
+                wire_bytes=download.wire_bytes if download else 0,
+                first_byte_s=download.first_byte_s if download else 0.0,
+                elapsed_s=download.elapsed_s if download else 0.0,
+                parent=self._uplink.parent if download else "",
+            )
+        )
+        self.subscribers.handle_complete(manifest.version)
+        self.retire_surplus()
+
+    def _drop(self, version: int) -> None:
+        """Stop the download of a version, if it arrives."""
+        download = self._downloads.pop(version, None)
+        if download is not None:
+            self._downlink.forget_version(version)
+            self._discard(download.stored)
+
+    def _start_waiting(self) -> None:
+        """Decide again about the version that waits, since a download ended."""
+        announce, self._later = self._later, None
+        if announce is not None:
+            self.handle_announce(announce)
+
+    @property
+    def _waiting(self) -> int | None:
+        return None if self._later is None else self._later.manifest.version
+
+    def _note_failure(self, version: int) -> None:
+        """Note that the node cannot have a version now; the parent may announce it again after a pause."""
+        if version >= self._failed:
+            self._num_failures = self._num_failures + 1 if version == self._failed else 1
+            self._failed = version
+            self._pause = 2 ** min(self._num_failures, MAX_DOUBLINGS)
+
+    def _compare_digests(self, manifest: m.Manifest) -> None:
+        """Log an error if the parent has another content under the number of a version that is here."""
+        here = self._store.complete.get(manifest.version)
+        if here is not None and here.manifest.digest != manifest.digest:
+            log.error(
+                "version %d is here as %s, and the parent has it as %s: publish under a number of its own",
+                manifest.version,
+                here.manifest.digest,
+                manifest.digest,
+            )
+
+    # ---- retiring
+
+    def _stop_old_encoders(self) -> None:
+        """Stop encoders of old versions and drop their deltas, so that their bases can leave the store.
+
+        Deltas remain for wanted versions, for the newest version, and for the second newest once it is complete.
+        """
+        newest = sorted(self._store.complete)[-2:]
+        for version, stored in self._store.complete.items():
+            needed = version in self._downlink.wanted or version == self._store.newest
+            if stored.base is not None and not needed and (stored.unencoded or version not in newest):
+                self._encoder.stop(stored)
+
+    def _discard(self, stored: StoredVersion) -> None:
+        doomed = self._store.retire(stored)
+        if doomed is not None:
+            self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
+
+    def _is_wanted(self, version: int) -> bool:
+        return version in self._downlink.wanted or version in self.subscribers.awaited
+
+
+class DeltaEncoder:
+    """Makes a version's deltas against the version before, chunk by chunk, in threads of the root.
+
+    Only a node that has the version before can use them. A node skips a version if two are published while it
+    downloads one, or if the root finds two at once. Then it gets the next version in full, though few bytes
+    changed, which takes longer: where versions come faster than a full one travels, every version may travel in
+    full. A version also goes out in full to nodes that still wait for its deltas when a newer one is published, or
+    that ask for an old version by number. `forward_chunk` is called for each chunk that children may have now, and
+    `done` when the base is no longer needed. A child that waits for a delta always gets it or the chunk itself,
+    also when the weights turn out to change everywhere, and when the version is overtaken
+    (`tests/relay/test_tree_delta.py`).
+    """
+
+    def __init__(self, forward_chunk: Callable[[StoredVersion, int, int], None], done: Callable[[], None]) -> None:
+        self._forward_chunk = forward_chunk
+        self._done = done
+
+    def start(self, stored: StoredVersion, older: Iterable[StoredVersion], group: asyncio.TaskGroup) -> None:
+        """Start to encode, if the newest of `older` has the same layout."""
+        base = max(older, key=lambda version: version.manifest.version, default=None)
+        if base is None or not stored.manifest.has_layout_of(base.manifest):
+            return
+        stored.base = base.manifest.version
+        files = range(len(stored.manifest.files))
+        stored.unencoded = {(file, i) for file in files for i in range(stored.manifest.num_chunks(file))}
+        group.create_task(self._encode(stored, base), name=f"encode-{stored.manifest.version}")
+
+    async def _encode(self, stored: StoredVersion, base: StoredVersion) -> None:
+        """Encode all chunks of a version in `ENCODERS` tasks, and forward each chunk as soon as it is encoded.
+
+        If the first `VAIN_DELTAS` deltas save nothing, encoding stops and the version goes out in full.
+        """
+        chunks = iter(sorted(stored.unencoded))
+        num_vain = 0
+
+        async def encode_chunks() -> None:
+            """Take chunks from the common iterator until none is left or encoding stops."""
+            nonlocal num_vain
+            for file, index in chunks:
+                try:
+                    delta = await asyncio.to_thread(stored.encode_delta, base, file, index)
+                except FileNotFoundError:  # an overtaken version was retired meanwhile
+                    assert stored.base is None, f"{base.folder} went while {stored.folder} was built on it"
+                if stored.base is None:
+                    return  # stopped meanwhile
+                stored.add_delta(file, index, delta)
+                self._forward_chunk(stored, file, index)
+                num_vain += delta is None
+                if num_vain >= VAIN_DELTAS and not stored.deltas:
+                    self.stop(stored)
+
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(ENCODERS):
+                workers.create_task(encode_chunks())
+        self._done()
+
+    def stop(self, stored: StoredVersion) -> None:
+        """Make no more deltas of a version and drop those made; chunks that wait for one are sent in full."""
+        waiting = sorted(stored.unencoded)
+        stored.forget_deltas()
+        for file, index in waiting:
+            self._forward_chunk(stored, file, index)
