@@ -31,11 +31,17 @@ MAY_IMPORT = {  # module of a process: the heavy libraries it may have when its 
 }
 
 
+def is_for_types(node):
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def imported_anywhere(module):
     """Modules of ours that a module imports, at its head or in a function, but for types alone."""
     path = ROOT / (module.replace(".", "/") + ".py")
     tree = ast.parse((path if path.exists() else path.with_suffix("") / "__init__.py").read_text())
-    named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    types = {node for given in ast.walk(tree) if is_for_types(given) for node in ast.walk(given)}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in types]
+    named = [node.module for node in found if node.module]
     return sorted({module, *(name for name in named if name.startswith(("laminar_py.", "laminar_contrib.")))})
 
 

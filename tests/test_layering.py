@@ -117,8 +117,9 @@ def test_the_core_imports_no_satellite():
     assert not [f"{where} imports {name}" for where, _, name in all_imports() if name.split(".")[0] in SATELLITES]
 
 
-def test_contrib_does_not_import_the_lab_which_measures_it():
-    assert not [where for where, _, name in all_imports("laminar_contrib") if name.split(".")[0] == "laminar_lab"]
+def test_satellites_do_not_import_each_other():
+    for own, other in (SATELLITES, SATELLITES[::-1]):
+        assert not [where for where, _, name in all_imports(own) if name.split(".")[0] == other]
 
 
 VOCABULARY = ("laminar_py.records.", "laminar_py.config.")  # rooms whose modules are public: records and settings
