@@ -66,7 +66,7 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     ready_s REAL,                 -- its group was complete
     ended_s REAL                  -- consumed or dropped
 ) STRICT;
-CREATE TABLE piece (              -- where the payload of a trajectory lies; deleted once the archive has it
+CREATE TABLE piece (              -- where the tokens and columns of a trajectory lie
     trajectory INTEGER NOT NULL,
     name TEXT NOT NULL,           -- of a column, see `records.columns`; empty: response tokens
     dtype TEXT NOT NULL,          -- of a column

@@ -86,7 +86,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
     scoring = Scoring(
         incarnation,
         scheduler=fleet.scheduler,
-        payload=None,
+        segments=None,
         deliver=scores.hand_over,
         show_line=told.append,
         end=ends.append,
