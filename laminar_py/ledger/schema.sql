@@ -74,7 +74,7 @@ CREATE TABLE piece (              -- where the tokens and columns of a trajector
     end INTEGER NOT NULL,
     spans TEXT NOT NULL,          -- of the tokens, as the engine had said; JSON
     routed INTEGER NOT NULL,      -- leading positions of prompt and response whose experts are recorded with it
-    segment TEXT NOT NULL,        -- file, and where in it; `segments.frames` has the bytes. Empty: they are lost
+    segment TEXT NOT NULL,        -- file, and where in it; `segments.frames` has the bytes
     offset INTEGER NOT NULL,
     num_bytes INTEGER NOT NULL,
     digest BLOB NOT NULL
