@@ -52,7 +52,7 @@ check: lint types test
 kill-test: $(INSTALLED)
 	$(BIN)/python experiments/kill_test/run.py $(ARGS)
 
-# on simulated hosts, each with a disk of its own
+# on simulated hosts
 kill-test-hosts: $(INSTALLED)
 	PYTHONPATH=$(CURDIR) $(BIN)/python experiments/kill_test/hosts.py $(ARGS)
 

@@ -72,7 +72,7 @@ def _at_rank(bundles, terms, finished, folder):
     asked = FetchRequest([[finished[item.id] for item in bundle] for bundle in bundles], {})
     fetch, step = decode(FetchRequest, encode(asked)), decode(StepRequest, encode(StepRequest(terms)))
     reader = PayloadReader(folder)
-    complete, lost = complete_all([one for bundle in fetch.bundles for one in bundle], reader, stores=fetch.stores)
+    complete, lost = complete_all([one for bundle in fetch.bundles for one in bundle], reader)
     reader.close()
     assert not lost, lost
     return microbatches([[complete[one.id] for one in bundle] for bundle in fetch.bundles], step.terms)

@@ -127,7 +127,7 @@ def roads(count: int, folder: Path) -> list[Road]:
 
 def completed(finished: list[TrajectoryRef], folder: Path) -> list[Trajectory]:
     """The same with their tokens, as a learner reads them."""
-    complete, lost = complete_all(finished, PayloadReader(folder), stores={})
+    complete, lost = complete_all(finished, PayloadReader(folder))
     assert not lost, lost
     return [complete[one.id] for one in finished]
 

@@ -4,11 +4,9 @@
 event. `end` returns the violations that only the whole log shows.
 """
 
-import sqlite3
 from collections import Counter
 from enum import StrEnum
 from itertools import filterfalse
-from pathlib import Path
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -18,7 +16,6 @@ from laminar_py.records.ages import WeightAges
 from laminar_py.records.evaluations import EvalAnswer, set_figures
 from laminar_py.records.events import (
     AnyEvent,
-    Archived,
     Consumed,
     Dropped,
     Evaluated,
@@ -31,7 +28,6 @@ from laminar_py.records.events import (
     RunStarted,
     Scored,
     Stepped,
-    TokensLost,
     Undone,
     VersionLoaded,
     VersionPublished,
@@ -58,7 +54,6 @@ class Rule(StrEnum):
     CONSUMPTION = "consumption", 1  # no trajectory is consumed twice; each step counts its own
     SPANS = "spans", 2  # every response token is stored unchanged, with its version
     TRUTH = "truth", 9  # environment tokens are marked as such; only sampled tokens are trained on
-    ARCHIVE = "archive", 11  # archive files are unchanged
     RECORDING = "recording", 4  # recorded masks and experts are complete and fit the tokens
     DRAIN = "drain", 2  # one version per trajectory, if promised
     STALENESS = "staleness", 12  # as recorded, and within the bound
@@ -310,35 +305,3 @@ class FiguresCheck(Check):
             elif isinstance(event, Dropped) and event.reason in UNSCORED:
                 answers.append(answer_of(row, reward=None, said=""))
         return []
-
-
-class LostDataCheck(Check):
-    """Checks that recorded archive files exist, and that every lost piece is recorded as lost.
-
-    It only looks for the files; `audit.verify` compares their bytes with the recorded digests.
-    """
-
-    event_types = (Archived, TokensLost)
-
-    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
-        self._folder = folder
-        self._connection = connection
-        self._recorded: set[str] = set()  # trajectories recorded as lost
-
-    def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Look for a recorded file, or note trajectories recorded as lost."""
-        if isinstance(event, TokensLost):
-            self._recorded.update(event.trajectory_ids)
-        if not isinstance(event, Archived) or (self._folder / event.path).is_file():
-            return []
-        return [Violation(Rule.ARCHIVE, event.path, f"is missing, with {event.num_trajectories} trajectories")]
-
-    def end(self) -> list[Violation]:
-        """Return the lost pieces without an event."""
-        query = "SELECT DISTINCT id FROM piece JOIN trajectory ON number = trajectory WHERE segment = ''"
-        message = "its tokens are marked as lost, but no event says so"
-        return [
-            Violation(Rule.ROWS, id, message)
-            for (id,) in self._connection.execute(query)
-            if id not in self._recorded
-        ]

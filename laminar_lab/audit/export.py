@@ -19,7 +19,7 @@ from laminar_py.records.trajectory import Prompt
 def export(run: Path, out: Path, *, responses: bool = False) -> int:
     """Write all trajectories to a new JSONL file; return their number.
 
-    Lines are in order of issue; with `responses`, archived trajectories come first. Raises `ConfigError`.
+    Lines are in order of issue. Raises `ConfigError`.
     """
     if out.suffix != ".jsonl":
         raise ConfigError(f"out={out}: its suffix is not .jsonl; other tools convert JSONL to their own formats")

@@ -1,6 +1,6 @@
 """Recorded scores of a run, to compute its rewards again: the request of each scorer, and its reward.
 
-`laminar rescore` calls it and scores the requests. It reads the ledger, segments and archive.
+`laminar rescore` calls it and scores the requests. It reads the ledger and segments.
 """
 
 import sqlite3
@@ -86,7 +86,7 @@ def recorded_scores(run: Path) -> Iterator[RecordedScore]:
                 if row.finish_reason is None or (row.reward is None and row.drop_reason not in NOT_SCORED):
                     continue
                 if len(payload.ids) < row.length:
-                    continue  # lost with a host
+                    continue  # its tokens are lost
                 if prompt is None:
                     raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} is not stored")
                 yield RecordedScore(_request(row, prompt, payload), row.reward, terms.get(row.id, {}))

@@ -6,7 +6,6 @@ trajectory at a time. `audit.replay` proves the rows themselves.
 
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import chain, dropwhile, groupby
 from pathlib import Path
 
@@ -16,14 +15,11 @@ import numpy as np
 from laminar_lab.audit.checks import Rule, Violation
 from laminar_py.ledger import (
     NO_COLUMN,
-    LedgerError,
     StoredPiece,
     StoredResponses,
     TrajectoryRow,
     decode_event,
-    file_pieces,
     is_simulated,
-    is_whole,
     piece_rows,
     spans_of,
     split_columns,
@@ -35,6 +31,7 @@ from laminar_py.records.codec import BoolArray, IntArray, response_digest
 from laminar_py.records.events import StreamCut
 from laminar_py.records.pieces import Piece, SamplingMask, unpack_mask
 from laminar_py.records.spans import Span, clip_spans, decode_spans, replace_spans, sampled_mask, shift_spans
+from laminar_py.records.trajectory import DropReason
 
 
 class ResponseCheck:
@@ -42,11 +39,7 @@ class ResponseCheck:
 
     def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
         self.numbers: list[int] = []  # trajectories with pieces
-        self.apart: list[
-            int
-        ] = []  # trajectories of which an archive file has only some pieces, from one of its hosts
         self.violations: list[Violation] = []
-        self.num_elsewhere = 0  # trajectories with pieces on another host
         self._connection = connection
         self._responses = StoredResponses(run, connection)
         self._simulated = is_simulated(connection)
@@ -63,23 +56,7 @@ class ResponseCheck:
         )
         return sorted({number for (number,) in rows} - set(self.numbers))
 
-    def check_file(self, path: Path) -> None:
-        """Check the pieces in an archive file."""
-        pieces = file_pieces(path)
-        first = next(pieces, None)
-        if first is not None:
-            self._check_pieces(chain((first,), pieces), first.row.trajectory, 2**62, in_file=True)
-
-    def check_rows_apart(self, numbers: Iterable[int]) -> None:
-        """Check the responses of trajectories whose pieces are in several archive files."""
-        for number in numbers:
-            for row in unchecked_rows(self._connection, "number = ?", (number,)):
-                with suppress(LedgerError):  # another task reports a changed file
-                    self.violations += _check(self._connection, self._responses.pieces(row), row)
-
-    def _check_pieces(
-        self, all_pieces: Iterable[StoredPiece], first: int, last: int, *, in_file: bool = False
-    ) -> None:
+    def _check_pieces(self, all_pieces: Iterable[StoredPiece], first: int, last: int) -> None:
         """Check pieces in the order of their trajectories, against rows in the same order: both are read once."""
         rows = unchecked_rows(self._connection, "number BETWEEN ? AND ?", (first, last))
         row = next(rows, None)
@@ -89,10 +66,7 @@ class ResponseCheck:
             if row is not None and row.number == number:
                 self.numbers.append(number)
                 stored = list(pieces)
-                self.num_elsewhere += any(piece.is_elsewhere for piece in stored)
-                if in_file and not is_whole(split_columns(stored)[0], row.length):
-                    self.apart.append(number)
-                elif self._simulated:
+                if self._simulated:
                     self.violations += _check_counted(stored, row)
                 elif not _is_plainly_right(stored, row):
                     self.violations += _check(self._connection, stored, row)
@@ -164,8 +138,8 @@ def _check(connection: sqlite3.Connection, stored: list[StoredPiece], row: Traje
 
 
 def _fault(stored: StoredPiece, row: TrajectoryRow) -> str:
-    """Return the fault of a piece, "" for a sound one, a recorded loss, and a piece on another host."""
-    if stored.is_lost or stored.is_elsewhere:
+    """Return the fault of a piece, "" if it is sound or if its trajectory was dropped for its loss."""
+    if stored.piece is None and row.drop_reason == DropReason.HOST_LOST:
         return ""
     if stored.piece is not None and stored.piece.trajectory_id != row.id:
         return stored.fault or "was changed"

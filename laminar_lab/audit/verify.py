@@ -22,7 +22,6 @@ from laminar_lab.audit.checks import (
     Check,
     ConsumptionCheck,
     FiguresCheck,
-    LostDataCheck,
     Rule,
     StepCheck,
     Violation,
@@ -32,16 +31,13 @@ from laminar_lab.audit.replay import Replay, check_hashes
 from laminar_lab.audit.responses import ResponseCheck
 from laminar_py.ledger import (
     LedgerError,
-    archive_files,
     differences,
     is_simulated,
     ledger_path,
     read_seal,
     reading,
-    record_of,
     seal_digest,
     unlike_schema,
-    was_changed,
 )
 from laminar_py.records.codec import prompt_digest
 from laminar_py.records.events import Event
@@ -57,16 +53,11 @@ _NAMED = 20  # lost trajectories that get a violation each
 
 
 class Proof(msgspec.Struct, kw_only=True):
-    """Violations, and notes about the seal and about data that could not be checked.
-
-    The tasks on responses also say which trajectories they found.
-    """
+    """Violations, and notes about the seal and about data that could not be checked."""
 
     violations: list[Violation] = []
     notes: list[str] = []
     missing: list[int] = []  # trajectories with tokens and no reference
-    seen: list[int] = []  # trajectories with pieces in the archive
-    apart: list[int] = []  # trajectories of `seen` with further pieces in other files
 
 
 def verify(run: Path, *, processes: int | None = None) -> list[Violation]:
@@ -124,17 +115,12 @@ def _check_ledger(run: Path, proof: Proof, *, processes: int) -> None:
         proof.violations += layout().violations
         if layout().violations:
             return  # values have wrong types or rows a wrong order, so further findings would be noise
-        missing = {number for task in stored for number in task().missing}
-        # listed only now, so that pieces which the run archives meanwhile are found in SQLite or in a listed file
-        apart: set[int] = set()
-        archive = [submit(_check_archive, run, path) for path in archive_files(ledger_path(run).parent)]
-        for task in [*work, *stored, *archive]:
+        missing: set[int] = set()
+        for task in [*work, *stored]:
             done = task()
             proof.violations += done.violations
             proof.notes += done.notes
-            missing.difference_update(done.seen)
-            apart.update(done.apart)
-        proof.violations += submit(_check_apart, run, sorted(apart))().violations if apart else []
+            missing.update(done.missing)
     proof.violations += _missing_responses(run, missing)
 
 
@@ -177,7 +163,6 @@ def _check_events(run: Path) -> Proof:
     """Replay all events: check every rule along the log, and the tables that follow from it."""
     with reading(run) as connection:
         checks: list[Check] = [ConsumptionCheck(), WeightsCheck(), StepCheck(), FiguresCheck()]
-        checks.append(LostDataCheck(ledger_path(run).parent, connection))
         by_type: dict[type[Event], list[Check]] = {}
         for check in checks:
             for kind in check.event_types:
@@ -209,33 +194,7 @@ def _check_stored(run: Path, first: int, last: int) -> Proof:
     with reading(run) as connection:
         check = ResponseCheck(run, connection)
         missing = check.check_stored(first, last)
-        away = f"{check.num_elsewhere} responses are on other hosts of the run, and were not read"
-        notes = [away] if check.num_elsewhere else []
-        return Proof(violations=check.violations, missing=missing, notes=notes)
-
-
-def _check_archive(run: Path, path: Path) -> Proof:
-    """Check the responses in a file of the archive, unless a crash came before its record or it was changed."""
-    with reading(run) as connection:
-        check, event = ResponseCheck(run, connection), record_of(path, connection)
-        if event is None:
-            return Proof()
-        if was_changed(path, event):
-            message = f"was changed, so none of its {event.num_trajectories} trajectories is read; restore it"
-            return Proof(violations=[Violation(Rule.ARCHIVE, event.path, message)])
-        try:
-            check.check_file(path)
-        except LedgerError as error:
-            check.violations.append(Violation(Rule.ARCHIVE, path.name, str(error)))
-        return Proof(violations=check.violations, seen=check.numbers, apart=check.apart)
-
-
-def _check_apart(run: Path, numbers: Collection[int]) -> Proof:
-    """Check the responses of trajectories whose pieces are in several files of the archive."""
-    with reading(run) as connection:
-        check = ResponseCheck(run, connection)
-        check.check_rows_apart(numbers)
-        return Proof(violations=check.violations)
+        return Proof(violations=check.violations, missing=missing)
 
 
 def _check_prompts(run: Path) -> Proof:
@@ -266,13 +225,11 @@ def _prompt_violations(connection: sqlite3.Connection) -> Iterator[Violation]:
 
 
 def _missing_responses(run: Path, missing: Collection[int]) -> Iterator[Violation]:
-    """Iterate over violations by trajectories without a piece in segments and archive."""
+    """Iterate over violations by trajectories that have tokens and no reference to them."""
     with reading(run) as connection:
         for number in islice(sorted(missing), _NAMED):
             query = "SELECT id, length FROM trajectory WHERE number = ?"
             for id, length in connection.execute(query, (number,)):
                 yield Violation(Rule.SPANS, id, f"none of its {length} tokens can be read")
     if len(missing) > _NAMED:
-        yield Violation(
-            Rule.SPANS, "archive", f"has no tokens of {len(missing) - _NAMED} more trajectories either"
-        )
+        yield Violation(Rule.SPANS, "pieces", f"of {len(missing) - _NAMED} more trajectories are missing")

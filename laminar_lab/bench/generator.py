@@ -176,7 +176,7 @@ class CoinScorerActor(PartActor):
         for response in responses:
             score = Score(trajectory_id=response.id, value=float(crc32(response.id.encode()) & 1))
             try:
-                self._reader.load((ref.at for ref in response.tokens), stores=response.stores)
+                self._reader.load(ref.at for ref in response.tokens)
             except PayloadLostError as error:
                 score = replace(score, value=None, failure=DropReason.HOST_LOST, detail=str(error))
             self._scores.put_nowait(score)

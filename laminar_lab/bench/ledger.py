@@ -20,17 +20,12 @@ from laminar_lab.bench.workplace import workplace
 from laminar_py.ledger import (
     LEDGER_NAME,
     SEGMENTS_NAME,
-    ArchiveAnswer,
-    ArchiveRequest,
     Ledger,
-    archive_pieces,
-    file_name,
     seal_run,
 )
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import SystemClock
 
-ROWS = ("accounting_cpu", "archive_cpu", "ledger_bytes", "archive_bytes", "verify", "verify_cpu")
+ROWS = ("accounting_cpu", "ledger_bytes", "segment_bytes", "verify", "verify_cpu")
 CHECKPOINT_EVERY = 10  # steps
 MILLION = 1_000_000
 
@@ -42,8 +37,6 @@ class RecordingCosts:
     trajectories: int
     append_s: float  # in the event loop's thread, with the making of the events
     write_s: float  # in the writer's thread
-    archive_s: float
-    archived: int  # trajectories
 
 
 def rows(*, trajectories: int = 100_000) -> list[Row]:
@@ -66,11 +59,10 @@ def _record(run: Path, trajectories: int) -> RecordingCosts:
 
 
 async def _record_steps(folder: Path, trajectories: int) -> RecordingCosts:
-    """Record so many trajectories into `folder` and archive as a run does; return CPU seconds by kind of work."""
+    """Record so many trajectories into `folder`; return CPU seconds by kind of work."""
     ledger = Ledger(folder / LEDGER_NAME, host=HOST, clock=SystemClock())
     await ledger.start()
     run = SyntheticRun(ledger, folder / SEGMENTS_NAME)
-    archived, archive_s = 0, 0.0
     process_s, thread_s = time.process_time(), time.thread_time()
     run.begin()
     await ledger.commit()
@@ -80,59 +72,33 @@ async def _record_steps(folder: Path, trajectories: int) -> RecordingCosts:
         if run.step % CHECKPOINT_EVERY == 0:
             run.checkpoint()
             await ledger.commit()
-            before = time.process_time()
-            archived += await _archive(ledger, folder, run.step - CHECKPOINT_EVERY)
-            archive_s += time.process_time() - before
     append_s = time.thread_time() - thread_s
-    write_s = time.process_time() - process_s - append_s - archive_s
+    write_s = time.process_time() - process_s - append_s
     await ledger.close()
-    return RecordingCosts(
-        trajectories=run.num_trajectories,
-        append_s=append_s,
-        write_s=write_s,
-        archive_s=archive_s,
-        archived=archived,
-    )
-
-
-async def _archive(ledger: Ledger, run: Path, step: int) -> int:
-    """Archive the settled pieces that a restart at `step` does not need; return the number of trajectories."""
-    rows = await ledger.settled_pieces(step)
-    if not rows:
-        return 0
-    request = encode(ArchiveRequest(str(run), file_name(ledger.seq, 0), rows))
-    answer = decode(ArchiveAnswer, await asyncio.to_thread(archive_pieces, request))
-    numbers = sorted({row.trajectory for row in rows})
-    await ledger.archived([answer.event], numbers)
-    return len(numbers)
+    return RecordingCosts(trajectories=run.num_trajectories, append_s=append_s, write_s=write_s)
 
 
 def _recording_rows(costs: RecordingCosts) -> list[Row]:
-    """Return the rows of recording: trajectories a CPU second, and the archive's CPU time for a trajectory."""
+    """Return the row of recording: trajectories a CPU second."""
     count = costs.trajectories
     append_us, write_us = 1e6 * costs.append_s / count, 1e6 * costs.write_s / count
     conditions = (
         f"{count} trajectories: 8 events, 2 pieces and about 100 tokens each, 256 a step, a commit each step; one"
-        f" core; issued to on disk, without archiving: {append_us:.0f} us of a trajectory in the event loop,"
+        f" core; issued to on disk: {append_us:.0f} us of a trajectory in the event loop,"
         f" {write_us:.0f} us in the writer"
     )
-    archive = "after every checkpoint, one in ten steps; copies and deletion"
-    archive_us = 1e6 * costs.archive_s / max(costs.archived, 1)
-    return [
-        Row("accounting_cpu", count / (costs.append_s + costs.write_s), "trajectories/CPU s", conditions),
-        Row("archive_cpu", archive_us, "us/trajectory", archive),
-    ]
+    return [Row("accounting_cpu", count / (costs.append_s + costs.write_s), "trajectories/CPU s", conditions)]
 
 
 def _disk_rows(run: Path, costs: RecordingCosts) -> list[Row]:
-    """Return the sizes of ledger and archive as rows, scaled to a million trajectories."""
+    """Return the sizes of ledger and segments as rows, scaled to a million trajectories."""
     ledger = (run / LEDGER_NAME).stat().st_size
-    archive = sum(path.stat().st_size for path in (run / "archive").glob("*.segment"))
-    conditions = "random tokens and log-probabilities, which nothing compresses; all but the last archived"
+    segments = sum(path.stat().st_size for path in (run / SEGMENTS_NAME).iterdir())
+    conditions = "about 100 tokens and log-probabilities in two pieces for each trajectory"
     per_million = MILLION / costs.trajectories
     return [
         Row("ledger_bytes", ledger * per_million / 1e9, "GB/million trajectories", conditions),
-        Row("archive_bytes", archive * per_million / 1e9, "GB/million trajectories", conditions),
+        Row("segment_bytes", segments * per_million / 1e9, "GB/million trajectories", conditions),
     ]
 
 

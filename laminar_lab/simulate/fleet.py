@@ -26,7 +26,7 @@ from laminar_lab.emulation.settings import EngineTimes, emulation_of
 from laminar_lab.simulate.figures import FleetSample
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config import RunConfig
-from laminar_py.control import DISPATCH_S, REPLICA_CRASHED, Tick, TrajectoryScheduler
+from laminar_py.control import DISPATCH_S, Tick, TrajectoryScheduler
 from laminar_py.ledger.segments import Known, Payload, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
 from laminar_py.records import GenerateRequest
@@ -329,7 +329,7 @@ class SimulatedFleet:
         self.failures.append((self._stats.rl_s, index))
         self._scheduler.views.retire(index)
         found = life.store.salvage(reports.running_on(index))
-        await reports.on_replica_lost(index, found, reason=REPLICA_CRASHED)
+        await reports.on_replica_lost(index, found)
         self._scheduler.book.record(PartCrashed(f"replica-{index}", FAILED))
         self._stats.next_report.set()  # `stop` may wait for the trajectories of the crashed replica
         self._tick.run_now()

@@ -16,10 +16,8 @@ from laminar_py.ledger import (
     RunFolder,
     append_row,
     first_events,
-    ledger_disk,
     new_run,
     open_rows,
-    place_ledger,
     seal_run,
 )
 from laminar_py.observe import Stats, summarise, watch_fleet
@@ -35,10 +33,8 @@ HOST = "simulated"  # in place of a host's name
 
 def new_simulated_run(config: RunConfig) -> RunFolder:
     """Make and lock the next `runs/simulated-<name>-<n>`, which `--resume` does not find. Raises `ConfigError`."""
-    disk = ledger_disk(config.runs, config.runs_local)
     run = new_run(config.model_copy(update={"name": f"simulated-{config.name}"}))
     run.lock()
-    place_ledger(run, disk)
     return run
 
 
@@ -48,10 +44,7 @@ class SimulatedRecord:
     def __init__(self, config: RunConfig, run: RunFolder, *, clock: Clock, stats: Stats) -> None:
         self._config, self._run, self._stats = config, run, stats
         origin_s = time.time() - clock.now()
-        copy = None if run.live_ledger == run.ledger else run.ledger
-        self.ledger = Ledger(
-            run.live_ledger, host=HOST, clock=clock, copy=copy, wall=lambda: origin_s + clock.now()
-        )
+        self.ledger = Ledger(run.ledger, host=HOST, clock=clock, wall=lambda: origin_s + clock.now())
         self._rows = open_rows(run.metrics)
         self._has_ended = False
 

@@ -79,11 +79,7 @@ class RunConfig(Section):
     """`async`: generation and training run side by side, without barriers. `one_step`: a batch is generated while
     the one before trains. `sync`: generation and training alternate."""
     runs: Path = Path("runs")
-    """Folder of all runs."""
-    runs_local: Path = Path("/var/tmp")
-    """Folder on a local disk of each host, used if `runs` is on a network file system. The controller writes the
-    ledger there and copies it into the run's folder at the start, at each checkpoint and at the end. Each host
-    writes its responses there and copies them at the end."""
+    """Folder of all runs. All hosts of a run see it at this path."""
     model: ModelConfig
     """Model that is trained."""
     warm_start: WarmStartConfig | None = None

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from laminar_py.control.dispatcher import Tick as Tick
     from laminar_py.control.drops import HOUSEKEEPING_S as HOUSEKEEPING_S
     from laminar_py.control.groups import Credit as Credit
-    from laminar_py.control.reports import REPLICA_CRASHED as REPLICA_CRASHED
     from laminar_py.control.scheduler import TrajectoryScheduler as TrajectoryScheduler
     from laminar_py.control.settings import control_settings as control_settings
     from laminar_py.control.settings import packing as packing

@@ -172,10 +172,6 @@ class Book:
         group = None if trajectory is None else self.groups.get(trajectory.group_id)
         return () if group is None else group.finished_lengths
 
-    def segments(self) -> set[str]:
-        """Return the segments that hold tokens or columns of live trajectories."""
-        return set().union(*(trajectory.segments for trajectory in self.live.values()))
-
     def versions_alive(self) -> int:
         """Return the number of distinct weight versions among live training trajectories."""
         versions, replicas = set[int](), set[int]()

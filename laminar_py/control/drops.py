@@ -5,7 +5,7 @@
 lost nothing; it waits for another replica.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from laminar_py.control.book import Book
 from laminar_py.control.closing import Closing
@@ -34,13 +34,6 @@ class LostTokens:
         self._evaluations = evaluations
         self._consumption = consumption
         self._closing = closing
-
-    async def drop_segments(self, segments: Collection[str], reason: str) -> None:
-        """Drop every live trajectory with tokens or columns in one of these lost segments."""
-        holders = self._book.live.values()
-        await self.drop_trajectories(
-            {holder.id: reason for holder in holders if not holder.segments.isdisjoint(segments)}
-        )
 
     async def drop_trajectories(self, lost: Mapping[str, str]) -> None:
         """Drop the live ones of these trajectories; `lost` says for each id which part is lost."""

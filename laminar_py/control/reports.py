@@ -58,9 +58,6 @@ class ConsecutiveFailures:
             )
 
 
-REPLICA_CRASHED, HOST_LOST = "replica_crashed", "host_lost"  # reasons of an interruption
-
-
 class Reports:
     """Turns reports into events; queues interrupted trajectories again, and sends finished ones to their group."""
 
@@ -112,18 +109,15 @@ class Reports:
             if trajectory is not None and trajectory.status is Status.RUNNING
         }
 
-    async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = (), *, reason: str) -> None:
-        """Interrupt and queue all trajectories of a crashed replica, after appending `salvaged` tokens.
-
-        `reason` is `replica_crashed`, or `host_lost` if its disk is lost too.
-        """
+    async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = ()) -> None:
+        """Interrupt and queue all trajectories of a crashed replica, after appending `salvaged` tokens."""
         self._book.moves.forget(replica)
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
         for trajectory_id in sorted(self._book.views.forget(replica)):
             trajectory = self._book.live.get(trajectory_id)
             if trajectory is not None and trajectory.status is Status.RUNNING:
                 self.restore_salvaged(trajectory, salvaged_by_id.get(trajectory_id))
-                self._requeue(trajectory, reason, self._waiting.append_displaced)
+                self._requeue(trajectory, "replica_crashed", self._waiting.append_displaced)
 
     def restore_salvaged(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
         """Append tokens that a crashed replica had stored but not reported, if there are any."""

@@ -12,14 +12,6 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.ledger.archive import ArchiveAnswer as ArchiveAnswer
-    from laminar_py.ledger.archive import ArchiveRequest as ArchiveRequest
-    from laminar_py.ledger.archive import archive_files as archive_files
-    from laminar_py.ledger.archive import archive_pieces as archive_pieces
-    from laminar_py.ledger.archive import file_name as file_name
-    from laminar_py.ledger.archive import file_pieces as file_pieces
-    from laminar_py.ledger.archive import record_of as record_of
-    from laminar_py.ledger.archive import was_changed as was_changed
     from laminar_py.ledger.database import LEDGER_NAME as LEDGER_NAME
     from laminar_py.ledger.database import SCHEMA_VERSION as SCHEMA_VERSION
     from laminar_py.ledger.database import SEGMENTS_NAME as SEGMENTS_NAME
@@ -33,13 +25,10 @@ if TYPE_CHECKING:
     from laminar_py.ledger.evaluations import in_order as in_order
     from laminar_py.ledger.evaluations import read_evaluations as read_evaluations
     from laminar_py.ledger.ledger import Ledger as Ledger
-    from laminar_py.ledger.live import ledger_disk as ledger_disk
-    from laminar_py.ledger.live import place_ledger as place_ledger
     from laminar_py.ledger.machine import IllegalEventError as IllegalEventError
     from laminar_py.ledger.machine import Machine as Machine
     from laminar_py.ledger.pieces import NO_COLUMN as NO_COLUMN
     from laminar_py.ledger.pieces import StoredPiece as StoredPiece
-    from laminar_py.ledger.pieces import is_whole as is_whole
     from laminar_py.ledger.pieces import piece_rows as piece_rows
     from laminar_py.ledger.pieces import spans_of as spans_of
     from laminar_py.ledger.pieces import split_columns as split_columns

@@ -2,6 +2,9 @@
 
 The ledger, its only writer, and every reader call it. A file that cannot be used, or has the schema of another
 release, raises a `LedgerError` of one line with the file, the fault and the remedy.
+
+A ledger on a disk of this host has a write-ahead log. SQLite's log needs memory that all users of the file share,
+which a network file system lacks; there the ledger has a rollback journal, and a commit waits for readers.
 """
 
 import os
@@ -15,16 +18,24 @@ from urllib.parse import quote
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import CHAIN_START
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 LEDGER_NAME = "ledger.sqlite"
-ARCHIVE_NAME = "archive"
 SEGMENTS_NAME = "segments"
 SEAL_NAME = "seal.json"
 
 _APPLICATION_ID = 0x6C616D69  # "lami", in the header of the SQLite file
 _SCHEMA = Path(__file__).with_name("schema.sql")
-_MODES = 18, b"\x01\x01"  # offset of the read and write modes in the file, and their bytes without a WAL
 _BUSY_S = 30.0  # for a reader, on the writer's checkpoint; for the writer, on an earlier controller that ends
+_SHARED_BUSY_S = 3600.0  # for the writer on a network file system, on a reader, e.g. an audit
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = {
+    *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "afs", "auristorfs", "coda", "ncpfs", "davfs"),
+    *("lustre", "gpfs", "mmfs", "beegfs", "beegfs_nodev", "ceph", "wekafs", "glusterfs", "orangefs", "pvfs2"),
+    *("panfs", "gfs", "gfs2", "ocfs2", "acfs"),  # the last four: disks that several hosts share
+}
+_LOCAL_FUSE = {
+    *("fuse-overlayfs", "mergerfs", "unionfs", "bindfs", "ntfs-3g", "gocryptfs", "encfs", "cryfs", "lxcfs"),
+}
 
 
 class LedgerError(ConfigError):
@@ -37,7 +48,7 @@ def ledger_path(run: Path) -> Path:
 
 
 def segments_path(run: Path) -> Path:
-    """Return the folder with a run's segments of this host."""
+    """Return the folder with a run's segments."""
     return run / SEGMENTS_NAME
 
 
@@ -46,39 +57,17 @@ def log_path(ledger: Path) -> Path:
     return ledger.with_name(f"{ledger.name}-wal")
 
 
-def is_copy(ledger: Path) -> bool:
-    """Whether a file is a copy of a ledger on another disk; a copy is replaced, never written to."""
-    place, modes = _MODES
-    with ledger.open("rb") as file:
-        file.seek(place)
-        has_no_log = file.read(len(modes)) == modes
-    return has_no_log and not ledger.with_name(f"{ledger.name}-journal").is_file()  # else it is being laid out
-
-
-def write_copy(ledger: Path, copy: Path) -> None:
-    """Write what a ledger holds by now into a new file, without locks; return when it is on disk."""
-    copy.unlink(missing_ok=True)
-    uri = f"file:{quote(str(copy.resolve()))}?nolock=1"
-    with closing(open_reader(ledger)) as source, closing(sqlite3.connect(uri, uri=True)) as target:
-        target.execute("PRAGMA journal_mode = OFF")
-        source.backup(target)
-    place, modes = _MODES
-    with copy.open("r+b") as file:
-        file.seek(place)
-        file.write(modes)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def open_writer(path: Path) -> sqlite3.Connection:
     """The writing connection, with an empty ledger laid out if there is no file yet. Raises `LedgerError`."""
     is_new = not path.exists() or path.stat().st_size == 0  # its making was interrupted
+    has_log = not on_network(path.parent)
     with _complaints(path):
-        connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        busy_s = _BUSY_S if has_log else _SHARED_BUSY_S
+        connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
         if is_new:
             create_tables(connection)
         _check(connection, path)
-        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA journal_mode = {'WAL' if has_log else 'TRUNCATE'}")
         connection.execute("PRAGMA synchronous = NORMAL")
         # 64 MiB of log between two checkpoints, since each syncs the whole file
         connection.execute("PRAGMA wal_autocheckpoint = 16384")
@@ -102,8 +91,11 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
     if not path.is_file():
         raise LedgerError(f"ledger={path}: no such file; name the folder of a run")
     with _complaints(path):
-        uri = f"file:{quote(str(path.resolve()))}?mode=ro{'&immutable=1' if immutable else ''}"
+        # only a connection that may write can roll back a transaction of a killed controller
+        mode = "rw" if _has_bytes(path.with_name(f"{path.name}-journal")) else "ro"
+        uri = f"file:{quote(str(path.resolve()))}?mode={mode}{'&immutable=1' if immutable else ''}"
         connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA query_only = ON")
         _check(connection, path)
     return connection
 
@@ -134,12 +126,29 @@ def _plain(sql: str) -> str:
 
 
 def _is_fixed(ledger: Path) -> bool:
-    """Whether nobody writes to a ledger: it is a copy, or sealed and unchanged since."""
-    if not os.access(ledger, os.R_OK):
-        return False
-    log = log_path(ledger)
-    has_log = log.is_file() and log.stat().st_size > 0
-    return not has_log and (is_copy(ledger) or (ledger.parent / SEAL_NAME).is_file())
+    """Whether nobody writes to a ledger: it is sealed and unchanged since."""
+    return not _has_bytes(log_path(ledger)) and (ledger.parent / SEAL_NAME).is_file()
+
+
+def _has_bytes(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def on_network(folder: Path, mounts: str | None = None) -> bool:
+    """Return whether a folder is on a network file system; the folder need not exist.
+
+    `mounts` replaces the kernel's `/proc/self/mountinfo`. The type is found by device number, which no later mount
+    hides; a folder whose number is in no line, as in Btrfs, is local.
+    """
+    place = folder.resolve()
+    device = next(path for path in (place, *place.parents) if path.exists()).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in (_MOUNTS.read_text() if mounts is None else mounts).splitlines():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == number:
+            kind = source.split()[0]
+            return kind in _NETWORK or (kind.startswith("fuse.") and kind.removeprefix("fuse.") not in _LOCAL_FUSE)
+    return False
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:

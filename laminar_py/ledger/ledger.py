@@ -8,27 +8,22 @@ moment and on disk after every crash (law 1).
 
 import asyncio
 import contextlib
-import shutil
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from laminar_py.ledger.archive import SETTLED
-from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer, reading
-from laminar_py.ledger.live import copy_ledger
+from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock
-from laminar_py.ledger.pieces import NO_COLUMN, PieceRow, piece_rows
+from laminar_py.ledger.pieces import NO_COLUMN, PieceRow
 from laminar_py.ledger.recovery import unpublished
 from laminar_py.ledger.rows import Accounting, read_accounting, row_values
 from laminar_py.ledger.seal import seal_digest
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
-from laminar_py.records.events import AnyEvent, Archived, SealBroken, TokensLost
+from laminar_py.records.events import AnyEvent, SealBroken
 from laminar_py.records.host import Clock
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.spans import Span, encode_spans
@@ -36,9 +31,6 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.records.weights import Published
 
 FLUSH_S = 0.2
-_FORGET = 4096  # most trajectories whose references one transaction deletes
-
-T = TypeVar("T")
 
 
 class Ledger:
@@ -54,13 +46,9 @@ class Ledger:
         *,
         host: str,
         clock: Clock,
-        copy: Path | None = None,
         wall: Callable[[], float] | None = None,
     ) -> None:
         self._path = path
-        self._copy = copy  # in the run's folder, if the ledger lies on another disk
-        self._run = (copy or path).parent
-        self._copying = threading.Lock()
         self._host = host
         self._clock = clock
         self._wall = wall or (lambda: time.time())  # seconds since 1970
@@ -90,18 +78,14 @@ class Ledger:
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
         self._task.add_done_callback(self._ended)
-        seal = await asyncio.to_thread(seal_digest, self._run)
+        seal = await asyncio.to_thread(seal_digest, self._path.parent)
         if seal is not None:
             self.append(SealBroken(seal))
             await self.commit()
-            await self.copy()
-            (self._run / SEAL_NAME).unlink()
+            (self._path.parent / SEAL_NAME).unlink()
 
     async def close(self) -> None:
-        """Write the last batch, copy the file to the run's folder, close.
-
-        Raises the error that ended the ledger early.
-        """
+        """Write the last batch and close. Raises the error that ended the ledger early."""
         self._closing = True
         self._wake.set()
         await asyncio.wait({self._task})
@@ -109,9 +93,6 @@ class Ledger:
         self._writer.close()
         if self._failure is not None:
             raise self._failure
-        if self._copy is not None:
-            await self.copy()
-            await asyncio.to_thread(shutil.rmtree, self._path.parent, ignore_errors=True)
 
     @property
     def newest_version(self) -> int:
@@ -203,11 +184,6 @@ class Ledger:
         self._wake.set()
         await waiter
 
-    async def copy(self) -> None:
-        """Copy the file to the run's folder if it lies on another disk, for readers and for a resume."""
-        if self._copy is not None:
-            await asyncio.to_thread(self._copy_now, self._copy)
-
     # ---- reading
 
     def accounting(self) -> Accounting:
@@ -221,56 +197,6 @@ class Ledger:
         version.
         """
         return sorted(self.machine.marks.unpublished.values(), key=lambda one: one.version)
-
-    async def settled_pieces(self, step: int) -> list[PieceRow]:
-        """Return references that a resume from `step` or later does not need, ordered by trajectory."""
-        await self.commit()
-        with_bytes = f"({SETTLED}) AND segment != ''"
-        return await self._read(lambda connection: list(piece_rows(connection, with_bytes, (step,))))
-
-    @property
-    def seq(self) -> int:
-        """Number of the last event."""
-        return self._seq
-
-    async def archived(self, files: Sequence[Archived], numbers: Sequence[int]) -> None:
-        """Record archive files with the pieces of trajectories, and delete the references to segments."""
-        for event in files:
-            self.append(event)
-        for first in range(0, len(numbers), _FORGET):
-            self._batch.forgotten += numbers[first : first + _FORGET]
-            await self.commit()
-
-    async def record_lost_pieces(self, numbers: Collection[int], reason: str) -> None:
-        """Record that stored pieces of trajectories can no longer be read."""
-        if numbers:
-            query = "SELECT id FROM trajectory WHERE number = ?"
-            ids = await self._read(
-                lambda connection: [id for number in numbers for (id,) in connection.execute(query, (number,))]
-            )
-            self.append(TokensLost(trajectory_ids=tuple(ids), reason=reason))
-            self._batch.lost += numbers
-            await self.commit()
-
-    async def holders(self, segments: Collection[str]) -> list[int]:
-        """Return numbers of trajectories with a piece in one of these segments."""
-        await self.commit()
-        query = "SELECT DISTINCT trajectory, segment FROM piece WHERE segment != ''"
-        rows = await self._read(lambda connection: connection.execute(query).fetchall())
-        return sorted({number for number, segment in rows if segment in segments})
-
-    async def segments(self) -> set[str]:
-        """Return all segments that references name."""
-        await self.commit()
-        query = "SELECT DISTINCT segment FROM piece WHERE segment != ''"
-        return await self._read(lambda connection: {segment for (segment,) in connection.execute(query)})
-
-    async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
-        def read() -> T:
-            with reading(self._path) as connection:
-                return query(connection)
-
-        return await asyncio.to_thread(read)
 
     # ---- the writing task
 
@@ -305,10 +231,6 @@ class Ledger:
             for waiter in self._served:
                 if not waiter.done():  # done: its commit was cancelled
                     waiter.set_result(None)
-
-    def _copy_now(self, copy: Path) -> None:
-        with self._copying:  # the thread of a cancelled copy may still run
-            copy_ledger(self._path, copy)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if task.cancelled():

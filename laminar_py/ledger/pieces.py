@@ -1,8 +1,6 @@
 """References to stored pieces in SQLite, and the pieces that they name.
 
-The ledger writes references; recovery, archive and audit read them. SQLite has the place of a piece, a segment its
-bytes. Pieces that no checkpoint needs are in the archive instead, whose files have references of their own
-(`ledger.archive`).
+The ledger writes references; recovery and audit read them. SQLite has the place of a piece, a segment its bytes.
 """
 
 import sqlite3
@@ -12,7 +10,7 @@ from itertools import islice
 import msgspec
 
 from laminar_py.ledger.segments.frames import AnyPiece
-from laminar_py.ledger.segments.reader import ElsewhereError, PayloadReader
+from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import tokens_ref
 from laminar_py.records.columns import Dtype
 from laminar_py.records.pieces import (
@@ -28,8 +26,6 @@ from laminar_py.records.spans import Span, clip_spans, decode_spans, encode_span
 
 AT_ONCE = 256  # pieces per read
 NO_COLUMN = ""  # name of response tokens
-LOST = "on record as lost"
-ELSEWHERE = "on another host of the run"
 NOT_GENERATED = "counted in a simulation, in which nothing was generated"
 
 
@@ -43,7 +39,7 @@ class PieceRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     end: int
     spans: str  # JSON
     routed: int  # leading positions whose experts are recorded with it
-    segment: str  # empty: recorded as lost
+    segment: str
     offset: int
     num_bytes: int
     digest: bytes
@@ -64,16 +60,6 @@ class StoredPiece(msgspec.Struct, frozen=True, gc=False):
     row: PieceRow
     piece: AnyPiece | None
     fault: str = ""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it is recorded as lost."""
-        return self.fault == LOST
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another host of the run may have it."""
-        return self.fault == ELSEWHERE
 
     @property
     def is_counted(self) -> bool:
@@ -103,17 +89,15 @@ def piece_rows(
 def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[StoredPiece]:
     """Read the pieces of references, in order, `AT_ONCE` at a time."""
     while block := list(islice(rows, AT_ONCE)):
-        nowhere = {"": LOST, COUNTED.segment: NOT_GENERATED}
-        loaded = reader.load(row.ref for row in block if row.segment not in nowhere)
+        loaded = reader.load(row.ref for row in block if row.segment != COUNTED.segment)
         for row in block:
             piece: AnyPiece | None = None
-            fault = nowhere.get(row.segment, "")
-            if not fault:
+            if row.segment == COUNTED.segment:
+                fault = NOT_GENERATED
+            else:
                 try:
                     piece = loaded.piece(row.ref)
                     fault = "" if _matches(row, piece) else "differs from its reference"
-                except ElsewhereError:
-                    fault = ELSEWHERE
                 except PayloadLostError as error:
                     fault = str(error)
             yield StoredPiece(row, piece, fault)
@@ -127,16 +111,6 @@ def _matches(row: PieceRow, piece: AnyPiece) -> bool:
     tokens = tokens_ref(piece, row.ref)
     spans = encode_spans(clip_spans(piece.spans, piece.start))
     return expected == (NO_COLUMN, "", tokens.start, tokens.end, spans, tokens.routed)
-
-
-def is_whole(tokens: Sequence[StoredPiece], length: int) -> bool:
-    """Whether all pieces can be read and make a response of `length` tokens."""
-    end = 0
-    for stored in tokens:
-        if not isinstance(stored.piece, Piece) or stored.piece.start != end:
-            return False
-        end = stored.piece.end
-    return end == length
 
 
 def tokens_of(rows: Sequence[PieceRow]) -> tuple[TokensRef, ...]:
@@ -159,13 +133,6 @@ def spans_of(rows: Sequence[PieceRow]) -> tuple[Span, ...]:
 
 
 def split_columns(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
-    """Split a trajectory's pieces into tokens and columns, without duplicates that a crash left."""
-    once = list({(stored.row.name, stored.row.start, stored.row.digest): stored for stored in pieces}.values())
-    return [stored for stored in once if stored.row.name == NO_COLUMN], [
-        stored for stored in once if stored.row.name != NO_COLUMN
-    ]
-
-
-def column_values(pieces: Sequence[StoredPiece]) -> dict[str, ColumnPiece]:
-    """Return the readable columns among a trajectory's pieces, by name."""
-    return {stored.row.name: stored.piece for stored in pieces if isinstance(stored.piece, ColumnPiece)}
+    """Split a trajectory's pieces into tokens and columns."""
+    tokens = [stored for stored in pieces if stored.row.name == NO_COLUMN]
+    return tokens, [stored for stored in pieces if stored.row.name != NO_COLUMN]

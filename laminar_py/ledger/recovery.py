@@ -61,15 +61,12 @@ class Recovered:
     eval_requests: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
 
 
-def recover(
-    run: Path, *, ledger: Path | None = None, exists: Callable[[Checkpointed], bool] = lambda _: True
-) -> Recovered:
+def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: True) -> Recovered:
     """Read the state of a run that ended or was killed, at its newest checkpoint for which `exists` is true.
 
-    `ledger` names the file if it lies outside the run's folder. Raises `ConfigError` if the file cannot be read,
-    if every recorded checkpoint is gone, or if the newest remaining one is older than the archive.
+    Raises `ConfigError` if the ledger cannot be read, or if every recorded checkpoint is gone.
     """
-    with reading(ledger or run) as connection:
+    with reading(run) as connection:
         checkpoint = newest_existing(checkpoints_on_record(connection), exists)
         step = checkpoint.step if checkpoint else 0
         events = tuple(rollback_events(connection, step, "controller_crashed"))
@@ -260,7 +257,7 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
     """Yield the complete rows of trajectories that are live after a rollback to `step`, with their pieces.
 
-    Raises `LedgerError` for a trajectory whose tokens only the archive has, or whose prompt is not stored.
+    Raises `LedgerError` for a trajectory whose prompt is not stored.
     """
     where = f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}"
     rows = {row.id: row for row in live_rows(connection, where, (step,))}
@@ -278,11 +275,6 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
         pieces.setdefault(piece.trajectory, []).append(piece)
     for row in rows.values():
         own = pieces.get(row.number, [])
-        if row.length and not own:
-            raise LedgerError(
-                f"trajectory={row.id}: its {row.length} tokens are in the archive, since no checkpoint of its time"
-                " was kept; resume from a later checkpoint"
-            )
         prompt = read_prompt(connection, row.prompt_id, index=row.prompt_index)
         if prompt is None:
             raise LedgerError(f"trajectory={row.id}: its prompt {row.prompt_id} was not stored; start a new run")

@@ -1,28 +1,24 @@
-"""Stored responses of a run, from segments of this host or from the archive.
+"""Stored responses of a run, from its segments.
 
-The audit, `laminar samples`, `export` and `laminar rescore` read them. A file of the archive is compared with its
-record before its first use.
+The audit, `laminar samples`, `export` and `laminar rescore` read them.
 """
 
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
-from laminar_py.ledger.archive import archive_files, file_name, file_pieces, is_recorded
 from laminar_py.ledger.database import LedgerError, ledger_path, segments_path
-from laminar_py.ledger.pieces import StoredPiece, column_values, is_whole, piece_rows, split_columns, stored_pieces
+from laminar_py.ledger.pieces import StoredPiece, piece_rows, split_columns, stored_pieces
 from laminar_py.ledger.rows import TrajectoryRow, read_prompt, trajectory_rows
 from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.columns import TokenValues
-from laminar_py.records.pieces import PayloadLostError
+from laminar_py.records.pieces import ColumnPiece, PayloadLostError
 from laminar_py.records.spans import decode_spans, replace_spans
-from laminar_py.records.trajectory import Prompt
-
-_BLOCK = 4096  # trajectories in memory at a time
+from laminar_py.records.trajectory import DropReason, Prompt
 
 ResponseRow: TypeAlias = tuple[TrajectoryRow, Prompt | None, Payload]
 
@@ -32,9 +28,8 @@ class StoredResponses:
 
     def __init__(self, run: Path, connection: sqlite3.Connection) -> None:
         self.run = ledger_path(run).parent
-        self._connection = connection
         self.reader = PayloadReader(segments_path(self.run))
-        self._recorded: dict[Path, bool] = {}
+        self._connection = connection
 
     def response(self, row: TrajectoryRow) -> Payload:
         """Read the response of a trajectory, with its final spans. Raises `LedgerError` if it is lost."""
@@ -42,57 +37,31 @@ class StoredResponses:
 
     def columns(self, row: TrajectoryRow) -> dict[str, TokenValues]:
         """Read the columns that scoring gave a response, by name, without lost ones."""
-        return {name: piece.values for name, piece in column_values(self.pieces(row)).items()}
+        pieces = (stored.piece for stored in self.pieces(row))
+        return {piece.name: piece.values for piece in pieces if isinstance(piece, ColumnPiece)}
 
     def pieces(self, row: TrajectoryRow) -> list[StoredPiece]:
-        """Read the pieces of a trajectory. Raises `LedgerError` if a file of the archive was changed."""
-        rows = piece_rows(self._connection, "number = ?", (row.number,))
-        return list(stored_pieces(self.reader, rows)) or self._archived(row)
+        """Read the pieces of a trajectory."""
+        return list(stored_pieces(self.reader, piece_rows(self._connection, "number = ?", (row.number,))))
 
     def all_responses(self) -> Iterator[ResponseRow]:
-        """Iterate over all trajectories with prompts and responses, each once; archived ones come first.
+        """Iterate over all trajectories with prompts and responses, in order of issue.
 
-        A response that is recorded as lost is empty. Memory holds one block of trajectories. Raises `LedgerError`
+        The response of a trajectory that was dropped because its tokens were lost is empty. Raises `LedgerError`
         if another response cannot be read.
         """
-        archived = (file_pieces(path) for path in archive_files(self.run) if self._is_recorded(path))
-        referenced = stored_pieces(self.reader, piece_rows(self._connection))
-        done: set[int] = set()  # a crash may leave equal pieces in two places
-        for source in chain(archived, (referenced,)):
-            groups = ((number, list(own)) for number, own in groupby(source, key=lambda one: one.row.trajectory))
-            fresh = (group for group in groups if group[0] not in done)
-            while block := dict(islice(fresh, _BLOCK)):
-                done |= block.keys()
-                near = trajectory_rows(self._connection, "number BETWEEN ? AND ?", (min(block), max(block)))
-                yield from (self._response_row(row, block[row.number]) for row in near if row.number in block)
-        yield from (
-            self._response_row(row, []) for row in trajectory_rows(self._connection) if row.number not in done
+        groups = groupby(
+            stored_pieces(self.reader, piece_rows(self._connection)), key=lambda stored: stored.row.trajectory
         )
-
-    def _response_row(self, row: TrajectoryRow, pieces: list[StoredPiece]) -> ResponseRow:
-        """Join the tokens of a trajectory from `pieces`, or from all files if these are incomplete."""
-        tokens = split_columns(pieces)[0]
-        if not is_whole(tokens, row.length):  # the rest came from another host, to another file; or all is lost
-            tokens = split_columns(self.pieces(row))[0]
-        lost = any(piece.is_lost for piece in tokens)
-        return (
-            row,
-            read_prompt(self._connection, row.prompt_id, index=row.prompt_index),
-            join([]) if lost else _joined(row, tokens),
-        )
-
-    def _archived(self, row: TrajectoryRow) -> list[StoredPiece]:
-        """Read the pieces of a trajectory from archive files written after its last event."""
-        found: list[StoredPiece] = []
-        for path in archive_files(self.run) if row.length else ():
-            if path.name >= file_name(row.last_seq, 0) and self._is_recorded(path):
-                found += file_pieces(path, row.number)
-        return sorted(found, key=lambda piece: (piece.row.name, piece.row.start))
-
-    def _is_recorded(self, path: Path) -> bool:
-        if path not in self._recorded:
-            self._recorded[path] = is_recorded(path, self._connection)
-        return self._recorded[path]
+        number, pieces = next(groups, (0, iter(())))
+        for row in trajectory_rows(self._connection):
+            tokens: list[StoredPiece] = []
+            if number == row.number:
+                tokens = split_columns(list(pieces))[0]
+                number, pieces = next(groups, (0, iter(())))
+            was_lost = row.drop_reason is DropReason.HOST_LOST
+            response = join([]) if was_lost else _joined(row, tokens)
+            yield row, read_prompt(self._connection, row.prompt_id, index=row.prompt_index), response
 
 
 def _joined(row: TrajectoryRow, tokens: Sequence[StoredPiece]) -> Payload:
@@ -103,8 +72,7 @@ def _joined(row: TrajectoryRow, tokens: Sequence[StoredPiece]) -> Payload:
         raise LedgerError(f"trajectory={row.id}: its tokens cannot be read ({error})") from None
     if len(response.ids) < row.length:
         raise LedgerError(
-            f"trajectory={row.id}: {len(response.ids)} of its {row.length} tokens are in segments and archive;"
-            " restore them"
+            f"trajectory={row.id}: {len(response.ids)} of its {row.length} tokens are in segments; restore them"
         )
     if row.spans is None:
         return response

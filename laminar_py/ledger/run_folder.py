@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 from hashlib import blake2b
@@ -38,11 +37,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
-        self.ledger = path / LEDGER_NAME  # read by everybody
-        self.live_ledger = self.ledger  # written by its controller; see `live.place_ledger`
-        self.archive = path / "archive"
-        self.segments = segments_path(path)  # of this host
-        self.went_back = False  # to a copy, since the live ledger is gone; see `live.place_ledger`
+        self.ledger = path / LEDGER_NAME
+        self.segments = segments_path(path)
         self.metrics = path / "metrics.jsonl"
         self.fleet = path / "fleet.jsonl"
         self.summary = path / "summary.json"
@@ -75,24 +71,9 @@ class RunFolder:
 
     def shm(self, root: Path) -> Path:
         """Return the folder of the run's weight versions, which has a folder for each relay node."""
-        return root / f"laminar-{self._identity()}"
-
-    def live_folder(self, disk: Path) -> Path:
-        """Return the folder of the run's live ledger on a disk of its controller's host."""
-        return disk / f"laminar-ledger-{self._identity()}"
-
-    def local_segments(self, disk: Path) -> Path:
-        """Return the folder of the run's segments on a disk of each host; its name is unique among all runs."""
-        target = os.readlink(self.segments) if self.segments.is_symlink() else ""
-        begin = f"laminar-segments-{self._identity()}-"
-        if Path(target).parent == disk and Path(target).name.startswith(begin):
-            return Path(target)
-        return disk / f"{begin}{secrets.token_hex(4)}"
-
-    def _identity(self) -> str:
-        """Return a name that differs from runs of the same name in other folders."""
         place = self.path.resolve()
-        return f"{place.parent.name}-{self.name}-{blake2b(str(place).encode(), digest_size=4).hexdigest()}"
+        digest = blake2b(str(place).encode(), digest_size=4).hexdigest()  # differs for other folders
+        return root / f"laminar-{place.parent.name}-{self.name}-{digest}"
 
     def lock(self) -> None:
         """Lock the run until this process ends.

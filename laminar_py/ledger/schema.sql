@@ -66,7 +66,7 @@ CREATE TABLE trajectory (         -- columns in the order of the fields of `rows
     ready_s REAL,                 -- its group was complete
     ended_s REAL                  -- consumed or dropped
 ) STRICT;
-CREATE TABLE piece (              -- where the payload of a trajectory lies; deleted once the archive has it
+CREATE TABLE piece (              -- where the tokens and columns of a trajectory lie
     trajectory INTEGER NOT NULL,
     name TEXT NOT NULL,           -- of a column, see `records.columns`; empty: response tokens
     dtype TEXT NOT NULL,          -- of a column
@@ -74,7 +74,7 @@ CREATE TABLE piece (              -- where the payload of a trajectory lies; del
     end INTEGER NOT NULL,
     spans TEXT NOT NULL,          -- of the tokens, as the engine had said; JSON
     routed INTEGER NOT NULL,      -- leading positions of prompt and response whose experts are recorded with it
-    segment TEXT NOT NULL,        -- file, and where in it; `segments.frames` has the bytes. Empty: they are lost
+    segment TEXT NOT NULL,        -- file, and where in it; `segments.frames` has the bytes
     offset INTEGER NOT NULL,
     num_bytes INTEGER NOT NULL,
     digest BLOB NOT NULL

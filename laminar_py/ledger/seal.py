@@ -15,11 +15,9 @@ import msgspec
 from blake3 import blake3
 
 from laminar_py.ledger.database import (
-    ARCHIVE_NAME,
     LEDGER_NAME,
     SEAL_NAME,
     LedgerError,
-    is_copy,
     log_path,
     open_reader,
     open_writer,
@@ -55,8 +53,7 @@ def seal_run(run: Path) -> Seal:
     Raises `LedgerError` if an open reader blocks the folding.
     """
     ledger = run / LEDGER_NAME
-    if not is_copy(ledger):
-        _fold(ledger)
+    _fold(ledger)
     with closing(open_reader(ledger, immutable=True)) as connection:
         seq, head = connection.execute("SELECT seq, hash FROM head").fetchone()
     files = {name: SealedFile((run / name).stat().st_size, file_digest(run / name)) for name in _record(run)}
@@ -116,8 +113,8 @@ def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
 
 def _record(run: Path) -> list[str]:
     """Return the names of the record's files in a run's folder."""
-    payload = segments_in(run / ARCHIVE_NAME) + segments_in(segments_path(run))
-    return [name for name in RECORD if (run / name).is_file()] + [str(path.relative_to(run)) for path in payload]
+    segments = [str(path.relative_to(run)) for path in segments_in(segments_path(run))]
+    return [name for name in RECORD if (run / name).is_file()] + segments
 
 
 def _written(seal: Seal) -> bytes:

@@ -74,12 +74,6 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         """Tokens that its next replica must prefill; 0 without a response, since its group shares the prompt."""
         return context_tokens(len(self.prompt.ids), self.token_spans) if self.length else 0
 
-    @property
-    def segments(self) -> set[str]:
-        """Names of the segments that hold its tokens or columns."""
-        refs = (*(piece.at for piece in self.tokens), *(column.at for column in self.columns.values()))
-        return {ref.segment for ref in refs}
-
     def accepts(self, progress: Progress) -> bool:
         """Whether a report is from its current epoch and begins at its recorded length."""
         return self.status is Status.RUNNING and progress.epoch == self.epoch and progress.start == self.length

@@ -70,7 +70,7 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
     ),
 }
 DURABLE = (Stepped, Consumed, Checkpointed, SealBroken, RunEnded)
-"""Events whose batch is synced: weights are trained and files deleted on their word."""
+"""Events whose batch is synced: weights are trained and files are deleted because of them."""
 SIDE_TABLES = ("incarnation", "version", "step", "checkpoint", "evaluation")
 
 
@@ -91,8 +91,6 @@ class Unwritten:
     rows: list[tuple[object, ...]] = field(default_factory=list)  # trajectory rows as columns
     prompts: list[Prompt] = field(default_factory=list)
     pieces: list[PieceRow] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)  # trajectories with unreadable pieces
-    forgotten: list[int] = field(default_factory=list)  # trajectories whose references are deleted
 
 
 class Writer:
@@ -119,12 +117,6 @@ class Writer:
             connection.executemany(_UPSERT_TRAJECTORY, batch.rows)
             self._store_prompts(batch.prompts)
             connection.executemany(INSERT, map(msgspec.structs.astuple, batch.pieces))
-            connection.executemany(
-                "UPDATE piece SET segment = '' WHERE trajectory = ?", [(number,) for number in batch.lost]
-            )
-            connection.executemany(
-                "DELETE FROM piece WHERE trajectory = ?", [(number,) for number in batch.forgotten]
-            )
             for stamped in batch.events:
                 apply_to_tables(connection, stamped.seq, stamped.event)
             connection.execute("UPDATE head SET seq = ?, hash = ?", head)

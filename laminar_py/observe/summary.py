@@ -240,7 +240,7 @@ def summarise(
 ) -> Summary:
     """Write and return the summary of a run with an up-to-date ledger; `sets` in the order of the config."""
     totals = stats.totals
-    with reading(run.live_ledger) as connection:
+    with reading(run.ledger) as connection:
         evaluations = evaluations_on_record(connection)
         first_set = of_first_set(evaluations, sets)
         (steps,) = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()

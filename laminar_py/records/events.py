@@ -76,16 +76,6 @@ class PartCrashed(Event, frozen=True):
     reason: str
 
 
-class Archived(Event, frozen=True):
-    """Responses of trajectories are in a file for good, e.g. `Archived("archive/pieces-17-0.segment", 64, 8192,
-    digest)`."""
-
-    path: str  # in the run folder
-    num_trajectories: int
-    num_bytes: int
-    digest: str
-
-
 class SealBroken(Event, frozen=True):
     """A sealed run was resumed, e.g. `SealBroken(digest)`."""
 
@@ -169,16 +159,6 @@ class Finished(Event, frozen=True, kw_only=True, omit_defaults=True):
     queue_s: float
     generate_s: float
     environment_s: float = 0.0  # seconds that its environment worked
-
-
-class TokensLost(Event, frozen=True, kw_only=True):
-    """Tokens or columns of trajectories are unreadable and in no archive, e.g. after a host was lost:
-
-    `TokensLost(trajectory_ids=("g3.1",), reason="host 10.0.0.4 is gone")`.
-    """
-
-    trajectory_ids: tuple[str, ...]
-    reason: str
 
 
 class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
@@ -414,7 +394,6 @@ AnyEvent = (
     | ReplicaLeft
     | RunEnded
     | Issued
-    | TokensLost
     | Assigned
     | Interrupted
     | Finished
@@ -438,7 +417,6 @@ AnyEvent = (
     | RefillStopped
     | Checkpointed
     | RolledBack
-    | Archived
     | SealBroken
     | PartStarted
     | PartCrashed

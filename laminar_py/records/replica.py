@@ -27,7 +27,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     version: int | None = None  # the only version it may continue under (drain, a resumed prefix); None: any
     tokens: tuple[TokensRef, ...] = ()  # response so far, end to end
-    stores: dict[str, str] = {}  # segment -> store that serves it, for segments of other hosts
     used_s: float = 0.0  # seconds of generation on earlier replicas
     more_to_come: bool = False  # its evaluation pass has more: the replica keeps its version for them
     problem: Problem | None = None  # for the environment that answers its turns

@@ -47,7 +47,6 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True):
 
     request: ScoringRequest  # without ids and log-probabilities where `tokens` refer to them
     tokens: tuple[TokensRef, ...] = ()  # the scorer reads them; empty: the request has its tokens
-    stores: dict[str, str] = {}  # segment -> store that serves it, for segments of other hosts
 
     @property
     def id(self) -> str:

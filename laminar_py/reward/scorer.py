@@ -96,9 +96,7 @@ class ScoredPayload:
 
     def _load_request(self, unscored: Unscored) -> ScoringRequest:
         """Read the tokens of a response, and complete its request. Raises `PayloadLostError`."""
-        response = self._reader.load((one.at for one in unscored.tokens), stores=unscored.stores).response(
-            unscored.tokens
-        )
+        response = self._reader.load(one.at for one in unscored.tokens).response(unscored.tokens)
         if len(response.ids) != unscored.tokens[-1].end:
             raise PayloadLostError(f"{len(response.ids)} of its {unscored.tokens[-1].end} tokens")
         return msgspec.structs.replace(

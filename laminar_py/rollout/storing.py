@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from laminar_py.ledger.segments.local import LEAST_FREE, make_folder
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.writer import Journal, SegmentWriter, tokens_ref
+from laminar_py.ledger.segments.writer import LEAST_FREE, Journal, SegmentWriter, make_folder, tokens_ref
 from laminar_py.records.engine import StoreFullError
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
 from laminar_py.records.replica import Assignment
@@ -53,9 +52,9 @@ class SegmentStore:
     The constructor and every write raise `StoreFullError` if the disk is full or cannot be written.
     """
 
-    def __init__(self, folder: Path, part: str, reader: PayloadReader) -> None:
+    def __init__(self, folder: Path, part: str, reader: PayloadReader, *, shared: bool = False) -> None:
         self._folder = folder
-        self._segment = SegmentWriter(folder, part)
+        self._segment = SegmentWriter(folder, part, shared=shared)
         self._journal = Journal(folder, part)
         self._reader = reader
         with self._writing():
@@ -91,7 +90,7 @@ class SegmentStore:
 
     def _read(self, assignment: Assignment) -> Payload:
         """Read the response that an assignment continues. Raises `PayloadLostError` if it has another length."""
-        loaded = self._reader.load((ref.at for ref in assignment.tokens), stores=assignment.stores)
+        loaded = self._reader.load(ref.at for ref in assignment.tokens)
         response = loaded.response(assignment.tokens)
         if len(response.ids) != assignment.length:
             segments = ", ".join(dict.fromkeys(ref.at.segment for ref in assignment.tokens))

@@ -37,16 +37,16 @@ async def test_a_run_that_keeps_the_laws_is_proved(tmp_path, laminar):
     )
     seal_run(tmp_path)
     code, out, _ = laminar("audit", tmp_path, "verify")
-    assert (code, out.splitlines()[0][:15]) == (0, "sealed: 3 files")
+    assert (code, out.splitlines()[0][:15]) == (0, "sealed: 2 files")
 
 
 async def test_a_broken_law_is_exit_code_1_and_a_line_for_each_breach(tmp_path, laminar):
     await a_run(tmp_path)
-    next((tmp_path / "archive").iterdir()).unlink()
+    next((tmp_path / "segments").iterdir()).unlink()
     code, out, _ = laminar("audit", tmp_path, "verify")
     assert code == 1
-    assert "is missing, with 2 trajectories\n" in out
-    assert out.splitlines()[-1] == "3 violations: broken are laws 2, 11, see docs/laws.md"
+    assert "law 2: spans: g0.0: the piece from token 0 on: " in out
+    assert out.splitlines()[-1] == "5 violations: broken are laws 2, see docs/laws.md"
 
 
 async def test_list_and_sql_write_json_for_other_tools(tmp_path, laminar):

@@ -13,7 +13,6 @@ from laminar_py.records.events import Dropped, Restamped
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from tests.ledger.runs import (
-    archive,
     begin,
     checkpoint,
     consume,
@@ -27,7 +26,7 @@ from tests.ledger.runs import (
 
 
 async def a_run(run):
-    """Archived, restamped and archived, live with tokens, live without."""
+    """Consumed, restamped and dropped, live with tokens, live without."""
     async with open_ledger(run) as ledger:
         begin(ledger, versions=(0, 1))
         make_ready(ledger, "g0.0", spans=((0, 0, 3), (1, 3, 7)))
@@ -38,7 +37,6 @@ async def a_run(run):
         ledger.append(Dropped("g1.0", DropReason.STALE))
         ledger.append_all(consume(1, 1, "g0.0"))
         ledger.append(checkpoint(1, 1))
-        await archive(ledger, 1)
         issue(ledger, "g2.0", index=2)
         run_to(ledger, "g2.0", [(1, 0, 4)])
         issue(ledger, "g2.1", index=2)

@@ -1,7 +1,7 @@
 """Single bytes of a closed run are changed at random, and every change is found.
 
-With a seal all are. Without one, all that change anything that can be read, from the ledger, from the archive, or
-from segments by reference: what has no reference is read by nobody, and SQLite leaves bytes
+With a seal all are. Without one, all that change anything that can be read, from the ledger or from segments by
+reference: what has no reference is read by nobody, and SQLite leaves bytes
 unused (free pages, the space between cells of a page, counters of its header), and nothing depends on comments and
 spaces in the text of the schema.
 """
@@ -15,7 +15,6 @@ import pytest
 
 from laminar_lab.audit.checks import Rule, Violation
 from laminar_lab.audit.verify import prove, verify
-from laminar_py.ledger.archive import archive_files
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.pieces import piece_rows
 from laminar_py.ledger.seal import seal_run
@@ -35,7 +34,6 @@ from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_evaluated
 from tests.depth import examples
 from tests.ledger.runs import (
-    archive,
     begin,
     consume,
     issue,
@@ -54,7 +52,7 @@ SEALED, OPEN, PAYLOAD = examples(1000), examples(150), examples(50)
 
 
 async def closed_run(run):
-    """A bit of everything that a ledger has, in SQLite and in the archive."""
+    """A bit of everything that a ledger has."""
     async with open_ledger(run) as ledger:
         begin(ledger, drain=False, max_staleness=3, versions=(0, 1))
         ledger.append(VersionLoaded(replica=0, version=1, digest="digest1", elapsed_s=0.1, checksum="aa-bb"))
@@ -65,7 +63,6 @@ async def closed_run(run):
                 store_columns(ledger, id, {"token_rewards": token_values(tokens(id, 0, 7)[1])})
         ledger.append_all(consume(1, 1, "g0.0", "g1.0", "g2.0"))
         ledger.append(Checkpointed(step=1, version=1, path="checkpoints/step-1", stall_s=0.1, elapsed_s=0.4))
-        await archive(ledger, 1)
         ledger.append_all(consume(2, 1, "g3.0"))
         ledger.append_all(await undo_since(ledger, 1, reason="learner_crashed"))
         ledger.append(Dropped("g4.0", DropReason.STALE, "staleness 4"))
@@ -83,13 +80,12 @@ async def closed_run(run):
 
 
 def files_of(run):
-    """The ledger, the one file of the archive and the one segment."""
-    (archived,), (segment,) = archive_files(run), segments_in(segments_path(run))
-    return [run / LEDGER_NAME, archived, segment]
+    """The ledger and the one segment."""
+    return [run / LEDGER_NAME, *segments_in(segments_path(run))]
 
 
 def referred_bytes(run):
-    """Places in the one segment that references lead to; what was archived has none any more."""
+    """Places in the one segment that references lead to."""
     with reading(run) as connection:
         found = [row.ref for row in piece_rows(connection)]
     return {place for ref in found for place in range(ref.offset, ref.offset + ref.num_bytes)}
@@ -156,27 +152,6 @@ async def test_without_a_seal_every_change_of_what_can_be_read_is_found(tmp_path
     assert verify(tmp_path) == []
 
 
-@pytest.mark.parametrize("place", [10, -100])  # in a piece; in the references
-async def test_a_changed_byte_of_the_archive_is_a_finding_and_the_file_is_not_opened(tmp_path, monkeypatch, place):
-    await closed_run(tmp_path)
-    (file,) = (tmp_path / "archive").iterdir()
-
-    def never(path, number=None):
-        raise AssertionError(f"{path} was opened")
-
-    monkeypatch.setattr("laminar_lab.audit.responses.file_pieces", never)
-    flip(file, place % file.stat().st_size, 70)
-    found = findings(tmp_path)
-    assert any("was changed, so none of its 3 trajectories is read; restore it" in line for line in found), found
-
-
-async def test_what_a_crash_left_in_the_archive_before_it_was_recorded_is_not_read(tmp_path):
-    await closed_run(tmp_path)
-    (file,) = (tmp_path / "archive").iterdir()
-    file.with_name("pieces-000900000001.segment").write_bytes(b"half of a file")
-    assert verify(tmp_path) == []
-
-
 async def test_tokens_with_log_probabilities_of_another_number_are_a_finding(tmp_path):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
@@ -203,15 +178,6 @@ def forge_shorter(run):
     with connection:
         connection.execute("UPDATE piece SET num_bytes = ?, digest = ?", (len(forged), digest))
     connection.close()
-
-
-async def test_a_mark_of_loss_that_no_event_speaks_of_is_a_finding(tmp_path):
-    await closed_run(tmp_path)
-    connection = sqlite3.connect(tmp_path / LEDGER_NAME)
-    with connection:
-        connection.execute("UPDATE piece SET segment = '' WHERE trajectory = 6")
-    connection.close()
-    assert findings(tmp_path) == ["law 11: rows: g5.0: its tokens are marked as lost, but no event says so"]
 
 
 def seal_findings(run):

@@ -12,7 +12,7 @@ from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.records.events import Assigned, Restamped
 from laminar_py.records.spans import Span
 from tests.builders import make_experts, make_mask
-from tests.ledger.runs import archive, begin, checkpoint, consume, finish, issue, open_ledger, store, tokens
+from tests.ledger.runs import begin, consume, finish, issue, open_ledger, store, tokens
 
 TURNS = (Span(0, 0, 3), Span(None, 3, 5), Span(0, 5, 6))  # the model, its environment, the model again
 NO_ROWS = np.zeros(0, np.int32)
@@ -110,16 +110,6 @@ def routed_until_the_last_turn(ledger):
 )
 async def test_turns_as_a_replica_stores_them_are_no_violation(tmp_path, run):
     assert await run_with(tmp_path, run) == []
-
-
-async def test_turns_in_the_archive_are_looked_at_too(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger)
-        write_turns(ledger, logprobs=tokens("g0.0", 0, 6)[1])
-        ended(ledger)
-        ledger.append_all([*consume(1, 0, "g0.0"), checkpoint(1, 0)])
-        assert await archive(ledger, 1) == 1
-    assert [(rule, subject) for rule, subject, _ in found_in(tmp_path)] == [(Rule.TRUTH, "g0.0")]
 
 
 def a_log_probability(ledger):

@@ -100,7 +100,7 @@ async def test_a_good_run_has_no_findings(tmp_path):
         ("UPDATE prompt SET answer = '5' WHERE id = 'p1'", "rows", "prompt p1"),
         ("DELETE FROM prompt WHERE id = 'p1'", "rows", "g1.0"),
         ("UPDATE piece SET segment = '../../x' WHERE trajectory = 2", "spans", "g1.0"),
-        ("UPDATE piece SET segment = '' WHERE trajectory = 2", "rows", "g1.0"),
+        ("UPDATE piece SET segment = '' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET segment = '(counted)' WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET offset = offset + 1 WHERE trajectory = 2", "spans", "g1.0"),
         ("UPDATE piece SET offset = -1 WHERE trajectory = 2", "spans", "g1.0"),

@@ -202,7 +202,16 @@ class Fleet:
 
     async def lose_replica(self, index, *, salvaged=()):
         """A replica dies."""
-        await self.scheduler.reports.on_replica_lost(index, salvaged, reason="replica_crashed")
+        await self.scheduler.reports.on_replica_lost(index, salvaged)
+
+    async def lose_segment(self, segment, detail):
+        """A segment is gone, and with it what live trajectories have in it."""
+        lost = {
+            one.id: detail
+            for one in self.scheduler.book.live.values()
+            if segment in {ref.at.segment for ref in (*one.tokens, *one.columns.values())}
+        }
+        await self.scheduler.lost_tokens.drop_trajectories(lost)
 
     async def grow(self, index, trajectory_id, *, tokens):
         """A replica tells `tokens` more of a trajectory that goes on, as where somebody looks ahead."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.salvage import Salvage, SalvageRequest, salvage
+from laminar_py.ledger.segments.salvage import salvage
 from laminar_py.ledger.segments.writer import Journal, SegmentWriter, tokens_ref
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import Delta, EngineStatus
@@ -124,8 +124,8 @@ class Streams:
             await self._report(end)
         if end in ("cut", "killed"):
             running = self.fleet.scheduler.reports.running_on(0)
-            request = encode(SalvageRequest("replica-0.*", "salvage-0", running))
-            await self.fleet.lose_replica(0, salvaged=decode(Salvage, salvage(str(self._folder), request)).found)
+            found = salvage(self._folder, "replica-0.*", "salvage-0", running).found
+            await self.fleet.lose_replica(0, salvaged=found)
             self.fleet.received[0] = 0
         if end != "new_weights":
             self._running = None

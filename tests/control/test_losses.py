@@ -37,10 +37,10 @@ def issued_anew(fleet, *ids):
 
 async def lose_host_of(fleet, replica):
     """The host of a replica is gone, and with it the process and all that it wrote."""
-    await fleet.scheduler.reports.on_replica_lost(replica, reason="host_lost")
+    await fleet.scheduler.reports.on_replica_lost(replica)
     fleet.running[replica].clear()
     fleet.received[replica] = 0
-    await fleet.scheduler.lost_tokens.drop_segments({segment_of(replica)}, HOST)
+    await fleet.lose_segment(segment_of(replica), HOST)
 
 
 async def one_group(**settings):
@@ -72,7 +72,7 @@ async def test_what_had_told_no_tokens_is_only_interrupted_and_goes_on_elsewhere
     await lose_host_of(fleet, 0)
     assert dropped(fleet) == {"g0.1": DropReason.HOST_LOST}
     reasons = [event.reason for event in fleet.log.events if isinstance(event, Interrupted)]
-    assert reasons == ["host_lost"] * 4
+    assert reasons == ["replica_crashed"] * 4
     assert fleet.scheduler.book.take_aborts() == {}, "nobody runs it any more"
     await fleet.report(1)
     assert set(fleet.running[1]) == {"g0.0", "g0.2", "g0.3", "g0.4"}
@@ -132,7 +132,7 @@ async def test_a_column_that_is_lost_takes_its_response_along():
     await fleet.finish_all(0, admissible=0)
     await fleet.score_all()
     await fleet.refer_all()
-    await fleet.scheduler.lost_tokens.drop_segments({REFERENCE}, HOST)
+    await fleet.lose_segment(REFERENCE, HOST)
     assert dropped(fleet) == dict.fromkeys([f"g0.{index}" for index in range(4)], DropReason.HOST_LOST)
 
 
@@ -187,7 +187,7 @@ async def test_what_was_unreachable_and_is_lost_besides_is_dropped_once():
     await fleet.lose_replica(0)
     fleet.scheduler.views.planned([False, True])
     fleet.hand_out()  # finds that nobody serves version 0 any more
-    await fleet.scheduler.lost_tokens.drop_segments({segment_of(0)}, HOST)
+    await fleet.lose_segment(segment_of(0), HOST)
     await fleet.scheduler.enforce_deadlines()
     assert dropped(fleet) == dict.fromkeys(["g0.0", "g0.1"], DropReason.HOST_LOST)
 

@@ -188,7 +188,7 @@ async def test_no_report_and_no_dispatch_looks_at_all_replicas(one_version):
         await fleet.report(index, admissible=4)
     for index in (0, 1):
         await fleet.grow(index, next(iter(fleet.running[index])), tokens=2)
-        await fleet.scheduler.reports.on_replica_lost(index, reason="replica_crashed")
+        await fleet.scheduler.reports.on_replica_lost(index)
         fleet.running[index].clear()
         fleet.hand_out()
         fleet.scheduler.dispatcher.for_starting(index)

@@ -86,7 +86,7 @@ async def test_what_a_node_lacks_is_named_with_the_node():
 def test_a_node_that_lacks_the_package_of_a_backend_an_algorithm_or_a_planner_says_so(section, named, tmp_path):
     settings = json.loads(with_model(tmp_path, "configs/quickstart").model_dump_json())
     told = json.dumps({**settings, section: {**settings[section], **named}})
-    report = decode(NodeReport, inspect_node("", told, "runs", "replica"))
+    report = decode(NodeReport, inspect_node("", told, "replica"))
     assert re.match(r"(rollout\.engine\.kind|algorithm\.name|repack\.planner)=far: unknown; choose", report.fault)
     assert report.model
 

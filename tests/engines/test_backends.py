@@ -102,7 +102,7 @@ async def use(settings):
     """What a run asks of a backend."""
     config = parse_config(settings)
     check_engine(config)
-    if fault := decode(NodeReport, inspect_node("", config.model_dump_json(), "runs", "replica")).fault:
+    if fault := decode(NodeReport, inspect_node("", config.model_dump_json(), "replica")).fault:
         raise ConfigError(fault)
     with _unwrapping_bugs(config):
         await BACKENDS.get(config.rollout.engine.kind).open(config, None)

@@ -21,7 +21,7 @@ SHAPES = st.tuples(st.integers(1, 30), st.sets(st.integers(1, 29), max_size=4)) 
 def complete(finished, folder, **kwargs):
     reader = PayloadReader(folder)
     try:
-        return complete_all(finished, reader, stores={}, **kwargs)
+        return complete_all(finished, reader, **kwargs)
     finally:
         reader.close()
 
@@ -114,20 +114,3 @@ def test_what_a_decision_changed_after_storage_is_in_the_complete_one(tmp_path):
     found, _ = complete([replace(stored, weight=0.25, advantage=-2.0, advantage_scale=0.5, reward=3.0)], tmp_path)
     one = found["g0.0"]
     assert (one.weight, one.advantage, one.advantage_scale, one.reward) == (0.25, -2.0, 0.5, 3.0)
-
-
-def test_pieces_of_another_host_are_asked_for_in_one_call_to_it(tmp_path):
-    items = [recorded(f"g{index}.0", response=9, seed=index) for index in range(3)]
-    finished = store_all(items, tmp_path / "there", cuts=[4])
-    there, asked = PayloadReader(tmp_path / "there"), []
-
-    def fetch(address, refs):
-        asked.append(address)
-        loaded = there.load(refs)
-        return [loaded._found[ref] for ref in refs]
-
-    stores = {ref.segment: "tcp://there:1" for one in finished for ref in one.refs}
-    found, lost = complete_all(finished, PayloadReader(tmp_path / "here", fetch=fetch), stores=stores)
-    assert (lost, asked) == ({}, ["tcp://there:1"])
-    for item in items:
-        assert_alike(found[item.id], item)

@@ -27,8 +27,6 @@ def rank(model_folder, tmp_path):
     spec = LearnerSpec(
         config=config.model_dump_json(),
         run_dir=str(tmp_path),
-        label="learner-0-1-0",
-        store_key="",
         rank=0,
         rendezvous=str(tmp_path / "rendezvous"),
         store=str(tmp_path / "store"),
@@ -59,9 +57,9 @@ def packed(given):
     return pack(given, max_tokens=64, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
 
 
-def fetch(part, step, stores=None):
+def fetch(part, step):
     """As its process has the request."""
-    return part.fetch(decode(FetchRequest, encode(FetchRequest(step.bundles[0], stores or {}))))
+    return part.fetch(decode(FetchRequest, encode(FetchRequest(step.bundles[0]))))
 
 
 def take(part, terms, version=None):

@@ -1,21 +1,20 @@
 """A controller that never ends by itself, for the crash test: recovers, runs steps, says what is committed.
 
-Usage: python -m tests.ledger.crashing_run FOLDER [DISK]. One line on stdout for each step that is on disk; with a
-DISK its ledger lies there, as if FOLDER were on a file system over a network.
+Usage: python -m tests.ledger.crashing_run FOLDER [network]. One line on stdout for each step that is on disk; with
+`network` its ledger is written as if FOLDER were on a network file system.
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
-from laminar_py.ledger.live import place_ledger
+from laminar_py.ledger import database
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Interrupted, VersionPublished
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Status
 from tests.ledger.runs import (
-    archive,
     begin,
     checkpoint,
     consume,
@@ -29,18 +28,15 @@ from tests.ledger.runs import (
 )
 
 
-async def lead(folder: Path, disk: Path | None = None) -> None:
-    run = RunFolder(folder)
-    assert place_ledger(run, disk) == []
-    recovered = recover(folder, ledger=run.live_ledger) if run.has_ledger else None
-    async with open_ledger(run.live_ledger.parent, copy=run.ledger if disk else None) as ledger:
+async def lead(folder: Path) -> None:
+    recovered = recover(folder) if RunFolder(folder).has_ledger else None
+    async with open_ledger(folder) as ledger:
         incarnation = recovered.incarnation if recovered else 1
         version = ledger.newest_version + 1
         begin(ledger, incarnation=incarnation, versions=(version,))
         if recovered:
             ledger.append_all(recovered.events)
         await ledger.commit()
-        await ledger.copy()
         step = recovered.checkpoint.step if recovered and recovered.checkpoint else 0
         ready = [t.id for t in recovered.live if t.status is Status.READY] if recovered else []
         for trajectory in recovered.live if recovered else ():
@@ -85,13 +81,10 @@ async def train(ledger, step, version, prompt, ready):
         if step % 5 == 0:
             ledger.append(checkpoint(step, version))
         await ledger.commit()
-        if step % 5 == 0:
-            await ledger.copy()
         sys.stdout.write(f"{step} {len(used)}\n")
         sys.stdout.flush()
-        if step % 10 == 0:
-            await archive(ledger, step - 5)
 
 
 if __name__ == "__main__":
-    asyncio.run(lead(*map(Path, sys.argv[1:])))
+    database.on_network = lambda folder: "network" in sys.argv
+    asyncio.run(lead(Path(sys.argv[1])))

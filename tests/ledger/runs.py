@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.ledger.archive import ArchiveAnswer, ArchiveRequest, archive_pieces, file_name
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import rollback_events
 from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
-from laminar_py.records.codec import decode, encode, response_digest
+from laminar_py.records.codec import response_digest
 from laminar_py.records.events import (
     Assigned,
     Checkpointed,
@@ -52,23 +51,28 @@ async def undo_since(ledger, step, *, reason):
 
 
 @asynccontextmanager
-async def open_ledger(run: Path, copy: Path | None = None):
-    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=Ticks(), copy=copy)
+async def open_ledger(run: Path):
+    ledger = Ledger(run / LEDGER_NAME, host="host-1", clock=Ticks())
     await ledger.start()
     try:
         async with asyncio.timeout(30):
             yield ledger
     finally:
         await ledger.close()
-        payload_of(ledger).writer.close()
+        payload_of(ledger).end_segment()
 
 
 class RunPayload:
     """Segments of a run, and digests of the tokens in them by trajectory: what a replica would know."""
 
     def __init__(self, run):
-        self.writer = SegmentWriter(segments_path(run), "replica-0-1-0")
+        self._folder = segments_path(run)
+        self.writer = SegmentWriter(self._folder, "replica-0-1-0")
         self.digests = defaultdict(list)
+
+    def end_segment(self):
+        self.writer.close()
+        self.writer = SegmentWriter(self._folder, "replica-0-1-0")
 
 
 @cache
@@ -78,7 +82,7 @@ def _payload_in(run):
 
 def run_of(ledger):
     """The folder of the run that a ledger records."""
-    return ledger._run
+    return ledger._path.parent
 
 
 def payload_of(ledger):
@@ -123,24 +127,6 @@ def store_columns(ledger, id, columns):
 def digest_of(ledger, id):
     """Digest of the response that was stored of a trajectory."""
     return response_digest(payload_of(ledger).digests[id])
-
-
-async def archive(ledger, step):
-    """Archive what nobody needs who goes back to `step`; how many trajectories."""
-    rows = await ledger.settled_pieces(step)
-    if not rows:
-        return 0
-    answer = await write_archive(ledger, step, rows=rows)
-    numbers = sorted({row.trajectory for row in rows})
-    await ledger.archived([answer.event], numbers)
-    return len(numbers)
-
-
-async def write_archive(ledger, step, *, rows=None, part=0):
-    """A file of the archive, and no word of it in the ledger: as far as a controller came that died."""
-    rows = await ledger.settled_pieces(step) if rows is None else rows
-    request = ArchiveRequest(str(run_of(ledger)), file_name(ledger.seq, part), rows)
-    return decode(ArchiveAnswer, await asyncio.to_thread(archive_pieces, encode(request)))
 
 
 def read_response(run, id):

@@ -6,18 +6,18 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
-from laminar_py.ledger.database import LEDGER_NAME, log_path, reading, write_copy
-from laminar_py.ledger.live import place_ledger
-from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.database import LEDGER_NAME, log_path, reading
 
 KILLS = 6
 
 
-def run_and_kill(rng, *folders):
+def run_and_kill(rng, *arguments):
     """Steps the process said were on disk, after it was killed somewhere behind a random one."""
-    command = [sys.executable, "-m", "tests.ledger.crashing_run", *map(str, folders)]
+    command = [sys.executable, "-m", "tests.ledger.crashing_run", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = [process.stdout.readline() for _ in range(rng.randrange(1, 40))]
         time.sleep(rng.random() * 0.02)
@@ -27,10 +27,12 @@ def run_and_kill(rng, *folders):
     return [int(line.split()[0]) for line in said if line.endswith("\n")]
 
 
-def test_the_laws_hold_after_every_crash_and_no_committed_step_is_lost(tmp_path):
+@pytest.mark.parametrize("disk", [(), ("network",)])
+def test_the_laws_hold_after_every_crash_and_no_committed_step_is_lost(tmp_path, disk):
     rng = random.Random(7)
     for incarnation in range(1, KILLS + 1):
-        said = run_and_kill(rng, tmp_path)
+        said = run_and_kill(rng, tmp_path, *disk)
+        assert not (disk and log_path(tmp_path / LEDGER_NAME).exists())
         assert verify(tmp_path) == []
         assert accounting(tmp_path).balanced
         with reading(tmp_path) as connection:
@@ -38,22 +40,3 @@ def test_the_laws_hold_after_every_crash_and_no_committed_step_is_lost(tmp_path)
             (last,) = connection.execute("SELECT max(incarnation) FROM incarnation").fetchone()
         assert highest >= said[-1]
         assert last == incarnation
-
-
-def test_over_a_network_it_goes_on_after_every_crash_with_every_committed_step(tmp_path):
-    rng, run, disk = random.Random(8), RunFolder(tmp_path / "run"), tmp_path / "disk"
-    for folder in (run.path, disk):
-        folder.mkdir()
-    for incarnation in range(1, KILLS + 1):
-        said = run_and_kill(rng, run.path, disk)
-        assert verify(run.path) == [], "what is read there meanwhile"
-        assert not log_path(run.ledger).exists()
-        with reading(run.live_folder(disk) / LEDGER_NAME) as connection:
-            (highest,) = connection.execute("SELECT max(step) FROM step WHERE NOT undone").fetchone()
-            (last,) = connection.execute("SELECT max(incarnation) FROM incarnation").fetchone()
-        assert highest >= said[-1]
-        assert last == incarnation
-    again = RunFolder(run.path)
-    assert place_ledger(again, disk) == []
-    write_copy(again.live_ledger, run.ledger)
-    assert verify(run.path) == []

@@ -10,7 +10,7 @@ from laminar_lab.audit.verify import prove, verify
 from laminar_py.ledger.database import LEDGER_NAME, SEAL_NAME, log_path, reading
 from laminar_py.ledger.seal import read_seal, seal_digest, seal_run
 from laminar_py.records.events import RunEnded
-from tests.ledger.runs import archive, begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.runs import begin, checkpoint, consume, make_ready, open_ledger
 
 
 async def sealed_run(run):
@@ -20,7 +20,6 @@ async def sealed_run(run):
             make_ready(ledger, f"g{index}.0", index=index)
         ledger.append_all(consume(1, 1, "g0.0", "g1.0"))
         ledger.append(checkpoint(1, 1))
-        await archive(ledger, 1)
         ledger.append(RunEnded(1, "finished"))
     for name in ("config.yaml", "metrics.jsonl", "summary.json"):
         (run / name).write_text(f"{name}\n")
@@ -32,7 +31,7 @@ async def test_a_sealed_run_is_proved_without_leaving_a_trace(tmp_path):
     before = sorted(path.name for path in tmp_path.rglob("*"))
     verdict = prove(tmp_path)
     assert verdict.violations == []
-    assert verdict.notes == [f"sealed: 6 files, event {seal.seq} is the last"]
+    assert verdict.notes == [f"sealed: 5 files, event {seal.seq} is the last"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     assert not log_path(tmp_path / LEDGER_NAME).exists()
 
@@ -47,11 +46,11 @@ def lengthened(run):
 
 
 def removed(run):
-    shutil.rmtree(run / "archive")
+    shutil.rmtree(run / "segments")
 
 
 def added(run):
-    shutil.copy(next((run / "archive").iterdir()), run / "archive" / "pieces-999.segment")
+    shutil.copy(next((run / "segments").iterdir()), run / "segments" / "other.segment")
 
 
 def truncated(run):
@@ -80,8 +79,8 @@ def torn(run):
     [
         (edited, "summary.json", "was changed: its digest differs from the seal"),
         (lengthened, "metrics.jsonl", "was changed: it has 15 bytes, the seal says 14"),
-        (removed, "archive/pieces-", "is missing"),
-        (added, "archive/pieces-999.segment", "was added after the run was sealed"),
+        (removed, "segments/", "is missing"),
+        (added, "segments/other.segment", "was added after the run was sealed"),
         (truncated, LEDGER_NAME, "was changed: it has"),
         (written, LEDGER_NAME, "was changed"),
         (unsealed, SEAL_NAME, "was changed; restore it"),

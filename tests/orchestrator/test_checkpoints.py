@@ -1,16 +1,13 @@
 """Checkpoints beside the steps, with a real ledger and real folders: when one counts, and what a death leaves."""
 
 import asyncio
-import errno
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,17 +16,14 @@ from rich.console import Console
 from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import load_config
 from laminar_py.learner.marker import MARKER, Architecture, complete_checkpoint
-from laminar_py.ledger.archive import archive_files, file_pieces
-from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.events import RolledBack, Undone
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
 from laminar_py.runtime.orchestrator.resume import print_fallback
 from tests.control.fleet import settle
-from tests.ledger.runs import Ticks, archive, begin, checkpoint, consume, make_ready, open_ledger
+from tests.ledger.runs import Ticks, begin, checkpoint, consume, make_ready, open_ledger
 from tests.ledger.syncs import CALLS, without_sync
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
@@ -76,11 +70,11 @@ STEPS = 4
 
 
 @asynccontextmanager
-async def running(path, disk, *, keep=2, recorded=on_record, live=None):
-    """Checkpoints of a run, its ledger, which may lie in another folder, and the steps that were settled."""
+async def running(path, disk, *, keep=2, recorded=on_record):
+    """Checkpoints of a run, its ledger, and the steps that were settled."""
     (path / "checkpoints").mkdir(exist_ok=True)
     settled = []
-    async with open_ledger(live or path, copy=live and RunFolder(path).ledger) as ledger:
+    async with open_ledger(path) as ledger:
         begin(ledger, versions=range(STEPS + 1))
         config = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"])
         checkpoints = Checkpoints(
@@ -89,7 +83,6 @@ async def running(path, disk, *, keep=2, recorded=on_record, live=None):
             saved=disk.saved,
             recorded=recorded,
             settled=settled.append,
-            archive=partial(archive, ledger),
         )
         yield checkpoints, ledger, settled
 
@@ -225,22 +218,6 @@ async def test_only_the_last_ones_on_record_are_kept_and_what_is_a_users(tmp_pat
     assert found == ["best", "step-1", "step-1-1.0-copy", name(2), name(3)]
 
 
-async def test_what_the_oldest_one_that_is_kept_may_need_is_not_archived(tmp_path):
-    """Masks and experts are learned from what is in segments."""
-    disk = Disk()
-    async with running(tmp_path, disk) as (checkpoints, ledger, _):
-        for step in range(1, STEPS + 1):
-            step_once(ledger, step, recorded=True)
-            await save(checkpoints, disk, step)
-    shutil.rmtree(tmp_path / "checkpoints" / name(STEPS))
-    (live,) = recover(tmp_path, exists=RunFolder(tmp_path).has).live
-    assert live.id == f"g{STEPS}.0"
-    response = PayloadReader(segments_path(tmp_path)).load(one.at for one in live.tokens).response(live.tokens)
-    assert len(response.sampling_mask.counts) == len(response.ids) == live.tokens[-1].end > 0
-    archived = [piece.row.trajectory for path in archive_files(tmp_path) for piece in file_pieces(path)]
-    assert len(set(archived)) == STEPS - 1
-
-
 async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_path):
     run = RunFolder(tmp_path)
     async with open_ledger(tmp_path) as ledger:
@@ -314,25 +291,6 @@ async def test_the_only_one_kept_stays_where_the_record_of_the_next_cannot_be_sy
             with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
                 await save(checkpoints, disk, 2)
             assert (folders(tmp_path), settled, checkpoints.last.step) == ([name(1), name(2)], [1], 1)
-
-
-async def test_over_a_network_the_only_one_kept_stays_until_the_run_folder_knows_the_next(tmp_path, monkeypatch):
-    disk, run = Disk(), RunFolder(tmp_path / "run")
-    for folder in (run.path, tmp_path / "live"):
-        folder.mkdir()
-    async with running(run.path, disk, keep=1, live=tmp_path / "live") as (checkpoints, ledger, settled):
-        step_once(ledger, 1)
-        await save(checkpoints, disk, 1)
-        step_once(ledger, 2)
-        with monkeypatch.context() as broken:
-            broken.setattr("laminar_py.ledger.live.write_copy", unreachable)
-            with pytest.raises(OSError, match="stale file handle"):
-                await save(checkpoints, disk, 2)
-        assert (folders(run.path), settled, find_checkpoint(run).step) == ([name(1), name(2)], [1], 1)
-
-
-def unreachable(ledger, copy):
-    raise OSError(errno.ESTALE, "stale file handle")
 
 
 async def die_between(path: Path, moment: str) -> None:

@@ -74,7 +74,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
     )
     told, ends = [], []
     fleet, scorers = Fleet(replicas=1, batch=8, capacity=64), Scorers(reward)
-    monkeypatch.setattr(scoring_module, "Scorers", lambda incarnation, payload: scorers)
+    monkeypatch.setattr(scoring_module, "Scorers", lambda incarnation, segments: scorers)
     tokenizer = SimpleNamespace(encode=lambda text: np.empty(0, np.int32), eos_ids=(1,))
     incarnation = make_incarnation(
         config=config,
@@ -86,7 +86,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
     scoring = Scoring(
         incarnation,
         scheduler=fleet.scheduler,
-        payload=None,
+        segments=None,
         deliver=scores.hand_over,
         show_line=told.append,
         end=ends.append,

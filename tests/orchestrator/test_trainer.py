@@ -31,7 +31,7 @@ from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.specs import StepOutcome
 from tests.control.fleet import Fleet, settle
-from tests.ledger.runs import archive, open_ledger
+from tests.ledger.runs import open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint
 from tests.runs.runs import REPO
 from tests.workers.fakes import make_incarnation
@@ -69,7 +69,7 @@ class Learner:
 
     async def fetch(self, packed):
         every = [one for bundles in packed.bundles for bundle in bundles for one in bundle]
-        complete, lost = complete_all(every, self._reader, stores={})
+        complete, lost = complete_all(every, self._reader)
         self.fetched = sorted(complete)
         return lost | {id: why for id, why in self.lost.items() if id in complete}
 
@@ -95,16 +95,6 @@ class Learner:
         if self.saves in self._fails:
             raise self._fails[self.saves]
         write_checkpoint(self._folder)
-
-
-class Archive:
-    """Stands for the hosts of segments, of which there is this one."""
-
-    def __init__(self, ledger):
-        self._ledger = ledger
-
-    async def archive(self, step, scheduler):
-        return await archive(self._ledger, step)
 
 
 @asynccontextmanager
@@ -147,7 +137,6 @@ async def training(path, *settings, fails, admission, **options):
             incarnation,
             scheduler=fleet.scheduler,
             learner=learner,
-            payload=Archive(ledger),
             evaluator=Evaluator(
                 incarnation,
                 scheduler=fleet.scheduler,

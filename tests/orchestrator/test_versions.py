@@ -25,7 +25,7 @@ from laminar_py.runtime.workers import learner as learner_link
 from laminar_py.runtime.workers.learner import LearnerLink
 from tests.ledger.runs import begin, open_ledger
 from tests.runs.fake_cluster import FakeCluster, joined
-from tests.workers.fakes import Hosts, make_incarnation
+from tests.workers.fakes import make_incarnation
 
 PATIENCE_S = 30.0
 
@@ -160,7 +160,7 @@ async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_
     with joined(FakeCluster(0)):
         placement = Placement(Needs(ranks=2, rank_gpus=0, replicas=1, replica_gpus=0), nodes)
         incarnation = make_incarnation(config=config, run=RunFolder(tmp_path), placement=placement)
-        learner = LearnerLink(incarnation, relays=None, payload=Hosts(), show=print)
+        learner = LearnerLink(incarnation, relays=None, show=print)
         learner.spawn()
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(PartCrashedError, match="no answer to progress in 2 s"):

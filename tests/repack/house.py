@@ -23,8 +23,7 @@ from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.salvage import Salvage, SalvageRequest, salvage
-from laminar_py.records.codec import decode, encode
+from laminar_py.ledger.segments.salvage import salvage
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.events import (
     Interrupted,
@@ -211,7 +210,7 @@ class House:
 
     async def _keep(self, index, *, after_death=False):
         if after_death:
-            await self.scheduler.reports.on_replica_lost(index, self._salvage(index), reason="replica_crashed")
+            await self.scheduler.reports.on_replica_lost(index, self._salvage(index))
             self._hand_out()
             await asyncio.sleep(self.random.uniform(0.5, 5.0))
         engine = await self._open_engine()
@@ -245,8 +244,7 @@ class House:
         running, label = self.scheduler.reports.running_on(index), self._labels.get(index)
         if label is None:
             return []
-        request = SalvageRequest(f"{label}.*", f"salvage-{label}", running)
-        found = decode(Salvage, salvage(str(self.segments), encode(request))).found
+        found = salvage(self.segments, f"{label}.*", f"salvage-{label}", running).found
         self.num_salvaged += len(found)
         return found
 

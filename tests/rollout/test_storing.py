@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, salvage
+from laminar_py.ledger.segments.salvage import Known, salvage
 from laminar_py.ledger.segments.writer import JOURNAL, Journal
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import EngineLostError, StoreFullError
 from laminar_py.records.pieces import Piece, TokensRef
 from laminar_py.records.spans import Span
@@ -26,8 +25,8 @@ def full(pieces):
 def salvaged(story, **running):
     """What the journals of a replica have of these: known tokens by trajectory."""
     known = {name: Known(1, length) for name, length in running.items()}
-    request = encode(SalvageRequest(f"{story.label}.*", "salvage-0", known))
-    return {one.trajectory_id: one for one in decode(Salvage, salvage(str(story.folder), request)).found}
+    found = salvage(story.folder, f"{story.label}.*", "salvage-0", known).found
+    return {one.trajectory_id: one for one in found}
 
 
 async def noted(story, name):
@@ -61,7 +60,7 @@ async def test_what_runs_is_told_to_nobody_and_is_in_the_journal_until_it_leaves
         await story.until(lambda s: "a" in s.ended)
         assert story.ids_of(found.tokens) == story.ids["a"][: found.tokens.end]
         assert "a" not in salvaged(story, a=len(story.ids["a"]))
-        (held,) = story.replica._store._journal._entries.values()
+        ((_, held),) = story.replica._store._journal._files
         assert held <= {"b"}
 
 

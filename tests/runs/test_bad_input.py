@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from laminar_contrib.sandbox.inside.seccomp import BY_MACHINE
 from laminar_py.cli import app, main
-from laminar_py.ledger import live
 from tests.ledger.runs import begin, checkpoint, open_ledger
 from tests.runs.runs import LAMINAR, REPO, quickstart_model
 from tests.sandbox.machines import laminar_without_sandbox
@@ -97,18 +96,6 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys
     assert lines[0].startswith(f"laminar: {message}")
     assert list(tmp_path.iterdir()) == []
     assert children() <= before
-
-
-@pytest.mark.parametrize(("local", "fault"), [("gone", "is no folder that can be written"), (".", "lies on nfs4")])
-def test_runs_over_a_network_without_a_disk_for_their_ledgers_are_refused(
-    tmp_path, monkeypatch, capsys, local, fault
-):
-    monkeypatch.setattr(live, "network_kind", lambda folder: "nfs4" if folder.is_relative_to(tmp_path) else None)
-    runs, disk = tmp_path / "runs", tmp_path / local
-    code, (line,) = in_process(monkeypatch, capsys, f"runs={runs}", f"runs_local={disk}")
-    assert code == 2
-    assert line.startswith(f"laminar: runs_local={disk}: {fault}, and no ledger can be written in {runs}, which")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

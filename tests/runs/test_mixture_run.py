@@ -40,5 +40,5 @@ def test_a_mixture_learns_with_the_experts_that_its_tokens_were_routed_to(tmp_pa
     assert consumed
     with reading(train.run) as connection:
         responses = StoredResponses(train.run, connection)
-        for row in consumed:  # some are archived
+        for row in consumed:
             assert responses.response(row).routed_experts is not None, row.id

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from laminar_py.ledger.segments.payload import join
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.salvage import Known, Salvage, SalvageRequest, merge, salvage
+from laminar_py.ledger.segments.salvage import Known, Salvage, merge, salvage
 from laminar_py.ledger.segments.writer import Journal
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import RoutedExperts, SamplingMask, pack_experts, pack_mask
 from laminar_py.records.spans import Span
 from tests.segments.pieces import make_piece
@@ -19,8 +18,7 @@ from tests.segments.pieces import make_piece
 
 def salvaged(folder, running, *, pattern="replica-3.*"):
     """What is found of these, by id, and the pieces; and the journals."""
-    request = SalvageRequest(pattern, "salvage-9", {id: Known(*known) for id, known in running.items()})
-    answer = decode(Salvage, salvage(str(folder), encode(request)))
+    answer = salvage(folder, pattern, "salvage-9", {id: Known(*known) for id, known in running.items()})
     loaded = PayloadReader(folder).load([one.tokens.at for one in answer.found])
     return {one.trajectory_id: (one, loaded.piece(one.tokens.at)) for one in answer.found}, answer.journals
 
@@ -41,7 +39,7 @@ def test_it_goes_on_where_the_record_ends_over_all_files(tmp_path, journal):
     assert one.tokens.at.segment.startswith("salvage-9.")
     assert found["b"][1] == make_piece("b", tokens=50)
     assert len(journals) > 1
-    assert journals == sorted(path.name for path in tmp_path.glob("*.journal")), "they stay"
+    assert journals == sorted(tmp_path.glob("*.journal")), "they stay"
 
 
 @pytest.mark.parametrize("known", [(1, 3), (1, 50), (1, 51), (2, 0), (0, 0)])
@@ -72,8 +70,7 @@ def test_journals_of_other_parts_are_not_read(tmp_path, journal):
 
 
 def test_a_folder_that_is_not_there_has_nothing(tmp_path):
-    request = SalvageRequest("*", "salvage-9", {"a": Known(1, 0)})
-    assert decode(Salvage, salvage(str(tmp_path / "none"), encode(request))) == Salvage([], [])
+    assert salvage(tmp_path / "none", "*", "salvage-9", {"a": Known(1, 0)}) == Salvage([], [])
 
 
 def mask(*rows):

@@ -472,7 +472,7 @@ class Batch:
     def _fetched(self, packed: Packed[TrajectoryRef]) -> Packed[Trajectory]:
         """The same with tokens, as ranks read them; a tape has masks and experts where they are stored alone."""
         every = [one for bundles in packed.bundles for bundle in bundles for one in bundle]
-        complete, lost = complete_all(every, self._store.reader, stores={})
+        complete, lost = complete_all(every, self._store.reader)
         assert not lost, lost
         plain = {
             id: msgspec.structs.replace(t, sampling_mask=None, routed_experts=None) for id, t in complete.items()
@@ -684,7 +684,7 @@ class Control:
     async def lost(self, replica: int) -> None:
         """Take in that a replica died."""
         self.listener.append(PartCrashed(f"replica-{replica}", "killed"))
-        await self.scheduler.reports.on_replica_lost(replica, reason="replica_crashed")
+        await self.scheduler.reports.on_replica_lost(replica)
 
     def retire(self, replica: int) -> None:
         """Send nothing more to a replica."""

@@ -6,7 +6,6 @@ from dataclasses import fields
 from itertools import count
 
 from laminar_py.ledger.segments.salvage import Salvage
-from laminar_py.ledger.segments.writer import part_of
 from laminar_py.runtime.cluster.calls import as_scalar
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
@@ -22,40 +21,22 @@ def make_incarnation(**given):
     return Incarnation(**(absent | own | given))
 
 
-class Hosts:
-    """Stands for `PayloadHosts`: one host, unless a part with a label in `lost` was on one that is gone.
-
-    `found` is what journals of a dead part have; `discarded` are those that were.
-    """
-
-    key = "k"
+class Segments:
+    """Stands for `RunSegments`: `found` is what journals of a dead part have; `discarded` are those that were."""
 
     def __init__(self):
-        self.lost, self.found, self.running, self.discarded = set(), [], {}, []
+        self.found, self.running, self.discarded = [], {}, []
         self._starts = count()
 
-    async def new_label(self, part, node):
+    def new_label(self, part):
         return f"{part}-1-{next(self._starts)}"
-
-    def stores_for(self, refs, node):
-        return {}
-
-    async def is_lost(self, label):
-        return label in self.lost
 
     async def salvage(self, label, running):
         self.running[label] = running
         return Salvage(self.found, [f"{label}.1.journal"])
 
-    async def salvaged(self, label, answer):
-        self.discarded += answer.journals
-
-    async def lose_host_of(self, label, scheduler):
-        gone = {segment for segment in scheduler.book.segments() if part_of(segment) == label}
-        await scheduler.lost_tokens.drop_segments(gone, f"host of {label} is gone")
-
-    async def archive(self, step, scheduler):
-        return 0
+    async def discard(self, journals):
+        self.discarded += journals
 
 
 class Processes:

@@ -31,7 +31,7 @@ from laminar_py.runtime.workers.specs import (
 from tests.builders import make_finished, make_ref
 from tests.reward.requests import make_requests
 from tests.runs.runs import REPO
-from tests.workers.fakes import Hosts, Processes, make_incarnation
+from tests.workers.fakes import Processes, Segments, make_incarnation
 
 PATIENCE_S = 10.0
 
@@ -80,7 +80,7 @@ LOGPROBS = ColumnRef(Dtype.FLOAT32, make_ref("reference-0-1-0.1"))
 async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_once(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Reference())
     shared = incarnation(tmp_path, reference=True)
-    stage = ReferenceStage(shared, payload=Hosts())
+    stage = ReferenceStage(shared, segments=Segments())
     async with asyncio.timeout(PATIENCE_S):
         await stage.start()
         stage.submit_trajectory(make_finished("g0.0", response=2))
@@ -120,7 +120,7 @@ class Scoring(Actor):
 
 async def test_what_a_scorer_died_over_is_scored_once_by_another_while_others_go_on(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Scoring())
-    scorers = Scorers(incarnation(tmp_path, "reward.workers=2"), payload=Hosts())
+    scorers = Scorers(incarnation(tmp_path, "reward.workers=2"), segments=Segments())
     scored = asyncio.Queue()
 
     async def deliver(scores):
@@ -184,7 +184,7 @@ class Root:
 async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkpoint(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Rank())
     shared = incarnation(tmp_path, "learner.world_size=2", ranks=2)
-    learner = LearnerLink(shared, relays=Root(), payload=Hosts(), show=lambda progress: None)
+    learner = LearnerLink(shared, relays=Root(), show=lambda progress: None)
     async with asyncio.timeout(PATIENCE_S):
         learner.spawn()
         ranks = [await processes.next(), await processes.next()]
@@ -208,7 +208,7 @@ async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkp
 async def test_each_rank_reads_the_tokens_of_its_own_bundles_and_what_is_lost_is_told_once(monkeypatch, tmp_path):
     Processes(monkeypatch, lambda name: Rank())
     shared = incarnation(tmp_path, "learner.world_size=2", ranks=2)
-    learner = LearnerLink(shared, relays=Root(), payload=Hosts(), show=lambda progress: None)
+    learner = LearnerLink(shared, relays=Root(), show=lambda progress: None)
     async with asyncio.timeout(PATIENCE_S):
         learner.spawn()
         await learner.start(None)

@@ -17,12 +17,10 @@ from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.codec import decode
 from laminar_py.records.engine import EngineStatus
-from laminar_py.records.events import Dropped, PartCrashed, ReplicaLeft, VersionLoaded
+from laminar_py.records.events import PartCrashed, ReplicaLeft, VersionLoaded
 from laminar_py.records.host import SystemClock
-from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import DropReason
 from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
@@ -32,10 +30,9 @@ from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.replicas import ReplicaKeeper, Replicas, pace_of
 from laminar_py.runtime.workers.specs import ReplicaSpec
-from tests.builders import make_ref
 from tests.control.fleet import Fleet, make_tokens
 from tests.runs.runs import REPO
-from tests.workers.fakes import Hosts, Processes, make_incarnation
+from tests.workers.fakes import Processes, Segments, make_incarnation
 
 PATIENCE_S = 10.0
 NODES = (
@@ -150,7 +147,7 @@ class World:
 
         self.relay = "tcp://relay"
         self.moved = set()  # replicas whose relay is on another host
-        self.payload = Hosts()
+        self.segments = Segments()
         self.recorded = []  # by the replicas themselves
         self.left = asyncio.Event()  # one of them
 
@@ -181,7 +178,7 @@ class World:
                 endpoint_for=endpoint_for,
                 keys=RelayKeys.generate(),
             ),
-            payload=self.payload,
+            segments=self.segments,
             issuing=self.issuing,
             on_reports=self.reports.hand_over,
         )
@@ -327,34 +324,16 @@ async def test_what_the_journal_of_a_dead_replica_has_goes_on_elsewhere_and_the_
     async with kept(world) as (first, second):
         label = (await first.actor.spec).label
         name, *_ = had = sorted(world.scheduler.views.by_index[0].in_flight)
-        world.payload.found = [
+        world.segments.found = [
             Salvaged(trajectory_id=name, tokens=make_tokens(0, 5), spans=(Span(0, 0, 5),), used_s=1.0)
         ]
         first.die()
         third = await world.next()
-        assert world.payload.running[label].keys() == set(had)
-        assert world.payload.discarded == [f"{label}.1.journal"]
+        assert world.segments.running[label].keys() == set(had)
+        assert world.segments.discarded == [f"{label}.1.journal"]
         moved = {item.trajectory_id: item.length for item in await second.actor.given(len(had))}
         assert moved == {one: 5 * (one == name) for one in had}
         assert (await third.actor.spec).label != label
-
-
-async def test_what_only_the_host_of_a_dead_replica_had_is_lost_with_it(monkeypatch, tmp_path):
-    world = World(monkeypatch, tmp_path)
-    async with kept(world) as (first, second):
-        label = (await first.actor.spec).label
-        (name, *others) = sorted(world.scheduler.views.by_index[0].in_flight)
-        tokens = TokensRef(0, 2, make_ref(f"{label}.1"))
-        world.scheduler.book.recorder.store_tokens(name, tokens, (Span(0, 0, 2),))
-        world.payload.lost.add(label)
-        first.die("its node is gone")
-        moved = ids(await second.actor.given(len(others)))
-        await world.next()
-        assert label not in world.payload.running, "nobody is there to read its journal"
-        assert name not in world.scheduler.book.live
-        assert moved >= set(others)
-        dropped = [event for event in world.fleet.log.events if isinstance(event, Dropped)]
-        assert [(event.trajectory_id, event.reason) for event in dropped] == [(name, DropReason.HOST_LOST)]
 
 
 async def test_a_replica_whose_disk_is_full_is_tried_again_and_ends_no_run(monkeypatch, tmp_path):

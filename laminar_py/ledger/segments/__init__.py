@@ -1,11 +1,10 @@
-"""Files with pieces of responses, and the store that serves them."""
+"""Files with pieces of responses."""
 
 from typing import TYPE_CHECKING
 
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.ledger.segments.fetch import StoreClient as StoreClient
     from laminar_py.ledger.segments.frames import make_frame as make_frame
     from laminar_py.ledger.segments.payload import Payload as Payload
     from laminar_py.ledger.segments.payload import join as join
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
     from laminar_py.ledger.segments.salvage import Salvaged as Salvaged
     from laminar_py.ledger.segments.salvage import continuations as continuations
     from laminar_py.ledger.segments.salvage import salvaged as salvaged
-    from laminar_py.ledger.segments.store import LOCAL as LOCAL
-    from laminar_py.ledger.segments.store import PieceStore as PieceStore
-    from laminar_py.ledger.segments.wire import leave_address as leave_address
     from laminar_py.ledger.segments.writer import SegmentWriter as SegmentWriter
     from laminar_py.ledger.segments.writer import tokens_ref as tokens_ref
 else:

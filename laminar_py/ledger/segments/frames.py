@@ -6,7 +6,6 @@ finds where the complete frames of a file end.
 """
 
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,7 +22,7 @@ AnyPiece: TypeAlias = Piece | ColumnPiece
 
 _HEAD = struct.Struct("<4sIQ16s")  # kind, bytes of the description, bytes of the arrays, digest
 _SIZES = struct.Struct("<IQ")
-_KIND, _PACKED = b"LPP1", b"LPZ1"  # with arrays as they are, and compressed
+_KIND = b"LPP1"
 _ARRAYS = "ids", "logprobs", "mask", "experts"  # arrays of a `Piece`, in file order
 
 _encoder = msgspec.msgpack.Encoder()
@@ -41,15 +40,14 @@ class Frame:
     digest: bytes
 
 
-def make_frame(piece: AnyPiece, *, packed: bool = False) -> Frame:
-    """Return the frame of a piece; `packed` compresses its arrays, and leaves its digest as it is."""
+def make_frame(piece: AnyPiece) -> Frame:
+    """Return the frame of a piece."""
     if isinstance(piece, Piece):
         same = len(piece.ids) == len(piece.logprobs)
         assert same, f"{piece.trajectory_id}: {len(piece.logprobs)} bytes of logprobs for {len(piece.ids)} of ids"
     description, body = _split(piece)
     digest = frame_digest(description, body)
-    body = zlib.compress(body, 1) if packed else body
-    head = _HEAD.pack(_PACKED if packed else _KIND, len(description), len(body), digest)
+    head = _HEAD.pack(_KIND, len(description), len(body), digest)
     return Frame([head + description, body], len(head) + len(description) + len(body), digest)
 
 
@@ -60,13 +58,8 @@ def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
     except struct.error:
         raise PayloadLostError(f"{len(data)} bytes are not a piece") from None
     description, body = data[_HEAD.size : _HEAD.size + size], data[_HEAD.size + size :]
-    whole = kind in (_KIND, _PACKED) and (len(description), len(body)) == (size, length)
-    if whole and kind == _PACKED:
-        try:
-            body = memoryview(zlib.decompress(body))
-        except zlib.error:
-            whole = False
-    if not whole or not noted == digest == frame_digest(description, body):
+    is_whole = kind == _KIND and (len(description), len(body)) == (size, length)
+    if not is_whole or not noted == digest == frame_digest(description, body):
         raise PayloadLostError("the stored bytes were changed")
     return rebuild(description, body)
 

@@ -1,18 +1,18 @@
-"""Reader of pieces by reference, from files of this host and from the stores of other hosts.
+"""Reader of pieces by reference, from the segments in the run's folder.
 
-Scorers, learner ranks, the reference model and replicas have a reader each; so do the archive and the audit. Every
-piece is checked against the digest of its reference (law 9). Threads may share a reader.
+Scorers, learner ranks, the reference model, replicas and the audit have a reader each. Every piece is checked
+against the digest of its reference (law 9). Threads may share a reader.
 """
 
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from laminar_py.ledger.segments.frames import AnyPiece, read_frame
-from laminar_py.ledger.segments.local import is_local
 from laminar_py.ledger.segments.payload import Payload, join
 from laminar_py.ledger.segments.writer import SEGMENT
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
@@ -20,30 +20,17 @@ from laminar_py.records.spans import sampled_mask
 from laminar_py.records.trajectory import BaseTrajectory, Trajectory, TrajectoryRef
 
 OPEN_FILES = 64  # kept open per reader
+PATIENCE_S = 60.0  # with several hosts: longer than NFS caches a file's size
+RETRY_S = 0.2  # between two tries
 
 P = TypeVar("P", Piece, ColumnPiece)
-
-
-class StoreAwayError(PayloadLostError):
-    """A store did not answer for so long that all of its pieces count as lost."""
-
-
-class ElsewhereError(PayloadLostError):
-    """A piece may be on another host of a running or killed run; this reader asks no store."""
-
-
-PieceFetch: TypeAlias = Callable[[str, Sequence[PieceRef]], list[bytes]]
-"""Fetches the frames of pieces, in order, from the store of another host by name.
-
-Raises `PayloadLostError` if a piece is lost, `StoreAwayError` if the store does not answer.
-"""
 
 
 class Loaded:
     """Pieces that were loaded together, with an error for each lost one."""
 
-    def __init__(self, found: Mapping[PieceRef, bytes | PayloadLostError]) -> None:
-        self._found = found
+    def __init__(self, pieces: Mapping[PieceRef, AnyPiece | PayloadLostError]) -> None:
+        self._pieces = pieces
 
     def response(self, tokens: Iterable[TokensRef]) -> Payload:
         """Join pieces to a response. Raises `PayloadLostError` if one is lost or they do not fit together."""
@@ -58,13 +45,10 @@ class Loaded:
 
     def piece(self, ref: PieceRef) -> AnyPiece:
         """Return a piece. Raises `PayloadLostError`."""
-        found = self._found[ref]
-        if isinstance(found, PayloadLostError):
-            raise found
-        try:
-            return read_frame(memoryview(found), ref.digest)
-        except PayloadLostError as error:
-            raise PayloadLostError(f"{ref.segment} from byte {ref.offset} on: {error}") from None
+        piece = self._pieces[ref]
+        if isinstance(piece, PayloadLostError):
+            raise piece
+        return piece
 
     def _piece_of(self, kind: type[P], ref: PieceRef) -> P:
         piece = self.piece(ref)
@@ -74,27 +58,22 @@ class Loaded:
 
 
 class PayloadReader:
-    """Reads segments in this host's `folder`, and segments of other hosts with `fetch`."""
+    """Reads pieces from the segments in `folder`.
 
-    def __init__(self, folder: Path, *, fetch: PieceFetch | None = None) -> None:
+    With `patience_s`, for a run on several hosts, the reader opens a file again for so long until it sees a piece
+    that another host wrote: a network file system may show an open file as it was seconds ago.
+    """
+
+    def __init__(self, folder: Path, *, patience_s: float = 0.0) -> None:
         self._folder = folder
-        self._fetch = fetch
+        self._patience_s = patience_s
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def load(self, refs: Iterable[PieceRef], *, stores: Mapping[str, str] | None = None) -> Loaded:
-        """Read pieces; `stores` names the store of each segment of another host."""
-        found: dict[PieceRef, bytes | PayloadLostError] = {}
-        elsewhere: dict[str, list[PieceRef]] = {}
-        for ref in refs:
-            store = (stores or {}).get(ref.segment)
-            if store is None:
-                found[ref] = self._found(ref)
-            else:
-                elsewhere.setdefault(store, []).append(ref)
-        for store, wanted in elsewhere.items():
-            found |= self._fetched(store, wanted)
-        return Loaded(found)
+    def load(self, refs: Iterable[PieceRef]) -> Loaded:
+        """Read pieces; the result has an error for each piece that cannot be read."""
+        deadline = time.monotonic() + self._patience_s
+        return Loaded({ref: self._read_until(ref, deadline) for ref in refs})
 
     def close(self) -> None:
         """Close all files."""
@@ -102,33 +81,34 @@ class PayloadReader:
             while self._files:
                 os.close(self._files.popitem()[1])
 
-    def _found(self, ref: PieceRef) -> bytes | PayloadLostError:
-        try:
-            return self._read(ref)
-        except PayloadLostError as error:
-            return error
+    def _read_until(self, ref: PieceRef, deadline: float) -> AnyPiece | PayloadLostError:
+        """Read a piece, and retry with a freshly opened file until `deadline`, on the monotonic clock."""
+        while True:
+            try:
+                return read_frame(memoryview(self._read(ref)), ref.digest)
+            except PayloadLostError as error:
+                fault = PayloadLostError(f"{self._folder / ref.segment} from byte {ref.offset} on: {error}")
+            with self._lock:
+                if ref.segment in self._files:
+                    os.close(self._files.pop(ref.segment))
+            if time.monotonic() >= deadline:
+                return fault
+            time.sleep(RETRY_S)
 
     def _read(self, ref: PieceRef) -> bytes:
-        """Read the bytes of a piece from a segment in this folder.
-
-        Raises `PayloadLostError` if the bytes are gone, and `ElsewhereError` if the segment may be on another
-        host.
-        """
+        """Read the bytes of a piece from a segment in this folder. Raises `PayloadLostError`."""
         with self._lock:  # no other thread may close the file meanwhile
             try:
                 file = self._open(ref.segment)
                 # the size first, since a damaged reference may ask for more than memory holds
                 is_there = 0 <= ref.offset <= ref.offset + ref.num_bytes <= os.fstat(file).st_size
                 data = os.pread(file, ref.num_bytes, ref.offset) if is_there else b""
-            except FileNotFoundError as error:
-                kind = ElsewhereError if is_local(self._folder) else PayloadLostError
-                raise kind(f"{self._folder / ref.segment}: {error.strerror}") from None
             except OSError as error:
-                raise PayloadLostError(f"{self._folder / ref.segment}: {error.strerror}") from None
+                raise PayloadLostError(str(error.strerror)) from None
             except ValueError as error:  # not a file name
-                raise PayloadLostError(f"segment {ref.segment!r}: {error}") from None
+                raise PayloadLostError(str(error)) from None
         if not is_there or len(data) < ref.num_bytes:
-            raise PayloadLostError(f"{self._folder / ref.segment}: ends before byte {ref.offset + ref.num_bytes}")
+            raise PayloadLostError(f"the file ends before byte {ref.offset + ref.num_bytes}")
         return data
 
     def _open(self, segment: str) -> int:
@@ -140,25 +120,12 @@ class PayloadReader:
         self._files.move_to_end(segment)
         return self._files[segment]
 
-    def _fetched(self, store: str, refs: Sequence[PieceRef]) -> dict[PieceRef, bytes | PayloadLostError]:
-        """Fetch pieces of a store together; after a loss, fetch each alone, since the others may exist."""
-        assert self._fetch is not None, f"{refs[0].segment} is of another host, of which this reader knows none"
-        fetch = self._fetch
-        try:
-            return dict(zip(refs, fetch(store, refs), strict=True))
-        except StoreAwayError as error:
-            return dict.fromkeys(refs, error)
-        except PayloadLostError as error:
-            if len(refs) == 1:
-                return {refs[0]: error}
-        return {ref: self._fetched(store, [ref])[ref] for ref in refs}  # the other pieces may exist
-
 
 def complete_all(
-    finished: Sequence[TrajectoryRef], reader: PayloadReader, *, stores: Mapping[str, str]
+    finished: Sequence[TrajectoryRef], reader: PayloadReader
 ) -> tuple[dict[str, Trajectory], dict[str, str]]:
     """Read the tokens of trajectories together; return trajectories by id, and reasons of lost ones by id."""
-    loaded = reader.load((ref for trajectory in finished for ref in trajectory.refs), stores=stores)
+    loaded = reader.load(ref for trajectory in finished for ref in trajectory.refs)
     complete: dict[str, Trajectory] = {}
     lost: dict[str, str] = {}
     for trajectory in finished:

@@ -1,9 +1,8 @@
 """Salvage of tokens that a crashed replica had not reported, from its journals.
 
-It runs on the replica's host; the controller calls it after the crash (`workers.payload`). It writes the tokens to
-a new segment of the replica and syncs them before it answers. The controller deletes the journals when the tokens
-are on record. Salvaged tokens continue exactly where the record ends; other tokens are left out
-(`tests/segments/test_salvage.py`).
+The controller calls it after the crash (`workers.payload`). It writes the tokens to a new segment and syncs them.
+The controller deletes the journals when the tokens are on record. Salvaged tokens continue exactly where the
+record ends; other tokens are left out (`tests/segments/test_salvage.py`).
 """
 
 import mmap
@@ -16,7 +15,6 @@ import msgspec
 from laminar_py.ledger.segments.frames import whole_frames
 from laminar_py.ledger.segments.payload import join
 from laminar_py.ledger.segments.writer import JOURNAL, SegmentWriter, tokens_ref
-from laminar_py.records.codec import decode, encode
 from laminar_py.records.pieces import Piece, PieceRef, TokensRef, pack_experts, pack_mask
 from laminar_py.records.spans import Span
 
@@ -26,17 +24,6 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
     epoch: int
     length: int
-
-
-class SalvageRequest(msgspec.Struct, frozen=True):
-    """Trajectories that ran on crashed replicas, by id, and a pattern of journal names.
-
-    Salvaged tokens go to a segment under `label`.
-    """
-
-    pattern: str
-    label: str
-    running: dict[str, Known]
 
 
 class Salvaged(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,22 +36,24 @@ class Salvaged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Salvage(msgspec.Struct, frozen=True):
-    """Answer of a host: salvaged tokens, and the names of the journals, which the controller deletes later."""
+    """Salvaged tokens, and the journals, which the controller deletes when the tokens are on record."""
 
     found: list[Salvaged]
-    journals: list[str]
+    journals: list[Path]
 
 
-def salvage(folder: str, request: bytes) -> bytes:
-    """Return a `Salvage` for a `SalvageRequest`, from the journals in a folder of this host. Raises `OSError`."""
-    wanted = decode(SalvageRequest, request)
-    journals = sorted(Path(folder).glob(f"{wanted.pattern}{JOURNAL}"))
-    merged = continuations(chain.from_iterable(map(_entries, journals)), wanted.running)
-    writer = SegmentWriter(Path(folder), wanted.label)
+def salvage(folder: Path, pattern: str, label: str, running: Mapping[str, Known]) -> Salvage:
+    """Salvage tokens of trajectories that ran on crashed replicas, from the journals that match a pattern.
+
+    `running` has the recorded state of each trajectory, by id. The tokens go to a segment under `label`. Raises
+    `OSError`.
+    """
+    journals = sorted(folder.glob(f"{pattern}{JOURNAL}"))
+    merged = continuations(chain.from_iterable(map(_entries, journals)), running)
+    writer = SegmentWriter(folder, label)
     refs = writer.write_all(merged)
     writer.close()
-    found = [salvaged(piece, ref) for piece, ref in zip(merged, refs, strict=True)]
-    return encode(Salvage(found, [path.name for path in journals]))
+    return Salvage([salvaged(piece, ref) for piece, ref in zip(merged, refs, strict=True)], journals)
 
 
 def salvaged(piece: Piece, ref: PieceRef) -> Salvaged:

@@ -19,9 +19,9 @@ from typing import Protocol, TypeAlias
 import msgspec
 from blake3 import blake3
 
-from laminar_py.ledger.segments.wire import find_address, leave_address
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.host import write_file
 from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketFactory, read_record
 
 MOST_FRAMES = 16  # received before the event loop gets its turn
@@ -70,6 +70,19 @@ class AnswersTurns(Protocol):
 # ---- the process of environments
 
 
+def leave_address(path: Path, address: tuple[str, int]) -> None:
+    """Write the host and port of a process into a file for replicas. Raises `OSError`."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    write_file(unfinished, msgspec.json.encode(address))
+    unfinished.replace(path)
+
+
+def find_address(path: Path) -> tuple[str, int]:
+    """Read the last host and port of a process. Raises `OSError` if there is none."""
+    return msgspec.json.decode(path.read_bytes(), type=tuple[str, int])
+
+
 class TurnServer:
     """The socket of environment process `index`. Raises `ConfigError` if it cannot listen."""
 
@@ -79,7 +92,7 @@ class TurnServer:
         ip, _, port = self._server.endpoint.removeprefix("tcp://").rpartition(":")
         folder = run_dir / ADDRESSES
         folder.parent.mkdir(exist_ok=True)
-        leave_address(folder, str(index), (ip, int(port)))
+        leave_address(folder / str(index), (ip, int(port)))
 
     async def run(self, host: AnswersTurns) -> None:
         """Serve turns until cancelled. Raises an error that the host raises, in a group."""
@@ -120,7 +133,7 @@ class EnvironmentLink:
     """A replica's connection to one environment process, at the address that the process has left."""
 
     def __init__(self, run_dir: Path, index: int, wire: SocketFactory, label: str) -> None:
-        self._folder, self._name = run_dir / ADDRESSES, str(index)
+        self._address, self._name = run_dir / ADDRESSES / str(index), str(index)
         self._connect = partial(PeerClient, wire, name=label)
         self._peer: PeerClient | None = None
         self._endpoint = ""
@@ -194,7 +207,7 @@ class EnvironmentLink:
             return
         self._looked_s = now
         try:
-            ip, port = await asyncio.to_thread(find_address, self._folder, self._name)
+            ip, port = await asyncio.to_thread(find_address, self._address)
         except OSError:  # it has not started yet
             return
         if (endpoint := f"tcp://{ip}:{port}") != self._endpoint:

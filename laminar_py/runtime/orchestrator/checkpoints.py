@@ -4,7 +4,7 @@ Owned by the trainer. States of a checkpoint: the learner copies its state (`beg
 complete on disk -> on record -> older ones are deleted. There is one at a time. The ledger has a checkpoint only
 when all its files are on disk, and an older one is deleted only when that record is on disk too, also in the run's
 folder. So a crash or a power cut at any moment leaves the checkpoint before, and the steps since can be undone
-(law 1). Pieces that a kept checkpoint may need are not archived.
+(law 1).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
     """Return the checkpoints in the ledger, the newest first, also checkpoints without a folder."""
-    with reading(run.live_ledger) as connection:
+    with reading(run.ledger) as connection:
         return checkpoints_on_record(connection)
 
 
@@ -61,8 +61,7 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
 class Checkpoints:
     """Makes checkpoints: the learner saves (`save`), completes the files (`saved`), the version is `recorded`.
 
-    `settled(step)` is called when steps up to `step` can no longer be undone. `archive(step)` archives pieces that
-    no rollback to `step` or later needs.
+    `settled(step)` is called when steps up to `step` can no longer be undone.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Checkpoints:
         saved: Callable[[], Awaitable[None]],
         recorded: Callable[[int], Awaitable[None]],
         settled: Callable[[int], None],
-        archive: Callable[[int], Awaitable[object]],
     ) -> None:
         self.last = incarnation.checkpoint  # the newest on record
         self._run = incarnation.run
@@ -84,7 +82,6 @@ class Checkpoints:
         self._saved = saved
         self._recorded = recorded
         self._settled = settled
-        self._archive = archive
         self._kept = [self.last] if self.last else []  # the oldest first
         self._writing: asyncio.Task[None] | None = None
 
@@ -136,7 +133,7 @@ class Checkpoints:
     async def _complete(self, folder: Path, step: int, version: int, *, began: float, stall_s: float) -> None:
         """Wait until a checkpoint and its version are saved, and record the checkpoint.
 
-        Then delete checkpoints beyond the number to keep, and archive pieces that no remaining checkpoint needs.
+        Then delete checkpoints beyond the number to keep.
         """
         await self._saved()
         await self._recorded(version)
@@ -145,12 +142,10 @@ class Checkpoints:
         done = Checkpointed(step=step, version=version, path=path, stall_s=stall_s, elapsed_s=elapsed_s)
         self._ledger.append(done)
         await self._ledger.commit()
-        await self._ledger.copy()
         self.last = done
         self._settled(step)
         self._kept = [*self._kept, self.last][-self._keep :]
         await asyncio.to_thread(self._delete_others)
-        await self._archive(self._kept[0].step)
 
     def _delete_others(self) -> None:
         """Delete older checkpoints, and folders that a crash left half written, unrecorded or half deleted.

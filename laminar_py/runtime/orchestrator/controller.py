@@ -86,9 +86,9 @@ from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import RunStart, open_incarnation
 from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
-from laminar_py.runtime.workers.payload import PayloadHosts, restore_live
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
+from laminar_py.runtime.workers.segments import RunSegments, restore_live
 from laminar_py.runtime.workers.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -214,8 +214,8 @@ class Controller:
 
     def __init__(self, start: RunStart, *, view: View, source: EvalSource | None = None) -> None:
         config, run = start.config, start.run
-        goes_on, ledger = start.resumed and run.has_ledger, run.live_ledger
-        self._recovered: Recovered | None = recover(run.path, ledger=ledger, exists=run.has) if goes_on else None
+        goes_on, ledger = start.resumed and run.has_ledger, run.ledger
+        self._recovered: Recovered | None = recover(run.path, exists=run.has) if goes_on else None
         self._evaluations = read_evaluations(ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
@@ -225,9 +225,9 @@ class Controller:
         self._scores: Handoff[Sequence[Score]] = Handoff()
         self._issuing = Tick(self._issue, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=goes_on)
-        self._payload = payload = PayloadHosts(incarnation)
+        self._segments = segments = RunSegments(incarnation)
         self._reference = (
-            ReferenceStage(incarnation, payload=payload)
+            ReferenceStage(incarnation, segments=segments)
             if incarnation.config.algorithm.reference_in_own_process
             else None
         )
@@ -244,7 +244,7 @@ class Controller:
             incarnation,
             scheduler=scheduler,
             relays=relays,
-            payload=payload,
+            segments=segments,
             issuing=self._issuing,
             on_reports=self._reports.hand_over,
         )
@@ -260,7 +260,7 @@ class Controller:
         return Scoring(
             self._incarnation,
             scheduler=self._scheduler,
-            payload=self._payload,
+            segments=self._segments,
             deliver=self._scores.hand_over,
             show_line=self._view.notice,
             end=self._stop.fail,
@@ -283,13 +283,12 @@ class Controller:
     def _make_learning(self) -> Learning:
         """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
-        learner = LearnerLink(incarnation, relays=self._relays, payload=self._payload, show=self._view.progress)
+        learner = LearnerLink(incarnation, relays=self._relays, show=self._view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,
             learner=learner,
-            payload=self._payload,
             evaluator=self._evaluator,
             versions=versions,
             stop=self._stop,
@@ -340,11 +339,11 @@ class Controller:
     async def _start_parts(self) -> None:
         """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
         learner = None if self._learning is None else self._learning.learner
-        parts = (self._scoring, self._environments, learner, self._replicas, self._reference)
-        for part in (self._payload.stores, *(one for one in parts if one is not None)):
-            part.spawn()
+        for part in (self._scoring, self._environments, learner, self._replicas, self._reference):
+            if part is not None:
+                part.spawn()
         async with asyncio.TaskGroup() as tasks:
-            for started in (self._payload.stores, self._relays, self._scoring, self._environments):
+            for started in (self._relays, self._scoring, self._environments):
                 tasks.create_task(started.start())
         if self._recovered is not None and self._learning is not None:
             self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger before
@@ -429,7 +428,6 @@ class Controller:
         for done in asyncio.as_completed(passes):
             await done
             await self._incarnation.ledger.commit()
-            await self._incarnation.ledger.copy()
 
     async def _end(self, *, finished: bool) -> Result:
         """Stop replicas and evaluations of an unfinished run, record its end, and return the summary."""
@@ -438,7 +436,7 @@ class Controller:
             self._evaluator.abandon()
             self._scheduler.end()
             await self._replicas.stop(evaluations=True)
-        await self._payload.close(self._scheduler)
+        await self._segments.close()
         incarnation.ledger.append(RunEnded(incarnation.number, "finished" if finished else "interrupted"))
         await incarnation.ledger.commit()
         summary: Result
@@ -491,7 +489,7 @@ class Controller:
         """Continue evaluations that were under way when the earlier controller ended."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.restore(
-            await asyncio.to_thread(open_passes, run.live_ledger),
+            await asyncio.to_thread(open_passes, run.ledger),
             results=self._evaluations,
             requests=recovered.eval_requests,
             now=Moment(version=-1, step=step, rl_s=self._incarnation.stats.rl_s),
@@ -501,7 +499,7 @@ class Controller:
     async def _restore(self) -> None:
         """Continue the trajectories that an earlier controller left, if there was one."""
         if self._recovered is not None:
-            await restore_live(self._recovered, self._payload, self._scheduler)
+            await restore_live(self._recovered, self._segments, self._scheduler)
             self._recovered = None
 
     # ---- beside the data path
@@ -510,7 +508,6 @@ class Controller:
         """Keep the processes of all parts except the learner alive until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._relays.keep(), name="keep-relays")
-            tasks.create_task(self._payload.stores.keep(), name="keep-stores")
             tasks.create_task(self._replicas.keep(), name="keep-replicas")
             tasks.create_task(self._environments.keep(), name="keep-environments")
             tasks.create_task(self._scoring.run(), name="keep-scorers")

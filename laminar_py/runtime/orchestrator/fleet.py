@@ -200,7 +200,6 @@ class ElasticFleet:
         await self._plan()
         self._replicas.join(config, servers)
         await self._incarnation.ledger.commit()
-        await self._incarnation.ledger.copy()
 
     async def _plan(self) -> None:
         """Make a plan with places for joined replicas and without places for replicas that have left."""

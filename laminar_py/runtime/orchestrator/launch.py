@@ -23,7 +23,6 @@ from rich.console import Console
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.live import ledger_disk, place_ledger
 from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.fleet import folder_bytes
 from laminar_py.observe.live import View
@@ -173,18 +172,15 @@ def lead(
     The console shows `what` runs. `begun` is a locked folder of a new run; without it, one is made after all parts
     have a place. A run that does not train (`trains`) reads no training data. Raises ConfigError, RunFailedError.
     """
-    disk = ledger_disk(resume.path if resume else config.runs, config.runs_local)
     inputs = check_inputs(config, trains=trains)
     if resume:
-        _prepare_resume(resume, inputs, console, disk=disk)
+        _prepare_resume(resume, inputs, console)
     with open_cluster(config.cluster.address):
         # a run that cannot be placed leaves no folder
         placement = asyncio.run(place_parts(config, resume=resume is not None))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
-        if run is not resume:
-            _settle_ledger(run, disk, console)
         console.print(f"run {run.path}: {what}")
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
         start = RunStart(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
@@ -194,11 +190,10 @@ def lead(
     return ending
 
 
-def _prepare_resume(run: RunFolder, inputs: Inputs, console: Console, *, disk: Path | None) -> None:
+def _prepare_resume(run: RunFolder, inputs: Inputs, console: Console) -> None:
     """Lock a run to resume, end processes of a killed controller, check the run. Raises ConfigError."""
     run.lock()
     reaped = run.reap()
-    _settle_ledger(run, disk, console)
     if run.has_ledger:
         refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
@@ -206,11 +201,6 @@ def _prepare_resume(run: RunFolder, inputs: Inputs, console: Console, *, disk: P
         print_fallback(run, console)  # refuse now rather than when all parts are up
     if reaped:
         console.print(f"ended {reaped} processes that a killed run had left")
-
-
-def _settle_ledger(run: RunFolder, disk: Path | None, console: Console) -> None:
-    for line in place_ledger(run, disk):
-        console.print(line, soft_wrap=True, highlight=False)
 
 
 def _lead_logged(start: RunStart, make: Callable[[RunStart], Leader]) -> Result:
@@ -253,11 +243,8 @@ def _needs(run: RunFolder, reason: str) -> str:
     free = shutil.disk_usage(run.path).free / 2**20
     saved = [folder_bytes(folder) / 2**20 for folder in run.checkpoints.glob("*/")]
     checkpoint = f"{max(saved):,.0f} MiB for each checkpoint" if saved else "room for checkpoints"
-    disk = run.live_ledger.parent.parent  # its folder is gone once all data is in the run's
-    is_elsewhere = run.live_ledger != run.ledger
-    beside = f", {shutil.disk_usage(disk).free / 2**20:,.0f} MiB in {disk}" if is_elsewhere else ""
     return (
-        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there{beside}, and it needs"
+        f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there, and it needs"
         f" {checkpoint} beside a ledger that grows; make room or make it writable, and go on with --resume"
     )
 

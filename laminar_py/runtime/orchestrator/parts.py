@@ -114,7 +114,6 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
     )
     incarnation.ledger.append_all([*begun, *(recovered.events if recovered else ())])
     await incarnation.ledger.commit()
-    await incarnation.ledger.copy()
 
 
 def seal(run: Path) -> None:

@@ -18,7 +18,7 @@ MOST = 1000  # prompts to compare; another tokenizer or template changes most of
 
 def refuse_simulated(run: RunFolder) -> None:
     """Refuse a simulated run, which has no weights to continue from. Raises `ConfigError`."""
-    started = last_start(run.live_ledger)
+    started = last_start(run.ledger)
     if started is not None and started.simulated:
         raise ConfigError(
             f"run={run.path}: was simulated, and nothing was trained in it; start a run of its config"
@@ -30,7 +30,7 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
 
     Evaluation sets may be added and removed.
     """
-    started = last_start(run.live_ledger)
+    started = last_start(run.ledger)
     known = started.data if started else {}
     fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
     changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
@@ -47,7 +47,7 @@ def refuse_other_prompts(run: RunFolder, inputs: Inputs) -> None:
     Compares at most `MOST` prompts on record with newly made ones. Raises `ConfigError`.
     """
     evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
-    for known in known_prompts(run.live_ledger, most=MOST):
+    for known in known_prompts(run.ledger, most=MOST):
         now = inputs.stream.find(known.id) or evaluated.get(known.id)
         if now is not None and (change := _change(known, now)) is not None:
             raise ConfigError(

@@ -27,8 +27,8 @@ from laminar_py.reward.failures import ScoreFailures, trials
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.scorers import RewardServers, Scorers
+from laminar_py.runtime.workers.segments import RunSegments
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Scoring:
         incarnation: Incarnation,
         *,
         scheduler: TrajectoryScheduler,
-        payload: PayloadHosts,
+        segments: RunSegments,
         deliver: Callable[[Sequence[Score]], Awaitable[None]],
         show_line: Callable[[str], None],
         end: Callable[[str], None],
@@ -65,7 +65,7 @@ class Scoring:
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
         self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step, trains=trains)
-        self._scorers = Scorers(incarnation, payload=payload)
+        self._scorers = Scorers(incarnation, segments=segments)
         self._servers = RewardServers(incarnation, publish=self._scorers.publish_addresses)
         self._scheduler = scheduler
         self._stats = incarnation.stats

@@ -177,7 +177,7 @@ def answers_on_record(
 ) -> dict[str, Mapping[str, EvalAnswer]]:
     """Return the answers of the passes over these sets that are not `done`, by pass."""
     ids = [pass_id(index, name) for index, name in enumerate(names)]
-    with reading(run.live_ledger) as connection:
+    with reading(run.ledger) as connection:
         return {id: read_answers(connection, id) for id in ids if id not in done}
 
 
@@ -187,7 +187,7 @@ async def publish_source(incarnation: Incarnation, relays: Relays, *, step: int)
     Raises `ConfigError` if they differ from the weights that the evaluation began with.
     """
     published = await publish_model(incarnation, relays)
-    with reading(incarnation.run.live_ledger) as connection:
+    with reading(incarnation.run.ledger) as connection:
         known = connection.execute("SELECT digest FROM version WHERE version = 0").fetchone()
     if known is None:
         record_version(incarnation, published, step=step, parent=None)
@@ -201,7 +201,7 @@ async def publish_source(incarnation: Incarnation, relays: Relays, *, step: int)
 
 def summarise_evaluation(run: RunFolder, source: EvalSource, *, finished: bool) -> EvalSummary:
     """Write and return the summary of an evaluation whose ledger is up to date."""
-    with reading(run.live_ledger) as connection:
+    with reading(run.ledger) as connection:
         evaluations = evaluation_figures(evaluations_on_record(connection))
     summary = EvalSummary(run=str(run.path), source=source, finished=finished, evaluations=evaluations)
     write_summary(run, summary)

@@ -7,7 +7,6 @@ ledger, and steps after the last checkpoint can be undone (law 1).
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 
 import msgspec
 
@@ -29,7 +28,6 @@ from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.learner import LearnerLink
-from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.specs import StepOutcome
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,6 @@ class Trainer:
         *,
         scheduler: TrajectoryScheduler,
         learner: LearnerLink,
-        payload: PayloadHosts,
         evaluator: Evaluator,
         versions: Versions,
         stop: StopRequest,
@@ -93,7 +90,6 @@ class Trainer:
             saved=learner.saved,
             recorded=versions.on_record,
             settled=scheduler.consumption.checkpointed,
-            archive=partial(payload.archive, scheduler=scheduler),
         )
         self._show = show
         self._attention_share = 0.0

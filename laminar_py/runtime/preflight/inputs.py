@@ -27,8 +27,7 @@ from laminar_py.data.stream import PromptStream
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.launch import check_pool
-from laminar_py.ledger.live import ledger_disk
-from laminar_py.ledger.segments.local import LEAST_FREE
+from laminar_py.ledger.segments.writer import LEAST_FREE
 from laminar_py.observe.trackers import check_trackers
 from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
@@ -328,9 +327,7 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
 
 def _check_room(config: RunConfig) -> None:
     """Raise `ConfigError` if this host has no room for responses."""
-    field = store_field(config)
-    folder = config.runs if field == "runs" else config.runs_local
-    if (fault := room_fault(field, folder)) is not None:
+    if (fault := room_fault(config.runs)) is not None:
         raise ConfigError(fault)
 
 
@@ -354,23 +351,15 @@ def _check_ports(config: RunConfig) -> None:
 # ---- room for segments
 
 
-def store_field(config: RunConfig) -> str:
-    """Return which setting names the folder for the segments of a new run on each host.
-
-    Raises `ConfigError` if this host cannot have the folder.
-    """
-    return "runs" if ledger_disk(config.runs, config.runs_local) is None else "runs_local"
-
-
-def room_fault(field: str, folder: Path, *, where: str = "") -> str | None:
-    """Return an error line if this host's folder for segments is unusable, else None; `where` names the host."""
+def room_fault(folder: Path, *, where: str = "") -> str | None:
+    """Return an error line if this host cannot use the folder of runs, else None; `where` names the host."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        return f"{field}={folder}: cannot be written{where}; make it writable, or name another folder"
+        return f"runs={folder}: cannot be written{where}; make it writable, or name another folder"
     free = shutil.disk_usage(place).free
     if free >= LEAST_FREE:
         return None
     return (
-        f"{field}={folder}: {free / 2**20:.0f} MiB are free{where}, and responses are stored there; make room for"
+        f"runs={folder}: {free / 2**20:.0f} MiB are free{where}, and responses are stored there; make room for"
         f" {LEAST_FREE / 2**20:.0f} MiB at least, or name another folder"
     )

@@ -20,7 +20,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.runtime.cluster.backend import nodes, on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, RemoteCallError
 from laminar_py.runtime.cluster.placement import Needs, Placement, Plan
-from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault, room_fault, store_field
+from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault, room_fault
 from laminar_py.runtime.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     room: str | None = None  # why it cannot store responses
 
 
-def inspect_node(witness: str, settings: str, store: str, serving: str, pools: str = "") -> bytes:
+def inspect_node(witness: str, settings: str, serving: str, pools: str = "") -> bytes:
     """Inspect this node, and return an encoded `NodeReport`; `settings` is the config as JSON.
 
-    `store` is the setting with the folder of its segments. `serving` is empty for a node without replicas. `pools`
-    are the pools of `reward.servers` with servers here, separated by commas. Reading the config imports the
-    backend, the algorithm and the planner that it names, so it also checks that their packages are installed.
+    `serving` is empty for a node without replicas. `pools` are the pools of `reward.servers` with servers here,
+    separated by commas. Reading the config imports the backend, the algorithm and the planner that it names, so it
+    also checks that their packages are installed.
     """
     tree = json.loads(settings)
     model, shm, fault = Path(tree["model"]["path"]), Path(tree["relay"]["shm"]), ""
@@ -58,7 +58,7 @@ def inspect_node(witness: str, settings: str, store: str, serving: str, pools: s
     except ConfigError as error:
         fault = str(error)
     free = shutil.disk_usage(shm).free if shm.is_dir() else None
-    room = room_fault(store, Path(tree[store]))
+    room = room_fault(Path(tree["runs"]))
     seen, has_model = Path(witness).is_file(), (model / "config.json").is_file()
     return encode(NodeReport(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
@@ -144,7 +144,7 @@ async def _faults_of_node(config: RunConfig, plan: Plan, node: str, ip: str, wit
     try:
         async with asyncio.timeout(NODE_TIMEOUT_S):
             settings = config.model_dump_json()
-            answer = await on_node(node, inspect_node, witness, settings, store_field(config), serving, pools)
+            answer = await on_node(node, inspect_node, witness, settings, serving, pools)
             report = decode(NodeReport, answer)
     except (NoAnswerError, TimeoutError) as error:
         if isinstance(error, RemoteCallError) and error.is_bug:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from laminar_py.runtime.workers.processes.replica import REPLICA_NICENESS as REPLICA_NICENESS
     from laminar_py.runtime.workers.specs import EnvironmentSpec as EnvironmentSpec
     from laminar_py.runtime.workers.specs import FetchRequest as FetchRequest
-    from laminar_py.runtime.workers.specs import PayloadStart as PayloadStart
     from laminar_py.runtime.workers.specs import ReplicaSpec as ReplicaSpec
     from laminar_py.runtime.workers.specs import ScorerSpec as ScorerSpec
+    from laminar_py.runtime.workers.specs import WriterStart as WriterStart
 else:
     __getattr__ = public_names(__name__)

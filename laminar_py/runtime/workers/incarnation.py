@@ -100,12 +100,11 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
     """Open a run's first incarnation, or the next one after the state that was `recovered` from its ledger."""
     config, run, inputs = start.config, start.run, start.inputs
     if recovered is not None and inputs.stream.learns:
-        for group in closed_groups(run.live_ledger):
+        for group in closed_groups(run.ledger):
             inputs.stream.record_group(group)
     clock = SystemClock()
     checkpoint = recovered.checkpoint if recovered else None
-    copy = None if run.live_ledger == run.ledger else run.ledger
-    ledger = Ledger(run.live_ledger, host=socket.gethostname(), clock=clock, copy=copy)
+    ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)
     totals = read_totals(run.metrics, checkpoint.step if checkpoint else 0)
     return Incarnation(
         config=config,

@@ -26,8 +26,8 @@ from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper
-from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.relays import Relays
+from laminar_py.runtime.workers.segments import RunSegments
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
     LearnerSpec,
@@ -61,11 +61,9 @@ class LearnerLink(Keeper):
         incarnation: Incarnation,
         *,
         relays: Relays,
-        payload: PayloadHosts,
         show: Callable[[LearnerProgress], None],
     ) -> None:
         super().__init__(incarnation, *(f"learner-{r}" for r in range(incarnation.config.learner.world_size)))
-        self._payload = payload
         self._run_dir = incarnation.run.path
         self._relays = relays
         self._show = show
@@ -89,14 +87,11 @@ class LearnerLink(Keeper):
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
         ranks_on = Counter(part.place.node for part in parts)
-        labels = [await self._payload.new_label(part.name, part.place.node) for part in parts]
         requests = [
             encode(
                 LearnerSpec(
                     config=self._config.model_dump_json(),
                     run_dir=str(self._run_dir),
-                    label=labels[rank],
-                    store_key=self._payload.key,
                     rank=rank,
                     rendezvous=rendezvous,
                     store=str(self._relays.store(0)),
@@ -134,10 +129,8 @@ class LearnerLink(Keeper):
         Raises PartCrashedError.
         """
         requests = []
-        for part, bundles in zip(self.parts, packed.bundles, strict=True):
-            refs = (ref for bundle in bundles for trajectory in bundle for ref in trajectory.refs)
-            request = FetchRequest(bundles, self._payload.stores_for(refs, part.place.node))
-            requests.append(await asyncio.to_thread(encode, request))  # megabytes: off the loop
+        for bundles in packed.bundles:
+            requests.append(await asyncio.to_thread(encode, FetchRequest(bundles)))  # megabytes: off the loop
         lost: dict[str, str] = {}
         for answer in await self._call_all("fetch", requests):
             assert isinstance(answer, bytes), "fetch answers bytes"
@@ -212,9 +205,9 @@ class ReferenceStage(Keeper):
     timeout_s = START_S
     spares_memory = "lower packer.max_tokens, or set algorithm.reference_pass=learner"
 
-    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
+    def __init__(self, incarnation: Incarnation, *, segments: RunSegments) -> None:
         super().__init__(incarnation, REFERENCE)
-        self._payload = payload
+        self._segments = segments
         self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
         self._starts = 0
 
@@ -242,8 +235,7 @@ class ReferenceStage(Keeper):
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
-            refs = (ref for trajectory in bundle for ref in trajectory.refs)
-            request = ReferenceRequest(list(bundle), self._payload.stores_for(refs, part.place.node))
+            request = ReferenceRequest(list(bundle))
             answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
             return await watched(answer, self._check(part))
 
@@ -262,8 +254,7 @@ class ReferenceStage(Keeper):
             config=config,
             run_dir=str(run),
             rendezvous=str(rendezvous),
-            label=await self._payload.new_label(REFERENCE, parts[0].place.node),
-            store_key=self._payload.key,
+            label=self._segments.new_label(REFERENCE),
         )
         await parts[0].call("start", spec)
 

@@ -12,12 +12,9 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
-import msgspec
-
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.dispatcher import Tick
-from laminar_py.control.reports import HOST_LOST, REPLICA_CRASHED
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.engine import StoreFullError
 from laminar_py.records.events import PartCrashed, ReplicaLeft, VersionLoaded
@@ -33,8 +30,8 @@ from laminar_py.runtime.link.hub import ReplicaConnection, ReplicaHub
 from laminar_py.runtime.link.messages import Command, Follow, GiveUp, Stop, Submit
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper
-from laminar_py.runtime.workers.payload import PayloadHosts
 from laminar_py.runtime.workers.relays import Relays
+from laminar_py.runtime.workers.segments import RunSegments
 from laminar_py.runtime.workers.specs import ReplicaSpec, ReportPace
 
 log = logging.getLogger(__name__)
@@ -105,10 +102,10 @@ class ReplicaKeeper(Keeper):
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
         """Attach a replica to a relay, open its connection, and start it with the trajectories it continues."""
-        fleet, config, node = self._fleet, self._fleet.config, parts[0].place.node
+        fleet, config = self._fleet, self._fleet.config
         self._incarnation.stats.add_replica(self.index)
         self.relay = await fleet.relays.attach(self.index, parts[0].place)
-        self.label = label = await fleet.payload.new_label(f"replica-{self.index}", node)
+        self.label = label = fleet.segments.new_label(f"replica-{self.index}")
         await self._close_connection()  # of a failed start
         self.connection = fleet.hub.open(label, self.index)
         fleet.update_places()
@@ -116,7 +113,6 @@ class ReplicaKeeper(Keeper):
             config=config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
             label=label,
-            store_key=fleet.payload.key,
             index=self.index,
             model_dir=str(config.model.path),
             relay=self.relay,
@@ -124,7 +120,7 @@ class ReplicaKeeper(Keeper):
             pace=pace_of(len(self._placement.plan.replicas), config.supervisor.heartbeat_timeout_s),
             public_key=fleet.relays.keys.public,
             secret_key=fleet.relays.keys.secret,
-            assignments=self.with_stores(fleet.scheduler.dispatcher.for_starting(self.index)),
+            assignments=fleet.scheduler.dispatcher.for_starting(self.index),
             secret=config.rollout.engine.secret(),
             server=fleet.servers.get(self.index, ""),
         )
@@ -160,26 +156,15 @@ class ReplicaKeeper(Keeper):
 
     async def take_over(self) -> None:
         """Queue the trajectories of a crashed replica for others, with all tokens in its segments and journals."""
-        index, label, payload, scheduler = self.index, self.label, self._fleet.payload, self._fleet.scheduler
+        index, label, segments, scheduler = self.index, self.label, self._fleet.segments, self._fleet.scheduler
         self.label = None
         scheduler.views.retire(index)  # it gets no work while its journals are read
         if label is None:  # it crashed before it started
-            await scheduler.reports.on_replica_lost(index, reason=REPLICA_CRASHED)
-        elif await payload.is_lost(label):
-            await scheduler.reports.on_replica_lost(index, reason=HOST_LOST)
-            await payload.lose_host_of(label, scheduler)
+            await scheduler.reports.on_replica_lost(index)
         else:
-            answer = await payload.salvage(label, scheduler.reports.running_on(index))
-            await scheduler.reports.on_replica_lost(index, answer.found, reason=REPLICA_CRASHED)
-            await payload.salvaged(label, answer)
-
-    def with_stores(self, assignments: Sequence[Assignment]) -> list[Assignment]:
-        """Return assignments with the stores of tokens that are on other hosts."""
-        node = self.parts[0].place.node
-        refs = [[tokens.at for tokens in assignment.tokens] for assignment in assignments]
-        stores = [self._fleet.payload.stores_for(mine, node) for mine in refs]
-        pairs = zip(assignments, stores, strict=True)
-        return [msgspec.structs.replace(item, stores=names) if names else item for item, names in pairs]
+            salvage = await segments.salvage(label, scheduler.reports.running_on(index))
+            await scheduler.reports.on_replica_lost(index, salvage.found)
+            await segments.discard(salvage.journals)
 
     async def _until_lost(self) -> None:
         """Wait until the connection of a started replica is lost, and raise PartCrashedError."""
@@ -205,7 +190,7 @@ class Replicas:
         *,
         scheduler: TrajectoryScheduler,
         relays: Relays,
-        payload: PayloadHosts,
+        segments: RunSegments,
         issuing: Tick,
         on_reports: Callable[[Sequence[tuple[ReplicaConnection, ReplicaReport]]], Awaitable[None]],
     ) -> None:
@@ -213,7 +198,7 @@ class Replicas:
         self.config = incarnation.config  # with the present size of the fleet
         self.scheduler = scheduler
         self.relays = relays
-        self.payload = payload
+        self.segments = segments
         self.issuing = issuing
         self.servers = dict(enumerate(self.config.rollout.engine.servers))  # by replica: its URL
         self.left: dict[int, str] = {}  # replica that has left -> reason
@@ -258,8 +243,8 @@ class Replicas:
             connection.send_command(command)
 
     def assign(self, index: int, assignments: Sequence[Assignment]) -> None:
-        """Send assignments to a replica, with the stores of tokens that are on other hosts."""
-        for assignment in self._keepers[index].with_stores(assignments):
+        """Send assignments to a replica."""
+        for assignment in assignments:
             self.send_command(index, Submit([assignment]))
 
     def is_killed(self, index: int) -> bool:

@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import msgspec
-
 from laminar_py.config.reward import server_name
 from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unscored
 from laminar_py.reward.stage import ScorerCrashedError, ScorerHandle
@@ -20,7 +18,7 @@ from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, keep_all
-from laminar_py.runtime.workers.payload import PayloadHosts
+from laminar_py.runtime.workers.segments import RunSegments
 from laminar_py.runtime.workers.specs import ScorerSpec, ServerStart
 
 START_S, STOP_S = 60.0, 10.0
@@ -31,19 +29,14 @@ SERVER_START_S = 120.0  # for the process beside a server
 class RemoteScorer:
     """Calls one scoring process; see `reward.stage.ScorerHandle`."""
 
-    def __init__(self, part: Part, concurrency: int, payload: PayloadHosts) -> None:
+    def __init__(self, part: Part, concurrency: int) -> None:
         self._part = part
-        self._payload = payload
         self.concurrency = concurrency
 
     async def submit_responses(self, responses: Sequence[Unscored]) -> None:
         """Send responses to the scorer. Raises `ScorerCrashedError` if the process is gone."""
-        node = self._part.place.node
-        stores = [self._payload.stores_for((ref.at for ref in response.tokens), node) for response in responses]
-        pairs = zip(responses, stores, strict=True)
-        located = [msgspec.structs.replace(response, stores=names) for response, names in pairs]
         try:
-            await self._part.call("submit_responses", located)
+            await self._part.call("submit_responses", list(responses))
         except PartCrashedError as error:
             raise ScorerCrashedError(str(error)) from error
 
@@ -64,12 +57,12 @@ class ScorerKeeper(Keeper):
     actor_class: ActorClass = "laminar_py.runtime.workers.processes.scorer:ScorerActor"
     timeout_s = START_S
 
-    def __init__(self, incarnation: Incarnation, index: int, payload: PayloadHosts) -> None:
+    def __init__(self, incarnation: Incarnation, index: int, segments: RunSegments) -> None:
         super().__init__(incarnation, f"scorer-{index}")
         self.addresses = PoolAddresses(0, {})
         self.responses_at_once = 1
         self._index = index
-        self._payload = payload
+        self._segments = segments
         self.actor_class = incarnation.kinds.scorer or self.actor_class
 
     def places(self) -> Sequence[Place | None]:
@@ -82,8 +75,7 @@ class ScorerKeeper(Keeper):
             config=self._config.model_dump_json(),
             run_dir=str(self._incarnation.run.path),
             index=self._index,
-            label=await self._payload.new_label(f"scorer-{self._index}", parts[0].place.node),
-            store_key=self._payload.key,
+            label=self._segments.new_label(f"scorer-{self._index}"),
         )
         responses_at_once = await parts[0].call("start", spec)
         assert isinstance(responses_at_once, int)
@@ -100,10 +92,9 @@ class ScorerKeeper(Keeper):
 class Scorers:
     """Keeps the processes of the scoring stage."""
 
-    def __init__(self, incarnation: Incarnation, *, payload: PayloadHosts) -> None:
-        self._payload = payload
+    def __init__(self, incarnation: Incarnation, *, segments: RunSegments) -> None:
         workers = range(incarnation.config.reward.workers)
-        self._keepers = [ScorerKeeper(incarnation, index, payload) for index in workers]
+        self._keepers = [ScorerKeeper(incarnation, index, segments) for index in workers]
 
     def spawn(self) -> None:
         """Start all processes; `start` starts the scorers in them."""
@@ -137,7 +128,7 @@ class Scorers:
 
     async def _bring_up(self, keeper: ScorerKeeper) -> ScorerHandle:
         (part,) = await keeper.bring_up()
-        return RemoteScorer(part, keeper.responses_at_once, self._payload)
+        return RemoteScorer(part, keeper.responses_at_once)
 
 
 # ---- servers that terms of the reward ask

@@ -17,11 +17,10 @@ class PartStart(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
 
-class PayloadStart(PartStart, frozen=True, kw_only=True):
-    """Base of the requests that start a part that reads or writes payload."""
+class WriterStart(PartStart, frozen=True, kw_only=True):
+    """Base of the requests that start a part that writes segments."""
 
     label: str  # of its segments
-    store_key: str  # of the stores on other hosts
 
 
 class RelaySpec(PartStart, frozen=True, kw_only=True):
@@ -37,14 +36,6 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
     secret_key: str
 
 
-class StoreSpec(PartStart, frozen=True, kw_only=True):
-    """Start of a host's store, e.g. `store-2` at 10.0.0.4."""
-
-    name: str
-    host: str
-    key: str  # shared by all stores, 64 hex digits
-
-
 class ReportPace(msgspec.Struct, frozen=True):
     """How often a replica reports: news gathers for `gather_s`; without news it reports every `quiet_s`."""
 
@@ -52,7 +43,7 @@ class ReportPace(msgspec.Struct, frozen=True):
     quiet_s: float
 
 
-class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
+class ReplicaSpec(WriterStart, frozen=True, kw_only=True):
     """Start of a replica; `assignments` are interrupted trajectories that it continues first."""
 
     index: int
@@ -67,7 +58,7 @@ class ReplicaSpec(PayloadStart, frozen=True, kw_only=True):
     server: str = ""  # URL that it attaches to; empty if it starts its engine
 
 
-class LearnerSpec(PayloadStart, frozen=True, kw_only=True):
+class LearnerSpec(PartStart, frozen=True, kw_only=True):
     """Start of a learner rank; `checkpoint` is the folder to continue from."""
 
     rank: int
@@ -89,7 +80,6 @@ class FetchRequest(msgspec.Struct, frozen=True):
     """Trajectories of a rank's next step, whose tokens it reads; its answer has the lost ones with reasons."""
 
     bundles: list[list[TrajectoryRef]]  # one for each microbatch
-    stores: dict[str, str]  # segment on another host -> name of its store
 
 
 class StepRequest(msgspec.Struct, frozen=True):
@@ -107,7 +97,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
     stall_s: float  # seconds that the learner stood still for it
 
 
-class ScorerSpec(PayloadStart, frozen=True, kw_only=True):
+class ScorerSpec(WriterStart, frozen=True, kw_only=True):
     """Start of a scoring process."""
 
     index: int
@@ -131,7 +121,7 @@ class ServerStart(PartStart, frozen=True, kw_only=True):
     host: str  # address that it listens on
 
 
-class ReferenceSpec(PayloadStart, frozen=True, kw_only=True):
+class ReferenceSpec(WriterStart, frozen=True, kw_only=True):
     """Start of the reference model's process."""
 
     rendezvous: str  # a file that does not exist yet, for a group of one
@@ -141,7 +131,6 @@ class ReferenceRequest(msgspec.Struct, frozen=True):
     """Trajectories for one packed pass of the reference model."""
 
     trajectories: list[TrajectoryRef]
-    stores: dict[str, str]  # addresses of segments that are of other hosts
 
 
 class ReferenceAnswer(msgspec.Struct, frozen=True):

@@ -19,11 +19,9 @@ from laminar_py.children import kernel
 from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.database import segments_path
-from laminar_py.ledger.segments.fetch import StoreClient
-from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.wire import ADDRESSES
+from laminar_py.ledger.segments.reader import PATIENCE_S, PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter
-from laminar_py.runtime.workers.specs import PartStart, PayloadStart
+from laminar_py.runtime.workers.specs import PartStart, WriterStart
 
 
 class PartActor:
@@ -79,20 +77,24 @@ def open_part(spec: PartStart, name: str) -> RunConfig:
     return read_config(spec.config)
 
 
-def open_reader(spec: PayloadStart) -> PayloadReader:
-    """Open a reader of payload, which reads this host's segments and asks the stores of other hosts."""
-    client = StoreClient(bytes.fromhex(spec.store_key), Path(spec.run_dir) / ADDRESSES)
-    return PayloadReader(open_folder(spec), fetch=client)
+def open_reader(spec: PartStart) -> PayloadReader:
+    """Open a reader of the run's segments."""
+    return PayloadReader(open_folder(spec), patience_s=PATIENCE_S if has_several_hosts(spec) else 0.0)
 
 
-def open_writer(spec: PayloadStart) -> SegmentWriter:
-    """Open a writer of payload into segments of this host."""
-    return SegmentWriter(open_folder(spec), spec.label)
+def open_writer(spec: WriterStart) -> SegmentWriter:
+    """Open the writer of this part's segment."""
+    return SegmentWriter(open_folder(spec), spec.label, shared=has_several_hosts(spec))
 
 
-def open_folder(spec: PayloadStart) -> Path:
-    """Return the folder of this host's segments."""
+def open_folder(spec: PartStart) -> Path:
+    """Return the folder of the run's segments."""
     return segments_path(Path(spec.run_dir))
+
+
+def has_several_hosts(spec: PartStart) -> bool:
+    """Return whether parts of the run may be on other hosts, which see the segments over a network."""
+    return read_config(spec.config).cluster.address is not None
 
 
 def log_to(run_dir: str, part: str) -> None:

@@ -105,7 +105,7 @@ class LearnerActor(ComputingActor):
     def fetch(self, request: FetchRequest) -> dict[str, str]:
         """Read the tokens of the next step; return the trajectories whose tokens are lost, each with a reason."""
         trajectories = [trajectory for bundle in request.bundles for trajectory in bundle]
-        complete, lost = complete_all(trajectories, self._reader, stores=request.stores)
+        complete, lost = complete_all(trajectories, self._reader)
         self._bundles = [
             [complete[trajectory.id] for trajectory in bundle if trajectory.id in complete]
             for bundle in request.bundles
@@ -257,7 +257,7 @@ class ReferenceActor(ComputingActor):
     def logprobs(self, request: ReferenceRequest) -> ReferenceAnswer:
         """Compute and store the log-probabilities of one packed pass; return references to them."""
         started = time.perf_counter()
-        complete, lost = complete_all(request.trajectories, self._reader, stores=request.stores)
+        complete, lost = complete_all(request.trajectories, self._reader)
         # a reference chooses its experts itself
         trajectories = [msgspec.structs.replace(item, routed_experts=None) for item in complete.values()]
         answers = zip(trajectories, self._model.logprobs(trajectories) if trajectories else [], strict=True)

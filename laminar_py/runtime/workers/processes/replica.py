@@ -29,7 +29,13 @@ from laminar_py.rollout.storing import SegmentStore
 from laminar_py.runtime.cluster.errors import bug_in
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.link.turns import RemoteEnvironments
-from laminar_py.runtime.workers.processes.base import PartActor, open_folder, open_part, open_reader
+from laminar_py.runtime.workers.processes.base import (
+    PartActor,
+    has_several_hosts,
+    open_folder,
+    open_part,
+    open_reader,
+)
 from laminar_py.runtime.workers.specs import ReplicaSpec
 
 CACHE = Path(".cache/engine_speed")
@@ -65,7 +71,7 @@ class ReplicaActor(PartActor):
             spec.index,
             engine=engine,
             weights=self._weights,
-            store=SegmentStore(open_folder(spec), spec.label, open_reader(spec)),
+            store=SegmentStore(open_folder(spec), spec.label, open_reader(spec), shared=has_several_hosts(spec)),
             clock=SystemClock(),
             on_new_weights=OnNewWeights(rollout.on_new_weights),
             batch=rollout.batch_per_replica,

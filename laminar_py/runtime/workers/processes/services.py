@@ -1,4 +1,4 @@
-"""Processes of a run's services: a host's store, a server of a reward pool, a tracker."""
+"""Processes of a run's services: a server of a reward pool, a tracker."""
 
 import asyncio
 import os
@@ -7,32 +7,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from laminar_py.config.reward import server_name
-from laminar_py.ledger.database import segments_path
-from laminar_py.ledger.segments.wire import ADDRESSES, leave_address
 from laminar_py.observe.trackers import TRACKERS, Ending, Message, Rewound, Values
 from laminar_py.records.scoring import ServerAddress
 from laminar_py.runtime.workers.processes.base import PartActor, log_to, open_part
-from laminar_py.runtime.workers.specs import ServerStart, StoreSpec, TrackerSpec
+from laminar_py.runtime.workers.specs import ServerStart, TrackerSpec
 
 NICENESS = 10  # of a tracker
 
 # each kind imports its own libraries in a method, since the others need none of them
-
-
-class StoreActor(PartActor):
-    """Hosts a host's store, which gives pieces of segments to readers on other hosts."""
-
-    async def start(self, spec: StoreSpec) -> None:
-        """Serve, and leave the address for readers in the run's folder."""
-        from laminar_py.ledger.segments.store import PieceStore
-
-        open_part(spec, spec.name)
-        self._store = PieceStore(segments_path(Path(spec.run_dir)), key=bytes.fromhex(spec.key))
-        leave_address(Path(spec.run_dir) / ADDRESSES, spec.name, self._store.start(spec.host))
-
-    async def watch(self, seconds: float) -> None:
-        """Return after so many seconds; a process that hangs or crashes does not."""
-        await asyncio.sleep(seconds)
 
 
 class ServerActor(PartActor):

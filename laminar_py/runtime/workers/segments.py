@@ -1,0 +1,91 @@
+"""Segments of a run, as its controller sees them: labels of their writers, and rescue of tokens after crashes.
+
+The controller works with references and reads no token. All hosts of a run see the folder of its segments. A part
+writes under the label that it was started with, so the name of a segment tells its writer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.segments.salvage import Known, Salvage, Salvaged, salvage
+from laminar_py.ledger.segments.writer import JOURNAL, SEGMENT
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.trajectory import Status
+from laminar_py.runtime.workers.incarnation import Incarnation
+
+log = logging.getLogger(__name__)
+
+
+class RunSegments:
+    """Gives labels to parts that write segments, and rescues the tokens of crashed parts from their journals."""
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._ledger = incarnation.ledger
+        self._folder = incarnation.run.segments
+        self._incarnation = incarnation.number
+        self._starts = count()
+
+    def new_label(self, part: str) -> str:
+        """Return a label for a part that starts, e.g. `replica-3-2-17`: the 17th start of incarnation 2."""
+        return f"{part}-{self._incarnation}-{next(self._starts)}"
+
+    async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
+        """Rescue unreported tokens of these trajectories from the journals of a crashed part.
+
+        The result is empty if the journals cannot be read.
+        """
+        return await self._salvage(f"{label}.*", self.new_label(f"salvage-{label}"), running)
+
+    async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
+        """Rescue unreported tokens of all trajectories that ran when the last controller crashed."""
+        running = {
+            entry.id: Known(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
+            for entry in live
+            if entry.status is Status.RUNNING
+        }
+        return (await self._salvage("*", self.new_label("salvage-all"), running)).found
+
+    async def discard(self, journals: Iterable[Path]) -> None:
+        """Delete journals, after everything appended so far is on record."""
+        await self._ledger.commit()
+        for path in journals:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    async def close(self) -> None:
+        """Delete all journals; called when all trajectories have ended and are reported."""
+        await self.discard(self._folder.glob(f"*{JOURNAL}"))
+
+    async def _salvage(self, pattern: str, label: str, running: Mapping[str, Known]) -> Salvage:
+        if not running:
+            return Salvage([], [])
+        try:
+            return await asyncio.to_thread(salvage, self._folder, pattern, label, running)
+        except OSError as error:
+            log.error("no tokens are salvaged from %s: %s", pattern, error)
+            return Salvage([], [])
+
+    def find_missing(self, live: Iterable[LiveTrajectory]) -> dict[str, str]:
+        """Return the trajectories whose segments are gone or too short, each with a reason."""
+        sizes = {path.stem: path.stat().st_size for path in self._folder.glob(f"*{SEGMENT}")}
+        missing = {}
+        for entry in live:
+            for ref in (
+                *(tokens.at for tokens in entry.tokens),
+                *(column.at for column in entry.columns.values()),
+            ):
+                end = ref.offset + ref.num_bytes
+                if sizes.get(ref.segment, 0) < end:
+                    missing[entry.id] = f"segment {ref.segment} is gone, or ends before byte {end}"
+        return missing
+
+
+async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: TrajectoryScheduler) -> None:
+    """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
+    missing = await asyncio.to_thread(segments.find_missing, recovered.live)
+    await scheduler.restore(recovered, salvaged=await segments.salvage_all(recovered.live))
+    await scheduler.lost_tokens.drop_trajectories(missing)
