@@ -306,9 +306,9 @@ class Controller:
             incarnation,
             scheduler=scheduler,
             replicas=replicas,
-            migration=migration,
             scoring=self._scoring,
             issuing=self._issuing,
+            show_line=self._view.notice,
         )
         return Learning(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
 
@@ -462,7 +462,6 @@ class Controller:
         try:
             try:
                 if self._learning is not None:
-                    await self._learning.fleet.close()
                     await self._learning.trainer.close()
             finally:
                 await self._scoring.close()  # a running scorer would write after the seal
@@ -526,7 +525,7 @@ class Controller:
             if self._learning is not None:
                 rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
                 chores.create_task(rows, name="fleet-rows")
-                chores.create_task(self._learning.fleet.run(show_line=self._view.notice), name="scale")
+                chores.create_task(self._learning.fleet.run(), name="scale")
 
     async def _keep_deadlines(self) -> None:
         """Enforce deadlines, which depend on time alone, and show the progress of the run."""
