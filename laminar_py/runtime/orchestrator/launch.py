@@ -179,7 +179,7 @@ def lead(
         _prepare_resume(resume, inputs, console, disk=disk)
     with open_cluster(config.cluster.address):
         # a run that cannot be placed leaves no folder
-        placement = asyncio.run(place_parts(config, resume=resume is not None))
+        placement = asyncio.run(place_parts(config))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
