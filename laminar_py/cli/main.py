@@ -29,7 +29,6 @@ COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and a
     "reward": ("laminar_py.cli.reward:reward", ""),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
     "eval": ("laminar_py.cli.train:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
-    "clean": ("laminar_py.cli.clean:clean", "laminar clean --free"),
     "relay": ("laminar_py.cli.relay:relay", ""),
 }
 
