@@ -1,8 +1,6 @@
 """`laminar train`, `laminar export` and `laminar eval`: start runs and evaluations, print their summaries."""
 
-import json
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar_py.cli.main import console, is_installed, print_line
-from laminar_py.config.loading import flatten, load_config, to_overrides
+from laminar_py.config.loading import flatten, load_config
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ class ExportDtype(StrEnum):
 
 WHOLE = 0.995  # share of a version's bytes; above it the summary says that whole versions travelled
 MOST_NAMED = 3  # settings in a line
-MOST_CHARS = 40  # of a setting's value
-FIXED = ("name", "runs", "model", "warm_start", "data.train", "data.chat", "learner.lora")  # a resume keeps them
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
 
@@ -79,34 +75,14 @@ def train(
 
 
 def ignored_settings(recorded: "RunConfig", given: "RunConfig", *, file: Path) -> str:
-    """Text on settings of `file` that a resumed run ignores; "" where the file has the run's settings.
-
-    Settings that a resume can change are shown as arguments to add; others need a new run.
-    """
+    """Return a line on settings of `file` that a resumed run ignores; "" where the file has the run's settings."""
     then, now = flatten(recorded), flatten(given)
     keys = [key for key in now | then if now.get(key) != then.get(key)]
-    fixed = [key for key in keys if any(key == one or key.startswith(f"{one}.") for one in FIXED)]
-    free = [key for key in keys if key not in fixed]
-    parts = []
-    if free:
-        named = {key: now[key] for key in free[:MOST_NAMED] if key in now}
-        arguments = [shlex.quote(one) for one in to_overrides(named)]
-        short = all(len(one) <= 2 * MOST_CHARS for one in arguments) and arguments
-        remedy = f"to apply them, add {' '.join(arguments) if short else 'key=value'}"
-        parts.append(f"it ignores these changes in {file}: {_changes(free, then, now)} ({remedy})")
-    if fixed:
-        parts.append(f"these changes in {file} need a new run: {_changes(fixed, then, now)}")
-    return "; ".join(parts)
-
-
-def _changes(keys: Sequence[str], then: Mapping[str, object], now: Mapping[str, object]) -> str:
-    shown = [f"{key} {_shortened(then.get(key))} -> {_shortened(now.get(key))}" for key in keys[:MOST_NAMED]]
-    return ", ".join(shown) + (f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else "")
-
-
-def _shortened(value: object) -> str:
-    text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}..."
+    if not keys:
+        return ""
+    shown = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in keys[:MOST_NAMED])
+    more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
+    return f"it ignores these changes in {file}: {shown}{more}; add them as key=value, or start a new run"
 
 
 def _print_end(summary: "Summary") -> None:

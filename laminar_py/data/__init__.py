@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from laminar_py.data.problems import find_leaks as find_leaks
     from laminar_py.data.problems import read_prompts as read_prompts
     from laminar_py.data.sources import DataSource as DataSource
+    from laminar_py.data.sources import other_fields as other_fields
+    from laminar_py.data.sources import read_records as read_records
+    from laminar_py.data.sources import source_at as source_at
     from laminar_py.data.stream import read_levels as read_levels
     from laminar_py.data.stream import sort_levels as sort_levels
     from laminar_py.data.tokenizer import Tokenizer as Tokenizer
