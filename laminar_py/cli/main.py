@@ -45,8 +45,8 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: object) -> list[str]:
         """Names of commands, built-in ones first, without commands of uninstalled packages."""
-        found = [point.name for point in entry_points(group=GROUP) if is_installed(point)]
-        return list(dict.fromkeys((*COMMANDS, *sorted(found))))
+        installed = [point.name for point in entry_points(group=GROUP) if is_installed(point)]
+        return list(dict.fromkeys((*COMMANDS, *sorted(installed))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Command of a name. Raises `ConfigError` where its package cannot be imported."""

@@ -59,8 +59,8 @@ def train(
 
     run = (newest_run(settings) if folder is None else run_at(folder)) if resume else None
     if run is not None:
-        given, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
-        if ignored := ignored_settings(settings, given, file=config):
+        in_file, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
+        if ignored := ignored_settings(settings, in_file, file=config):
             print_line(f"{run.path} resumes with its own settings; {ignored}")
     try:
         summary = launch(settings, resume=run, console=console)
@@ -74,9 +74,9 @@ def train(
     _print_end(summary)
 
 
-def ignored_settings(recorded: "RunConfig", given: "RunConfig", *, file: Path) -> str:
+def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path) -> str:
     """Return a line on settings of `file` that a resumed run ignores; "" where the file has the run's settings."""
-    then, now = flatten(recorded), flatten(given)
+    then, now = flatten(recorded), flatten(in_file)
     keys = [key for key in now | then if now.get(key) != then.get(key)]
     if not keys:
         return ""
@@ -168,9 +168,9 @@ def checkpoint_summary(checkpoints: "CheckpointFigures") -> str:
 
 def _evaluation_rows(evaluations: "Sequence[EvaluationFigures]") -> Iterator[tuple[str, str]]:
     """First and last evaluation of each set."""
-    for name in dict.fromkeys(one.set_name for one in evaluations):
-        passes = [one for one in evaluations if one.set_name == name]
-        accurate = all(one.figures.is_accuracy for one in passes)
+    for name in dict.fromkeys(evaluation.set_name for evaluation in evaluations):
+        passes = [evaluation for evaluation in evaluations if evaluation.set_name == name]
+        accurate = all(evaluation.figures.is_accuracy for evaluation in passes)
         label = f"{name} {'accuracy' if accurate else 'mean reward'}"
         yield label, f"{passes[0].mean:.3f} -> {passes[-1].figures.mean.describe()}"
 
@@ -218,9 +218,9 @@ def evaluate(
 def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
     """Figures by sets, each mean with its 95 % interval."""
     table = Table("", box=None, padding=(0, 2, 0, 0))
-    for one in evaluations:
-        table.add_column(Text(one.set_name))
-    columns = [_set_rows(one) for one in evaluations]
+    for evaluation in evaluations:
+        table.add_column(Text(evaluation.set_name))
+    columns = [_set_rows(evaluation) for evaluation in evaluations]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     return table
@@ -233,7 +233,7 @@ def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
         "problems x samples": f"{figures.problems} x {figures.samples}",
         figures.name: figures.mean.describe(),
     }
-    rows |= {f"pass@{k}": one.describe() for k, one in figures.pass_at.items() if k > 1}
+    rows |= {f"pass@{k}": share.describe() for k, share in figures.pass_at.items() if k > 1}
     if figures.majority is not None:
         rows[f"maj@{figures.samples}"] = figures.majority.describe()
     rows["cut by a cap"] = figures.truncated.describe()

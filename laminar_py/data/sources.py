@@ -101,10 +101,10 @@ def written_field(line: bytes, name: str) -> str:
 def _renamed(line: bytes, columns: Mapping[str, str]) -> bytes:
     """Row with columns under our names; a column inside an object is copied. Raises `KeyError` for a missing
     one."""
-    given = _objects.decode(line)
-    ours = {name: _column(given, theirs, theirs) for name, theirs in columns.items()}
+    fields = _objects.decode(line)
+    ours = {name: _column(fields, theirs, theirs) for name, theirs in columns.items()}
     taken = set(columns.values())
-    return msgspec.json.encode({name: value for name, value in given.items() if name not in taken} | ours)
+    return msgspec.json.encode({name: value for name, value in fields.items() if name not in taken} | ours)
 
 
 def _column(fields: Mapping[str, msgspec.Raw], name: str, path: str) -> msgspec.Raw:
@@ -127,8 +127,8 @@ def read_lines(settings: SourceConfig, field: str) -> Iterator[tuple[int, bytes]
     """
     path = Path(settings.path)
     if path.is_file():
-        given = {"split": settings.split != "train", "subset": settings.subset, "revision": settings.revision}
-        for name in (name for name, value in given.items() if value):
+        ignored = {"split": settings.split != "train", "subset": settings.subset, "revision": settings.revision}
+        for name in (name for name, value in ignored.items() if value):
             raise ConfigError(f"{field}.{name}: {path} is one file, which has none; leave it out")
         return _read_parquet(path, field) if path.suffix == ".parquet" else _read_jsonl(path)
     if path.is_dir() and settings.revision:
@@ -195,12 +195,12 @@ def _load(datasets: Any, settings: SourceConfig) -> Any:
         return datasets.load_dataset(
             settings.path, settings.subset, split=settings.split, revision=settings.revision
         )
-    found = datasets.load_from_disk(settings.path)
-    if not isinstance(found, dict):
-        return found
-    if settings.split not in found:
-        raise ValueError(f"it has the splits {', '.join(found)}")
-    return found[settings.split]
+    saved_set = datasets.load_from_disk(settings.path)
+    if not isinstance(saved_set, dict):
+        return saved_set
+    if settings.split not in saved_set:
+        raise ValueError(f"it has the splits {', '.join(saved_set)}")
+    return saved_set[settings.split]
 
 
 def _in_one_line(error: BaseException) -> str:

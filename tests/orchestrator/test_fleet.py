@@ -10,7 +10,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Scaled
 from laminar_py.runtime.cluster.placement import Needs
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
-from laminar_py.runtime.orchestrator.parts import make_scheduler
+from laminar_py.runtime.orchestrator.setup import make_scheduler
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet, Log, ManualClock
 from tests.runs.runs import REPO

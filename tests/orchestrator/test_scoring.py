@@ -16,8 +16,8 @@ from laminar_py.records.trajectory import DropReason
 from laminar_py.runtime.orchestrator import scoring as scoring_module
 from laminar_py.runtime.orchestrator.controller import collect_scores
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
-from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.orchestrator.scoring import Scoring
+from laminar_py.runtime.orchestrator.setup import Handoff
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet
 from tests.runs.runs import REPO

@@ -28,7 +28,7 @@ from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.orchestrator.controller import issue, process_reports
-from laminar_py.runtime.orchestrator.parts import Handoff
+from laminar_py.runtime.orchestrator.setup import Handoff
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.replicas import ReplicaKeeper, Replicas, pace_of
 from laminar_py.runtime.workers.specs import ReplicaSpec
