@@ -57,12 +57,6 @@ def test_only_gpus_that_a_run_uses_are_asked_for_their_memory(tmp_path, report):
     assert asked == ["a"]
 
 
-def test_the_learner_has_no_fault_for_the_gpus_of_engines(tmp_path, report):
-    asked = report(a=141, b=80)
-    assert checks.fit(shipped("7b_8gpu", tmp_path, *TWO, "cluster.shared_nodes=false")).faults == []
-    assert asked == ["a", "b"]
-
-
 def test_on_cpus_no_gpu_is_asked_for_its_memory(tmp_path, report):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     asked = report(a=80)
