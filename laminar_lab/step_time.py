@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from laminar_lab.emulation.settings import EngineTimes, LearnerTimes, emulation_of
 from laminar_lab.gpus import Gpu
+from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
 from laminar_py.learner.packing import attention_share
 from laminar_py.relay import Broadcast, Links, arrivals_s, choose_chunk_bytes, grow_tree
-from laminar_py.runtime.preflight import BF16_BYTES, ModelShape, kv_token_bytes
 
 Floats = npt.NDArray[np.float64]
 

@@ -12,12 +12,12 @@ import tomllib
 import pytest
 import typer
 
+from laminar_lab.doctor.memory import memory_faults
+from laminar_lab.model_shape import kv_token_bytes, read_shape
 from laminar_py.cli.main import app
 from laminar_py.config.loading import load_config, setting_names
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.sglang.launch import MIN_VERSION
-from laminar_py.runtime.preflight.memory import memory_faults
-from laminar_py.runtime.preflight.model_shape import kv_token_bytes, read_shape
 from tests.experiments.test_recipes import QWEN_7B, QWEN_32B, QWEN_MIXTURE
 from tests.runs.runs import REPO
 
@@ -107,8 +107,8 @@ def test_every_model_has_its_row():
 
 
 def messages():
-    """The package's source, each text in one piece, however it is broken over lines."""
-    source = "\n".join(path.read_text() for path in sorted((REPO / "laminar_py").rglob("*.py")))
+    """The source of all packages, each text in one piece, however it is broken over lines."""
+    source = "\n".join(path.read_text() for path in sorted(REPO.glob("laminar_*/**/*.py")))
     return re.sub(r'"\s*\n\s*f?"', "", source)
 
 

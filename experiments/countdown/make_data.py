@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from task import COUNTS, WORD_PATTERN, WORDS, Problem, all_problems
 
-from laminar_py.data.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import jsonl, make_data, tiny_model
 
 SEED = 20_260_301
 NUM_TRAIN = 8_000

@@ -21,11 +21,11 @@ from transformers import Qwen3Config
 from experiments.gpu.steps import FULL, UNIT, GpuStep, measure_steps
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.workplace import count_parameters
+from laminar_lab.doctor.memory import learner_parts
+from laminar_lab.model_shape import read_shape
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.loading import parse_config
 from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
-from laminar_py.runtime.preflight.memory import learner_parts
-from laminar_py.runtime.preflight.model_shape import read_shape
 
 WAYS = {
     "selective": LearnerConfig(recompute=Recompute.SELECTIVE),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from laminar_lab.tiny_models import EOS, PAD, SPECIAL, UNKNOWN, jsonl, make_data
 from laminar_py import ScoringRequest
-from laminar_py.data.tiny_models import EOS, PAD, SPECIAL, UNKNOWN, jsonl, make_data
 
 PROMPT_TOKENS = 400
 NUM_PROMPTS = 800

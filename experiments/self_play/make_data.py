@@ -10,7 +10,7 @@ from pathlib import Path
 
 from game import MOST, STARTS, question
 
-from laminar_py.data.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import jsonl, make_data, tiny_model
 
 WORDS = (" ", "<user>", "<assistant>", "left", *map(str, range(STARTS.stop)))
 PATTERN = r"<\w+>|\w+| "

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from questions import Question, draw_questions
 
-from laminar_py.data.tiny_models import jsonl, write_data
+from laminar_lab.tiny_models import jsonl, write_data
 
 NUM_DRAWN = 40_000  # so that hardly any question is missing
 NUM_HELDOUT = 300

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from game import GUESSES, HIGHEST, QUESTION, hint
 
-from laminar_py.data.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import jsonl, make_data, tiny_model
 
 WORDS = (" ", "<user>", "<assistant>", "game", "guess", "to", "more", "less", *map(str, range(100)))
 PATTERN = r"<\w+>|\w+| "

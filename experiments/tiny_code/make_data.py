@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from task import SEED, WORD_PATTERN, WORDS, HiddenTests, Problem, blanked, draw_problem
 
-from laminar_py.data.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import jsonl, make_data, tiny_model
 
 NUM_TRAIN = 10_000
 NUM_HELDOUT = 300

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from task import WORD_PATTERN, WORDS, Problem, draw_problem
 
-from laminar_py.data.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import jsonl, make_data, tiny_model
 
 NUM_TRAIN = 8_000
 NUM_HELDOUT = 300

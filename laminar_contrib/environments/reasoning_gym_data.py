@@ -16,7 +16,6 @@ from pydantic import JsonValue
 
 from laminar_contrib.environments.reasoning_gym_kind import make_task, require_package
 from laminar_py.config import ConfigError
-from laminar_py.data import jsonl
 
 LEAST = 1 - 1e-6  # score of an own answer
 
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config=config,
             evaluates_answers=options.evaluates_answers,
         )
-        text = jsonl(rows)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,8 @@ from laminar_lab.bench import timed_agent
 from laminar_lab.bench.report import Row, log_line
 from laminar_lab.bench.turns import BenchReplica, added_rows
 from laminar_lab.bench.workplace import SMALL, workplace, write_model
+from laminar_lab.tiny_models import EOS, PAD, SPECIAL, tiny_model
 from laminar_py.config import RunConfig, parse_config
-from laminar_py.data import EOS, PAD, SPECIAL, tiny_model
 from laminar_py.runtime.cluster import open_cluster
 
 ROWS = ("endpoint_added_ms", "endpoint_total_ms", "endpoint_engine_ms")

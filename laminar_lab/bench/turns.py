@@ -21,9 +21,9 @@ from transformers import AutoConfig
 from laminar_lab.bench import timed_environment
 from laminar_lab.bench.report import Row, log_line, spread
 from laminar_lab.bench.workplace import workplace, write_model
+from laminar_lab.tiny_models import SPECIAL, tiny_model
 from laminar_py.config import RunConfig, parse_config
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.data import SPECIAL, tiny_model
 from laminar_py.engines.local import LocalEngine
 from laminar_py.ledger.segments import PayloadReader
 from laminar_py.records import Delta, EngineLostError, FinishReason, GenerateRequest, Problem, SamplingParams

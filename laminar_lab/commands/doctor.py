@@ -14,8 +14,8 @@ from laminar_py.config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from laminar_lab.doctor.checks import Fit, PretendedCluster
+    from laminar_lab.doctor.memory import GpuMemory
     from laminar_py.runtime.cluster import Node
-    from laminar_py.runtime.preflight import GpuMemory
 
 app = typer.Typer()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from laminar_py.cli import score_and_print
+from laminar_lab.commands.reward import score_and_print
 
 if TYPE_CHECKING:
     from laminar_py.records.scoring import ScoringRequest

@@ -14,21 +14,13 @@ from pathlib import Path
 
 import psutil
 
+from laminar_lab.doctor.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults, smallest_gpu
 from laminar_lab.gpus import Gpu, read_group
 from laminar_py.config import ConfigError, RunConfig
+from laminar_py.records.codec import decode
 from laminar_py.records.host import Finding
-from laminar_py.runtime.cluster import Needs, Node, Placement, Plan, nodes, open_cluster
-from laminar_py.runtime.preflight import (
-    GPU_BYTES,
-    KINDS,
-    GpuMemory,
-    check_engine,
-    gpu_memory,
-    gpu_nodes,
-    memory_faults,
-    node_faults,
-    smallest_gpus,
-)
+from laminar_py.runtime.cluster import Needs, NoAnswerError, Node, Placement, Plan, nodes, on_node, open_cluster
+from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, node_faults
 
 GROUP = "laminar_py.findings"  # entry points of installed packages, each a function that returns a `Finding`
 FILES_WANTED = 4096
@@ -115,6 +107,30 @@ def _fit(
             found.append(str(error))
     rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(needs, placement.plan)]
     return Fit(nodes=seen, memory=memory, rows=rows, warnings=_warnings(needs, seen), faults=found)
+
+
+def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
+    """Return the nodes with GPUs for learner and engines."""
+    places = {"learner": plan.learner, "engine": plan.replicas}
+    return {
+        kind: {place.node for place in parts if place is not None and place.gpus and place.node is not None}
+        for kind, parts in places.items()
+    }
+
+
+async def smallest_gpus(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
+    """Return the bytes of the smallest GPU among the nodes of each kind; 0 if no node reports one."""
+    asked = sorted({node for held in holders.values() for node in held})
+    sizes = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
+    return {kind: min((sizes[node] for node in held if sizes[node]), default=0) for kind, held in holders.items()}
+
+
+async def _smallest_gpu(node: str) -> int:
+    try:
+        async with asyncio.timeout(NODE_TIMEOUT_S):
+            return decode(int, await on_node(node, smallest_gpu))
+    except (NoAnswerError, TimeoutError):  # `node_faults` reports that node
+        return 0
 
 
 def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from laminar_lab.doctor.memory import COMMAND_TIMEOUT_S
 from laminar_lab.launcher.experiment import Experiment, PlannedRun
 from laminar_lab.launcher.progress import (
     PREFIX,
@@ -24,7 +25,7 @@ from laminar_lab.launcher.progress import (
     unfinished_runs,
 )
 from laminar_py.config import ConfigError
-from laminar_py.runtime.preflight import COMMAND_TIMEOUT_S, check_inputs, check_shared_memory
+from laminar_py.runtime.preflight import check_inputs, check_shared_memory
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOOK_S = 1.0  # between two looks at a lock

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_lab.gpus import read_group
+from laminar_lab.model_shape import ModelShape
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.request import GpuFleet, Lengths
 from laminar_lab.report.snapshot import read_snapshot
@@ -20,7 +21,6 @@ from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.loading import read_tree
 from laminar_py.config.rollout import Schedule
 from laminar_py.records.trajectory import Kind
-from laminar_py.runtime.preflight import ModelShape
 
 CONFIGS = (".yaml", ".yml")
 MAX_STALENESS = 4  # learner steps, if the config sets none

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from laminar_lab.model_shape import ModelShape, read_shape
 from laminar_py.config import ConfigError
-from laminar_py.runtime.preflight import ModelShape, read_shape
 
 NEAR = 0.15  # share by which a size such as "7B" may differ from the parameters of the model it stands for
 

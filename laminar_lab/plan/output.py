@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import msgspec
 
+from laminar_lab.doctor.memory import Parts
 from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
 from laminar_lab.plan.stages import PlacementEstimate
 from laminar_lab.report.diagnosis import Bottleneck
 from laminar_py.config.rollout import Schedule
-from laminar_py.runtime.preflight import Parts
 
 
 class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):

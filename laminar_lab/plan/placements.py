@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from laminar_lab.doctor.memory import SPARE_SHARE, Parts, learner_memory
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.step_time import kv_tokens
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import Schedule
-from laminar_py.runtime.preflight import SPARE_SHARE, Parts, learner_memory
 
 STATIC_SHARE = 0.85  # of an engine's GPU memory, for weights and KV cache
 MOST_RUNNING = 256  # sequences of an engine, the usual limit of CUDA graphs

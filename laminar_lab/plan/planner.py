@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from math import log2
 from statistics import median
 
+from laminar_lab.doctor.memory import Parts, engine_memory
 from laminar_lab.plan.judge import Judgement, judge, mean_judgement
 from laminar_lab.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate, estimate
 from laminar_py.config.rollout import Schedule
-from laminar_py.runtime.preflight import Parts, engine_memory
 
 FIRST = 6  # placements of the first round, the best by formula
 BESIDE, OTHERS = 2, 2  # placements of a later round: neighbours of the best so far, and the best of all others

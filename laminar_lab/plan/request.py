@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
+from laminar_lab.model_shape import ModelShape
 from laminar_lab.step_time import LEARNER_MFU, engine_times, learner_times, publish_s, version_bytes
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.runtime.preflight import ModelShape
 
 QUANTILES = 4000
 P99 = NormalDist().inv_cdf(0.99)

@@ -25,11 +25,9 @@ from laminar_py.records.host import visible
 GROUP = "laminar_py.commands"  # entry points of installed packages, each a `typer.Typer`
 COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and an example for its help
     "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
-    "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 replicas=4"),
-    "reward": ("laminar_py.cli.reward:reward", ""),
+    "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 4"),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
     "eval": ("laminar_py.cli.train:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
-    "clean": ("laminar_py.cli.clean:clean", "laminar clean --free"),
 }
 
 console = Console(highlight=False)
@@ -46,8 +44,8 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: object) -> list[str]:
         """Names of commands, built-in ones first, without commands of uninstalled packages."""
-        found = [point.name for point in entry_points(group=GROUP) if is_installed(point)]
-        return list(dict.fromkeys((*COMMANDS, *sorted(found))))
+        installed = [point.name for point in entry_points(group=GROUP) if is_installed(point)]
+        return list(dict.fromkeys((*COMMANDS, *sorted(installed))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Command of a name. Raises `ConfigError` where its package cannot be imported."""

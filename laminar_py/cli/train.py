@@ -1,8 +1,6 @@
 """`laminar train`, `laminar export` and `laminar eval`: start runs and evaluations, print their summaries."""
 
-import json
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar_py.cli.main import console, is_installed, print_line
-from laminar_py.config.loading import flatten, load_config, to_overrides
+from laminar_py.config.loading import flatten, load_config
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ class ExportDtype(StrEnum):
 
 WHOLE = 0.995  # share of a version's bytes; above it the summary says that whole versions travelled
 MOST_NAMED = 3  # settings in a line
-MOST_CHARS = 40  # of a setting's value
-FIXED = ("name", "runs", "model", "warm_start", "data.train", "data.chat", "learner.lora")  # a resume keeps them
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
 
@@ -63,8 +59,8 @@ def train(
 
     run = (newest_run(settings) if folder is None else run_at(folder)) if resume else None
     if run is not None:
-        given, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
-        if ignored := ignored_settings(settings, given, file=config):
+        in_file, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
+        if ignored := ignored_settings(settings, in_file, file=config):
             print_line(f"{run.path} resumes with its own settings; {ignored}")
     try:
         summary = launch(settings, resume=run, console=console)
@@ -78,35 +74,15 @@ def train(
     _print_end(summary)
 
 
-def ignored_settings(recorded: "RunConfig", given: "RunConfig", *, file: Path) -> str:
-    """Text on settings of `file` that a resumed run ignores; "" where the file has the run's settings.
-
-    Settings that a resume can change are shown as arguments to add; others need a new run.
-    """
-    then, now = flatten(recorded), flatten(given)
+def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path) -> str:
+    """Return a line on settings of `file` that a resumed run ignores; "" where the file has the run's settings."""
+    then, now = flatten(recorded), flatten(in_file)
     keys = [key for key in now | then if now.get(key) != then.get(key)]
-    fixed = [key for key in keys if any(key == one or key.startswith(f"{one}.") for one in FIXED)]
-    free = [key for key in keys if key not in fixed]
-    parts = []
-    if free:
-        named = {key: now[key] for key in free[:MOST_NAMED] if key in now}
-        arguments = [shlex.quote(one) for one in to_overrides(named)]
-        short = all(len(one) <= 2 * MOST_CHARS for one in arguments) and arguments
-        remedy = f"to apply them, add {' '.join(arguments) if short else 'key=value'}"
-        parts.append(f"it ignores these changes in {file}: {_changes(free, then, now)} ({remedy})")
-    if fixed:
-        parts.append(f"these changes in {file} need a new run: {_changes(fixed, then, now)}")
-    return "; ".join(parts)
-
-
-def _changes(keys: Sequence[str], then: Mapping[str, object], now: Mapping[str, object]) -> str:
-    shown = [f"{key} {_shortened(then.get(key))} -> {_shortened(now.get(key))}" for key in keys[:MOST_NAMED]]
-    return ", ".join(shown) + (f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else "")
-
-
-def _shortened(value: object) -> str:
-    text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}..."
+    if not keys:
+        return ""
+    shown = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in keys[:MOST_NAMED])
+    more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
+    return f"it ignores these changes in {file}: {shown}{more}; add them as key=value, or start a new run"
 
 
 def _print_end(summary: "Summary") -> None:
@@ -192,9 +168,9 @@ def checkpoint_summary(checkpoints: "CheckpointFigures") -> str:
 
 def _evaluation_rows(evaluations: "Sequence[EvaluationFigures]") -> Iterator[tuple[str, str]]:
     """First and last evaluation of each set."""
-    for name in dict.fromkeys(one.set_name for one in evaluations):
-        passes = [one for one in evaluations if one.set_name == name]
-        accurate = all(one.figures.is_accuracy for one in passes)
+    for name in dict.fromkeys(evaluation.set_name for evaluation in evaluations):
+        passes = [evaluation for evaluation in evaluations if evaluation.set_name == name]
+        accurate = all(evaluation.figures.is_accuracy for evaluation in passes)
         label = f"{name} {'accuracy' if accurate else 'mean reward'}"
         yield label, f"{passes[0].mean:.3f} -> {passes[-1].figures.mean.describe()}"
 
@@ -242,9 +218,9 @@ def evaluate(
 def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
     """Figures by sets, each mean with its 95 % interval."""
     table = Table("", box=None, padding=(0, 2, 0, 0))
-    for one in evaluations:
-        table.add_column(Text(one.set_name))
-    columns = [_set_rows(one) for one in evaluations]
+    for evaluation in evaluations:
+        table.add_column(Text(evaluation.set_name))
+    columns = [_set_rows(evaluation) for evaluation in evaluations]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     return table
@@ -257,7 +233,7 @@ def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
         "problems x samples": f"{figures.problems} x {figures.samples}",
         figures.name: figures.mean.describe(),
     }
-    rows |= {f"pass@{k}": one.describe() for k, one in figures.pass_at.items() if k > 1}
+    rows |= {f"pass@{k}": share.describe() for k, share in figures.pass_at.items() if k > 1}
     if figures.majority is not None:
         rows[f"maj@{figures.samples}"] = figures.majority.describe()
     rows["cut by a cap"] = figures.truncated.describe()

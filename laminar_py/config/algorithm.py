@@ -230,10 +230,10 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return PRESETS.get(str(given.get("name", "grpo")), {}) | given
+    def _fill_in(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        return PRESETS.get(str(settings.get("name", "grpo")), {}) | settings
 
     @model_validator(mode="after")
     def _check(self) -> Self:

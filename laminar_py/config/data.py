@@ -56,14 +56,14 @@ class TrainSourceConfig(SourceConfig):
     """Share of groups from this source, relative to the weights of the others."""
 
 
-def read_source(given: Any) -> Any:
+def read_source(value: Any) -> Any:
     """Settings of a source, also if only its path is given."""
-    return {"path": given} if isinstance(given, str) else given
+    return {"path": value} if isinstance(value, str) else value
 
 
-def read_sources(given: Any) -> Any:
+def read_sources(value: Any) -> Any:
     """Settings of sources, also if one source is given without a list."""
-    return tuple(read_source(one) for one in (given if isinstance(given, list | tuple) else (given,)))
+    return tuple(read_source(source) for source in (value if isinstance(value, list | tuple) else (value,)))
 
 
 AnySources: TypeAlias = Annotated[

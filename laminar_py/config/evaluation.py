@@ -33,9 +33,9 @@ class EvalSetConfig(SourceConfig):
 
     def sampling(self, run: SamplingParams) -> SamplingParams:
         """Sampling parameters of an answer; settings that are None come from `run`."""
-        own = {"top_k": self.top_k, "top_p": self.top_p, "max_new_tokens": self.max_new_tokens}
-        given = {name: value for name, value in own.items() if value is not None}
-        return msgspec.structs.replace(run, temperature=self.temperature, **given)
+        overrides = {"top_k": self.top_k, "top_p": self.top_p, "max_new_tokens": self.max_new_tokens}
+        changes = {name: value for name, value in overrides.items() if value is not None}
+        return msgspec.structs.replace(run, temperature=self.temperature, **changes)
 
 
 AnyEvalSet: TypeAlias = Annotated[EvalSetConfig, BeforeValidator(read_source)]

@@ -6,7 +6,7 @@ Every mistake in a file raises `ConfigError` before anything starts.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -219,50 +219,26 @@ def to_overrides(settings: Mapping[str, object]) -> list[str]:
     return [f"{key}={value if plain[key] else json.dumps(value)}" for key, value in settings.items()]
 
 
-def scaled(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | None) -> RunConfig:
-    """Config with another number of replicas, or with one replica for each server of `urls`. Raises
-    `ConfigError`."""
-    _check_kind(config, replicas=replicas, urls=urls)
-    count = replicas if urls is None else len(urls)
-    if count:
-        _check_step(config, count, asked=f"replicas={count}" if urls is None else f"urls={','.join(urls)}")
-    tree = config.model_dump(mode="json")
-    tree["rollout"]["replicas"] = count
-    if urls is not None:
-        tree["rollout"]["engine"]["urls"] = list(urls)
-    return parse_config(tree)
+def scaled(config: RunConfig, replicas: int) -> RunConfig:
+    """Return the config with another number of replicas. Raises `ConfigError`.
 
-
-def _check_kind(config: RunConfig, *, replicas: int | None, urls: Sequence[str] | None) -> None:
-    """Raise `ConfigError` if `replicas` or `urls` does not fit how the run gets its engines."""
-    servers = config.rollout.engine.servers
-    if urls is None and servers:
-        raise ConfigError(
-            f"replicas={replicas}: this run attaches to {len(servers)} servers; name all of the new fleet, as"
-            " urls=[http://...]"
-        )
-    if urls is not None and not servers:
-        raise ConfigError(
-            f"urls={','.join(urls)}: this run starts its own engines; give replicas=N, or start a new run with"
-            " rollout.engine.urls"
-        )
-    if urls is not None and not urls:
-        raise ConfigError("urls=[]: a run needs at least one server; name one, or stop the run")
-    if urls is not None and replicas not in (None, len(urls)):
-        raise ConfigError(f"replicas={replicas}: urls names {len(urls)} servers; leave replicas out")
-
-
-def _check_step(config: RunConfig, replicas: int, *, asked: str) -> None:
-    """Raise `ConfigError` for a smaller draining fleet that admits less than a learner step under one version.
-
-    The learner would then wait for a second version at every step.
+    A smaller draining fleet must admit a learner step under one version, else the learner would wait for a second
+    version at every step.
     """
     rollout, step = config.rollout, config.trajectories_per_step
+    if rollout.engine.servers:
+        raise ConfigError(
+            f"rollout.replicas={replicas}: this run attaches to {len(rollout.engine.servers)} servers; stop it and"
+            " resume it with another rollout.engine.urls"
+        )
     most = rollout.batch_per_replica
-    shrinks = replicas < rollout.replicas and rollout.on_new_weights is OnNewWeights.DRAIN
+    shrinks = 0 < replicas < rollout.replicas and rollout.on_new_weights is OnNewWeights.DRAIN
     if shrinks and replicas * most < step:
         raise ConfigError(
-            f"{asked}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
+            f"rollout.replicas={replicas}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
             f" rollout.group_size), and {replicas} with rollout.batch_per_replica={most} admit {replicas * most}"
             f" under a version; ask for {-(-step // most)} at least"
         )
+    tree = config.model_dump(mode="json")
+    tree["rollout"]["replicas"] = replicas
+    return parse_config(tree)

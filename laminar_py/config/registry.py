@@ -54,9 +54,9 @@ class Registry(Generic[Kind]):
         if name in self.built_in and offers:
             raise self._error(name, f"{_source(offers[0])} announces a name that is built in", "uninstall it")
         if name in self.built_in:
-            found = EntryPoint(name, self.built_in[name], self._group).load()
-            assert isinstance(found, self._kind), f"{self.built_in[name]} is no {self._kind.__name__}"
-            return found
+            implementation = EntryPoint(name, self.built_in[name], self._group).load()
+            assert isinstance(implementation, self._kind), f"{self.built_in[name]} is no {self._kind.__name__}"
+            return implementation
         if not offers:
             known = ", ".join(self.names())
             remedy = f"choose one of {known}, or install a package that announces it under {self._group}"
@@ -96,14 +96,14 @@ class Registry(Generic[Kind]):
     def _load(self, point: EntryPoint) -> Kind:
         """Import the object of an entry point. Raises `ConfigError` if that fails or the type is wrong."""
         try:
-            found = point.load()
+            loaded = point.load()
         except Exception as error:  # a third-party package may raise anything
             fault = f"{point.value} of {_source(point)} cannot be imported ({_in_one_line(error)})"
             raise self._error(point.name, fault, "fix that package") from error
-        if isinstance(found, self._kind):
-            return found
+        if isinstance(loaded, self._kind):
+            return loaded
         wanted = "class" if self._kind is type else f"instance of {self._kind.__name__}"
-        fault = f"{point.value} of {_source(point)} is no {wanted} but a {type(found).__name__}"
+        fault = f"{point.value} of {_source(point)} is no {wanted} but a {type(loaded).__name__}"
         raise self._error(point.name, fault, "name another object in its entry point")
 
     def _error(self, name: str, fault: str, remedy: str) -> ConfigError:
@@ -113,16 +113,16 @@ class Registry(Generic[Kind]):
 def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Callable[[object], Named]:
     """Validator of a section whose `key` names an implementation: the model in that one's `settings` reads it."""
 
-    def read(given: object) -> Named:
+    def read(section: object) -> Named:
         """Convert a section to the settings of the implementation that its `key` names. Raises `ConfigError`."""
-        if isinstance(given, base):
-            return given
-        if not isinstance(given, dict):
+        if isinstance(section, base):
+            return section
+        if not isinstance(section, dict):
             raise ConfigError(f"not a section with a `{key}`")
-        name = str(given.get(key, base.model_fields[key].default))
+        name = str(section.get(key, base.model_fields[key].default))
         model: type[Named] = registry.get(name).settings
         try:
-            return model.model_validate_json(json.dumps(given, default=str))
+            return model.model_validate_json(json.dumps(section, default=str))
         except ValidationError as error:
             cause = error.errors()[0].get("ctx", {}).get("error")
             if isinstance(cause, Exception) and (shown := registry.package_error(name, cause)) is not cause:

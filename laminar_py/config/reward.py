@@ -200,9 +200,9 @@ AnyTerm: TypeAlias = Annotated[
 """Section that the settings of its kind validate; its JSON keeps all of their fields."""
 
 
-def _read_terms(given: object) -> object:
+def _read_terms(value: object) -> object:
     """Terms, also if one is given without a list."""
-    return tuple(given) if isinstance(given, list) else (given,) if isinstance(given, str | dict) else given
+    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | dict) else value
 
 
 Terms: TypeAlias = Annotated[tuple[AnyTerm, ...], BeforeValidator(_read_terms)]

@@ -12,14 +12,11 @@ if TYPE_CHECKING:
     from laminar_py.data.problems import find_leaks as find_leaks
     from laminar_py.data.problems import read_prompts as read_prompts
     from laminar_py.data.sources import DataSource as DataSource
+    from laminar_py.data.sources import other_fields as other_fields
+    from laminar_py.data.sources import read_records as read_records
+    from laminar_py.data.sources import source_at as source_at
     from laminar_py.data.stream import read_levels as read_levels
     from laminar_py.data.stream import sort_levels as sort_levels
-    from laminar_py.data.tiny_models import EOS as EOS
-    from laminar_py.data.tiny_models import PAD as PAD
-    from laminar_py.data.tiny_models import SPECIAL as SPECIAL
-    from laminar_py.data.tiny_models import jsonl as jsonl
-    from laminar_py.data.tiny_models import make_data as make_data
-    from laminar_py.data.tiny_models import tiny_model as tiny_model
     from laminar_py.data.tokenizer import Tokenizer as Tokenizer
     from laminar_py.data.tokenizer import load_tokenizer as load_tokenizer
 else:

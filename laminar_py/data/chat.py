@@ -64,12 +64,12 @@ def read_turns(written: bytes | str) -> list[Turn]:
     return [_read_turn(message) for message in msgspec.json.decode(written)]
 
 
-def _read_turn(given: Any) -> Turn:
+def _read_turn(message: Any) -> Turn:
     """Convert a checked message to a turn: text content, and arguments of tool calls as objects.
 
     Raises `TemplateError` for a message without content, and for arguments that are no JSON.
     """
-    turn = {name: value for name, value in given.items() if value is not None}
+    turn = {name: value for name, value in message.items() if value is not None}
     if "content" not in turn and "tool_calls" not in turn:
         raise TemplateError(f"a message of {turn['role']!r} has no content")
     content = turn.get("content", "")
@@ -138,9 +138,9 @@ class PromptEncoder:
         counts = [0] * len(texts)
         for plain in (True, False):
             places = [place for place, prompt in enumerate(prompts) if self._is_plain(prompt) is plain]
-            found = self.tokenizer.count([texts[place] for place in places], begun=plain)
-            for place, number in zip(places, found, strict=True):
-                counts[place] = number
+            numbers = self.tokenizer.count([texts[place] for place in places], begun=plain)
+            for place, count in zip(places, numbers, strict=True):
+                counts[place] = count
         return counts
 
     def end_id_after(self, prompt: str | Sequence[Turn]) -> int:
@@ -168,15 +168,15 @@ class PromptEncoder:
 
         The template gets `tools`, by default the tools of the environment. Raises `TemplateError`.
         """
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             **self._settings.arguments,
             "tokenize": False,
             "add_generation_prompt": answers,
         }
         if tools or self._tools:
-            given["tools"] = list(tools or self._tools)
+            options["tools"] = list(tools or self._tools)
         try:
-            return str(self._template.apply_chat_template(list(messages), **given))
+            return str(self._template.apply_chat_template(list(messages), **options))
         except Exception as error:  # noqa: BLE001 - the model's template may raise anything
             words = " ".join(f"{type(error).__name__}: {error}".split())
             raise TemplateError(f"the chat template refuses the messages ({words})") from None

@@ -52,12 +52,12 @@ def read_demonstrations(
     Raises `ConfigError` for the first row that is invalid or has more than `max_tokens` tokens (None: any length).
     """
     demonstrations = []
-    for row, line, given in read_records(source, _DemonstrationRow):
+    for row, line, written in read_records(source, _DemonstrationRow):
         try:
-            prompt, response = _prompt_and_response(source, row, line, given)
+            prompt, response = _prompt_and_response(source, row, line, written)
             _, prompt_ids = encoder.encode(prompt, answered=True)
         except TemplateError as error:
-            raise source.error(row, str(error), value=given, remedy=REMEDY) from None
+            raise source.error(row, str(error), value=written, remedy=REMEDY) from None
         end = np.array([encoder.end_id_after(prompt)], dtype=np.int32)
         made = Demonstration(row, prompt_ids, np.append(encoder.tokenizer.encode(response), end))
         if max_tokens is not None and made.num_tokens > max_tokens:
@@ -73,8 +73,8 @@ def read_demonstrations(
 
 def read_texts(source: DataSource, *, encoder: PromptEncoder) -> Iterator[tuple[int, str, str]]:
     """Yield the row, written prompt and response of each demonstration in a checked source."""
-    for row, line, given in read_records(source, _DemonstrationRow):
-        prompt, response = _prompt_and_response(source, row, line, given)
+    for row, line, written in read_records(source, _DemonstrationRow):
+        prompt, response = _prompt_and_response(source, row, line, written)
         yield row, encoder.write(prompt, answered=True), response
 
 

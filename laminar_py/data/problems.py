@@ -30,9 +30,9 @@ class HashIndex:
     """Places by hash, e.g. of `[7, 3, 7]` places 0 and 2 for 7. The caller compares the values at these places."""
 
     def __init__(self, hashes: Sequence[int]) -> None:
-        given = np.array(hashes, dtype=np.int64)
-        self._order = np.argsort(given, kind="stable").astype(np.int32)  # [n] places
-        self._hashes = given[self._order]  # [n] sorted
+        unsorted = np.array(hashes, dtype=np.int64)
+        self._order = np.argsort(unsorted, kind="stable").astype(np.int32)  # [n] places
+        self._hashes = unsorted[self._order]  # [n] sorted
 
     def places(self, hash: int) -> IntArray:
         """[m] places with this hash, in order."""
@@ -251,10 +251,10 @@ def read_prompts(
     keys: dict[GivenPrompt, int] = {}
     rows = read_records(source, ProblemRow)
     while batch := list(islice(rows, BATCH)):
-        given = [_given_prompt(source, *row) for row in batch]
-        new = {prompt: row for prompt, row in zip(given, batch, strict=True) if prompt not in keys}
+        prompts = [_given_prompt(source, *row) for row in batch]
+        new = {prompt: row for prompt, row in zip(prompts, batch, strict=True) if prompt not in keys}
         keys.update(zip(new, _check_prompts(source, new, encoder=encoder, limit=max_prompt_tokens), strict=True))
-        for prompt, row in zip(given, batch, strict=True):
+        for prompt, row in zip(prompts, batch, strict=True):
             problems.add(*row, key=keys[prompt])
         if len(keys) > MOST_KNOWN:
             keys.clear()
@@ -323,10 +323,12 @@ def find_leaks(heldout: ProblemSet, train: Sequence[ProblemSet]) -> list[tuple[i
     leaks = []
     for place in range(len(heldout)):
         text = heldout.text(place)
-        found = ((problems, problems.find_prompt(text)) for problems in train)
-        there = next((problems.source.place(problems.row(at)) for problems, at in found if at is not None), None)
-        if there is not None:
-            leaks.append((place, there))
+        matches = ((problems, problems.find_prompt(text)) for problems in train)
+        train_place = next(
+            (problems.source.place(problems.row(at)) for problems, at in matches if at is not None), None
+        )
+        if train_place is not None:
+            leaks.append((place, train_place))
     return leaks
 
 

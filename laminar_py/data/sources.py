@@ -6,7 +6,6 @@ columns under our names; row i is line i + 1 of a JSONL file (`tests/data/test_s
 `ConfigError` that names the config's field, the place and the remedy.
 """
 
-import contextlib
 import importlib.util
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,7 +21,6 @@ from laminar_py.config.section import ConfigError
 T = TypeVar("T", bound=msgspec.Struct)
 
 BATCH = 1000  # rows that are converted to objects at a time
-HUB_TIMEOUT_S = 5.0  # of one request; the library itself retries for half a minute
 QUOTED_CHARS = 80  # of a faulty value in a message
 NAMED_FIELDS = 12  # columns in a message
 
@@ -103,10 +101,10 @@ def written_field(line: bytes, name: str) -> str:
 def _renamed(line: bytes, columns: Mapping[str, str]) -> bytes:
     """Row with columns under our names; a column inside an object is copied. Raises `KeyError` for a missing
     one."""
-    given = _objects.decode(line)
-    ours = {name: _column(given, theirs, theirs) for name, theirs in columns.items()}
+    fields = _objects.decode(line)
+    ours = {name: _column(fields, theirs, theirs) for name, theirs in columns.items()}
     taken = set(columns.values())
-    return msgspec.json.encode({name: value for name, value in given.items() if name not in taken} | ours)
+    return msgspec.json.encode({name: value for name, value in fields.items() if name not in taken} | ours)
 
 
 def _column(fields: Mapping[str, msgspec.Raw], name: str, path: str) -> msgspec.Raw:
@@ -129,8 +127,8 @@ def read_lines(settings: SourceConfig, field: str) -> Iterator[tuple[int, bytes]
     """
     path = Path(settings.path)
     if path.is_file():
-        given = {"split": settings.split != "train", "subset": settings.subset, "revision": settings.revision}
-        for name in (name for name, value in given.items() if value):
+        ignored = {"split": settings.split != "train", "subset": settings.subset, "revision": settings.revision}
+        for name in (name for name, value in ignored.items() if value):
             raise ConfigError(f"{field}.{name}: {path} is one file, which has none; leave it out")
         return _read_parquet(path, field) if path.suffix == ".parquet" else _read_jsonl(path)
     if path.is_dir() and settings.revision:
@@ -177,45 +175,16 @@ def _read_datasets(settings: SourceConfig, field: str) -> Iterator[tuple[int, by
         )
     datasets = importlib.import_module("datasets")  # untyped
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the error below says it once
-    unreachable = None if Path(settings.path).is_dir() else _hub_fault()
     try:
-        with _from_cache(datasets) if unreachable else contextlib.nullcontext():
-            found = _load(datasets, settings)
+        found = _load(datasets, settings)
     except Exception as error:  # noqa: BLE001 - untrusted files and the network, which may raise anything
-        if unreachable:
-            raise ConfigError(
-                f"{field}={settings.path}: is not in the cache, and the hub cannot be reached ({unreachable});"
-                " reach the network, fix the name, or name files that are here"
-            ) from None
-        remedy = "fix its name, split, subset or revision"
+        remedy = "fix its name, split, subset or revision, or reach the hub"
         named = {"split": settings.split, "subset": settings.subset, "revision": settings.revision}
         words = ", ".join(f"{name} {value!r}" for name, value in named.items() if value)
         raise ConfigError(
             f"{field}={settings.path}: cannot be loaded with {words} ({_in_one_line(error)}); {remedy}"
         ) from None
     return _json_rows(found.with_format("arrow").iter(batch_size=BATCH))
-
-
-def _hub_fault() -> str | None:
-    """Why the hub does not answer, e.g. since HF_HUB_OFFLINE is set; None where it answers."""
-    hub = importlib.import_module("huggingface_hub")
-    try:
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - the client's errors come from another package each year
-        return _in_one_line(error)
-    return None
-
-
-@contextlib.contextmanager
-def _from_cache(datasets: Any) -> Iterator[None]:
-    """Restrict the library to its cache, as HF_HUB_OFFLINE does, which it reads only at its import."""
-    hub: Any = importlib.import_module("huggingface_hub.constants")
-    before = datasets.config.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE = before
 
 
 def _load(datasets: Any, settings: SourceConfig) -> Any:
@@ -226,12 +195,12 @@ def _load(datasets: Any, settings: SourceConfig) -> Any:
         return datasets.load_dataset(
             settings.path, settings.subset, split=settings.split, revision=settings.revision
         )
-    found = datasets.load_from_disk(settings.path)
-    if not isinstance(found, dict):
-        return found
-    if settings.split not in found:
-        raise ValueError(f"it has the splits {', '.join(found)}")
-    return found[settings.split]
+    saved_set = datasets.load_from_disk(settings.path)
+    if not isinstance(saved_set, dict):
+        return saved_set
+    if settings.split not in saved_set:
+        raise ValueError(f"it has the splits {', '.join(saved_set)}")
+    return saved_set[settings.split]
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -99,18 +99,18 @@ class Levels:
 def read_levels(problems: ProblemSet, field: str) -> Levels:
     """Levels of problems from their field `field`. Raises `ConfigError` unless all are numbers, or all are
     texts."""
-    found: dict[Level, int] = {}  # in the order of their first problems
+    ranks_found: dict[Level, int] = {}  # in the order of their first problems
     of_rows = array("i")
     for place in range(len(problems)):
         level = problems.field(place, field)
         if not isinstance(level, int | float | str) or isinstance(level, bool):
             raise _level_error(problems, place, field, "no number or text")
-        if isinstance(level, str) is not isinstance(next(iter(found), level), str):
+        if isinstance(level, str) is not isinstance(next(iter(ranks_found), level), str):
             raise _level_error(problems, place, field, "another type of value than the problems before")
-        of_rows.append(found.setdefault(level, len(found)))
-    names = sort_levels(list(found))
+        of_rows.append(ranks_found.setdefault(level, len(ranks_found)))
+    names = sort_levels(list(ranks_found))
     rank_of = np.zeros(len(names), dtype=np.int32)
-    rank_of[[found[name] for name in names]] = np.arange(len(names), dtype=np.int32)
+    rank_of[[ranks_found[name] for name in names]] = np.arange(len(names), dtype=np.int32)
     ranks: IntArray = rank_of[np.array(of_rows, dtype=np.int32)]
     return Levels(names, ranks, [0, *np.cumsum(np.bincount(ranks)).tolist()])
 
@@ -191,7 +191,7 @@ class Curriculum:
     def __init__(self, epochs: Sequence[Epochs], problems: Sequence[ProblemSet], *, settings: DataConfig) -> None:
         self._epochs = epochs
         self._problems = problems
-        self._levels = [read_levels(one, settings.level) for one in problems]
+        self._levels = [read_levels(problem_set, settings.level) for problem_set in problems]
         self._settings = settings
         self._logs = [{name: LevelLog(settings.level_groups) for name in levels.names} for levels in self._levels]
         self._order = lru_cache(maxsize=CACHED)(self._open_rows)
@@ -295,8 +295,8 @@ class PromptStream:
 
     def find(self, id: str) -> Prompt | None:
         """Problem with an id, whose `index` is its row; None where no problem has it."""
-        found = ((problems, problems.find(id)) for problems in self._problems)
-        return next((problems[place] for problems, place in found if place is not None), None)
+        matches = ((problems, problems.find(id)) for problems in self._problems)
+        return next((problems[place] for problems, place in matches if place is not None), None)
 
     def record_group(self, group: GroupRewards) -> None:
         """Record the rewards of a group when it closes."""
@@ -310,7 +310,7 @@ class PromptStream:
 
 def make_order(problems: Sequence[ProblemSet], settings: DataConfig, *, seed: int) -> ProblemOrder:
     """Order that `data.order` names. Raises `ConfigError` on a problem without a level under `curriculum`."""
-    epochs = [Epochs(len(one), seed=seed, source=index) for index, one in enumerate(problems)]
+    epochs = [Epochs(len(problem_set), seed=seed, source=index) for index, problem_set in enumerate(problems)]
     if settings.order is PromptOrder.SIGNAL:
         return BySignal(epochs, problems, seed=seed, floor=settings.rest_floor)
     if settings.order is PromptOrder.CURRICULUM:

@@ -47,8 +47,8 @@ class Tokenizer:
     @property
     def special_texts(self) -> tuple[str, ...]:
         """Texts of the special tokens, the longest first."""
-        found = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        return tuple(sorted(found, key=len, reverse=True))
+        texts = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        return tuple(sorted(texts, key=len, reverse=True))
 
     def first_special(self, text: str) -> tuple[int, ...]:
         """Id of the first special token in a text; none if it has no special token."""
@@ -142,8 +142,8 @@ def _with_beginning(encoding: tokenizers.Encoding) -> list[int]:
         return []
     begin, end = added.index(0), len(added) - added[::-1].index(0)
     ids = encoding.ids
-    own, before = ids[begin:end], ids[:begin]
-    return own if own[:begin] == before else before + own
+    text_ids, added_ids = ids[begin:end], ids[:begin]
+    return text_ids if text_ids[:begin] == added_ids else added_ids + text_ids
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
@@ -187,11 +187,11 @@ def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
         if not path.is_file():
             continue
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=_ConfigFile).eos_token_id
+            eos = msgspec.json.decode(path.read_bytes(), type=_ConfigFile).eos_token_id
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); fix the file") from None
-        if found is not None and found != []:
-            return (found,) if isinstance(found, int) else tuple(found)
+        if eos is not None and eos != []:
+            return (eos,) if isinstance(eos, int) else tuple(eos)
     raise ConfigError(
         f"model.path={model_dir}: no eos_token_id in its config.json; add the id that ends a response"
     )

@@ -1,4 +1,4 @@
-"""The interface of planners, and two small plans: the planner of the Laminar paper and `plan_leaving`.
+"""The interface of planners, and the planner of the Laminar paper.
 
 `repack.migration` builds a planner for each round and asks it for one plan per version that several replicas
 serve. A planner uses only its `PlanningContext` and the surveys. A plan fills no replica beyond its KV cache or
@@ -6,9 +6,8 @@ slots, and moves each trajectory at most once (`tests/repack/test_planner.py`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
 from typing import Protocol
 
 from laminar_py.records.replica import Move, Survey, TrajectorySummary
@@ -51,31 +50,6 @@ class Planner(Protocol):
 def move_of(held: TrajectorySummary, source: Survey, destination: int) -> Move:
     """Return the move of a running trajectory, which costs a prefill of its context."""
     return Move(held.trajectory_id, source.replica, destination, held.context)
-
-
-def plan_leaving(
-    surveys: Sequence[Survey], *, room: Mapping[int, int], is_moving: Callable[[str], bool]
-) -> list[Move]:
-    """Return moves from the leaving replicas in `surveys` to replicas that have `room[replica]` free places.
-
-    Trajectories that `is_moving` stay out. Waiting trajectories move first, then those with the shortest prefill;
-    each goes to the replica with the most room.
-    """
-    most = [(-free, replica) for replica, free in room.items() if free > 0]
-    heapify(most)
-    waiting = [(held, survey.replica, 0) for survey in surveys for held in survey.waiting]
-    running = [(held, survey.replica, held.context) for survey in surveys for held in survey.running]
-    running.sort(key=lambda item: item[0].context)
-    moves = []
-    for held, source, prefill in (*waiting, *running):
-        if is_moving(held.trajectory_id):
-            continue
-        if not most or most[0][0] == 0:
-            break
-        free, destination = most[0]
-        heapreplace(most, (free + 1, destination))
-        moves.append(Move(held.trajectory_id, source, destination, prefill))
-    return moves
 
 
 class PaperPlanner:

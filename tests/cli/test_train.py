@@ -1,7 +1,6 @@
 """`laminar train --resume`: which run resumes, with which settings, and which changes of the file it names."""
 
 import json
-import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -58,36 +57,10 @@ def test_a_resume_says_what_does_not_count_of_an_edited_file(resumed, tmp_path):
     told, _ = train("--resume", "learner.lr=1e-3")
     begin = "runs/mine-2 resumes with its own settings; it ignores these changes in mine.yaml:"
     assert told.startswith(f"{begin} steps 60 -> 126, learner.checkpoint_every ")
-    again = shlex.split(told.split("(to apply them, add ")[1].rstrip(")"))
-    assert again == ["steps=126", "learner.checkpoint_every=3", "eval.every_steps=7"]
+    assert told.endswith("; add them as key=value, or start a new run")
+    again = ["steps=126", "learner.checkpoint_every=3", "eval.every_steps=7"]
     assert train("--resume", "learner.lr=1e-3", *again) == ("", "enough")
     assert [config.steps for _, config in resumed] == [60, 126]
-
-
-def test_settings_beyond_the_first_are_counted_and_long_values_cut(resumed, tmp_path):
-    edited = SETTINGS | {"steps": 1, "seed": 1, "schedule": "sync", "reward": {"use": ["exact:" + "x" * 99]}}
-    (tmp_path / "mine.yaml").write_text(json.dumps(edited))
-    told, _ = train("--resume")
-    assert "and 1 more (to apply them, add seed=1 steps=1 schedule=sync)" in told
-    (tmp_path / "mine.yaml").write_text(json.dumps(SETTINGS | {"reward": edited["reward"]}))
-    told, _ = train("--resume")
-    assert "... (to apply them, add key=value)" in told
-
-
-def test_what_no_resume_can_change_is_said_to_be_so_and_not_offered(resumed, tmp_path):
-    fixed = {"name": "other", "runs": "r", "model": {"path": "m"}, "data": {"train": "t"}}
-    (tmp_path / "mine.yaml").write_text(json.dumps(SETTINGS | fixed))
-    told, _ = train("--resume", "--run", "runs/mine-1")
-    begin = "runs/mine-1 resumes with its own settings; these changes in mine.yaml need a new run:"
-    assert told.startswith(f"{begin} name mine -> other, runs runs -> r, ")
-    assert told.endswith(" and 1 more")
-    lora = {"lora": {"rank": 4}, "lr": 1e-4}
-    (tmp_path / "mine.yaml").write_text(json.dumps(SETTINGS | {"learner": lora, "data": {"train": "t"}}))
-    told, _ = train("--resume")
-    free, _, fixed = told.partition("; these changes in mine.yaml need a new run: ")
-    assert free.endswith("learner.lr 1e-06 -> 0.0001 (to apply them, add learner.lr=0.0001)")
-    assert fixed.startswith("data.train ")
-    assert "learner.lora" in fixed
 
 
 def test_a_resume_of_a_run_that_is_named_takes_that(resumed):

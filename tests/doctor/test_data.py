@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.tiny_models import tiny_model, write_data
 from laminar_py.cli import app
 from laminar_py.config.section import ConfigError
-from laminar_py.data.tiny_models import tiny_model, write_data
 from tests.data.templates import TEMPLATES, make_tokenizer_folder
 
 ROWS = [{"question": "2+2=", "value": {"answer": "4"}, "level": n % 2} for n in range(3)]

@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_lab.doctor.checks import fit, fit_pretended, pretended_cluster
+from laminar_lab.doctor.memory import gpu_memory
 from laminar_py.cli import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.cluster.placement import Needs, make_plan
-from laminar_py.runtime.preflight.memory import gpu_memory
-from tests.preflight.test_memory import QWEN_7B
+from tests.doctor.test_memory import QWEN_7B
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 

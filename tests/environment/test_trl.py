@@ -8,10 +8,10 @@ import pytest
 
 from laminar_contrib.environments.trl_kind import TrlEnvironment, TrlTurns, open_trl
 from laminar_contrib.tools.call_formats import CallFamily
+from laminar_lab.tiny_models import tiny_model
 from laminar_py.config.environment import ENVIRONMENTS
 from laminar_py.config.registry import load_from_file
 from laminar_py.config.section import ConfigError
-from laminar_py.data.tiny_models import tiny_model
 from laminar_py.environment.protocol import End, Observation, Problem, Role
 from laminar_py.records.trajectory import DropReason
 from tests.environment.text_story import TextStory

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laminar_lab.tiny_models import EOS, SPECIAL, UNKNOWN
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.problems import check_disjoint, read_prompts
 from laminar_py.data.sources import source_at
-from laminar_py.data.tiny_models import EOS, SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

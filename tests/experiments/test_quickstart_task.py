@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from laminar_lab.tiny_models import SPECIAL
 from laminar_py.config.loading import load_config
-from laminar_py.data.tiny_models import SPECIAL
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.terms import make_exact

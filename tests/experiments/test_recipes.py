@@ -12,12 +12,12 @@ import pytest
 
 from laminar_lab.doctor import checks
 from laminar_lab.doctor.checks import fit
+from laminar_lab.doctor.memory import gpu_memory, memory_faults
+from laminar_lab.model_shape import read_shape
 from laminar_py.config.loading import load_config
 from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from laminar_py.runtime.preflight import node_checks
-from laminar_py.runtime.preflight.memory import gpu_memory, memory_faults
-from laminar_py.runtime.preflight.model_shape import read_shape
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 
@@ -95,6 +95,7 @@ def test_doctor_accepts_a_recipe_with_the_nodes_that_it_names(name, tmp_path, mo
         return function(*arguments)
 
     monkeypatch.setattr(node_checks, "on_node", on_node)
+    monkeypatch.setattr(checks, "on_node", on_node)
     monkeypatch.setattr(checks, "nodes", lambda: seen)
     monkeypatch.setattr(checks, "open_cluster", lambda address: nullcontext())
     accept(name, tmp_path)

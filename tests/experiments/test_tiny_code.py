@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from laminar_contrib.code.term import fault_in_tests
+from laminar_lab.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.problems import read_prompts
 from laminar_py.data.sources import source_at
-from laminar_py.data.tiny_models import SPECIAL, UNKNOWN
 from laminar_py.data.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "experiments/tiny_code"

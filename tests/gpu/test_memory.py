@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from laminar_lab.doctor.memory import learner_parts
+from laminar_lab.model_shape import read_shape
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.loading import parse_config
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.step import Learner
-from laminar_py.runtime.preflight.memory import learner_parts
-from laminar_py.runtime.preflight.model_shape import read_shape
 from tests.learner.builders import Sample, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -12,12 +12,12 @@ from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.events import Dropped
 from laminar_py.records.host import SystemClock
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind
+from laminar_py.records.trajectory import DropReason
 from laminar_py.runtime.orchestrator import scoring as scoring_module
 from laminar_py.runtime.orchestrator.controller import collect_scores
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
-from laminar_py.runtime.orchestrator.parts import Handoff
 from laminar_py.runtime.orchestrator.scoring import Scoring
+from laminar_py.runtime.orchestrator.setup import Handoff
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet
 from tests.runs.runs import REPO
@@ -209,40 +209,6 @@ async def test_what_waits_for_a_score_is_told_with_the_age_of_the_oldest(monkeyp
         scorers.gate.set()
         await score_all(scoring, fleet)
         assert scoring.waits == ""
-
-
-async def test_before_rl_one_response_of_each_task_is_scored_that_no_heldout_prompt_is_of():
-    fleet, published = Fleet(replicas=1), []
-    fleet.scheduler.pause()
-    heldout, other = (
-        msgspec.structs.replace(make_prompt(index), task=task) for index, task in enumerate(("add", "carry"))
-    )
-    incarnation = make_incarnation(
-        config=load_config(REPO / "configs/quickstart.yaml", []),
-        inputs=SimpleNamespace(sets={"heldout": [heldout]}, first_of_tasks=[heldout, other]),
-        stats=Stats(SystemClock(), replicas=1, totals=Totals()),
-    )
-    evaluator = Evaluator(
-        incarnation,
-        scheduler=fleet.scheduler,
-        replicas=None,
-        issuing=SimpleNamespace(wake=lambda: None),
-        hold=None,
-        publish=published.append,
-        show_line=None,
-    )
-    first = asyncio.create_task(evaluator.first(Moment(0, 0, 0.0)))
-    await asyncio.sleep(0)
-    await fleet.report(0)
-    assert sorted(item.kind for item in fleet.running[0].values()) == [Kind.EVAL, Kind.EVAL]
-    await fleet.finish_all(0)
-    assert {trajectory.prompt_id for trajectory in fleet.unscored} == {"p0", "p1"}
-    assert not first.done()
-    await fleet.score_all(lambda index: 1.0)
-    async with asyncio.timeout(PATIENCE_S):
-        await first
-    assert [(result.figures.problems, result.figures.mean.value) for result in published] == [(1, 1.0)]
-    assert not fleet.scheduler.book.live
 
 
 async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_is_told():

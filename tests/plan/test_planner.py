@@ -8,6 +8,7 @@ from statistics import mean
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.plan.inputs import lengths_by_task, read_subject
 from laminar_lab.plan.judge import judge, shrunk_fleet
@@ -21,7 +22,6 @@ from laminar_py.cli.main import app
 from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
-from laminar_py.runtime.preflight.memory import memory_faults
 from tests.plan.builders import make_request
 from tests.runs.runs import REPO
 

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from laminar_lab.audit.verify import verify
-from laminar_py.data.tiny_models import jsonl, tiny_model, write_data
+from laminar_lab.tiny_models import jsonl, tiny_model, write_data
 from laminar_py.records.spans import NEW_CONVERSATION, decode_spans, num_turns, sequences_of
 from tests.runs.runs import ALONE, TrainProcess
 

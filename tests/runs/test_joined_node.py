@@ -19,12 +19,12 @@ def test_a_replica_that_waits_for_a_node_starts_on_one_that_ray_adds(tmp_path, i
         TrainProcess(tmp_path, *SETTINGS, *more, f"cluster.address={cluster.address}") as train,
     ):
         train.wait_for_step(1)
-        answer = scale(train.run, "replicas=2")
-        assert "replicas 1 -> 2: 1 join; 1 have a place, the others wait for a node that has room" in answer
+        scale(train.run, 2)
+        train.wait_until(lambda: len(events_of(train.run, "scaled")) == 2)
         cluster.add(1)
         train.wait_until(lambda: serving(train.run) == {0, 1})
         assert "ray::ReplicaActor" in {title.split(".")[0] for title in cluster.parts(1).values()}
-        scale(train.run, "replicas=1")
+        scale(train.run, 1)
         train.wait_until(lambda: left(train.run))
         train.wait_for_step(len((train.run / "metrics.jsonl").read_bytes().splitlines()) + 1)
         train.process.send_signal(2)

@@ -26,7 +26,7 @@ from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.orchestrator.controller import issue, process_reports
-from laminar_py.runtime.orchestrator.parts import Handoff
+from laminar_py.runtime.orchestrator.setup import Handoff
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.replicas import ReplicaKeeper, Replicas, pace_of
 from laminar_py.runtime.workers.specs import ReplicaSpec
@@ -471,25 +471,24 @@ async def test_what_a_process_says_that_counts_as_dead_counts_for_nothing(monkey
         assert first.actor.did.empty()
 
 
-def scale(world, *, replicas=3, gone=(), servers=None):
+def scale(world, *, replicas=3, gone=()):
     """Have the run know of more replicas, or of some that have left."""
     for index in range(len(world.scheduler.views.by_index), replicas):
         world.scheduler.join(index)
-    world.replicas.join(world.config, servers or {})
+    world.replicas.join(world.config)
     return world.placement.scale(
         Needs(ranks=1, rank_gpus=1, replicas=replicas, replica_gpus=1, gone=frozenset(gone))
     )
 
 
-async def test_one_that_joins_waits_for_a_node_and_is_given_its_server_and_work(monkeypatch, tmp_path):
+async def test_one_that_joins_waits_for_a_node_and_is_given_work(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     async with kept(world):
-        await scale(world, servers={2: "http://server"})
+        await scale(world)
         assert world.placement.plan.replicas[2] is None
         world.nodes.append(Node(id="c", ip="10.0.0.3", gpus=1, cpus=8))
         third = await world.next()
         assert (third.name, third.place.node) == ("replica-2", "c")
-        assert (await third.actor.spec).server == "http://server"
         third.actor.report()
         assert await third.actor.given(1)
     assert list(world.replicas._stats.replicas) == [0, 1, 2]

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from laminar_py.runtime.cluster.backend import Process as Process
     from laminar_py.runtime.cluster.backend import cluster as cluster
     from laminar_py.runtime.cluster.backend import nodes as nodes
+    from laminar_py.runtime.cluster.backend import on_node as on_node
     from laminar_py.runtime.cluster.backend import open_cluster as open_cluster
+    from laminar_py.runtime.cluster.errors import NoAnswerError as NoAnswerError
     from laminar_py.runtime.cluster.errors import RunFailedError as RunFailedError
     from laminar_py.runtime.cluster.part import Part as Part
     from laminar_py.runtime.cluster.placement import Needs as Needs

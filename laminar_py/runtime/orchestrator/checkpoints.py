@@ -46,16 +46,18 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
     Raises `ConfigError` if it is half written or damaged, or if all are gone.
     """
     recorded = on_record(run)
-    found = newest_existing(recorded, run.has)
-    if found is None:
+    newest = newest_existing(recorded, run.has)
+    if newest is None:
         return None
     try:
-        read_marker(run.path / found.path)
+        read_marker(run.path / newest.path)
     except ConfigError as error:
-        older = next((one.path for one in recorded[recorded.index(found) + 1 :] if run.has(one)), None)
+        older = next(
+            (checkpoint.path for checkpoint in recorded[recorded.index(newest) + 1 :] if run.has(checkpoint)), None
+        )
         without = f"{older} is taken" if older else "there is none, start a new run"
         raise ConfigError(f"{error}; without it {without}") from None
-    return found
+    return newest
 
 
 class Checkpoints:
@@ -152,9 +154,9 @@ class Checkpoints:
 
         A folder is renamed first, so that a reader finds all of it or nothing.
         """
-        kept = {self._run.path / checkpoint.path for checkpoint in self._kept}
+        kept_folders = {self._run.path / checkpoint.path for checkpoint in self._kept}
         for folder in sorted(self._run.checkpoints.iterdir(), reverse=True):  # `x.gone` before an `x`
-            if _OURS.fullmatch(folder.name) and folder not in kept:
+            if _OURS.fullmatch(folder.name) and folder not in kept_folders:
                 log.info("deleting %s", folder)
                 gone = folder.with_name(folder.name.removesuffix(_GONE) + _GONE)
                 folder.rename(gone)

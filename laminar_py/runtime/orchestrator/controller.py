@@ -65,7 +65,8 @@ from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
-from laminar_py.runtime.orchestrator.parts import (
+from laminar_py.runtime.orchestrator.scoring import Scoring
+from laminar_py.runtime.orchestrator.setup import (
     Handoff,
     Learning,
     keep_pauses_short,
@@ -73,7 +74,6 @@ from laminar_py.runtime.orchestrator.parts import (
     record_start,
     seal,
 )
-from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.sources import (
     EvalSource,
     EvalSummary,
@@ -305,9 +305,9 @@ class Controller:
             incarnation,
             scheduler=scheduler,
             replicas=replicas,
-            migration=migration,
             scoring=self._scoring,
             issuing=self._issuing,
+            show_line=self._view.notice,
         )
         return Learning(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
 
@@ -339,9 +339,9 @@ class Controller:
     async def _start_parts(self) -> None:
         """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
         learner = None if self._learning is None else self._learning.learner
-        for part in (self._scoring, self._environments, learner, self._replicas, self._reference):
-            if part is not None:
-                part.spawn()
+        parts = (self._scoring, self._environments, learner, self._replicas, self._reference)
+        for part in (part for part in parts if part is not None):
+            part.spawn()
         async with asyncio.TaskGroup() as tasks:
             for started in (self._relays, self._scoring, self._environments):
                 tasks.create_task(started.start())
@@ -413,7 +413,7 @@ class Controller:
         assert self._source is not None, "an evaluation has a source"
         published = await publish_source(self._incarnation, self._relays, step=self._source.step)
         self._scheduler.published(published.version)
-        done = {one.pass_id for one in self._evaluations}
+        done = {result.pass_id for result in self._evaluations}
         run, sets = self._incarnation.run, list(self._incarnation.inputs.sets)
         answers = await asyncio.to_thread(answers_on_record, run, sets, done=done) if self._recovered else {}
         passes = self._evaluator.every_set(
@@ -460,7 +460,6 @@ class Controller:
         try:
             try:
                 if self._learning is not None:
-                    await self._learning.fleet.close()
                     await self._learning.trainer.close()
             finally:
                 await self._scoring.close()  # a running scorer would write after the seal
@@ -523,11 +522,11 @@ class Controller:
             if self._learning is not None:
                 rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
                 chores.create_task(rows, name="fleet-rows")
-                chores.create_task(self._learning.fleet.run(show_line=self._view.notice), name="scale")
+                chores.create_task(self._learning.fleet.run(), name="scale")
 
     async def _keep_deadlines(self) -> None:
         """Enforce deadlines, which depend on time alone, and show the progress of the run."""
-        clock, said_s, said = self._incarnation.clock, 0.0, ""
+        clock, shown_s, shown = self._incarnation.clock, 0.0, ""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.enforce_deadlines()
@@ -536,8 +535,8 @@ class Controller:
                 self._refresh(self._learning.trainer)
                 continue
             line = self._scheduler.evaluations.progress
-            if line != said and clock.now() - said_s > PROGRESS_S:
-                said_s, said = clock.now(), line
+            if line != shown and clock.now() - shown_s > PROGRESS_S:
+                shown_s, shown = clock.now(), line
                 self._view.notice(line)
 
     def _refresh(self, trainer: Trainer) -> None:

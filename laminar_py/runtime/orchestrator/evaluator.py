@@ -55,7 +55,6 @@ class Evaluator:
         self._config = config.eval
         self._intervals = config.eval.intervals()
         self._requests = config.eval.requests(config.rollout.sampling.params())
-        self._reward = config.reward
         self._inputs = incarnation.inputs
         self._scheduler = scheduler
         self._hold = hold
@@ -104,23 +103,11 @@ class Evaluator:
             )
 
     async def first(self, moment: Moment) -> None:
-        """Evaluate the first version, and score one response of each task that no set covers.
-
-        So every reward is tried before RL; only the held-out answers count in figures.
-        """
-        sets = (prompts for name, prompts in self._inputs.sets.items() if name not in self._reward.by_set)
-        tasks = {prompt.task for prompts in sets for prompt in prompts}
-        others = [
-            prompt
-            for prompt in self._inputs.first_of_tasks
-            if prompt.task not in tasks and self._reward.of_task(prompt.task)
-        ]
+        """Evaluate the first version on every set, after the continued passes."""
         if self._running:  # continued passes
             await asyncio.wait(self._running)
         under_way = [self._begin(moment, name, moment.version) for name in self._missing(moment)]
-        scored = [self._scheduler.evaluations.request(others, moment.version)] if others else []
         await asyncio.gather(*under_way)
-        await asyncio.gather(*scored, return_exceptions=True)
 
     def version_came(self, moment: Moment) -> None:
         """Note a new version, of a step or of a learner that starts; forget results of later, undone steps."""

@@ -59,10 +59,10 @@ def run_of(source: Path) -> RunFolder:
 
 
 def _newest(run: RunFolder) -> Checkpointed:
-    found = newest_existing(on_record(run), run.has)
-    if found is None:
+    newest = newest_existing(on_record(run), run.has)
+    if newest is None:
         raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one")
-    return found
+    return newest
 
 
 def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Exported:

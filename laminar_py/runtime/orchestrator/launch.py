@@ -4,20 +4,14 @@ Called by the command line.
 """
 
 import asyncio
-import contextlib
 import logging
-import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
-import psutil
 from rich.console import Console
 
 from laminar_py.config.loading import load_config
@@ -60,9 +54,7 @@ from laminar_py.runtime.workers.incarnation import RunStart
 log = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
-ENDED_AT_ONCE = b"laminar: ended at once, as asked three times; go on with --resume\n"
 SAME_S = 1.0  # within which SIGTERM and SIGINT are one request: a launcher may pass a job's end on
-SHOW_CURSOR = b"\x1b[?25h"  # the view hides it
 UNBOUNDED = (
     "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
     " of the weight of old data is gone"
@@ -177,7 +169,7 @@ def lead(
         _prepare_resume(resume, inputs, console)
     with open_cluster(config.cluster.address):
         # a run that cannot be placed leaves no folder
-        placement = asyncio.run(place_parts(config, resume=resume is not None))
+        placement = asyncio.run(place_parts(config))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
@@ -250,10 +242,7 @@ def _needs(run: RunFolder, reason: str) -> str:
 
 
 async def _lead(controller: Leader) -> Result:
-    """Run the controller to its end. A signal interrupts the run; a second SIGINT cancels it.
-
-    A third signal kills all processes below this one.
-    """
+    """Run the controller to its end. A signal interrupts the run; a second SIGINT cancels it."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -268,23 +257,10 @@ async def _lead(controller: Leader) -> Result:
             controller.interrupt()
         elif number is signal.SIGINT and (first_signal[0] is number or loop.time() - first_signal[1] > SAME_S):
             task.cancel()
-            end_at_once = partial(_end_at_once, psutil.Process().children(recursive=True))
             for each in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(each)
-                signal.signal(each, end_at_once)
+                signal.signal(each, signal.SIG_IGN)  # a third signal must not interrupt the end
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     return await controller.lead()
-
-
-def _end_at_once(family: Sequence[psutil.Process], number: int, frame: FrameType | None) -> None:
-    """Kill all processes below this one and exit at once; the record stays valid.
-
-    `family` was listed a moment before, since Ray's processes detach when Ray begins to end.
-    """
-    for process in {*family, *psutil.Process().children(recursive=True)}:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    os.write(sys.stderr.fileno(), (SHOW_CURSOR if sys.stderr.isatty() else b"") + ENDED_AT_ONCE)
-    os._exit(128 + number)

@@ -61,10 +61,10 @@ def print_fallback(run: RunFolder, console: Console) -> None:
 
     Raises `ConfigError` if no checkpoint is usable.
     """
-    found = find_checkpoint(run)
-    if found is not None and (newest := on_record(run)[0]) != found:
+    usable = find_checkpoint(run)
+    if usable is not None and (newest := on_record(run)[0]) != usable:
         console.print(
-            f"{newest.path} is gone: the run goes back to step {found.step}, {found.path}",
+            f"{newest.path} is gone: the run goes back to step {usable.step}, {usable.path}",
             soft_wrap=True,
             highlight=False,
         )

@@ -149,8 +149,8 @@ def find_open(settings: RunConfig, source: Path) -> RunFolder:
 
 def _is_of(run: RunFolder, source: Path) -> bool:
     """Return True for an evaluation of `source`, or of a checkpoint in it."""
-    found = read_source(run)
-    return found is not None and Path(found.path).resolve().is_relative_to(source.resolve())
+    recorded = read_source(run)
+    return recorded is not None and Path(recorded.path).resolve().is_relative_to(source.resolve())
 
 
 def read_source(run: RunFolder) -> EvalSource | None:

@@ -102,8 +102,8 @@ class Versions:
     async def adopt(self, *, step: int) -> list[int]:
         """Record and return complete versions that a crashed learner did not report: replicas may serve them."""
         orphans = {orphan.version: orphan for orphan in self._ledger.unpublished()}
-        for found in await self._stored():
-            orphans[found.version] = Published(found.version, found.digest, found.num_bytes, 0.0)
+        for manifest in await self._stored():
+            orphans[manifest.version] = Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0)
         adopted = []
         for version in sorted(orphans):
             parent = self._ledger.newest_published

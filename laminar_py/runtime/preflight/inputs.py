@@ -61,7 +61,7 @@ class Problems:
 def prompt_room(config: RunConfig) -> dict[str, int]:
     """Return the longest prompt, in tokens, with room for a whole response: by evaluation set, "" for training."""
     run = config.rollout.sampling.params()
-    caps = {name: one.sampling(run).max_new_tokens for name, one in config.eval.sets.items()}
+    caps = {name: settings.sampling(run).max_new_tokens for name, settings in config.eval.sets.items()}
     caps[""] = config.rollout.sampling.max_new_tokens
     return {name: config.rollout.max_len - cap for name, cap in caps.items()}
 
@@ -71,7 +71,7 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
 
     `limited` refuses prompts without room for a whole response. A prefix makes the ids of several sources unique.
     """
-    given = config.data.train if trains else ()
+    sources = config.data.train if trains else ()
     room = prompt_room(config)
 
     def read(field: str, settings: SourceConfig, prefix: str, name: str) -> ProblemSet:
@@ -79,11 +79,15 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
         source = DataSource(field, settings)
         return read_prompts(source, encoder=encoder, max_prompt_tokens=limit, prefix=prefix)
 
-    if len(given) == 1:
-        train = [read("data.train", given[0], "", "")]
+    if len(sources) == 1:
+        train = [read("data.train", sources[0], "", "")]
     else:
-        train = [read(f"data.train.{index}", one, f"train.{index}/", "") for index, one in enumerate(given)]
-    sets = {name: read(f"eval.sets.{name}", one, f"{name}/", name) for name, one in config.eval.sets.items()}
+        train = [
+            read(f"data.train.{index}", settings, f"train.{index}/", "") for index, settings in enumerate(sources)
+        ]
+    sets = {
+        name: read(f"eval.sets.{name}", settings, f"{name}/", name) for name, settings in config.eval.sets.items()
+    }
     return Problems(train, sets)
 
 
@@ -154,7 +158,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     return Inputs(
         tokenizer=encoder.tokenizer,  # with messages, the end of a turn also ends a response
         stream=PromptStream(problems.train, config.data, seed=config.seed),
-        sets={name: list(of) for name, of in problems.sets.items()},
+        sets={name: list(problem_set) for name, problem_set in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
         messages=encoder.uses_template,
         digests=problems.digests,
@@ -163,7 +167,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
 
 def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
     """Return the reward without tasks that no evaluation set has."""
-    tasks = {task for of in problems.all for task in of.tasks}
+    tasks = {task for problem_set in problems.all for task in problem_set.tasks}
     return reward.model_copy(update={"by_task": {t: terms for t, terms in reward.by_task.items() if t in tasks}})
 
 

@@ -1,12 +1,10 @@
-"""Checks of a cluster's nodes before a run, by a function that runs on each: files, memory, GPUs, software."""
+"""Checks of a cluster's nodes before a run, by a function that runs on each: files, memory, software."""
 
 import asyncio
 import contextlib
 import json
-import logging
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,9 +19,6 @@ from laminar_py.runtime.cluster.backend import nodes, on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, RemoteCallError
 from laminar_py.runtime.cluster.placement import Needs, Placement, Plan
 from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault, room_fault
-from laminar_py.runtime.preflight.memory import GPU_BYTES, gpu_memory, memory_faults, smallest_gpu
-
-log = logging.getLogger(__name__)
 
 NODE_TIMEOUT_S = 60.0  # includes the start of a process on the node
 
@@ -63,47 +58,16 @@ def inspect_node(witness: str, settings: str, serving: str, pools: str = "") -> 
     return encode(NodeReport(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
 
-async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
-    """Place the parts of a run, and check the nodes.
+async def place_parts(config: RunConfig) -> Placement:
+    """Place the parts of a run, and check the nodes of a joined cluster.
 
-    Raises ConfigError if the parts do not fit on the cluster, if a joined node lacks something, or if the parts do
-    not fit into GPUs of known size. A run to resume did fit before, so the formula for memory only warns.
+    Raises ConfigError if the parts do not fit on the cluster, or if a joined node lacks something.
     """
     placement = Placement(Needs.from_config(config), nodes)
     if config.cluster.address is not None:
         for line in await node_faults(config, placement):
             raise ConfigError(line)
-    if gpu_memory(config):
-        for kind, size in (await smallest_gpus(gpu_nodes(placement.plan))).items():
-            for line in memory_faults(config, gpu_bytes=size or GPU_BYTES, kinds=[kind]):
-                if size and not resume:
-                    raise ConfigError(line)
-                log.warning("by an estimate this does not fit: %s", line)
     return placement
-
-
-def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
-    """Return the nodes with GPUs for learner and engines."""
-    places = {"learner": plan.learner, "engine": plan.replicas}
-    return {
-        kind: {place.node for place in parts if place is not None and place.gpus and place.node is not None}
-        for kind, parts in places.items()
-    }
-
-
-async def smallest_gpus(holders: Mapping[str, Collection[str]]) -> dict[str, int]:
-    """Return the bytes of the smallest GPU among the nodes of each kind; 0 if no node reports one."""
-    asked = sorted({node for held in holders.values() for node in held})
-    sizes = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
-    return {kind: min((sizes[node] for node in held if sizes[node]), default=0) for kind, held in holders.items()}
-
-
-async def _smallest_gpu(node: str) -> int:
-    try:
-        async with asyncio.timeout(NODE_TIMEOUT_S):
-            return decode(int, await on_node(node, smallest_gpu))
-    except (NoAnswerError, TimeoutError):  # `node_faults` reports that node
-        return 0
 
 
 async def delete_everywhere(placement: Placement, folder: Path) -> None:

@@ -9,7 +9,7 @@ never used again. A replica that joins and does not start leaves again, and does
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from laminar_py.config.run import RunConfig
@@ -288,14 +288,10 @@ class Replicas:
 
     # ---- the fleet
 
-    def join(self, config: RunConfig, servers: Mapping[int, str]) -> None:
-        """Start to keep the replicas that are new to the scheduler, each attached to its server if it has one.
-
-        `config` has the new size of the fleet.
-        """
+    def join(self, config: RunConfig) -> None:
+        """Start to keep the replicas that are new to the scheduler; `config` has the new size of the fleet."""
         assert self._tasks is not None, "replicas join while others are kept"
         self.config = config
-        self.servers |= servers
         for index in range(len(self._keepers), len(self.scheduler.views.by_index)):
             self._joined.add(index)
             self._keepers.append(ReplicaKeeper(self, index))

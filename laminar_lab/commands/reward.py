@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from laminar_py.cli.main import console, print_line
+from laminar_py.cli import console, print_line
+from laminar_py.config import ConfigError
 from laminar_py.config.reward import RewardConfig, server_name
-from laminar_py.config.section import ConfigError
 from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress
 
 if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
     from laminar_py.records.scoring import ScoringRequest
-    from laminar_py.reward.scorer import LaunchedServers
+    from laminar_py.reward import LaunchedServers
 
-reward = typer.Typer(no_args_is_help=True, help="Try a reward on samples, before a run.")
+app = typer.Typer(no_args_is_help=True, help="Try a reward on samples, before a run.")
 
 PRINTED = 20  # lines of a kind
 PROGRESS_S = 5.0  # seconds between two lines of progress
@@ -37,12 +37,12 @@ COUNTED = 10  # different rewards that are counted one by one; for more, print m
 Overrides = Annotated[list[str] | None, typer.Argument(help=r"Settings, e.g. 'reward.use=\[math]'")]
 
 
-@reward.callback()
+@app.callback()
 def rewards() -> None:
     """Try rewards before GPUs are paid for."""
 
 
-@reward.command("try", epilog="Example: laminar reward try experiments/math_long_cot/7b_8gpu.yaml samples.jsonl")
+@app.command("try", epilog="Example: laminar reward try experiments/math_long_cot/7b_8gpu.yaml samples.jsonl")
 def try_samples(
     config: Annotated[Path, typer.Argument(help="YAML file of a run; its reward and tokenizer are used")],
     samples: Annotated[
@@ -52,11 +52,10 @@ def try_samples(
     overrides: Overrides = None,
 ) -> None:
     """Score samples; print failures, rewards that differ from the expected ones, and times."""
-    from laminar_py.config.loading import load_config
-    from laminar_py.data.sources import other_fields, read_records, source_at
-    from laminar_py.data.tokenizer import load_tokenizer
-    from laminar_py.reward.samples import Sample, SampleLine, make_sample
-    from laminar_py.runtime.preflight.inputs import prepare
+    from laminar_lab.reward_samples import Sample, SampleLine, make_sample
+    from laminar_py.config import load_config
+    from laminar_py.data import load_tokenizer, other_fields, read_records, source_at
+    from laminar_py.runtime.preflight import prepare
 
     settings = load_config(config, overrides or [])
     if not samples.is_file():
@@ -86,7 +85,7 @@ def try_samples(
 def _checked(reward: RewardConfig, requests: Iterable["ScoringRequest"]) -> Iterator["ScoringRequest"]:
     """Yield requests. Raises `ConfigError` at the first whose problem lacks a field that its reward needs."""
     from laminar_py.records.trajectory import Prompt
-    from laminar_py.runtime.preflight.rewards import check_problem
+    from laminar_py.runtime.preflight import check_problem
 
     for request in requests:
         place = request.trajectory_id
@@ -116,7 +115,7 @@ def score_and_print(
 
     With `failures` False a failed reward counts only if `difference` says so.
     """
-    from laminar_py.runtime.preflight.rewards import check_terms, log_folder
+    from laminar_py.runtime.preflight import check_terms, log_folder
 
     check_terms(settings.reward, settings.sandbox)
     tally = ScoreTally()
@@ -160,9 +159,9 @@ async def _score(
     settings: "RunConfig", requests: Iterable["ScoringRequest"], record: Callable[[Score], None], logs: Path
 ) -> float:
     """Score requests, pass each score to `record`, print progress on standard error, and return the seconds."""
-    from laminar_py.data.tokenizer import load_tokenizer
-    from laminar_py.reward.samples import score_all
-    from laminar_py.reward.scorer import Scorer
+    from laminar_lab.reward_samples import score_all
+    from laminar_py.data import load_tokenizer
+    from laminar_py.reward import Scorer
 
     async with (
         open_pools(settings.reward, logs) as launched,
@@ -191,10 +190,9 @@ async def _score(
 async def open_pools(reward: RewardConfig, logs: Path) -> AsyncIterator["LaunchedServers"]:
     """Launch one server of each pool on GPUs of its own, and end them. Raises `ConfigError` if one does not
     start."""
-    from laminar_py.engines.sglang.launch import check_pool, pool_server
-    from laminar_py.engines.sglang.server import SGLangServer
+    from laminar_py.engines.sglang import SGLangServer, check_pool, pool_server
     from laminar_py.records.engine import EngineLostError
-    from laminar_py.reward.scorer import LaunchedServers
+    from laminar_py.reward import LaunchedServers
 
     up: dict[str, list[ServerAddress]] = {}
     first_gpu = 0

@@ -1,4 +1,4 @@
-"""Objects that the controller is built of: the queue between two loops, the scheduler, the learner's side."""
+"""Set-up of a controller: its queues, its scheduler, the objects of training, and the first events on record."""
 
 import asyncio
 import gc

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar_lab.commands.reward import ScoreTally, open_pools
 from laminar_py.cli import main
-from laminar_py.cli.reward import ScoreTally, open_pools
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.records.scoring import Score, TermValue
@@ -102,7 +102,7 @@ def test_a_task_of_the_config_that_no_sample_has_is_told(try_reward):
 
 
 def test_it_is_said_how_far_a_long_one_is(try_reward, monkeypatch):
-    monkeypatch.setattr("laminar_py.cli.reward.PROGRESS_S", -1.0)
+    monkeypatch.setattr("laminar_lab.commands.reward.PROGRESS_S", -1.0)
     assert "2 responses so far" in try_reward(RIGHT, RIGHT)[2]
 
 

@@ -7,11 +7,11 @@ from itertools import zip_longest
 import msgspec
 import numpy as np
 
-from laminar_py.config.section import ConfigError
+from laminar_py.config import ConfigError
 from laminar_py.records.codec import IntArray
 from laminar_py.records.scoring import Score, ScoringRequest, Unscored
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.reward.scorer import Scorer
+from laminar_py.reward import Scorer
 
 TAKE_S = 1.0
 

@@ -2,7 +2,7 @@
 
 A run that finished deletes its weights; a stopped run keeps them for `--resume`. Each folder of weights names its
 run. `clean` deletes weights of a run that may still run only if the user says that the run's folder is gone for
-good (`tests/cli/test_clean.py`).
+good (`tests/doctor/test_clean.py`).
 """
 
 import contextlib
@@ -15,14 +15,16 @@ from typing import Annotated
 
 import typer
 
-from laminar_py.cli.main import print_line
-from laminar_py.config.section import ConfigError
-from laminar_py.ledger.run_folder import RunFolder, run_of
-from laminar_py.observe.fleet import folder_bytes
+from laminar_py.cli import print_line
+from laminar_py.config import ConfigError
+from laminar_py.ledger import RunFolder, run_of
+from laminar_py.observe import folder_bytes
 
 MOST_NAMED = 5  # runs in a line
+app = typer.Typer()
 
 
+@app.command(epilog="Example: laminar clean --free")
 def clean(
     only: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="Folder of a run, e.g. runs/mine-1; default: all")

@@ -1,22 +1,22 @@
 """Memory of a run's GPUs, by use: a formula over a config and a model's shape.
 
-Called by `laminar doctor`, and before a run. The learner's memory is its peak, the largest of three
+Called by `laminar doctor` and `laminar plan`. The learner's memory is its peak, the largest of three
 moments of a step: the backward pass of the output embedding, of a layer, and the reduction of the embeddings'
 gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32; a norm that
 `learner.layers` has fused takes less. States of the learner, weights and KV cache of an engine are exact;
-activations and the memory that CUDA and its allocator keep are estimates (`tests/preflight/test_memory.py`).
+activations and the memory that CUDA and its allocator keep are estimates (`tests/doctor/test_memory.py`).
 """
 
 import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from laminar_lab.model_shape import ModelShape, kv_token_bytes, read_shape
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.run import RunConfig
-from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.engines import served_dtype
 from laminar_py.records.codec import encode
-from laminar_py.runtime.preflight.model_shape import ModelShape, kv_token_bytes, read_shape
 
 GPU_BYTES = 80e9  # assumed size of a GPU
 HEAD_TOKENS = 2048  # tokens with logits at the same time: `learner.losses.logprob.FUSED_CHUNK`

@@ -2,7 +2,7 @@
 times.
 
 For the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, with mixtures, the counts equal the model that
-transformers builds (`tests/preflight/test_memory.py`). For other families with the same projections they are near.
+transformers builds (`tests/doctor/test_memory.py`). For other families with the same projections they are near.
 """
 
 from pathlib import Path

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from laminar_lab.doctor.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
+from laminar_lab.model_shape import ModelShape, read_shape
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute
 from laminar_py.config.loading import load_config
 from laminar_py.learner.losses import logprob
 from laminar_py.learner.model import load_policy, policy_logprobs
-from laminar_py.runtime.preflight.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
-from laminar_py.runtime.preflight.model_shape import ModelShape, read_shape
 from tests.doctor.test_fit import doctor
 from tests.learner.builders import make_learner, make_model_folder, make_sequences, pack
 from tests.runs.runs import REPO
