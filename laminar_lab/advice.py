@@ -218,10 +218,12 @@ def _weights(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     The relay's shape comes first; then fewer or smaller versions; then a staleness bound that hides
     the transfer; the network itself comes last.
     """
-    relay = config.relay
+    learner, relay = config.learner, config.relay
     if relay.fanout > 1:
         yield Remedy("relay.fanout", f"{relay.fanout} -> 1", "a chain takes least time")
     yield from _rarer_versions(config, step)
+    if learner.lora is None:
+        yield Remedy("learner.lora.rank", "none -> 16", "adapters are a few percent of the bytes")
     yield from _wider_bound(config, step, more=2, why="replicas continue under the previous version")
     yield Remedy("relay.host", f"{relay.host} -> an address of a faster network", "the links themselves are slow")
 

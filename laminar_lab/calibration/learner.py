@@ -191,7 +191,7 @@ def _open_learner(config: RunConfig) -> Iterator[Learner]:
 
 @contextmanager
 def _publisher(store: Path, learner: Learner) -> Iterator[Publisher]:
-    publisher = Publisher(store)
+    publisher = Publisher(store, adapter_config=learner.adapter_config())
     try:
         yield publisher
     finally:

@@ -223,7 +223,10 @@ def _gpu() -> Finding:
 
 def _optional() -> list[Finding]:
     """Return findings on optional packages, each with its version or with the command that installs it."""
-    wanted = {"sglang": "pip install laminar-py[sglang], or sglang in an environment of its own (rollout on GPUs)"}
+    wanted = {
+        "flash_attn": "pip install --no-build-isolation laminar-py[flash-attn] (CUDA only)",
+        "sglang": "pip install laminar-py[sglang], or sglang in an environment of its own (rollout on GPUs)",
+    }
     findings = []
     for module, remedy in wanted.items():
         present = importlib.util.find_spec(module) is not None

@@ -23,8 +23,8 @@ class LoraTarget(StrEnum):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which alone are trained and checkpointed. The learner publishes the weights with adapters
-    merged, so engines and relays treat a version as any other."""
+    """Low-rank adapters, which alone are trained, checkpointed and published. Engines read the base from the
+    learner's folder (`model.path` or the warm start's cache), which all hosts must see under the same path."""
 
     rank: Count = 16
     """Rows of A and columns of B: the adapted weight is `W + alpha / rank * B A`."""
@@ -41,13 +41,13 @@ class LoraConfig(Section):
 
 
 def check_lora(lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
-    """Raise `ConfigError` for adapters without a base."""
+    """Raise `ConfigError` for adapters without a base. A backend checks which adapters its engines serve."""
     if lora is None:
         return
     if model.from_scratch and warm_start is None:
         raise ConfigError(
-            "model.from_scratch=true: learner.lora adapts weights of a folder; name a folder with weights, or a"
-            " warm_start"
+            "model.from_scratch=true: with learner.lora only adapters are published, so engines need the base"
+            " in a folder; name a folder with weights, or a warm_start"
         )
 
 

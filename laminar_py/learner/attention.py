@@ -5,6 +5,7 @@ kernel builds a [T, T] mask. A kernel raises for an argument that it would have 
 (`tests/learner/test_attention.py`).
 """
 
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class PackedKernel(StrEnum):
 
     SDPA = "packed_sdpa"
     VARLEN = "packed_varlen"
+    FLASH = "packed_flash"
     FLASH4 = "packed_flash4"
 
 
@@ -40,9 +42,13 @@ FLASH4_CAPABILITIES = (9, 10)  # Hopper and Blackwell
 
 
 def choose_kernel(device: torch.device) -> PackedKernel:
-    """The kernel for a device: SDPA on a CPU; on CUDA FlashAttention-4 if it is installed, else torch's own."""
+    """The kernel for a device: per-sequence SDPA on a CPU; on CUDA the first that is installed of flash-attn 2,
+    FlashAttention-4 and torch's own.
+    """
     if device.type == "cpu":
         return PackedKernel.SDPA
+    if _installed("flash_attn.flash_attn_interface"):
+        return PackedKernel.FLASH
     major, _ = torch.cuda.get_device_capability(device)
     if major in FLASH4_CAPABILITIES and _installed("flash_attn.cute.interface"):
         return PackedKernel.FLASH4
@@ -86,9 +92,19 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: i
     return output
 
 
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
+    """`flash_attn_varlen_func` of the flash-attn package."""
+    flash = importlib.import_module("flash_attn")
+    output: Tensor = flash.flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True
+    )
+    return output
+
+
 KERNELS: dict[PackedKernel, VarlenKernel] = {
     PackedKernel.SDPA: sdpa_per_sequence,
     PackedKernel.VARLEN: torch_varlen,
+    PackedKernel.FLASH: flash_varlen,
     PackedKernel.FLASH4: torch_varlen,  # torch dispatches to it once `register_kernel` has activated it
 }
 

@@ -1,17 +1,18 @@
 """Low-rank adapters on the policy's projections, by peft. `step` and `export` use them if a config sets them.
 
 An adapted projection computes `W x + alpha / rank * B A x` (Hu et al., 2021, arXiv:2106.09685). A starts random
-and B at zero, so the policy starts as its base. Only A and B are trainable, and checkpoints have them alone. A
-version has merged weights, so engines and relays know nothing of adapters (`tests/learner/test_lora.py`).
+and B at zero, so the policy starts as its base. Only A and B are trainable. Frozen weights stay in fp32 like all
+master weights, so an engine that merges the adapters computes the same sums (`tests/learner/test_lora.py`).
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import peft
 import torch
-from blake3 import blake3
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,8 @@ from laminar_py.learner.distributed import share_record
 from laminar_py.learner.marker import AdapterFingerprint
 from laminar_py.learner.model import gather_full, is_mixture
 from laminar_py.learner.sharding import placeholder_weights
+from laminar_py.records.engine import RefusedError
+from laminar_py.records.weights import PREFIX, base_digest
 
 _NAME = "policy"  # peft can hold several adapters by name
 
@@ -50,28 +53,25 @@ class LoraAdapters:
     def fingerprint(self, mesh: DeviceMesh | None) -> AdapterFingerprint:
         """Return the fingerprint of the adapters. Collective: rank 0 reads all of the base for its digest."""
         if mesh is None:
-            return _fingerprint(self._settings, _digest_base(self._base))
-        of_rank_0 = _fingerprint(self._settings, _digest_base(self._base)) if mesh.get_rank() == 0 else None
+            return _fingerprint(self._settings, self._base_digest)
+        of_rank_0 = _fingerprint(self._settings, self._base_digest) if mesh.get_rank() == 0 else None
         return share_record(of_rank_0, AdapterFingerprint, mesh=mesh)
 
-    def merged_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the model that engines serve: `W + alpha / rank * B A` under the base's names.
+    def config(self) -> bytes:
+        """Text of `adapter_config.json` as peft writes it. The first call reads all of the base for a digest."""
+        config = _config(self._settings)
+        config.base_model_name_or_path, config.revision = str(self._base), self._base_digest
+        config.inference_mode = True
+        return json.dumps(config.to_dict(), sort_keys=True, default=sorted, indent=2).encode()
 
-        Sums are in fp32 and rounded to `dtype` once. Collective: every rank must iterate to the end, since each
-        tensor is gathered from all ranks.
+    def tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield A [rank, in] and B [out, rank] of each projection under peft's names, in full, cast to `dtype`.
+
+        Collective: every rank must iterate to the end, since each tensor is gathered from all ranks.
         """
-        adapted = {id(layer.base_layer.weight): layer for layer in self._layers}
-        scale = self._settings.alpha / self._settings.rank
         for name, parameter in self._model.named_parameters():
             if f".{_NAME}." in name:
-                continue
-            layer = adapted.get(id(parameter))
-            if layer is None:
-                yield name.replace(".base_layer.", "."), gather_full(parameter, dtype)
-                continue
-            down, up = (gather_full(part[_NAME].weight, torch.float32) for part in (layer.lora_A, layer.lora_B))
-            whole = torch.addmm(gather_full(parameter, torch.float32), up, down, alpha=scale)
-            yield name.replace(".base_layer.", "."), whole.to(dtype)
+                yield PREFIX + name.replace(f".{_NAME}.", "."), gather_full(parameter, dtype)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -86,6 +86,10 @@ class LoraAdapters:
         finally:
             for layer in self._layers:
                 layer.set_scale(_NAME, 1.0)
+
+    @cached_property
+    def _base_digest(self) -> str:
+        return _digest_base(self._base)
 
 
 def load_merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTrainedModel:
@@ -103,16 +107,13 @@ def load_merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTra
 
 
 def _digest_base(base: Path) -> str:
-    """BLAKE3 over names and contents of the base's safetensors. Raises `ConfigError` if the folder has none."""
-    files = sorted(base.glob("*.safetensors"))
-    if not files:
+    """Return the digest of the base weights. Raises `ConfigError` if the folder has none."""
+    try:
+        return base_digest(base)
+    except RefusedError as error:
         raise ConfigError(
             f"learner.lora: no *.safetensors in {base}, which the adapters are added to; put the weights back"
-        )
-    digest = blake3()
-    for path in files:
-        digest.update(path.name.encode() + blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
-    return digest.hexdigest()
+        ) from error
 
 
 def _config(settings: LoraConfig) -> peft.LoraConfig:

@@ -21,7 +21,7 @@ class AdapterFingerprint(msgspec.Struct, frozen=True):
     E.g. `AdapterFingerprint("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`.
     """
 
-    base: str  # digest of the base weights
+    base: str  # digest of the base weights, by `records.weights.base_digest`
     rank: int
     alpha: float
     targets: tuple[str, ...]  # sorted

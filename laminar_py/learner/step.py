@@ -202,10 +202,14 @@ class Learner:
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights to publish under their Hugging Face names, in full, one at a time."""
+        """Yield the tensors to publish, in full, one at a time: weights under Hugging Face names, or adapters."""
         if self._adapters is not None:
-            return self._adapters.merged_tensors(dtype=dtype)
+            return self._adapters.tensors(dtype=dtype)
         return named_tensors(self.model, dtype=dtype)
+
+    def adapter_config(self) -> bytes | None:
+        """The text of `adapter_config.json` if the learner publishes adapters, else None."""
+        return None if self._adapters is None else self._adapters.config()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; a later `load` continues bit-identically."""

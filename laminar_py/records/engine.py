@@ -67,6 +67,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix_ids: IntArray  # [L so far], generated earlier
     sampling: SamplingParams
     routed: int = 0  # leading positions whose experts are recorded already
+    has_turns: bool = False  # a request with this `rid` and a longer prefix may follow: keep the KV cache
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +90,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of an engine.
+    """Load of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, kv_capacity=131072, version=7)`.
 
-    E.g. `EngineStatus(running=64, waiting=3, kv_used=5120, kv_capacity=131072, version=7)`.
+    KV cache that an engine keeps between turns, and drops when a request needs the room, is not counted.
     """
 
     running: int  # requests

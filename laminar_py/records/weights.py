@@ -1,8 +1,18 @@
-"""Weight versions: how the learner publishes them, and how a replica pulls them."""
+"""Weight versions: how the learner publishes them, how a replica pulls them, and versions that hold adapters
+alone.
 
-from typing import Protocol
+A version of adapters is in peft's own format. The learner writes it and engines read it. Its config names the base
+model by path and digest, so an engine with other bytes under that path refuses the version
+(`tests/engines/engine_conformance.py`).
+"""
+
+from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
+from blake3 import blake3
+
+from laminar_py.records.engine import RefusedError
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -44,3 +54,64 @@ class WeightSource(Protocol):
     async def pull(self, version: int | None = None) -> PulledVersion:
         """Pull a version, by default the newest, and hold it until the next pull. Raises `VersionLostError`."""
         ...
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # peft puts it before the base's names in the names of adapter tensors
+
+
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of peft's config that an engine needs; a field with one allowed value would change the adapter's
+    meaning.
+
+    E.g. W + 32 / 16 * B A:
+    `AdapterConfig(base_model_name_or_path=base, revision=digest, r=16, lora_alpha=32, target_modules=["q_proj"])`.
+    """
+
+    base_model_name_or_path: str  # folder that every host sees
+    revision: str  # `base_digest` of that folder
+    r: int  # rank
+    lora_alpha: float
+    target_modules: list[str]
+    peft_type: Literal["LORA"] = "LORA"
+    use_rslora: Literal[False] = False
+    use_dora: Literal[False] = False
+    bias: Literal["none"] = "none"
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.lora_alpha / self.r
+
+
+def holds_adapter(folder: Path) -> bool:
+    """True if the version in a folder holds adapters alone."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Read the config of a version. Raises `RefusedError` if it is unreadable or no plain LoRA."""
+    try:
+        return msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=AdapterConfig)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(f"weights={folder}: {ADAPTER_CONFIG}: {error}; publish plain LoRA adapters") from None
+
+
+def base_digest(folder: Path) -> str:
+    """BLAKE3 over names and contents of a model's safetensors, on all cores. Raises `RefusedError` without any."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RefusedError(f"base={folder}: no *.safetensors in it; name a folder that every host sees")
+    digest = blake3()
+    for path in files:
+        digest.update(path.name.encode() + blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
+    return digest.hexdigest()
+
+
+def check_base(folder: Path, config: AdapterConfig) -> None:
+    """Raise `RefusedError` unless the folder holds the base that the learner has."""
+    if base_digest(folder) != config.revision:
+        raise RefusedError(
+            f"base={folder}: the weights here differ from the learner's; let all hosts see the same folder"
+        )

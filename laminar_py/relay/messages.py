@@ -16,7 +16,7 @@ ChunkBytes = Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES)]
 # A name from the wire becomes a file name, so the pattern admits none that leaves the folder.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=100)]
 # Nor may a file have the name of one of the store's own files, such as `manifest.json`.
-_FILE = r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors\Z"
+_FILE = r"\A([A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors|adapter_config\.json)\Z"
 FileName = Annotated[str, msgspec.Meta(pattern=_FILE, max_length=100)]
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]

@@ -16,13 +16,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import save
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.weights import Published
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Published
 from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import digest_of, hash_file, hashing_threads, version_digest
 from laminar_py.relay.mapped_file import MappedFile, MappedFiles
@@ -60,7 +62,9 @@ _DTYPES = {
 class Publisher:
     """Publishes versions into the root's store, e.g. `Publisher(store)`.
 
-    The whole tree cuts files into chunks of `chunk_bytes`. Raises `ConfigError` for a bad size.
+    The whole tree cuts files into chunks of `chunk_bytes`. With `adapter_config`, the text of
+    `adapter_config.json`, each version is an adapter in the format of peft, with all tensors in one file. Raises
+    `ConfigError` for a bad size.
     """
 
     def __init__(
@@ -69,12 +73,14 @@ class Publisher:
         *,
         chunk_bytes: int = 4 * 2**20,
         shard_bytes: int = SHARD_BYTES,
+        adapter_config: bytes | None = None,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES:
             raise ConfigError(f"chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._shard_bytes = shard_bytes
+        self._adapter_config = adapter_config
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         for unfinished in store.glob("v*.new"):
             shutil.rmtree(unfinished)
@@ -99,21 +105,21 @@ class Publisher:
         if self._last_task is not None:
             self._last_task.result()
         folder = self._store / f"{folder_name(version)}.new"
-        shards: list[Shard] = []
+        files: list[VersionFile] = []
         with ExitStack() as undo:
             undo.callback(self._discard, folder)
             self._use_spare(folder)
             try:
-                self._write(folder, _check_names(tensors, version), shards)
+                self._write(folder, _check_names(tensors, version), files)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                raise no_room(self._store, version, sum(shard.size for shard in shards)) from error
+                raise no_room(self._store, version, sum(file.size for file in files)) from error
             undo.pop_all()
         self._highest = version
         stall_s = time.monotonic() - began
-        finishing = self._finisher.submit(self._finish, folder, version, shards, stall_s)
-        self._last_task = self._finisher.submit(self._keep_pages, finishing, shards)
+        finishing = self._finisher.submit(self._finish, folder, version, files, stall_s)
+        self._last_task = self._finisher.submit(self._keep_pages, finishing, files)
         self._finishing[version] = finishing
         for old in sorted(self._finishing)[:-MAX_REMEMBERED]:
             del self._finishing[old]
@@ -136,38 +142,54 @@ class Publisher:
             if not self._pages.open(path).is_unused:
                 path.unlink()
 
-    def _write(self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shards: list["Shard"]) -> None:
-        """Write the files of a version into `folder` and delete all others; appends each to `shards` at once."""
-        for name, tensor in tensors:
-            if not shards or not shards[-1].add(name, tensor, shard_bytes=self._shard_bytes):
-                if shards:
-                    shards[-1].finish()
-                path = folder / f"model-{len(shards) + 1:05}.safetensors"
-                shards.append(Shard(path, self._pages.open(path), self._copier))
-                shards[-1].add(name, tensor, shard_bytes=self._shard_bytes)
-        shards[-1].finish()
-        for stale in set(folder.iterdir()) - {shard.path for shard in shards}:
+    def _write(
+        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
+    ) -> None:
+        """Write the files of a version into `folder` and delete all others; appends each to `files` at once."""
+        if self._adapter_config is None:
+            files.extend(self._write_shards(folder, tensors))
+        else:
+            adapter = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+            for name, data in ((ADAPTER_WEIGHTS, save(adapter)), (ADAPTER_CONFIG, self._adapter_config)):
+                files.append(VersionFile(folder / name, self._pages.open(folder / name)))
+                files[-1].write(data)
+        for stale in set(folder.iterdir()) - {file.path for file in files}:
             stale.unlink()
 
-    def _finish(self, folder: Path, version: int, shards: list["Shard"], stall_s: float) -> Published:
+    def _write_shards(self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator["Shard"]:
+        """Write tensors into shards, and yield each shard before its first tensor is written."""
+        number, shard = 0, None
+        for name, tensor in tensors:
+            if shard is None or not shard.add(name, tensor, shard_bytes=self._shard_bytes):
+                if shard is not None:
+                    shard.finish()
+                number += 1
+                path = folder / f"model-{number:05}.safetensors"
+                shard = Shard(path, self._pages.open(path), self._copier)
+                yield shard
+                shard.add(name, tensor, shard_bytes=self._shard_bytes)
+        if shard is not None:
+            shard.finish()
+
+    def _finish(self, folder: Path, version: int, files: list["VersionFile"], stall_s: float) -> Published:
         """Hash the files, write the manifest, and give the folder its final name. Runs on the finisher."""
         with ExitStack() as undo:
             undo.callback(self._discard, folder)
-            checksums = [shard.hash(chunk_bytes=self._chunk_bytes, threads=self._hashers) for shard in shards]
-            files = tuple(shard.describe(of_shard) for shard, of_shard in zip(shards, checksums, strict=True))
-            manifest = Manifest(version, version_digest(files), self._chunk_bytes, files)
+            checksums = [file.hash(chunk_bytes=self._chunk_bytes, threads=self._hashers) for file in files]
+            entries = tuple(file.describe(sums) for file, sums in zip(files, checksums, strict=True))
+            manifest = Manifest(version, version_digest(entries), self._chunk_bytes, entries)
             with no_room_errors(self._store, version, manifest.num_bytes):
                 describe_version(folder, manifest, checksums)
             folder.rename(self._store / folder_name(version))
             undo.pop_all()
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
-    def _keep_pages(self, finishing: Future[Published], shards: list["Shard"]) -> None:
+    def _keep_pages(self, finishing: Future[Published], files: list["VersionFile"]) -> None:
         """Map the pages of a complete version for a later one; close deleted files. Runs on the finisher."""
         if finishing.exception() is None:
-            for shard in shards:
-                shard.pages.keep_mapped()
-                self._copier.page_lock(shard.pages)
+            for file in files:
+                file.pages.keep_mapped()
+                self._copier.page_lock(file.pages)
         self._pages.sweep()
 
     def _discard(self, folder: Path) -> None:
@@ -204,7 +226,35 @@ def _header_entry(tensor: torch.Tensor, begin: int, name: str) -> _HeaderEntry:
     return _HeaderEntry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
 
 
-class Shard:
+class VersionFile:
+    """A file of a version that the publisher writes, e.g. `VersionFile(path, pages)`."""
+
+    def __init__(self, path: Path, pages: MappedFile) -> None:
+        self.path = path
+        self.pages = pages
+        self.size = 0  # bytes so far
+
+    def write(self, data: bytes) -> None:
+        """Write the whole content. Raises `OSError` on a full file system."""
+        self.pages.write(0, np.frombuffer(data, np.uint8))
+        self.size = len(data)
+
+    def hash(self, *, chunk_bytes: int, threads: Executor) -> bytes:
+        """Cut the finished file to its size; returns its checksums, [num_chunks * CHECKSUM_BYTES]."""
+        self.pages.set_size(self.size)
+        return hash_file(self.pages, self.size, chunk_bytes=chunk_bytes, threads=threads)
+
+    def describe(self, checksums: bytes) -> FileEntry:
+        """The file's entry in the manifest."""
+        return FileEntry(self.path.name, self.size, digest_of(checksums), self.width)
+
+    @property
+    def width(self) -> Literal[2, 4]:
+        """Bytes of an element, for deltas."""
+        return 4
+
+
+class Shard(VersionFile):
     """A safetensors file that is written tensor by tensor, before the names of all are known.
 
     Tensors lie one after the other behind room for the header, which is written last. So no tensor moves once it
@@ -212,9 +262,8 @@ class Shard:
     """
 
     def __init__(self, path: Path, pages: MappedFile, copier: TensorCopier) -> None:
-        self.path = path
-        self.pages = pages
-        self.size = HEADER_BYTES  # bytes so far
+        super().__init__(path, pages)
+        self.size = HEADER_BYTES
         self._copier = copier
         self._header: dict[str, _HeaderEntry] = {}
         # The length in front and a brace, then the entries, each with the comma or brace behind it.
@@ -244,13 +293,8 @@ class Shard:
         padded = room.to_bytes(8, "little") + header.ljust(room)
         self.pages.write(0, np.frombuffer(padded, np.uint8))
 
-    def hash(self, *, chunk_bytes: int, threads: Executor) -> bytes:
-        """Cut the finished file to its size; returns its checksums, [num_chunks * CHECKSUM_BYTES]."""
-        self.pages.set_size(self.size)
-        return hash_file(self.pages, self.size, chunk_bytes=chunk_bytes, threads=threads)
-
-    def describe(self, checksums: bytes) -> FileEntry:
-        """The file's entry in the manifest; deltas use the size of the elements that take most of the file."""
+    @property
+    def width(self) -> Literal[2, 4]:
+        """Bytes of the elements that take most of the file."""
         halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
-        mostly_halves = 2 * sum(end - begin for begin, end in halves) >= self.size - HEADER_BYTES
-        return FileEntry(self.path.name, self.size, digest_of(checksums), 2 if mostly_halves else 4)
+        return 2 if 2 * sum(end - begin for begin, end in halves) >= self.size - HEADER_BYTES else 4

@@ -144,6 +144,7 @@ class RunningTrajectory:
             prefix_ids=self.response_ids,
             sampling=sampling,
             routed=self.routed,
+            has_turns=item.problem is not None,
         )
         return in_context(whole, self.all_spans) if self._is_tree else whole
 

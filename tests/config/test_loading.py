@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+from contextlib import nullcontext
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,8 @@ MINIMAL = {
 
 SGLANG = {"kind": "sglang"}
 EMULATED = {"engine": {"kind": "emulated", "profile": "p"}}
+URLS = {**SGLANG, "urls": ["http://a"]}
+SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
 
 
 @pytest.mark.parametrize(
@@ -64,10 +68,19 @@ EMULATED = {"engine": {"kind": "emulated", "profile": "p"}}
         ({"schedule": "later"}, "schedule='later'"),
         ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
         ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
-        ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "learner.lora adapts weights"),
+        ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines need the base"),
         (
             {"warm_start": {"data": {"path": "d", "task": "sums"}}},
             "warm_start.data.task=sums: demonstrations have no task; leave it out",
+        ),
+        (
+            {**SERVED, "warm_start": {"data": "d"}},
+            "warm_start.data=d: with learner.lora SGLang servers begin with",
+        ),
+        ({**SERVED, "rollout": {"engine": URLS, "replicas": 1}}, "rollout.engine.urls=http://a: servers that run"),
+        (
+            {**SERVED, "rollout": {"engine": SGLANG, "on_new_weights": "retract"}},
+            "rollout.on_new_weights=retract: a",
         ),
         ({"learner": {"lora": {}}, "rollout": EMULATED}, "learner.lora: an emulated learner has no"),
         (
@@ -87,6 +100,20 @@ def test_a_fault_names_field_and_value_in_one_line(change, field):
     assert field in str(caught.value)
     assert "\n" not in str(caught.value)
     assert ";" in str(caught.value), "a remedy follows"
+
+
+STACKED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+@pytest.mark.parametrize("targets", [named for n in range(1, 6) for named in combinations(STACKED, n)])
+def test_sglang_servers_take_targets_as_they_stack_them_and_embedded_engines_any(targets):
+    learner = {"lora": {"targets": [*targets, "o_proj"]}}
+    parse_config({**MINIMAL, "learner": learner})
+    mlp = set(targets) & {"gate_proj", "up_proj"}
+    attention = [target for target in targets if target not in mlp]
+    fits = attention in ([], ["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj"]) and mlp != {"up_proj"}
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"targets=\S+: SGLang .*; name q_proj and"):
+        parse_config({**MINIMAL, **SERVED, "learner": learner})
 
 
 def test_a_missing_field_is_named():

@@ -18,6 +18,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from laminar_py.runtime.preflight import node_checks
+from laminar_py.runtime.preflight.inputs import version_bytes
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 
@@ -118,7 +119,8 @@ def shm_bytes(config, *gpus):
         versions_at_peak(keep_versions=keep, num_replicas=residents[node.id], num_nodes=relays[node.id])
         for node in nodes
     )
-    return max(versions) * 2 * read_shape(config.model.path).total
+    adapters = config.learner.lora is not None
+    return max(versions) * (version_bytes(config) if adapters else 2 * read_shape(config.model.path).total)
 
 
 @pytest.mark.parametrize("name", RECIPES)

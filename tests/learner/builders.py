@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
@@ -22,6 +23,7 @@ from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.metrics import TokenSums
 from laminar_py.learner.step import Learner, Update
 from laminar_py.records.trajectory import MicroBatch
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 torch.set_num_threads(1)
 
@@ -191,6 +193,16 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name] - tensor).norm() <= rel * tensor.norm() + 1e-9, name
+
+
+def write_adapters(learner: Learner, folder: Path) -> Path:
+    """What a learner of adapters publishes, without a relay."""
+    config = learner.adapter_config()
+    assert config is not None
+    folder.mkdir()
+    (folder / ADAPTER_CONFIG).write_bytes(config)
+    save_file(full_parameters(learner), folder / ADAPTER_WEIGHTS)
+    return folder
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,15 @@ import torch
 
 from laminar_py.learner.attention import PackedKernel, choose_kernel
 
-FLASH4 = "cute/interface.py"
+FLASH2, FLASH4 = "flash_attn_interface.py", "cute/interface.py"
 
 
 @pytest.mark.parametrize(
     ("files", "capability", "kernel"),
     [
         ((), (9, 0), PackedKernel.VARLEN),
+        ((FLASH2,), (8, 0), PackedKernel.FLASH),
+        ((FLASH2, FLASH4), (9, 0), PackedKernel.FLASH),
         ((FLASH4,), (9, 0), PackedKernel.FLASH4),
         ((FLASH4,), (10, 0), PackedKernel.FLASH4),
         ((FLASH4,), (8, 0), PackedKernel.VARLEN),

@@ -1,8 +1,9 @@
-"""Adapters keep the laws of the whole policy, and published versions have them merged."""
+"""Adapters keep the laws of the whole policy, and what they publish is peft's own format."""
 
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ from tests.learner.builders import (
     make_model_folder,
     make_sequences,
     pack,
+    write_adapters,
 )
 from tests.learner.ranks import run_ranks
 from tests.learner.test_sharded import WORLD_SIZE, measured, microbatches
@@ -82,19 +84,17 @@ def test_a_policy_with_fresh_adapters_is_its_base_and_only_they_learn(model_fold
     assert any(not torch.equal(tensor, before[name]) for name, tensor in full_parameters(learner).items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_published_version_is_the_policy_without_adapters_beside_it(tmp_path: Path, tied):
-    """transformers loads it as the whole model, without peft."""
-    base = make_model_folder(tmp_path / "base", tied=tied)
-    learner = trained(base)
-    shutil.copytree(base, tmp_path / "v1")
-    save_file(full_parameters(learner), tmp_path / "v1" / "model.safetensors", metadata={"format": "pt"})
-    assert full_parameters(learner).keys() == full_parameters(make_learner(base)).keys()
-    (one,) = batch(9)
-    logprobs, _ = policy_logprobs(learner.model, one)
-    merged, _ = policy_logprobs(make_learner(tmp_path / "v1").model, one)
-    torch.testing.assert_close(merged, logprobs, rtol=0, atol=1e-5)
-    assert not torch.allclose(policy_logprobs(make_learner(base).model, one)[0], logprobs, atol=1e-3)
+def test_peft_itself_reads_what_is_published_and_computes_the_same(model_folder: Path, tmp_path: Path):
+    learner = trained(model_folder)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, write_adapters(learner, tmp_path / "v1"))
+    (sequence,) = make_sequences((12,))
+    ids = torch.tensor(sequence.ids)
+    expected = torch.log_softmax(model(ids[None]).logits[0], dim=-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    logprobs, _ = policy_logprobs(learner.model, pack([sequence], num_total=1))
+    torch.testing.assert_close(logprobs[:-1], expected)
+    untrained, _ = policy_logprobs(make_learner(model_folder).model, pack([sequence], num_total=1))
+    assert not torch.allclose(logprobs, untrained, atol=1e-3)
 
 
 @pytest.mark.parametrize("recompute", Recompute)

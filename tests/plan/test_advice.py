@@ -178,7 +178,7 @@ def test_where_much_of_the_weight_is_gone_no_wider_bound_is_advised_nor_rarer_ve
 
 def test_slow_weights_have_a_remedy_left_where_settings_have_none():
     step = replace(mean_step_of(**BOTTLENECKS[Bottleneck.WEIGHTS]), age=Age(lost=0.3, kl={}))
-    found = advised(step, "relay.fanout=1")
+    found = advised(step, "learner.lora.rank=16", "relay.fanout=1")
     assert [one.key for one in found.remedies] == ["relay.host"]
 
 

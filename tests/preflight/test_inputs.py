@@ -11,8 +11,10 @@ from laminar_py.runtime.preflight.inputs import (
     check_adapters,
     memory_fault,
     room_fault,
+    version_bytes,
 )
 from tests import mounts
+from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 from tests.runs.runs import quickstart_model
 from tests.runs.test_bad_input import in_process
 
@@ -68,6 +70,14 @@ def with_adapters(folder):
         "reward": {"use": ["t.py:t"]},
     }
     return parse_config({**settings, "learner": {"lora": {"rank": 4}}})
+
+
+def test_versions_of_adapters_need_no_more_room_than_is_reckoned_with(tmp_path):
+    folder = make_model_folder(tmp_path)
+    config = with_adapters(folder)
+    learner = make_learner(folder, settings=SETTINGS.model_copy(update={"lora": config.learner.lora}))
+    published = sum(tensor.nbytes for tensor in full_parameters(learner).values())
+    assert published <= version_bytes(config) <= 2 * published
 
 
 def test_adapters_of_a_mixture_model_are_refused_before_anything_starts(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from laminar_py.records.weights import Published
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Published
 from laminar_py.relay.digests import (
     TASK_BYTES,
     digest_of,
@@ -24,7 +24,7 @@ from laminar_py.relay.digests import (
 )
 from laminar_py.relay.mapped_file import MappedFile, allow_many_files
 from laminar_py.relay.publisher import HEADER_BYTES, SHARD_BYTES, Publisher
-from laminar_py.relay.version_store import CHECKSUMS, SPARE, NoRoomError, VersionStore, folder_name
+from laminar_py.relay.version_store import CHECKSUMS, MANIFEST, SPARE, NoRoomError, VersionStore, folder_name
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, folder_bytes, tensors
 
@@ -42,8 +42,9 @@ def publishing(
     *,
     chunk_bytes: int = CHUNK,
     shard_bytes: int = SHARD_BYTES,
+    adapter_config: bytes | None = None,
 ) -> Iterator[Publisher]:
-    publisher = Publisher(store, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes)
+    publisher = Publisher(store, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, adapter_config=adapter_config)
     try:
         yield publisher
     finally:
@@ -111,6 +112,26 @@ def test_safetensors_gives_back_every_dtype_and_shape(publisher: Publisher, tmp_
         assert got[name].dtype == tensor.dtype
         assert got[name].shape == tensor.shape
         assert got[name].float().equal(tensor.float())
+
+
+def test_adapters_are_two_files_of_just_their_size(tmp_path: Path) -> None:
+    """However many tensors: a 70B model has more than the header of a plain file has room for."""
+    config = b'{"peft_type": "LORA"}'
+    name = PREFIX + "model.layers.{}.self_attn.q_proj.lora_A.weight"
+    given = {name.format(i): torch.ones(1, 2) * i for i in range(2000)}
+    with publishing(tmp_path, adapter_config=config) as publisher:
+        published = publish(publisher, 1, given.items())
+        assert publish(publisher, 2, given.items()).digest == published.digest
+    weights, notes = (tmp_path / "v1" / name for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
+    assert {path.name for path in (tmp_path / "v1").iterdir()} == {weights.name, notes.name, MANIFEST, CHECKSUMS}
+    assert notes.read_bytes() == config
+    got = load_file(weights)
+    assert got.keys() == given.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in given.items())
+    assert published.num_bytes == weights.stat().st_size + len(config)
+    store = VersionStore(tmp_path, keep_versions=1)
+    store.open()
+    assert [entry.name for entry in store.complete[1].manifest.files] == [weights.name, notes.name]
 
 
 def test_a_published_version_is_complete_and_found_by_a_store(publisher: Publisher, tmp_path: Path) -> None:

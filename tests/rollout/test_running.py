@@ -35,6 +35,13 @@ def running(*, prefix=0, routed=0):
     return item
 
 
+@pytest.mark.parametrize("problem", [None, Problem(prompt="?")])
+def test_the_engine_is_told_whether_more_turns_may_follow(problem):
+    item = running()
+    item.assignment = msgspec.structs.replace(item.assignment, problem=problem)
+    assert item.request().has_turns is (problem is not None)
+
+
 def tell(item, reason=None):
     """The piece that is stored of what was not told yet, and the report of it."""
     piece = item.unreported(2.0)

@@ -1,7 +1,8 @@
-"""A whole run that trains adapters, and goes on with them after it was killed."""
+"""A whole run that trains adapters: their versions alone travel, and a run that was killed goes on with them."""
 
 import json
-from contextlib import suppress
+import sqlite3
+from contextlib import closing, suppress
 
 import psutil
 import pytest
@@ -16,9 +17,15 @@ def metrics_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def version_bytes(run):
+    """Of all versions published."""
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        return [row[0] for row in ledger.execute("SELECT num_bytes FROM version")]
+
+
 @pytest.mark.slow
 def test_a_run_of_adapters_on_two_ranks_that_was_killed_resumes_and_keeps_the_laws(tmp_path):
-    """The base is the warm start's result and the reference of the KL term; versions have both merged.
+    """The base is the warm start's result and the reference of the KL term; engines merge each version with it.
 
     Every process is killed at once, and responses go on under new weights.
     """
@@ -56,3 +63,5 @@ def test_a_run_of_adapters_on_two_ranks_that_was_killed_resumes_and_keeps_the_la
     assert rows[-1]["step"] == 6
     assert max(row["mismatch_max"] for row in rows) < 1e-3
     assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its base"
+    (base,) = (tmp_path / "warm").glob("*/model.safetensors")
+    assert max(version_bytes(again.run)) < base.stat().st_size / 5

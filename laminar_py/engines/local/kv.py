@@ -1,13 +1,16 @@
 """The KV cache: a pool of blocks of `BLOCK` tokens. Owns the block table of each slot, and the cache tensors.
 
-The scheduler calls `extend`, `share`, `release` and `compact`; attention reads the tensors. A decoding step
-attends over all used blocks at once, whatever sequence they belong to. Its cost therefore follows the number of
-cached tokens and not the longest sequence. Recorded experts of a token lie beside its keys and values, and move
-with them. After `compact`, blocks `[0, num_blocks)` are exactly the blocks in use.
+The scheduler calls `extend`, `share`, `release`, `keep`, `restore` and `compact`; attention reads the tensors. A
+decoding step attends over all used blocks at once, whatever sequence they belong to. Its cost therefore follows
+the number of cached tokens and not the longest sequence. Free blocks keep the cache of finished turns until a slot
+needs the room. Recorded experts of a token lie beside its keys and values and move with them. After `compact`,
+blocks `[0, num_blocks)` are exactly the blocks in use.
 """
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +18,24 @@ import torch
 from torch import Tensor
 
 from laminar_py.engines.local.spec import ModelSpec
+from laminar_py.records.codec import IntArray
 from laminar_py.records.pieces import RoutedExperts
 
 BLOCK = 32  # tokens; measured: 16 and 64 are slower at a mean length of 70
 _ZEROED_AT_A_TIME = 64  # blocks
 _FREE = -1  # owner of a free block
+_FIRST_NUMBER = -2  # of kept caches: this number and lower ones own the blocks of kept caches
 
 Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """KV cache of a finished turn, e.g. `Kept("math-3.1", ids, np.array([7, 3]))` for 40 tokens."""
+
+    rid: str
+    ids: IntArray  # [n]
+    blocks: npt.NDArray[np.int64]  # [ceil(n / BLOCK)]
 
 
 class BlockPool:
@@ -54,8 +68,10 @@ class BlockPool:
         self.masks = torch.full((BLOCK + 1, BLOCK), -torch.inf).triu()  # [BLOCK + 1, BLOCK]
         self.table: Indices = np.zeros((num_slots, -(-max_len // BLOCK)), np.int64)  # [slot, place] -> block
         self.owner: Indices = np.full(capacity, _FREE, np.int64)  # [N] slot of a block in use
-        self.place: Indices = np.zeros(capacity, np.int64)  # [N] index of the block in its slot
+        self.place: Indices = np.zeros(capacity, np.int64)  # [N] index of the block in its slot or kept cache
         self._held: Indices = np.zeros(num_slots, np.int64)  # blocks of each slot
+        self._kept: dict[int, Kept] = {}  # by number, the oldest first; the number owns its blocks
+        self._numbers = count(_FIRST_NUMBER, -1)
         self._holes: list[int] = []  # heap of the free blocks below _num_touched
         self._num_touched = 0  # the first blocks, which were in use at some time
         self._moves: list[tuple[int, int]] = []  # copies that `compact` will make: source, target
@@ -81,12 +97,34 @@ class BlockPool:
     def release(self, slot: int) -> None:
         """Free all blocks of `slot`."""
         assert not self._moves, f"slot {slot} is released before its copies are made"
-        blocks = self.table[slot, : self._held[slot]].copy()
-        self._held[slot] = 0
-        self._is_settled = False
-        self.owner[blocks] = _FREE
-        for block in blocks.tolist():
-            heapq.heappush(self._holes, block)
+        self._free(self._take_blocks_from(slot))
+
+    def keep(self, slot: int, rid: str, ids: IntArray) -> None:
+        """Move the blocks of `slot`, which hold `ids [n]`, to a kept cache for the next turn of `rid`."""
+        number, blocks = next(self._numbers), self._take_blocks_from(slot)
+        self._kept[number] = Kept(rid, ids, blocks)
+        self.owner[blocks] = number
+
+    def restore(self, slot: int, rid: str, ids: IntArray) -> int:
+        """Move the kept cache of `rid` to the empty `slot`, if it holds a prefix of `ids`.
+
+        Returns the number of tokens that `slot` then holds; 0 if there is no such cache.
+        """
+        number = next((number for number, kept in self._kept.items() if kept.rid == rid), None)
+        if number is None:
+            return 0
+        kept = self._kept.pop(number)
+        if not np.array_equal(kept.ids, ids[: len(kept.ids)]):
+            self._free(kept.blocks)
+            return 0
+        for block in kept.blocks.tolist():
+            self._append_block(slot, block)
+        return len(kept.ids)
+
+    def drop_kept(self) -> None:
+        """Free all kept caches."""
+        while self._drop_oldest():
+            pass
 
     @property
     def records_experts(self) -> bool:
@@ -119,9 +157,9 @@ class BlockPool:
             return
         self._is_settled = True
         self.num_blocks = dense = int(self._held.sum())
-        strays = dense + np.flatnonzero(self.owner[dense : self._num_touched] != _FREE)
+        strays = dense + np.flatnonzero(self.owner[dense : self._num_touched] > _FREE)
         if strays.size:
-            self._move_to_front(strays, np.flatnonzero(self.owner[:dense] == _FREE))
+            self._move_to_front(strays, np.flatnonzero(self.owner[:dense] <= _FREE))
 
     def reset(self) -> None:
         """Zero every block before its next use, so that no NaN of old weights stays. No slot may hold blocks."""
@@ -130,11 +168,12 @@ class BlockPool:
         self._num_zeroed = self._num_touched = 0
 
     def _take_free_block(self) -> int:
-        """The first free block."""
+        """The first free block; without one, the oldest kept cache is freed."""
+        if not self._holes and self._num_touched == len(self.owner):
+            assert self._drop_oldest(), "slots need more blocks than there are"
         if self._holes:
             return heapq.heappop(self._holes)
         block = self._num_touched
-        assert block < len(self.owner), "slots need more blocks than there are"
         self._num_touched += 1
         if block >= self._num_zeroed:
             fresh = slice(block, block + _ZEROED_AT_A_TIME)
@@ -149,13 +188,38 @@ class BlockPool:
         self._held[slot] = place + 1
         self._is_settled = False
 
+    def _take_blocks_from(self, slot: int) -> Indices:
+        """Detach and return all blocks of `slot`; their owner does not change yet."""
+        assert not self._moves, f"slot {slot} is released before its copies are made"
+        blocks = self.table[slot, : self._held[slot]].copy()
+        self._held[slot] = 0
+        self._is_settled = False
+        return blocks
+
+    def _free(self, blocks: Indices) -> None:
+        self.owner[blocks] = _FREE
+        for block in blocks.tolist():
+            heapq.heappush(self._holes, block)
+
+    def _drop_oldest(self) -> bool:
+        """Free the oldest kept cache. Returns False if there is none."""
+        if not self._kept:
+            return False
+        self._free(self._kept.pop(next(iter(self._kept))).blocks)
+        return True
+
     def _move_to_front(self, strays: Indices, targets: Indices) -> None:
-        """Move the blocks in use at `strays` to the free `targets`."""
-        self._copy(zip(strays.tolist(), targets.tolist(), strict=True))
+        """Move the blocks in use at `strays` to `targets`, and kept blocks at `targets` to `strays`."""
+        kept = self.owner[targets] < _FREE
+        sources, places = np.append(strays, targets[kept]), np.append(targets, strays[kept])
+        self._copy(zip(sources.tolist(), places.tolist(), strict=True))
         for values in (self.owner, self.place):
             values[strays], values[targets] = values[targets], values[strays]
         self.table[self.owner[targets], self.place[targets]] = targets
-        self._holes = np.flatnonzero(self.owner[: self._num_touched] == _FREE).tolist()
+        for block in strays[kept].tolist():
+            self._kept[int(self.owner[block])].blocks[self.place[block]] = block
+        if not kept.all():
+            self._holes = np.flatnonzero(self.owner[: self._num_touched] == _FREE).tolist()
 
     def _copy(self, moves: Iterable[tuple[int, int]]) -> None:
         if pairs := list(moves):

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from laminar_py.engines.local.adapter import Adapter, AdapterBase
 from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, PrefillAttention
 from laminar_py.engines.local.spec import Mixture, ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
+from laminar_py.records.weights import holds_adapter
 
 
 class Routing:
@@ -73,14 +75,34 @@ class LocalModel:
         """`router_noise` as in `LocalEngine`."""
         self._spec, self._router_noise = spec, router_noise
         self._weights: Weights | None = None
+        self._base: AdapterBase | None = None  # of the adapters in the weights
         self._step: Callable[..., tuple[Tensor, ...]] | None = None
         frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)[:, None]
         self._rotations = torch.polar(torch.ones_like(angles), angles)  # [max_len, 1, D / 2]
 
     def load(self, folder: Path) -> None:
-        """Load the weights in `folder`. Raises `RefusedError` for bad files; the old weights then stay."""
-        weights = load_weights(folder, spec=self._spec)
+        """Load the weights in `folder`, or merge its adapters into their base.
+
+        Raises `RefusedError` for bad files; the old weights then stay.
+        """
+        if holds_adapter(folder):
+            self._merge(Adapter.read(folder, spec=self._spec))
+        else:
+            self._serve(load_weights(folder, spec=self._spec))
+            self._base = None
+
+    def _merge(self, adapter: Adapter) -> None:
+        if self._base is not None and self._base.fits(adapter.config):
+            self._base.merge(adapter, self._loaded())
+            return
+        base = AdapterBase(adapter.config, spec=self._spec)
+        weights = base.weights()
+        base.merge(adapter, weights)
+        self._serve(weights)
+        self._base = base
+
+    def _serve(self, weights: Weights) -> None:
         if self._weights is None:
             self._weights = weights
         else:

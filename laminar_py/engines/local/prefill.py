@@ -45,12 +45,12 @@ class PrefillQueue:
         self._model, self._pool, self._max_len = model, pool, max_len
         self._queue: deque[Prefill] = deque()
 
-    def add(self, slot: int, ids: IntArray) -> Prefill:
-        """Queue the prefill of `ids [n]` for `slot`.
+    def add(self, slot: int, ids: IntArray, *, done: int = 0, version: int = -1) -> Prefill:
+        """Queue the prefill of `ids [n]` for `slot`, whose cache has the first `done` < n of them by `version`.
 
         Until it is done, callers may append other slots that need the same tokens to `Prefill.slots`.
         """
-        prefill = Prefill(ids, [slot])
+        prefill = Prefill(ids, [slot], done, version)
         self._queue.append(prefill)
         return prefill
 

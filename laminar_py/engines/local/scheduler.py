@@ -75,6 +75,7 @@ class Scheduler(RequestScheduler[Job]):
         self.check_load(version)
         self._model.load(folder)
         self._version = version
+        self._pool.drop_kept()  # the next turn must not continue over KV of older weights
         if not self._running:
             self._pool.reset()
 
@@ -117,14 +118,19 @@ class Scheduler(RequestScheduler[Job]):
         return not self._running or self._slots.kv_used + needed <= self._kv_capacity
 
     def _fill_cache(self, slot: int, job: Job) -> None:
-        """Fill the cache of `slot`: copy a sibling's KV of the prompt, join its prefill, or start one."""
+        """Fill the cache of `slot` for `job` by the cheapest way.
+
+        The ways are: restore the cache of the last turn, copy the prompt's KV from a sibling, join a sibling's
+        prefill, or start a prefill.
+        """
         ids = job.cached_ids
+        num_kept = self._pool.restore(slot, job.request.rid, ids)
         siblings = (other for other in self._running.values() if other.can_lend_to(job, self._version))
         lender = next(siblings, None)
-        if not len(ids):
+        if num_kept == len(ids):
             self._start(slot, job, version=self._version)
-        elif lender is None:
-            job.prefill = self._prefills.add(slot, ids)
+        elif num_kept or lender is None:
+            job.prefill = self._prefills.add(slot, ids, done=num_kept, version=self._version)
         elif lender.prefill is not None:
             lender.prefill.slots.append(slot)
             job.prefill = lender.prefill
@@ -215,6 +221,10 @@ class Scheduler(RequestScheduler[Job]):
 
     def _end(self, job: Job, finish_reason: FinishReason) -> None:
         self._send(job, finish_reason)
+        # keep the cache of a finished turn for the next turn, unless older weights computed part of it
+        if finish_reason is FinishReason.STOP and job.request.has_turns and job.version == self._version:
+            ids = np.concatenate([job.request.prompt_ids, self._slots.response(job.slot)])[:-1]
+            self._pool.keep(job.slot, job.request.rid, ids)
         self._vacate(job)
 
     def _retract(self, job: Job) -> None:

@@ -97,6 +97,44 @@ class Weights:
                     yield f"{index}.{field.name}", value.scale if isinstance(value, Norm) else value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """Place of one Hugging Face matrix of a layer in the packed weights. For example, `gate_proj` is:
+
+    `Projection(block="mlp", field="up_gate", start=256, size=256, inputs=96)`.
+    """
+
+    block: str  # part of the Hugging Face name
+    field: str  # of `LayerWeights`
+    start: int  # its first column
+    size: int  # columns, its output size
+    inputs: int  # rows, its input size
+    head_dim: int | None = None  # head size if the halves of heads are interleaved, else None
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """Reorder rows `[size, ...]` of the Hugging Face matrix to the order of the packed columns."""
+        return rows if self.head_dim is None else interleaved(rows, self.head_dim)
+
+
+def projections(spec: ModelSpec) -> dict[str, Projection]:
+    """Places of a layer's matrices by Hugging Face name, e.g. `k_proj`. Matrices of experts are left out."""
+    dim, inner, hidden = spec.head_dim, spec.intermediate, spec.hidden
+    size_q, size_kv = spec.num_heads * dim, spec.num_kv_heads * dim
+    found = {
+        "q_proj": Projection(block="self_attn", field="qkv", start=0, size=size_q, inputs=hidden, head_dim=dim),
+        "k_proj": Projection(
+            block="self_attn", field="qkv", start=size_q, size=size_kv, inputs=hidden, head_dim=dim
+        ),
+        "v_proj": Projection(block="self_attn", field="qkv", start=size_q + size_kv, size=size_kv, inputs=hidden),
+        "o_proj": Projection(block="self_attn", field="out", start=0, size=hidden, inputs=size_q),
+    }
+    if spec.mixture is None:
+        found["up_proj"] = Projection(block="mlp", field="up_gate", start=0, size=inner, inputs=hidden)
+        found["gate_proj"] = Projection(block="mlp", field="up_gate", start=inner, size=inner, inputs=hidden)
+        found["down_proj"] = Projection(block="mlp", field="down", start=0, size=hidden, inputs=inner)
+    return found
+
+
 def load_weights(folder: Path, *, spec: ModelSpec) -> Weights:
     """Load the weights in all `*.safetensors` of `folder`. `RefusedError` names a missing or misshapen tensor."""
     with ExitStack() as stack:

@@ -5,12 +5,14 @@ Owns all checks of such a run: of its config, of a host that launches servers, a
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import psutil
 
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import Backend, EngineLaunch
+from laminar_py.config.learner import LoraConfig, LoraTarget
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -34,6 +36,37 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.engine.urls has {len(section.urls)} servers for rollout.replicas={rollout.replicas}; name"
             " one for each"
+        )
+    if config.learner.lora is not None:
+        _check_lora(config, config.learner.lora, section.urls)
+
+
+def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> None:
+    """Raise `ConfigError` for settings that SGLang cannot combine with LoRA adapters."""
+    rollout = config.rollout
+    if config.warm_start is not None:
+        raise ConfigError(
+            f"warm_start.data={config.warm_start.data.path}: with learner.lora SGLang servers begin with"
+            " model.path as it is; name a folder that is warm already and leave warm_start out"
+        )
+    if urls:
+        raise ConfigError(
+            f"rollout.engine.urls={','.join(urls)}: servers that run already have a base of their own; leave urls"
+            " out or learner.lora"
+        )
+    if rollout.on_new_weights in (OnNewWeights.RETRACT, OnNewWeights.IN_PLACE):
+        raise ConfigError(
+            f"rollout.on_new_weights={rollout.on_new_weights}: a request on SGLang keeps the adapter that it"
+            " began with; set it to drain or resume"
+        )
+    targets = set(lora.targets)
+    attention = {LoraTarget.Q_PROJ, LoraTarget.K_PROJ, LoraTarget.V_PROJ} & targets
+    lone_up = LoraTarget.UP_PROJ in targets and LoraTarget.GATE_PROJ not in targets
+    if (attention and not attention >= {LoraTarget.Q_PROJ, LoraTarget.V_PROJ}) or lone_up:
+        raise ConfigError(
+            f"learner.lora.targets={','.join(lora.targets)}: SGLang has q_proj, k_proj and v_proj in one matrix"
+            " and gate_proj and up_proj in another; name q_proj and v_proj together, k_proj only with both, and"
+            " up_proj only with gate_proj"
         )
 
 
@@ -115,6 +148,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         max_len=rollout.max_len,
         experts_top_k=sizes.num_experts_per_tok,
         record=rollout.record,
+        base=model_dir,
     )
     engine = SGLangEngine(
         url,
@@ -147,6 +181,7 @@ def _server_of(config: RunConfig, launch: EngineLaunch) -> ServerSpec:
         tensor_parallel=section.tensor_parallel,
         stream_interval=section.stream_interval,
         record=rollout.record,
+        lora=config.learner.lora,
         mask_tokens=rollout.sampling.top_k,
         flags={**exact, **section.flags},
         start_timeout_s=section.start_timeout_s,

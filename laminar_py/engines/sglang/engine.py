@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from laminar_py.engines.checks import WeightsLayout, check_load, check_request, response_limit, weights_layout
+from laminar_py.engines.sglang.adapter import ServerAdapters
 from laminar_py.engines.sglang.http import CutOffError, ServerConnection
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.sglang.wire import RankUse, RankUses, UpdateAnswer, WeightsChecksums, WireError, WireFault
@@ -30,6 +31,7 @@ from laminar_py.records.engine import (
 )
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.weights import holds_adapter
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,9 @@ class SGLangEngine:
         self._server_paused = False  # the server itself is paused
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
+        self._adapters = ServerAdapters(
+            self._server, client=self._client, base=served.base, limit_s=load_timeout_s
+        )
         self._tickets = itertools.count()
         self._by_rid: dict[str, Stream] = {}  # streams that `abort` can end
         self._streams: set[Stream] = set()
@@ -147,7 +152,7 @@ class SGLangEngine:
         """
         rid, finished = stream.request.rid, False
         cache = f"{self._client}-{self._version}"
-        body = stream.generate_body(self._version, cache=cache)
+        body = stream.generate_body(self._version, cache=cache, adapter=self._adapters.current)
         async for chunk in self._server.chunks(rid, body):
             meta = chunk.meta_info
             if chunk.error is not None or meta is None:
@@ -256,15 +261,29 @@ class SGLangEngine:
         self._server.raise_if_lost()
         running = [stream for stream in self._streams if stream.submitted]
         check_load(version, served=self._version, num_running=len(running) if self._paused is None else 0)
+        adapted = holds_adapter(path)
+        if self._layout is not None if adapted else self._adapters.current is not None:
+            kind = "an adapter" if adapted else "whole weights"
+            raise RefusedError(
+                f"version {version} in {path} is {kind}, unlike the version before; publish one kind in a run"
+            )
+        if adapted and running and self._paused is not PauseMode.ABORT:
+            raise RuntimeError(
+                f"version {version} is an adapter, and {len(running)} requests keep the one they began with; abort"
+                " them"
+            )
         self._gate.clear()  # requests that arrive during the load run under the new version
         try:
-            await self._load_paused(path, version, running)
+            if adapted:
+                await self._adapters.load(path, version, ending=running)
+            else:
+                await self._load_whole(path, version, running)
             self._version = version
         finally:
             self._open_gate()
 
-    async def _load_paused(self, path: Path, version: int, running: Sequence[Stream]) -> None:
-        """Load a version into the paused server, and stamp it on the running streams.
+    async def _load_whole(self, path: Path, version: int, running: Sequence[Stream]) -> None:
+        """Load a full version into the paused server, and stamp it on the running streams.
 
         Raises `RefusedError` if the version has other tensors than the version before.
         """

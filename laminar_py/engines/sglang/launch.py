@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.config.cluster import Device
+from laminar_py.config.learner import LoraConfig
 from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
@@ -22,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 MIN_VERSION = (0, 5, 23)  # the oldest that the client was tested with
 # SGLang reserves the last positions of its context: 6 for a prompt, 2 for a response
 SPARE_TOKENS = 8
+MAX_LORAS = 2  # in one batch: the adapter of new requests, and the adapter of older requests
 MASK_TOKENS = 4096  # tokens of a recorded mask by default
 _ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
 _CHOSEN = "the run chooses it; leave it out"
@@ -45,6 +47,7 @@ _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 _CPU_FLAGS: dict[str, Flag] = {
     "sleep-on-idle": True,  # else an idle server keeps a core busy
     "attention-backend": "torch_native",
+    "lora-backend": "torch_native",
     "cuda-graph-backend-decode": "disabled",
     "cuda-graph-backend-prefill": "disabled",
 }
@@ -93,6 +96,7 @@ def replica_server(
     tensor_parallel: int = 1,
     stream_interval: int = 1,
     record: tuple[Recording, ...] = (),
+    lora: LoraConfig | None = None,
     mask_tokens: int = 0,
     flags: Flags | None = None,
     start_timeout_s: float = 900.0,
@@ -100,9 +104,9 @@ def replica_server(
     """Describe a server of one replica, for trajectories of `max_len` tokens.
 
     The server reads only the model's `config.json`; weights come by `/update_weights_from_disk` before any prompt.
-    `kv_capacity=None` fills the GPU's memory. A message of a stream has `stream_interval` tokens; `mask_tokens` is
-    the top-k of recorded masks. The user's `flags` override ours. Raises `ConfigError` for settings that can never
-    start.
+    With `lora` it also loads the weights in the folder, the base of later adapters. `kv_capacity=None` fills the
+    GPU's memory. A message of a stream has `stream_interval` tokens; `mask_tokens` is the top-k of recorded masks.
+    The user's `flags` override ours. Raises `ConfigError` for settings that can never start.
     """
     if device is Device.CPU and kv_capacity is None:
         raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
@@ -117,11 +121,8 @@ def replica_server(
         "stream-interval": stream_interval,
         "incremental-streaming-output": True,
         "skip-tokenizer-init": True,
-        "enable-return-routed-experts": Recording.ROUTED_EXPERTS in record,
     }
-    # ties with the last token of top_k make a longer mask, and the server ends a request with a longer mask
-    if Recording.SAMPLING_MASK in record and 2 * mask_tokens > MASK_TOKENS:
-        defaults["sampling-mask-max-tokens"] = 2 * mask_tokens
+    defaults |= _feature_flags(record, lora, mask_tokens)
     return ServerSpec(
         python=python,
         model_dir=model_dir,
@@ -130,6 +131,24 @@ def replica_server(
         flags=_with_users_flags(defaults, flags or {}, device, field="rollout.engine.flags", reserved=_RESERVED),
         start_limit=("rollout.engine.start_timeout_s", start_timeout_s),
     )
+
+
+def _feature_flags(record: tuple[Recording, ...], lora: LoraConfig | None, mask_tokens: int) -> dict[str, Flag]:
+    """Flags of a server that records, or serves adapters."""
+    flags: dict[str, Flag] = {"enable-return-routed-experts": Recording.ROUTED_EXPERTS in record}
+    # ties with the last token of top_k make a longer mask, and the server ends a request with a longer mask
+    if Recording.SAMPLING_MASK in record and 2 * mask_tokens > MASK_TOKENS:
+        flags["sampling-mask-max-tokens"] = 2 * mask_tokens
+    if lora is not None:
+        flags |= {
+            "load-format": "auto",
+            "enable-lora": True,
+            "lora-strict-loading": True,
+            "max-lora-rank": lora.rank,
+            "lora-target-modules": [target.value for target in lora.targets],
+            "max-loras-per-batch": MAX_LORAS,
+        }
+    return flags
 
 
 def pool_server(

@@ -6,6 +6,7 @@ earlier chunks is a `WireError`.
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -42,6 +43,7 @@ class Served:
     max_len: int
     experts_top_k: int | None = None  # of a mixture model
     record: tuple[Recording, ...] = ()
+    base: Path | None = None  # folder of the base weights of adapters
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class Stream:
     room: int  # tokens it may still generate
     length: int = 0  # tokens received
     kv_versions: dict[int, int] = field(default_factory=dict)  # version -> oldest weights in the KV cache under it
+    adapter: str | None = None  # its adapter, which then gives its version
     aborting: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -62,12 +65,13 @@ class Stream:
         """True if the server may have the request."""
         return bool(self.kv_versions)
 
-    def generate_body(self, version: int, *, cache: str) -> dict[str, object]:
+    def generate_body(self, version: int, *, cache: str, adapter: str | None = None) -> dict[str, object]:
         """Build the body of `/generate` and mark the request as submitted under `version`.
 
         `cache` names the prefix cache that it may use.
         """
         self.kv_versions[version] = version
+        self.adapter = adapter
         request, sampling, record = self.request, self.request.sampling, self.served.record
         body: dict[str, object] = {
             "rid": self.wire_rid,
@@ -86,6 +90,8 @@ class Stream:
             "stream": True,
             "extra_key": cache,
         }
+        if adapter is not None:
+            body["lora_path"] = adapter
         if Recording.SAMPLING_MASK in record:
             body["return_sampling_mask"] = True
         if Recording.ROUTED_EXPERTS in record:
@@ -103,7 +109,7 @@ class Stream:
         """
         ids, logprobs = decode_tokens(chunk, meta, received=self.length)
         self.length += len(ids)
-        version = parse_version(meta.weight_version)
+        version = self._version(meta)
         delta = Delta(
             rid=self.request.rid, ids=ids, logprobs=logprobs, version=version, kv_version=self._kv_version(version)
         )
@@ -117,7 +123,8 @@ class Stream:
 
         Raises `WireError` if the server sent something else than these.
         """
-        delta = self._restamped(delta, parse_spans(meta, length=self.length))
+        if self.adapter is None:
+            delta = self._restamped(delta, parse_spans(meta, length=self.length))
         top_k = self.served.experts_top_k
         start = self.request.routed
         end = len(self.request.prompt_ids) + len(self.request.prefix_ids) + self.length - 1
@@ -129,6 +136,10 @@ class Stream:
         except ValueError:
             raise WireError(f"finish reason {finish.type!r}") from None
         return msgspec.structs.replace(delta, finish_reason=reason)
+
+    def _version(self, meta: Meta) -> int:
+        """Version of new tokens: the version of the adapter if there is one, else the version in the chunk."""
+        return parse_version(meta.weight_version) if self.adapter is None else min(self.kv_versions)
 
     def _restamped(self, delta: Delta, spans: list[Span]) -> Delta:
         """Add the server's final spans to the last delta if weights changed under the request.

@@ -275,15 +275,25 @@ def check_adapters(config: RunConfig) -> None:
         )
 
 
-def version_bytes(config: RunConfig) -> int:
-    """Return the bytes of a version: of the model's safetensors, or an estimate from config.json without them."""
-    files = list(config.model.path.glob("*.safetensors"))
+def weights_bytes(model: Path) -> int:
+    """Return the bytes of all weights: of the safetensors, or an estimate from config.json without them."""
+    files = list(model.glob("*.safetensors"))
     if files:
         return sum(file.stat().st_size for file in files)
-    sizes = read_sizes(config.model.path)
+    sizes = read_sizes(model)
     hidden, layers = sizes.hidden_size or 0, sizes.num_hidden_layers or 0
     per_layer = 4 * hidden * hidden + 3 * hidden * (sizes.intermediate_size or 0)
     return 4 * (layers * per_layer + 2 * sizes.vocab_size * hidden)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Return the bytes of a published version: all weights, or an upper bound for adapters."""
+    lora = config.learner.lora
+    if lora is None:
+        return weights_bytes(config.model.path)
+    sizes = read_sizes(config.model.path)
+    hidden, layers, inner = sizes.hidden_size or 0, sizes.num_hidden_layers or 0, sizes.intermediate_size or 0
+    return 4 * lora.rank * layers * len(lora.targets) * (hidden + max(hidden, inner))
 
 
 @dataclass(frozen=True, slots=True)

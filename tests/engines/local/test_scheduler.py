@@ -1,6 +1,6 @@
 """What the embedded engine decides between steps, and where it keeps the KV cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -176,6 +176,8 @@ actions = st.lists(
         st.tuples(st.just("extend"), st.integers(0, 3), blocks_of),
         st.tuples(st.just("share"), st.integers(0, 3), st.integers(0, 3)),
         st.tuples(st.just("release"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("keep"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("restore"), st.integers(0, 3), st.integers(0, 24)),
     ),
     max_size=25,
 )
@@ -183,16 +185,19 @@ actions = st.lists(
 
 @dataclass
 class Pool:
-    """A pool, and what stands in the blocks of its slots: a mark of each block."""
+    """A pool, and what stands in the blocks of its slots and of what it keeps: a mark of each block."""
 
     pool: BlockPool
     held: dict[int, list[float]]
+    kept: dict[str, list[float]] = field(default_factory=dict)  # the longest kept first
 
     def extend(self, slot, length, step):
         self.pool.extend(slot, length)
         for place in range(len(self.held[slot]), -(-length // BLOCK)):
             self.held[slot].append(float(100 * step + place + 1))
             self.pool.keys[:, self.pool.table[slot, place]] = self.held[slot][place]
+        while sum(map(len, [*self.held.values(), *self.kept.values()])) > len(self.pool.owner):
+            del self.kept[next(iter(self.kept))]
 
     def release(self, slot, _, step):
         self.pool.release(slot)
@@ -205,10 +210,21 @@ class Pool:
             self.pool.share(slot, target, len(self.held[slot]) * BLOCK)
             self.held[target] = list(self.held[slot])
 
+    def keep(self, slot, _, step):
+        if self.held[slot]:
+            self.pool.keep(slot, str(step), np.full(len(self.held[slot]) * BLOCK, step, np.int32))
+            self.kept[str(step)], self.held[slot] = self.held[slot], []
+
+    def restore(self, slot, number, step):
+        if not self.held[slot]:
+            self.held[slot] = self.kept.pop(str(number), [])
+            ids = np.full(3 * BLOCK, number, np.int32)
+            assert self.pool.restore(slot, str(number), ids) == len(self.held[slot]) * BLOCK
+
 
 @settings(max_examples=examples(200), deadline=None)
 @given(actions)
-def test_blocks_in_use_stay_dense_and_have_their_tokens(actions):
+def test_blocks_in_use_stay_dense_and_what_is_held_or_kept_has_its_tokens(actions):
     pool = BlockPool(SPEC, num_slots=4, max_len=3 * BLOCK, kv_capacity=8 * BLOCK)
     model = Pool(pool, {slot: [] for slot in range(4)})
     for step, (action, slot, value) in enumerate(actions):
@@ -219,6 +235,11 @@ def test_blocks_in_use_stay_dense_and_have_their_tokens(actions):
             blocks = pool.table[owner, : len(marks)]
             assert pool.keys[1, blocks, 0, 0, 0].tolist() == marks
             assert (blocks < pool.num_blocks).all()
+    for rid in list(model.kept):
+        model.release(0, 0, 0)
+        model.restore(0, int(rid), 0)
+        pool.compact()
+        assert pool.keys[1, pool.table[0, : len(model.held[0])], 0, 0, 0].tolist() == model.held[0]
 
 
 def draw(logits, uniform, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, recorded=False):

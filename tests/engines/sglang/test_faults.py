@@ -7,6 +7,7 @@ import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -17,6 +18,7 @@ from laminar_py.engines.sglang.stream import Served
 from laminar_py.records.engine import EngineLostError, PauseMode
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, AdapterConfig, base_digest
 from tests.engines.engine_conformance import Caught, caught, collect, make_request, until
 
 PATIENCE_S = 20
@@ -387,3 +389,70 @@ async def test_missing_masks_lose_the_server():
     async with Server([chunk(5)]).client(record=(Recording.SAMPLING_MASK,)) as engine:
         with pytest.raises(EngineLostError, match="sampling masks"):
             await collect(engine, make_request())
+
+
+# ---- adapters
+
+
+def write_adapter(folder: Path, base: Path, *, targets=("q_proj",), learned_on: Path | None = None) -> Path:
+    folder.mkdir()
+    digest = base_digest(base)
+    config = AdapterConfig(
+        base_model_name_or_path=str(learned_on or base),
+        revision=digest,
+        r=1,
+        lora_alpha=1.0,
+        target_modules=list(targets),
+    )
+    (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.encode(config))
+    parts = [
+        f"{PREFIX}model.layers.0.self_attn.{target}.lora_{part}.weight" for target in targets for part in "AB"
+    ]
+    save_file({name: np.zeros((1, 1), np.float32) for name in parts}, folder / ADAPTER_WEIGHTS)
+    return folder
+
+
+class AdapterServer(Server):
+    """Takes every adapter."""
+
+    async def call(self, request):
+        if request.path == "/load_lora_adapter":
+            body = await request.json()
+            self.answers[request.path] = {"loaded_adapters": {body["lora_name"]: body["lora_path"]}}
+        return await super().call(request)
+
+
+async def test_the_base_that_is_checked_is_the_one_served_wherever_the_learner_has_it(tmp_path):
+    good, other = tmp_path / "good", tmp_path / "other"
+    for value, folder in enumerate((good, other)):
+        folder.mkdir()
+        save_file({"a": np.full(3, value, np.float32)}, folder / "model.safetensors")
+    elsewhere = write_adapter(tmp_path / "v1", good, learned_on=tmp_path / "only the learner has it")
+    wrong = write_adapter(tmp_path / "v2", other, learned_on=other)
+    server = AdapterServer()
+    async with server.client(loaded=False, base=good) as engine:
+        await engine.load_weights(elsewhere, 1)
+        with pytest.raises(ValueError, match=r"base=.*good: the weights here differ from the learner's"):
+            await engine.load_weights(wrong, 2)
+        assert engine.status().version == 1
+    assert server.calls.count("/load_lora_adapter") == 1
+
+
+async def test_a_version_after_an_adapter_has_the_same_tensors(tmp_path):
+    first = write_adapter(tmp_path / "v1", WEIGHTS)
+    fewer = write_adapter(tmp_path / "v2", WEIGHTS, targets=("v_proj",))
+    server = AdapterServer()
+    async with server.client(loaded=False, base=WEIGHTS) as engine:
+        await engine.load_weights(first, 1)
+        with pytest.raises(ValueError, match=r"version 2 .* has other tensors than the version before"):
+            await engine.load_weights(fewer, 2)
+        with pytest.raises(ValueError, match=r"version 2 .* is whole weights, unlike the version before; publish"):
+            await engine.load_weights(WEIGHTS, 2)
+        assert engine.status().version == 1
+    assert server.calls.count("/load_lora_adapter") == 1
+    assert "/update_weights_from_disk" not in server.calls
+    server = AdapterServer()
+    async with server.client(base=WEIGHTS) as engine:  # it begins with whole weights
+        with pytest.raises(ValueError, match=r"version 2 .* is an adapter, unlike the version before; publish"):
+            await engine.load_weights(first, 2)
+    assert "/load_lora_adapter" not in server.calls

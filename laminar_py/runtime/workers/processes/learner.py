@@ -95,7 +95,8 @@ class LearnerActor(ComputingActor):
             self._learner.load(Path(spec.checkpoint))
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
         if spec.rank == 0:
-            self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes)
+            adapter = self._learner.adapter_config() if isinstance(self._learner, Learner) else None
+            self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes, adapter_config=adapter)
         return started
 
     def _note(self, progress: LearnerProgress) -> None:

@@ -1,0 +1,80 @@
+"""Adapters on an SGLang server, and the adapter that new requests use. Called by `SGLangEngine`.
+
+The server holds the base from its start. The name of an adapter on the server has the client, the version and a
+count. A request keeps its adapter to its end, so the version of its tokens is the adapter's version. The client
+unloads an adapter only after its last request, since the server would load it again for another request
+(`tests/engines/sglang/test_lora.py`).
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from laminar_py.engines.checks import WeightsLayout, weights_layout
+from laminar_py.engines.sglang.http import ServerConnection
+from laminar_py.engines.sglang.stream import Stream
+from laminar_py.records.engine import RefusedError
+from laminar_py.records.weights import check_base, read_adapter_config
+
+
+class _Loaded(msgspec.Struct):
+    """The server's answer: the folder of each loaded adapter, by name."""
+
+    loaded_adapters: dict[str, str]
+
+
+class ServerAdapters:
+    """The adapters of one client on a server that serves the weights in `base`.
+
+    E.g. `ServerAdapters(server, client="3f9a01bc", base=Path("/models/qwen"), limit_s=600)`. If a load
+    takes more than `limit_s` seconds, the server counts as lost.
+    """
+
+    def __init__(self, server: ServerConnection, *, client: str, base: Path | None, limit_s: float) -> None:
+        self.current: str | None = None  # adapter that new requests name
+        self._server = server
+        self._limit_s = limit_s
+        self._client = client
+        self._count = itertools.count()  # tells loads of the same version apart
+        self._base = base
+        self._checked: str | None = None  # revision of the base after a successful check
+        self._layout: WeightsLayout | None = None  # the same for every adapter
+
+    async def load(self, path: Path, version: int, *, ending: Sequence[Stream]) -> None:
+        """Load the adapter in `path` as `version` for new requests. Unload the old one after the `ending` streams.
+
+        Raises `RefusedError` if the adapter does not fit, or the server has another base than the learner.
+        """
+        config = await asyncio.to_thread(read_adapter_config, path)
+        if config.revision != self._checked:
+            if self._base is None:
+                raise RefusedError(f"version {version} in {path} is an adapter, and the server was given no base")
+            await asyncio.to_thread(check_base, self._base, config)
+            self._checked = config.revision
+        layout = await asyncio.to_thread(weights_layout, path)
+        if self._layout not in (None, layout):
+            raise RefusedError(
+                f"version {version} in {path} has other tensors than the version before; publish the same"
+            )
+        name = f"{self._client}-{version}-{next(self._count)}"
+        fields = {"lora_name": name, "lora_path": str(path)}
+        answer = await self._server.post_and_decode("load_lora_adapter", _Loaded, limit_s=self._limit_s, **fields)
+        if answer.loaded_adapters.get(name) != str(path):
+            raise RefusedError(
+                f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead"
+            )
+        self._layout = layout
+        for stream in ending:
+            await stream.ended.wait()
+        if self.current is not None:
+            await self._unload(self.current)
+        self.current = name
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._server.post("unload_lora_adapter", lora_name=name)
+        except RefusedError as error:  # the server's list of adapters is wrong
+            raise self._server.lose(str(error)) from None
