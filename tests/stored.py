@@ -69,7 +69,7 @@ def at_ranks(packed):
 
 
 def _at_rank(bundles, terms, finished, folder):
-    asked = FetchRequest([[finished[item.id] for item in bundle] for bundle in bundles], {})
+    asked = FetchRequest([[finished[item.id] for item in bundle] for bundle in bundles])
     fetch, step = decode(FetchRequest, encode(asked)), decode(StepRequest, encode(StepRequest(terms)))
     reader = PayloadReader(folder)
     complete, lost = complete_all([one for bundle in fetch.bundles for one in bundle], reader)

@@ -54,7 +54,10 @@ def visible(text: str, *, keep: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A row of `laminar doctor`. Entry points of the group `laminar_py.findings` each return one."""
+    """A row of `laminar doctor`, e.g. `Finding("GPU", "none", good=True)`.
+
+    Each entry point of `laminar_py.findings` returns one.
+    """
 
     subject: str
     state: str

@@ -13,7 +13,7 @@ from laminar_lab.step_time import TimedShape, fit
 from laminar_py.cli import app
 from laminar_py.config.loading import load_config, parse_config
 from laminar_py.config.section import ConfigError
-from tests.bench.test_engines import TINY
+from tests.bench.test_benchmarks import TINY
 
 PROFILE = Path("configs/emulation/h100_7b_tp1.yaml")
 GOOD = fit([TimedShape("one", (1.0,), 2.0), TimedShape("two", (2.0,), 4.0)])

@@ -112,4 +112,4 @@ def test_going_on_with_another_model_is_refused_in_one_line(runs):
     assert code == 2
     (line,) = [line for line in output.splitlines() if line.startswith("laminar:")]
     assert re.search(r"/checkpoints/step-\d+-1.0: was saved of a qwen3 of 2", line)
-    assert "set model.path to the model that was saved" in line
+    assert "set model.path, its warm start and learner.lora as they were" in line
