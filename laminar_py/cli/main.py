@@ -28,7 +28,6 @@ COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and a
     "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 4"),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
     "eval": ("laminar_py.cli.train:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
-    "relay": ("laminar_py.cli.relay:relay", ""),
 }
 
 console = Console(highlight=False)

@@ -1,6 +1,7 @@
 """The relay: weights from one process to any number of others, which needs no other part of the package.
 
-The interface is `Publisher`, `RelayNode`, `Subscriber` and `RelayKeys`; the other names serve benchmarks.
+The interface is `Publisher`, `RelayNode`, `Subscriber` and `RelayKeys`; `laminar relay` and benchmarks use
+the other names.
 """
 
 from typing import TYPE_CHECKING
@@ -11,9 +12,13 @@ if TYPE_CHECKING:
     from laminar_py.relay.delta import apply as apply
     from laminar_py.relay.delta import encode as encode
     from laminar_py.relay.digests import chunk_checksum as chunk_checksum
+    from laminar_py.relay.mapped_file import allow_many_files as allow_many_files
     from laminar_py.relay.messages import CHECKSUM_BYTES as CHECKSUM_BYTES
+    from laminar_py.relay.messages import ParentLost as ParentLost
     from laminar_py.relay.messages import RelayEvent as RelayEvent
     from laminar_py.relay.messages import VersionComplete as VersionComplete
+    from laminar_py.relay.messages import VersionFailed as VersionFailed
+    from laminar_py.relay.messages import VersionPulled as VersionPulled
     from laminar_py.relay.node import RelayNode as RelayNode
     from laminar_py.relay.publisher import Publisher as Publisher
     from laminar_py.relay.sockets import IPC as IPC

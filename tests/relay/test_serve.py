@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.commands.relay import read_keys, write_keys
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.serve import read_keys, write_keys
 from tests.relay.tree import folder_bytes, tensors
 
 PAGE = Path(__file__).parents[2] / "docs" / "rooms" / "relay.md"

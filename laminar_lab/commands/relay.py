@@ -1,0 +1,113 @@
+"""`laminar relay`: run nodes of the relay tree by hand, without a run, with one file of keys for all hosts."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from laminar_py.cli import print_line
+from laminar_py.config import ConfigError
+
+if TYPE_CHECKING:
+    from laminar_py.relay import RelayEvent, RelayKeys, RelayNode
+
+app = typer.Typer(help="Run nodes of the relay tree, which carries weights, by hand.", no_args_is_help=True)
+
+
+@app.command("keys", epilog="Example: laminar relay keys relay.keys")
+def relay_keys(
+    path: Annotated[Path, typer.Argument(help="New file, to be copied to all hosts of the tree")],
+) -> None:
+    """Make the keys of a tree; every node that has the file may join."""
+    write_keys(path)
+
+
+@app.command("serve", epilog="Example: laminar relay serve b --keys relay.keys --parent tcp://10.0.0.4:7000")
+def relay_serve(
+    name: Annotated[str, typer.Argument(help="Name of the node in the tree")],
+    keys: Annotated[Path, typer.Option(help="File of `laminar relay keys`")],
+    parent: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of an ancestor: nearest first, root last. Default: this node is the root"),
+    ] = None,
+    store: Annotated[Path, typer.Option(help="Folder in shared memory for its versions")] = Path(
+        "/dev/shm/laminar-relay"
+    ),
+    host: Annotated[str, typer.Option(help="Interface, or an ipc:// address")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one")] = 0,
+    keep_versions: Annotated[int, typer.Option(min=1, help="Number of newest versions to keep")] = 2,
+    chunk_bytes: Annotated[
+        int, typer.Option(min=4096, help="Largest chunk that a publisher may cut a version into")
+    ] = 16 * 2**20,
+) -> None:
+    """Run one node of a tree, until Ctrl-C."""
+    from laminar_py.relay import RelayNode
+
+    node = RelayNode(
+        name,
+        store=store,
+        keys=read_keys(keys),
+        parents=parent or [],
+        host=host,
+        port=port,
+        keep_versions=keep_versions,
+        chunk_bytes=chunk_bytes,
+        emit=lambda event: print_line(event_line(event)),
+    )
+    asyncio.run(run_node(node))
+
+
+def write_keys(path: Path) -> None:
+    """Write a new keypair to a file that only its owner can read. Raises `ConfigError` if the file exists."""
+    from laminar_py.relay import RelayKeys
+
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ConfigError(f"keys={path}: cannot be made ({error.strerror}); name a new file") from None
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(RelayKeys.generate()))
+
+
+def read_keys(path: Path) -> "RelayKeys":
+    """Read the keypair of a tree. Raises `ConfigError` if the file holds none."""
+    from laminar_py.relay import RelayKeys
+
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RelayKeys)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"keys={path}: cannot be read as keys ({error}); make a file with `laminar relay keys`"
+        ) from None
+
+
+async def run_node(node: "RelayNode") -> None:
+    """Print a node's address and run it until Ctrl-C. Raises `ConfigError` if it cannot listen there."""
+    from laminar_py.relay import allow_many_files
+
+    allow_many_files()
+    await node.start()
+    print_line(f"{node.name} at {node.endpoint}")
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: loop.create_task(node.close()))
+    await node.run()
+
+
+def event_line(event: "RelayEvent") -> str:
+    """One line of text about an event of a node."""
+    from laminar_py.relay import ParentLost, VersionComplete, VersionFailed, VersionPulled
+
+    match event:
+        case VersionComplete(version=version, num_bytes=size, wire_bytes=wire, elapsed_s=elapsed_s):
+            return f"version {version} complete: {size:,} bytes, {wire:,} over the wire, {elapsed_s:.3f} s"
+        case VersionPulled(subscriber=subscriber, version=version, waited_s=waited_s):
+            return f"version {version} pulled by {subscriber}, which waited {waited_s:.3f} s"
+        case VersionFailed(version=version, reason=reason):
+            return f"version {version} given up: {reason}"
+        case ParentLost(old=old, new=new):
+            return f"left the parent {old}, connects to {new}"
