@@ -29,7 +29,7 @@ ROOMS = {  # in the order in which a run meets them: one line each, and the file
     "relay": ("the tree that carries weight versions", "relay/node.py"),
     "repack": ("moves of running trajectories between replicas", "repack/migration.py"),
     "ledger": ("the record: events, tokens, recovery, its reader", "ledger/machine.py"),
-    "observe": ("counters, live view, summary and trackers of a running run", "observe/stats.py"),
+    "observe": ("counters, live view and summary of a running run, figures for trackers", "observe/stats.py"),
     "runtime": ("the controller and its processes", "runtime/orchestrator/controller.py"),
 }
 PLANES = {  # how the picture groups the rooms; records, config and cli stand apart

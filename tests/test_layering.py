@@ -58,9 +58,9 @@ LIBRARIES = {  # heavy library: where it may be imported
     "plotly": (),
     "prometheus_client": (),
     "sqlite3": ("ledger/", "observe/summary.py"),
-    "tensorboard": ("observe/trackers.py",),
-    "wandb": ("observe/trackers.py",),
-    "mlflow": ("observe/trackers.py",),
+    "tensorboard": (),
+    "wandb": (),
+    "mlflow": (),
     "pickle": (),
 }
 MODULES = sorted((ROOT / CORE).rglob("*.py"))

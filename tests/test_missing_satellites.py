@@ -43,6 +43,7 @@ def laminar_without(package: str, *arguments: str) -> subprocess.CompletedProces
         ("laminar_lab", ["bench", "learner"], "laminar bench: laminar_lab cannot be imported"),
         ("laminar_lab", ["train", "configs/emulation/repack.yaml"], "rollout.engine.kind=emulated: "),
         ("laminar_contrib", ["train", CONFIG, "reward.use=[math]"], "reward.use.kind=math: "),
+        ("laminar_contrib", ["train", CONFIG, "tracking.kinds=[wandb]"], "tracking.kinds=wandb: "),
         (
             "laminar_contrib",
             ["train", CONFIG, "environment={kind: tools, tools: [calculator]}"],

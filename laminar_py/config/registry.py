@@ -1,9 +1,9 @@
 """Registries of implementations by name: built in, or from installed packages that announce them as entry points.
 
-Backends, algorithms, planners, rewards and environments have a registry each. An implementation is imported when
-its name is used, so a registry costs nothing to import and depends on no room above. A package announces `my_name
-= "my_package.module:OBJECT"` in the entry point group of a registry. It must be installed on every node of a run,
-and import without torch.
+Backends, algorithms, planners, rewards, environments and trackers have a registry each. An implementation is
+imported when its name is used, so a registry costs nothing to import and depends on no room above. A package
+announces `my_name = "my_package.module:OBJECT"` in the entry point group of a registry. It must be installed on
+every node of a run, and import without torch.
 """
 
 import importlib.util

@@ -4,7 +4,6 @@
 use, not the whole config. Paths in a config file are relative to the working directory.
 """
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -37,31 +36,8 @@ from laminar_py.config.rollout import (
     check_rollout,
     check_schedule,
 )
-from laminar_py.config.section import ConfigError, Count, Seconds, Section
-
-
-class TrackerKind(StrEnum):
-    """Trackers; the value is the name of the package."""
-
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    MLFLOW = "mlflow"
-
-
-class TrackingConfig(Section):
-    """Trackers that get the metrics of `metrics.jsonl` too, see docs/metrics.md. Servers and keys come from the
-    packages' own environment variables."""
-
-    kinds: tuple[TrackerKind, ...] = ()
-    """Any of `tensorboard` (files in the run folder), `wandb`, and `mlflow` (a server, or `runs/mlflow.db`)."""
-    project: Annotated[str, Field(min_length=1)] | None = None
-    """Project in wandb, experiment in MLflow; default: `name`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len(set(self.kinds)) < len(self.kinds):
-            raise ConfigError(f"tracking.kinds={','.join(self.kinds)}: a tracker occurs twice; name each once")
-        return self
+from laminar_py.config.section import Count, Seconds, Section
+from laminar_py.config.tracking import TrackingConfig
 
 
 class RunConfig(Section):

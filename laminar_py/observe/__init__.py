@@ -1,4 +1,4 @@
-"""Counters, live view, summary and trackers of a running run, fed by its controller."""
+"""Counters, live view and summary of a running run, and its figures for trackers. The controller feeds it."""
 
 from typing import TYPE_CHECKING
 

@@ -10,15 +10,12 @@ import msgspec
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.config.run import TrackerKind
 from laminar_py.config.section import ConfigError
+from laminar_py.config.tracking import TRACKERS, Opening
 from laminar_py.observe.trackers import (
-    TRACKERS,
     Ending,
-    Opening,
     Rewound,
     Values,
-    check_trackers,
     flat_evaluation,
     flat_row,
     flat_settings,
@@ -46,7 +43,7 @@ def open_tracker(folder, kind):
         project="math",
         settings={"learner.lr": 1e-6, "seed": 0, "data.train": "t.jsonl"},
     )
-    return TRACKERS[kind](opening)
+    return TRACKERS.get(kind).open(opening)
 
 
 def tell(tracker, *messages):
@@ -97,7 +94,7 @@ def test_tensorboard_reads_each_step_as_it_was_made_last(tmp_path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     folder = tmp_path / "math-1"
-    a_run_that_is_rolled_back_and_resumed(folder, TrackerKind.TENSORBOARD)
+    a_run_that_is_rolled_back_and_resumed(folder, "tensorboard")
     found = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in found.Scalars("tokens/entropy")] == TRUE_STEPS
     assert [(event.step, event.value) for event in found.Scalars("eval/accuracy")] == [(2, 0.5)]
@@ -114,7 +111,7 @@ def test_tensorboard_reads_each_step_as_it_was_made_last(tmp_path):
 def test_mlflow_goes_on_with_its_run_and_the_newest_point_of_a_step_counts(tmp_path):
     from mlflow import MlflowClient
 
-    a_run_that_is_rolled_back_and_resumed(tmp_path / "math-1", TrackerKind.MLFLOW)
+    a_run_that_is_rolled_back_and_resumed(tmp_path / "math-1", "mlflow")
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("math").experiment_id])
     assert (run.info.run_name, run.info.status) == ("math-1", "FINISHED")
@@ -134,11 +131,11 @@ def test_an_mlflow_run_that_was_killed_with_its_tracker_ends_once_it_is_resumed(
 
     folder = tmp_path / "math-1"
     folder.mkdir()
-    tell(open_tracker(folder, TrackerKind.MLFLOW), *entropies(1))
+    tell(open_tracker(folder, "mlflow"), *entropies(1))
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     place = [client.get_experiment_by_name("math").experiment_id]
     assert [run.info.status for run in client.search_runs(place)] == ["RUNNING"]
-    incarnation(folder, TrackerKind.MLFLOW, Rewound(0), *entropies(1), Ending(SUMMARY))
+    incarnation(folder, "mlflow", Rewound(0), *entropies(1), Ending(SUMMARY))
     assert [run.info.status for run in client.search_runs(place)] == ["FINISHED"]
 
 
@@ -147,7 +144,7 @@ def test_wandb_goes_on_with_its_run_and_the_newest_row_of_a_step_counts(tmp_path
     from wandb.proto.wandb_internal_pb2 import Record
 
     folder = tmp_path / "math-1"
-    a_run_that_is_rolled_back_and_resumed(folder, TrackerKind.WANDB)
+    a_run_that_is_rolled_back_and_resumed(folder, "wandb")
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert {path.name for path in files} == {f"run-{(folder / 'wandb.id').read_text()}.wandb"}
     assert len(files) == 2, "one for each incarnation, uploaded as one run"
@@ -185,8 +182,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     with pytest.raises(
         ConfigError, match=r"tracking.kinds=mlflow: .*; pip install mlflow-skinny sqlalchemy alembic"
     ):
-        check_trackers([TrackerKind.MLFLOW])
-    check_trackers([])
+        TRACKERS.get("mlflow").check()
 
 
 def test_it_is_refused_before_anything_is_prepared(tmp_path, monkeypatch):
@@ -199,11 +195,19 @@ def test_it_is_refused_before_anything_is_prepared(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    kind = TRACKERS.get("wandb")
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match=r"tracking.kinds=wandb: the package wandb is not installed"):
-        check_trackers([TrackerKind.WANDB])
+        kind.check()
+
+
+def test_an_unknown_tracker_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"tracking.kinds=visdom: unknown; choose one of mlflow, tensorboard, wandb"
+    ):
+        load_config(REPO / "configs/quickstart.yaml", ["tracking.kinds=[visdom]"])
 
 
 def test_every_metric_has_a_name_that_all_trackers_take_and_is_documented():

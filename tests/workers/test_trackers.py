@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from laminar_py.config.loading import parse_config
-from laminar_py.config.run import TrackerKind
+from laminar_py.config.tracking import Opening
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import summarise
-from laminar_py.observe.trackers import Opening, Values
+from laminar_py.observe.trackers import Values
 from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Placement
@@ -53,7 +53,7 @@ def incarnation(run, placement):
     return make_incarnation(config=SMALL, run=run, placement=placement)
 
 
-def make_link(incarnation, *, kind=TrackerKind.TENSORBOARD, **limits):
+def make_link(incarnation, *, kind="tensorboard", **limits):
     opening = Opening(kind=kind, folder=str(incarnation.run.path), name="math-1", project="math", settings={})
     return TrackerLink(opening, incarnation, **limits)
 
@@ -160,7 +160,7 @@ async def test_what_does_not_fit_the_queue_is_dropped_with_one_warning(run, inca
 async def test_a_server_that_never_answers_holds_nothing_up(run, incarnation, monkeypatch, caplog):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        link = make_link(incarnation, kind=TrackerKind.MLFLOW, queued=3)
+        link = make_link(incarnation, kind="mlflow", queued=3)
         link.start()
         for step in range(4):
             link.enqueue_message(Values(step, {}))

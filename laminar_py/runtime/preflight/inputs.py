@@ -19,6 +19,7 @@ from laminar_py.config.engine import BACKENDS
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.config.tracking import TRACKERS
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
 from laminar_py.data.problems import ProblemSet, check_disjoint, first_of_tasks, read_prompts
@@ -28,7 +29,6 @@ from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.launch import check_pool
 from laminar_py.ledger.segments.writer import LEAST_FREE
-from laminar_py.observe.trackers import check_trackers
 from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import Prompt
@@ -134,7 +134,8 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
 
     Training data is read only if the run `trains`. Raises `ConfigError`.
     """
-    check_trackers(config.tracking.kinds)
+    for kind in config.tracking.kinds:
+        TRACKERS.get(kind).check()
     prepare(config)
     _check_model(config)
     tokenizer = load_tokenizer(config.model.path)

@@ -2,8 +2,8 @@
 
 import msgspec
 
+from laminar_py.config.tracking import Opening
 from laminar_py.learner.packing.packer import StepTerms
-from laminar_py.observe.trackers import Opening
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment

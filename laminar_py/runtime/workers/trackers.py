@@ -11,11 +11,11 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
+from laminar_py.config.tracking import Opening
 from laminar_py.observe.summary import Summary
 from laminar_py.observe.trackers import (
     Ending,
     Message,
-    Opening,
     Rewound,
     Values,
     flat_evaluation,

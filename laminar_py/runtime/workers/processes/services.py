@@ -7,7 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from laminar_py.config.reward import server_name
-from laminar_py.observe.trackers import TRACKERS, Ending, Message, Rewound, Values
+from laminar_py.config.tracking import TRACKERS
+from laminar_py.observe.trackers import Ending, Message, Rewound, Values
 from laminar_py.records.scoring import ServerAddress
 from laminar_py.runtime.workers.processes.base import PartActor, log_to, open_part
 from laminar_py.runtime.workers.specs import ServerStart, TrackerSpec
@@ -52,7 +53,7 @@ class TrackerActor(PartActor):
         os.environ.update(spec.environment)
         log_to(spec.opening.folder, f"tracker-{spec.opening.kind}")
         with _tracker_errors():
-            self._tracker = TRACKERS[spec.opening.kind](spec.opening)
+            self._tracker = TRACKERS.get(spec.opening.kind).open(spec.opening)
 
     def deliver(self, message: Message) -> None:
         """Pass a message to the tracker."""
