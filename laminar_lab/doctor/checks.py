@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import resource
 import shutil
@@ -21,6 +22,8 @@ from laminar_py.records.codec import decode
 from laminar_py.records.host import Finding
 from laminar_py.runtime.cluster import Needs, NoAnswerError, Node, Placement, Plan, nodes, on_node, open_cluster
 from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, node_faults
+
+log = logging.getLogger(__name__)
 
 GROUP = "laminar_py.findings"  # entry points of installed packages, each a function that returns a `Finding`
 FILES_WANTED = 4096
@@ -123,6 +126,25 @@ async def smallest_gpus(holders: Mapping[str, Collection[str]]) -> dict[str, int
     asked = sorted({node for held in holders.values() for node in held})
     sizes = dict(zip(asked, await asyncio.gather(*map(_smallest_gpu, asked)), strict=True))
     return {kind: min((sizes[node] for node in held if sizes[node]), default=0) for kind, held in holders.items()}
+
+
+async def gpu_faults(config: RunConfig, placement: Placement) -> list[str]:
+    """Return the memory formula's error lines for a placed run, by the sizes that its nodes report.
+
+    `laminar train` refuses a run for them. If no node of a kind reports a size, the formula assumes 80 GB, and its
+    lines are only logged.
+    """
+    if not gpu_memory(config):
+        return []
+    faults: list[str] = []
+    for kind, size in (await smallest_gpus(gpu_nodes(placement.plan))).items():
+        lines = memory_faults(config, gpu_bytes=size or GPU_BYTES, kinds=[kind])
+        if size:
+            faults += lines
+            continue
+        for line in lines:
+            log.warning("by an estimate this does not fit: %s", line)
+    return faults
 
 
 async def _smallest_gpu(node: str) -> int:

@@ -1,10 +1,11 @@
 """Memory of a run's GPUs, by use: a formula over a config and a model's shape.
 
-Called by `laminar doctor` and `laminar plan`. The learner's memory is its peak, the largest of three
-moments of a step: the backward pass of the output embedding, of a layer, and the reduction of the embeddings'
-gradients at the end. Sizes of activations follow transformers' layers: bf16, with norms in fp32; a norm that
-`learner.layers` has fused takes less. States of the learner, weights and KV cache of an engine are exact;
-activations and the memory that CUDA and its allocator keep are estimates (`tests/doctor/test_memory.py`).
+Called by `laminar doctor`, `laminar plan` and, before processes start, `laminar train`. The learner's memory is
+its peak, the largest of three moments of a step: the backward pass of the output embedding, of a layer, and the
+reduction of the embeddings' gradients at the end. Sizes of activations follow transformers' layers: bf16, with
+norms in fp32; a norm that `learner.layers` has fused takes less. States of the learner, weights and KV cache of an
+engine are exact; activations and the memory that CUDA and its allocator keep are estimates
+(`tests/doctor/test_memory.py`).
 """
 
 import subprocess

@@ -9,8 +9,7 @@ import inspect
 import sys
 import tempfile
 import traceback
-from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from laminar_py.config.registry import installed_points
 from laminar_py.config.section import ConfigError
 from laminar_py.records.host import visible
 
@@ -44,8 +44,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: object) -> list[str]:
         """Names of commands, built-in ones first, without commands of uninstalled packages."""
-        installed = [point.name for point in entry_points(group=GROUP) if is_installed(point)]
-        return list(dict.fromkeys((*COMMANDS, *sorted(installed))))
+        return list(dict.fromkeys((*COMMANDS, *(point.name for point in installed_points(GROUP)))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Command of a name. Raises `ConfigError` where its package cannot be imported."""
@@ -61,14 +60,6 @@ class Commands(TyperGroup):
                     f"laminar {cmd_name}: {package} cannot be imported ({error}); install {package} again"
                 ) from error
         return None
-
-
-def is_installed(point: EntryPoint) -> bool:
-    """Return whether the package of an entry point can be found."""
-    try:
-        return find_spec(point.module.partition(".")[0]) is not None
-    except ImportError:
-        return False
 
 
 def _make_command(name: str, target: object) -> TyperCommand | TyperGroup:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from laminar_py.cli.main import console, is_installed, print_line
+from laminar_py.cli.main import console, print_line
 from laminar_py.config.loading import flatten, load_config
+from laminar_py.config.registry import installed_points
 from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path)
 
 def _print_end(summary: "Summary") -> None:
     """Call the endings of installed packages, e.g. the diagnosis, and print the number of unscored responses."""
-    for ending in filter(is_installed, entry_points(group=ENDINGS)):
+    for ending in installed_points(ENDINGS):
         ending.load()(Path(summary.run))
     unscored = summary.unscored
     if unscored.count:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
@@ -149,6 +150,18 @@ def _source(point: EntryPoint) -> str:
 
 def _in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def installed_points(group: str) -> list[EntryPoint]:
+    """Return the entry points of a group, by name, without points of packages that cannot be found."""
+
+    def is_installed(point: EntryPoint) -> bool:
+        try:
+            return find_spec(point.module.partition(".")[0]) is not None
+        except ImportError:
+            return False
+
+    return sorted(filter(is_installed, entry_points(group=group)), key=lambda point: point.name)
 
 
 def load_from_file(given: str, *, field: str) -> Callable[..., object]:

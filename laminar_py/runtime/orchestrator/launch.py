@@ -169,7 +169,7 @@ def lead(
         _prepare_resume(resume, inputs, console)
     with open_cluster(config.cluster.address):
         # a run that cannot be placed leaves no folder
-        placement = asyncio.run(place_parts(config))
+        placement = asyncio.run(place_parts(config, resume=resume is not None))
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()

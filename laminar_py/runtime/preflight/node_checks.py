@@ -1,16 +1,19 @@
-"""Checks of a cluster's nodes before a run, by a function that runs on each: files, memory, software."""
+"""Placement of a run, checks of its nodes by a function that runs on each, and checks of installed packages."""
 
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import parse_config
+from laminar_py.config.registry import installed_points
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.launch import check_pool
@@ -20,7 +23,14 @@ from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, Remot
 from laminar_py.runtime.cluster.placement import Needs, Placement, Plan
 from laminar_py.runtime.preflight.inputs import MemoryShare, memory_fault, room_fault
 
+log = logging.getLogger(__name__)
+
+CHECKS = "laminar_py.run_checks"  # entry points, each a `RunCheck`
 NODE_TIMEOUT_S = 60.0  # includes the start of a process on the node
+
+
+RunCheck = Callable[[RunConfig, Placement], Awaitable[list[str]]]
+"""Check of an installed package before a run's processes start: an error line for each fault, as `node_faults`."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,15 +68,22 @@ def inspect_node(witness: str, settings: str, serving: str, pools: str = "") -> 
     return encode(NodeReport(shared=seen, model=has_model, shm_free=free, fault=fault, room=room))
 
 
-async def place_parts(config: RunConfig) -> Placement:
-    """Place the parts of a run, and check the nodes of a joined cluster.
+async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
+    """Place the parts of a run, check the nodes of a joined cluster, and call the checks of installed packages.
 
-    Raises ConfigError if the parts do not fit on the cluster, or if a joined node lacks something.
+    Raises ConfigError if the parts do not fit on the cluster, if a joined node lacks something, or if a check
+    finds a fault. Faults of checks are warnings for a run to `resume`, which has run with these settings before.
     """
     placement = Placement(Needs.from_config(config), nodes)
     if config.cluster.address is not None:
         for line in await node_faults(config, placement):
             raise ConfigError(line)
+    for point in installed_points(CHECKS):
+        check: RunCheck = point.load()
+        for line in await check(config, placement):
+            if not resume:
+                raise ConfigError(line)
+            log.warning("resumed in spite of a check: %s", line)
     return placement
 
 
