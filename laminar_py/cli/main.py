@@ -23,7 +23,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.host import visible
 
 GROUP = "laminar_py.commands"  # entry points of installed packages, each a `typer.Typer`
-COMMANDS = {  # name -> module:attribute of its function or `typer.Typer`, and an example for its help
+COMMANDS = {  # name -> module:attribute of its function, and an example for its help
     "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
     "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 4"),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
@@ -49,8 +49,11 @@ class Commands(TyperGroup):
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Command of a name. Raises `ConfigError` where its package cannot be imported."""
         if cmd_name in COMMANDS:
-            module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-            return _make_command(cmd_name, getattr(importlib.import_module(module), attribute))
+            location, example = COMMANDS[cmd_name]
+            module, _, attribute = location.partition(":")
+            commands = typer.Typer()
+            commands.command(epilog=f"Example: {example}")(getattr(importlib.import_module(module), attribute))
+            return _make_command(cmd_name, commands)
         for point in entry_points(group=GROUP, name=cmd_name):
             try:
                 return _make_command(cmd_name, point.load())
@@ -62,12 +65,8 @@ class Commands(TyperGroup):
         return None
 
 
-def _make_command(name: str, target: object) -> TyperCommand | TyperGroup:
-    """Command named `name` from a function or a `typer.Typer`."""
-    commands = target if isinstance(target, typer.Typer) else typer.Typer()
-    if commands is not target:
-        assert callable(target), f"{name} is a function or a Typer"
-        commands.command(name, epilog=f"Example: {COMMANDS[name][1]}")(target)
+def _make_command(name: str, commands: typer.Typer) -> TyperCommand | TyperGroup:
+    """Return the command `name`, with help from the docstrings of its functions."""
     _set_help(commands)
     command = typer.main.get_command(commands)
     assert isinstance(command, TyperCommand | TyperGroup), "Typer makes these two"
