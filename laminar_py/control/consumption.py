@@ -13,9 +13,8 @@ import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
-from laminar_py.control.settings import StalenessBound
-from laminar_py.learner.packing.balance import Bin
-from laminar_py.learner.packing.buffer import Buffer, Packing, ReadyGroup, StagedGroups, choose_groups
+from laminar_py.learner.packing.balance import Bin, fit_bins, make_entry
+from laminar_py.learner.packing.buffer import Buffer, ReadyGroup, choose_groups
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
 from laminar_py.records.spans import num_sampled, packed_tokens, versions_of
@@ -55,19 +54,12 @@ class StepBatch:
 class Consumption:
     """The buffer of ready groups, and the consumptions since the last checkpoint."""
 
-    def __init__(self, book: Book, bound: StalenessBound) -> None:
+    def __init__(self, book: Book) -> None:
         self.buffer = Buffer()
         self._book = book
-        self._bound = bound
-        self._packing: Packing | None = None
-        self._stage: StagedGroups | None = None
+        self._bound = book.settings.bound
+        self._packing = book.settings.packing
         self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
-
-    def pack(self, packing: Packing) -> None:
-        """Pack batches while their groups become ready; call it before any group is ready."""
-        assert not len(self.buffer), f"{len(self.buffer)} groups were not checked against packer.max_tokens"
-        self._packing = packing
-        self._stage = StagedGroups(self.buffer, packing)
 
     async def put(self, group: Group) -> None:
         """Put a group with advantages in the buffer; drop members too long for a microbatch."""
@@ -78,13 +70,13 @@ class Consumption:
             await self.buffer.wake()  # a step may wait for this group as its last
             return
         oldest = min(member.oldest_version for member in members)
-        self._staged(await self.buffer.add_group(group.id, members, oldest_version=oldest))
+        await self.buffer.add_group(group.id, members, oldest_version=oldest)
 
     async def put_silent(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
         """Put a group without signal in the buffer: it takes a place in the step, but trains nothing."""
         oldest = min(member.age_version for member in survivors)
         tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
-        self._staged(await self.buffer.add_group(group_id, [], oldest_version=oldest, silent_tokens=tokens))
+        await self.buffer.add_group(group_id, [], oldest_version=oldest, silent_tokens=tokens)
 
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
@@ -105,15 +97,16 @@ class Consumption:
                 batch = self._take(min(groups, len(self.buffer)), version)
                 batch.wanted, batch.refilled = groups, tuple(self._book.refilled)
                 self._book.refilled.clear()
-                self._in_hand(batch.groups, missing=groups - len(batch.groups) if batch.groups else 0)
+                self._book.num_in_step = len(batch.groups)
+                self._book.num_missing = groups - len(batch.groups) if batch.groups else 0
                 return batch
 
     async def put_back(self, batch: StepBatch) -> None:
         """Return the groups of an untrained batch to the buffer."""
-        self._in_hand((), missing=0)
+        self._book.num_in_step = self._book.num_missing = 0
         self._book.refilled[:0] = batch.refilled
         for group in batch.groups:
-            self._staged(await self.buffer.put_back(group))
+            await self.buffer.put_back(group)
 
     async def commit(self, batch: StepBatch, step: int) -> None:
         """Record that a step consumed its trajectories, and close its groups.
@@ -133,7 +126,7 @@ class Consumption:
             self._undoable.append((step, member))
         for group in batch.groups:
             del self._book.groups[group.group_id]
-        self._in_hand((), missing=0)
+        self._book.num_in_step = self._book.num_missing = 0
         self._book.ages.record_step(learned=bool(batch.trajectories))
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
@@ -183,10 +176,6 @@ class Consumption:
         comes = len(book.groups) - len(self.buffer) - book.num_in_step
         return book.at_ceiling and not (comes and book.settings.admission.by_batch)
 
-    def _in_hand(self, groups: Sequence[ReadyGroup], *, missing: int) -> None:
-        """Note the groups in the learner's current step, and how many it lacks."""
-        self._book.num_in_step, self._book.num_missing = len(groups), missing
-
     @property
     def _look_ahead(self) -> int:
         return self._packing.look_ahead if self._packing else 0
@@ -205,8 +194,11 @@ class Consumption:
             groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
         for place in set(range(places[-1])) - set(places):
             window[place].passes += 1
-        bins = self._stage.pack_groups(groups) if self._stage else []
         self.buffer.remove_groups(groups)
+        bins: list[Bin[TrajectoryRef]] = []
+        if self._packing:
+            entries = [make_entry(member) for group in groups for member in group.members]
+            bins = fit_bins(entries, max_tokens=self._packing.max_tokens)
         trajectories = [t for group in groups for t in self._weighted(group)]
         ages = {v: self._book.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
         return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
@@ -229,15 +221,8 @@ class Consumption:
 
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Members of a group with the loss weight of their staleness."""
-        if not self._exceeds(group):
-            return group.members
-        weights = self._weights(group)
-        pairs = zip(group.members, weights, strict=True)
+        pairs = zip(group.members, self._weights(group), strict=True)
         return [msgspec.structs.replace(item, weight=item.weight * (weight or 0.0)) for item, weight in pairs]
-
-    def _staged(self, place: int) -> None:
-        if self._stage:
-            self._stage.group_arrived(place)
 
     # ---- dropped and masked trajectories
 
@@ -264,17 +249,13 @@ class Consumption:
         place = 0
         while place < min(count, len(self.buffer)):
             group = self.buffer[place]
-            if not self._exceeds(group) or self._drop_stale_members(place, group):
+            weights = self._weights(group)
+            stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
+            for trajectory in stale:
+                detail = f"staleness {self._book.ages.age_of(trajectory.oldest_version)}"
+                self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
+            if not stale or self._shrink(group, without=stale):
                 place += 1
-
-    def _drop_stale_members(self, place: int, group: ReadyGroup) -> bool:
-        """Drop the members of a group that are too old; return whether any is left."""
-        weights = self._weights(group)
-        stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
-        for trajectory in stale:
-            detail = f"staleness {self._book.ages.age_of(trajectory.oldest_version)}"
-            self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
-        return self._shrink(place, group, without=stale)
 
     def drop_lost(self, lost: Mapping[str, str]) -> None:
         """Drop ready trajectories whose stored tokens are lost; `lost` says for each id which part."""
@@ -284,15 +265,13 @@ class Consumption:
             gone = [member for member in group.members if member.id in lost]
             for member in gone:
                 self._book.drop([self._book.live[member.id]], DropReason.HOST_LOST, lost[member.id])
-            if not gone or self._shrink(place, group, without=gone):
+            if not gone or self._shrink(group, without=gone):
                 place += 1
 
-    def _shrink(self, place: int, group: ReadyGroup, *, without: Sequence[TrajectoryRef]) -> bool:
+    def _shrink(self, group: ReadyGroup, *, without: Sequence[TrajectoryRef]) -> bool:
         """Take members out of a group, and the group out of the buffer if none is left; return whether any is."""
         gone = {member.id for member in without}
         group.members = [member for member in group.members if member.id not in gone]
-        if self._stage:
-            self._stage.group_shrunk(place, without, gone=not group.members)
         if not group.members:
             self.buffer.remove_groups([group])
             del self._book.groups[group.group_id]

@@ -89,8 +89,10 @@ class Dispatcher:
                 moving.open[move.trajectory_id] = move.destination
                 moving.planned[move.trajectory_id] = move.prefill
                 moving.asked.setdefault(move.source, []).append(move.trajectory_id)
-            elif not self._book.moves.is_open(move.trajectory_id, to=move.destination):
-                self._book.moves.refuse(move.destination, move.trajectory_id)
+            else:
+                open_move = self._book.moves.destination(move.trajectory_id)
+                if open_move is None or open_move[0] != move.destination:
+                    self._book.moves.refuse(move.destination, move.trajectory_id)
         self._book.moves.begin(moving)
         return moving
 

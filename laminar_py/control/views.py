@@ -102,11 +102,9 @@ class ReplicaViews:
     # ---- who is there
 
     def join(self, replica: int) -> None:
-        """Add a new replica, which has no place yet, or keep a replica that was about to leave."""
-        view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
-        self._num_placed += view.leaving and view.has_place
-        view.leaving = False
-        self._changed.add(view.index)
+        """Add a new replica, which has no place yet."""
+        self.by_index[replica] = ReplicaView(index=replica, has_place=False)
+        self._changed.add(replica)
 
     def leave(self, replica: int) -> None:
         """Mark a replica as leaving: it gets no new work and no share of a batch."""

@@ -170,7 +170,7 @@ class Migration:
     async def carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
         """Carry out the planned moves of a version, and wait one interval at most; a task records their end."""
         moves = self._scheduler.moves
-        planned = [move for move in planned if not moves.is_open(move.trajectory_id)]
+        planned = [move for move in planned if moves.destination(move.trajectory_id) is None]
         if not planned:
             return
         began = self._clock.now()

@@ -27,11 +27,8 @@ def make_fleet(
     *, groups=4, group_size=2, capacity=16, look_ahead=0, max_passes=2, max_tokens=MAX_TOKENS, **kwargs
 ):
     """One replica; steps of so many groups are packed."""
-    fleet = Fleet(replicas=1, group_size=group_size, batch=groups, capacity=capacity, **kwargs)
-    fleet.scheduler.consumption.pack(
-        Packing(groups=groups, max_tokens=max_tokens, ranks=1, look_ahead=look_ahead, max_passes=max_passes)
-    )
-    return fleet
+    packing = Packing(max_tokens=max_tokens, look_ahead=look_ahead, max_passes=max_passes)
+    return Fleet(replicas=1, group_size=group_size, batch=groups, capacity=capacity, packing=packing, **kwargs)
 
 
 async def make_ready(fleet, lengths):
@@ -97,7 +94,7 @@ async def test_a_group_that_is_all_too_long_is_live_no_more():
     assert not fleet.scheduler.book.live
 
 
-async def test_what_became_stale_while_it_was_staged_is_not_in_the_batch():
+async def test_what_became_stale_while_it_was_ready_is_not_in_the_batch():
     fleet = make_fleet(groups=2, max_staleness=1, policies=(StalePolicy.DROP,))
     await make_ready(fleet, [10, 20])
     fleet.learned(2)
@@ -331,7 +328,7 @@ async def test_a_deadline_that_comes_in_the_midst_of_a_commit_drops_nothing_of_i
     fleet.clock.time = 60.0
     committing = asyncio.create_task(fleet.scheduler.consumption.commit(batch, 1))
     while not committing.done():
-        await fleet.scheduler.enforce_deadlines()
+        await fleet.scheduler.incoming.enforce_deadlines()
         await asyncio.sleep(0)
     committing.result()
     assert sum(isinstance(event, Consumed) for event in fleet.log.events) == 8

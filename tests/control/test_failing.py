@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.control.reports import MIN_FAILURES, OUTAGE_S, ConsecutiveFailures
+from laminar_py.control.incoming import MIN_FAILURES, OUTAGE_S, ConsecutiveFailures
 from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import ManualClock
 

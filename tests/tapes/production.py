@@ -16,14 +16,13 @@ from blake3 import blake3
 
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.config.rollout import PLANNERS, Schedule, StalePolicy, WithoutSignal
-from laminar_py.control.closing import Stages
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.learner.packing.balance import attention_share, fit_bins, make_entry
-from laminar_py.learner.packing.buffer import Packing, StreamPacker, choose_groups
+from laminar_py.learner.packing.buffer import Packing, choose_groups
 from laminar_py.learner.packing.packer import Packed, assign_bins, pack, step_terms
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
@@ -564,16 +563,12 @@ class Control:
             _settings(plan),
             prompt_at=prompt_at,
             recorder=self.listener,
-            stages=Stages(
-                submit_score=self._submit_score,
-                submit_reference=self._submit_reference if plan.refers else None,
-            ),
+            submit_score=self._submit_score,
+            submit_reference=self._submit_reference if plan.refers else None,
             credit=Credit(group_advantages(Advantage(plan.advantage)), overlong_cost(plan.cap, plan.overlong)),
             clock=self.clock,
         )
         self.listener.tokens_of = lambda id: self.scheduler.book.live[id].tokens
-        if plan.packs:
-            self.scheduler.consumption.pack(_packing(plan))
         self._repacker = Repacker(plan.cap)
         self._migration: Migration | None = None
         self._evaluations: dict[int, asyncio.Future] = {}
@@ -660,7 +655,7 @@ class Control:
 
     async def reported(self, told: Told) -> None:
         """Take in a report."""
-        await self.scheduler.reports.on_report(report(told, self.store, generated=self._generated(told)))
+        await self.scheduler.incoming.on_report(report(told, self.store, generated=self._generated(told)))
 
     def _generated(self, told: Told) -> int:
         """Training tokens that a replica says it generated: here those that are news of a live trajectory."""
@@ -684,7 +679,7 @@ class Control:
     async def lost(self, replica: int) -> None:
         """Take in that a replica died."""
         self.listener.append(PartCrashed(f"replica-{replica}", "killed"))
-        await self.scheduler.reports.on_replica_lost(replica)
+        await self.scheduler.incoming.on_replica_lost(replica)
 
     def retire(self, replica: int) -> None:
         """Send nothing more to a replica."""
@@ -692,7 +687,7 @@ class Control:
 
     async def deadlines(self) -> None:
         """Keep house."""
-        await self.scheduler.enforce_deadlines()
+        await self.scheduler.incoming.enforce_deadlines()
 
     def in_flight(self) -> int:
         """Trajectories that are at replicas, as the dispatcher sees it."""
@@ -711,7 +706,7 @@ class Control:
         if self._plan.teaches and value is not None and not columns and verdict.id in self.scheduler.book.live:
             value, failure = None, DropReason.REWARD_FAILED  # what the scoring worker says of a missing column
             detail = "no score of each token from the teacher"
-        await self.scheduler.closing.on_score(
+        await self.scheduler.incoming.on_score(
             Score(
                 trajectory_id=verdict.id,
                 value=value,
@@ -728,7 +723,7 @@ class Control:
     async def referred(self, id: str, length: int) -> None:
         """Take in what the reference model found."""
         logprobs = token_values(np.full(length, -1.5, np.float32))
-        await self.scheduler.closing.on_reference(id, self.store.write_column(id, REFERENCE_LOGPROBS, logprobs))
+        await self.scheduler.incoming.on_reference(id, self.store.write_column(id, REFERENCE_LOGPROBS, logprobs))
 
     def wanted(self, id: str) -> list[bool]:
         """Say if it is live, and if its score would tell anything."""
@@ -950,6 +945,7 @@ def _settings(plan: Plan) -> ControlSettings:
         group_deadline_s=plan.deadline_s,
         min_group_survivors=plan.min_survivors,
         max_seconds=plan.max_seconds,
+        packing=_packing(plan) if plan.packs else None,
     )
 
 
@@ -967,7 +963,6 @@ def _admission(plan: Plan) -> Admission:
 
 def _packing(plan: Plan) -> Packing:
     return Packing(
-        groups=plan.batch,
         max_tokens=plan.max_tokens,
         ranks=plan.ranks,
         look_ahead=plan.look_ahead,
@@ -1097,22 +1092,3 @@ def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, 
         bins, terms, max_tokens=plan.max_tokens, ranks=plan.ranks, attention_share=ATTENTION_SHARE
     )
     _write_packed(tape, plan, packed, version=version)
-
-
-class Stream:
-    """A packer that takes sequences one by one."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._packer = StreamPacker(max_tokens=max_tokens)
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Add a sequence."""
-        self._packer.add(trajectory)
-
-    def remove(self, id: str) -> None:
-        """Remove a sequence."""
-        self._packer.remove(id)
-
-    def bins(self) -> list[list[str]]:
-        """Ids that share a bin now."""
-        return bin_ids(self._packer.bins())
