@@ -210,14 +210,10 @@ class Consumption:
             return list(range(count))
         return choose_groups(
             [group.num_tokens for group in window],
-            due=[self._is_due(group, packing.max_passes) for group in window],
+            due=[group.passes >= packing.max_passes or self._exceeds_next_step(group) for group in window],
             count=count,
             unit=packing.ranks * packing.max_tokens,
         )
-
-    def _is_due(self, group: ReadyGroup, max_passes: int) -> bool:
-        """Whether a group was passed over too often, or would be too old for the next step."""
-        return group.passes >= max_passes or self._exceeds(group, steps=1)
 
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Members of a group with the loss weight of their staleness."""
@@ -281,7 +277,7 @@ class Consumption:
         """Loss weight that the staleness bound gives each member; None drops it."""
         return [self._bound.weight(self._book.ages.age_of(member.oldest_version)) for member in group.members]
 
-    def _exceeds(self, group: ReadyGroup, *, steps: int = 0) -> bool:
-        """Whether some member exceeds the staleness bound `steps` steps from now."""
+    def _exceeds_next_step(self, group: ReadyGroup) -> bool:
+        """Whether some member would exceed the staleness bound in the step after this one."""
         bound, ages = self._bound.max_staleness, self._book.ages
-        return bound is not None and any(ages.age_of(t.oldest_version) + steps > bound for t in group.members)
+        return bound is not None and any(ages.age_of(t.oldest_version) >= bound for t in group.members)

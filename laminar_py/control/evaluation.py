@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from laminar_py.control.book import Book
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
+from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, problem_of, set_of
 from laminar_py.records.events import Ready
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import sampled_versions
@@ -144,8 +144,8 @@ class Evaluations:
         """Record the answer of a scored or dropped member; the last member completes the pass."""
         evaluation = self.pass_of(trajectory)
         evaluation.pending.discard(trajectory.id)
-        evaluation.answers[trajectory.id] = EvalAnswer.from_trajectory(
-            trajectory.id,
+        evaluation.answers[trajectory.id] = EvalAnswer(
+            problem=problem_of(trajectory.id),
             sample=trajectory.sample_index,
             reward=trajectory.reward,
             said=trajectory.said,

@@ -29,7 +29,6 @@ class PlanningContext:
     speed: EngineSpeed
     forecast: Forecast
     max_stall_s: float  # longest prefill of received trajectories, for which a destination stops decoding
-    max_new_tokens: int  # cap on responses
     hold_s: float = math.inf  # longest time to keep a version while all trajectories wait for environments
     growth: int = 64  # tokens that a response adds between survey and hand-over
     has_demand: bool = True  # an emptied replica gets new prompts

@@ -27,9 +27,7 @@ def long(held):
 
 
 def context(**state):
-    return PlanningContext(
-        **{"speed": SPEED, "forecast": long, "max_stall_s": 5.0, "max_new_tokens": 16_384} | state
-    )
+    return PlanningContext(**{"speed": SPEED, "forecast": long, "max_stall_s": 5.0} | state)
 
 
 def paper(previous=None):

@@ -978,7 +978,6 @@ class Repacker:
     """Planners, both, with what they learn of a run."""
 
     def __init__(self, cap: int) -> None:
-        self._cap = cap
         self._remaining = RemainingTokens(cap)
         self._previous: dict[int, int] = {}
 
@@ -1032,7 +1031,6 @@ class Repacker:
             ),
             forecast=GroupForecast(self._remaining, siblings),
             max_stall_s=max_stall_s,
-            max_new_tokens=self._cap,
             growth=growth,
             has_demand=hungry,
             previous_kv=self._previous,
