@@ -13,7 +13,7 @@ import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
-from laminar_py.learner.packing.balance import Bin, fit_bins, make_entry
+from laminar_py.learner.packing.balance import Bin, fit_bins
 from laminar_py.learner.packing.buffer import Buffer, ReadyGroup, choose_groups
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
@@ -197,8 +197,8 @@ class Consumption:
         self.buffer.remove_groups(groups)
         bins: list[Bin[TrajectoryRef]] = []
         if self._packing:
-            entries = [make_entry(member) for group in groups for member in group.members]
-            bins = fit_bins(entries, max_tokens=self._packing.max_tokens)
+            members = [member for group in groups for member in group.members]
+            bins = fit_bins(members, max_tokens=self._packing.max_tokens)
         trajectories = [t for group in groups for t in self._weighted(group)]
         ages = {v: self._book.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
         return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)

@@ -46,7 +46,7 @@ async def take(fleet, groups, version=0):
 
 
 def packed(batch):
-    return sorted(entry.trajectory.id for item in batch.bins for entry in item.entries)
+    return sorted(entry.id for item in batch.bins for entry in item.trajectories)
 
 
 def taken(batch):

@@ -21,7 +21,7 @@ from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
-from laminar_py.learner.packing.balance import attention_share, fit_bins, make_entry
+from laminar_py.learner.packing.balance import attention_share, fit_bins
 from laminar_py.learner.packing.buffer import Packing, choose_groups
 from laminar_py.learner.packing.packer import Packed, assign_bins, pack, step_terms
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
@@ -508,7 +508,7 @@ class Batch:
 
 def bin_ids(bins: Iterable[object]) -> list[list[str]]:
     """Ids of the trajectories that share a bin."""
-    return [[entry.trajectory.id for entry in item.entries] for item in bins]
+    return [[entry.id for entry in item.trajectories] for item in bins]
 
 
 def _columns(plan: Plan) -> tuple[Column, ...]:
@@ -1082,7 +1082,7 @@ def shares(shapes: Sequence[tuple[int, int, int]]) -> list[float | None]:
 
 def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, version: int) -> None:
     """Put down how a whole step is packed."""
-    bins = fit_bins([make_entry(trajectory) for trajectory in trajectories], max_tokens=plan.max_tokens)
+    bins = fit_bins(trajectories, max_tokens=plan.max_tokens)
     tape.write("fit", bin_ids(bins))
     ages = {made: version - made for made in range(version + 1)}
     terms = step_terms(bins, aggregation=Aggregation(plan.aggregation), ages=ages, constant=plan.cap)
