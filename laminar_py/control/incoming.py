@@ -46,11 +46,8 @@ class ConsecutiveFailures:
     and at least as many as are live (`in_flight`). If a trajectory finished before, the run also waits `OUTAGE_S`.
     """
 
-    def __init__(
-        self, *, step: int, in_flight: Callable[[], int], clock: Clock, end: Callable[[str], None]
-    ) -> None:
+    def __init__(self, *, step: int, clock: Clock, end: Callable[[str], None]) -> None:
         self._most = max(MIN_FAILURES, step)
-        self._in_flight = in_flight
         self._clock = clock
         self._end = end
         self._count = 0
@@ -61,14 +58,14 @@ class ConsecutiveFailures:
         """Note a finished trajectory, which resets the count."""
         self._count, self._any_finished = 0, True
 
-    def failed(self, reason: DropReason, detail: str) -> None:
-        """Count a failure; end the run if there are too many in a row."""
+    def failed(self, reason: DropReason, detail: str, *, in_flight: int) -> None:
+        """Count a failure; end the run if there are too many in a row for `in_flight` live trajectories."""
         now_s = self._clock.now()
         if not self._count:
             self._since_s = now_s
         self._count += 1
         waits = self._any_finished and now_s - self._since_s < OUTAGE_S
-        if self._count >= max(self._most, self._in_flight()) and not waits:
+        if self._count >= max(self._most, in_flight) and not waits:
             self._end(
                 f"{self._count} trajectories in a row failed ({reason}), the last: {detail}; fix the cause and"
                 " --resume"
@@ -102,9 +99,7 @@ class Incoming:
         self._clock = clock
         self._on_rewards = on_rewards
         step = book.settings.admission.batch * book.settings.group_size
-        self._failures = ConsecutiveFailures(
-            step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing
-        )
+        self._failures = ConsecutiveFailures(step=step, clock=clock, end=on_failing)
 
     # ---- replicas
 
@@ -147,7 +142,7 @@ class Incoming:
         if progress.failure is not None:  # the engine refuses the request, or the environment failed
             book.moves.ends(trajectory.id)
             book.drop([trajectory], progress.failure, progress.detail)
-            self._failures.failed(progress.failure, progress.detail)
+            self._failures.failed(progress.failure, progress.detail, in_flight=len(book.live))
             await self._settle(trajectory)
         elif progress.lost:
             await self._drop_and_reissue(trajectory, DropReason.HOST_LOST, progress.detail)

@@ -322,7 +322,9 @@ class WaitingQueue:
         batch = self._book.settings.batch_per_replica
         num_out = len(evaluation.pending) - len(lane.entries)
         if evaluation.version is None:
-            view = self._book.views.running(evaluation.replica) if num_out < batch else None
+            assert evaluation.replica is not None, f"{evaluation.id} has no replica"
+            replica = self._book.views.by_index[evaluation.replica]
+            view = replica if num_out < batch and replica.version >= 0 else None
         else:
             most = -(-evaluation.num_members // batch)
             view = self._router.for_pass(
