@@ -13,7 +13,6 @@ import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
-from laminar_py.learner.packing.balance import Bin, fit_bins
 from laminar_py.learner.packing.buffer import Buffer, ReadyGroup, choose_groups
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
@@ -30,7 +29,6 @@ class StepBatch:
     version: int  # of the learner when it took the batch
     groups: list[ReadyGroup] = field(default_factory=list)
     trajectories: list[TrajectoryRef] = field(default_factory=list)
-    bins: list[Bin[TrajectoryRef]] = field(default_factory=list)  # of all trajectories, if batches are packed
     wanted: int = 0  # groups
     refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
     ages: dict[int, int] = field(default_factory=dict)  # staleness of each version in it, see `records.ages`
@@ -44,11 +42,6 @@ class StepBatch:
     def silent_tokens(self) -> list[int]:
         """Tokens of each response without signal that would be trained if its group had signal."""
         return [tokens for group in self.groups for tokens in group.silent_tokens]
-
-    @property
-    def reweighted(self) -> dict[str, TrajectoryRef]:
-        """Trajectories whose loss weight is not 1, by id."""
-        return {trajectory.id: trajectory for trajectory in self.trajectories if trajectory.weight != 1.0}
 
 
 class Consumption:
@@ -195,13 +188,9 @@ class Consumption:
         for place in set(range(places[-1])) - set(places):
             window[place].passes += 1
         self.buffer.remove_groups(groups)
-        bins: list[Bin[TrajectoryRef]] = []
-        if self._packing:
-            members = [member for group in groups for member in group.members]
-            bins = fit_bins(members, max_tokens=self._packing.max_tokens)
         trajectories = [t for group in groups for t in self._weighted(group)]
         ages = {v: self._book.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
-        return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
+        return StepBatch(version=version, groups=groups, trajectories=trajectories, ages=ages)
 
     def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
         """Return the places in `window` of the groups for a step: the oldest, or with packing the best fit."""

@@ -116,7 +116,7 @@ class ControlSettings:
     max_seconds: float | None = None
     has_environment: bool = False  # an environment answers the turns of each trajectory
     versions_return: bool = False  # a resumed run publishes a lost version again, so its work is kept
-    packing: Packing | None = None  # None: a step takes the oldest groups, and its batch has no bins
+    packing: Packing | None = None  # None: a step takes the oldest groups
 
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:

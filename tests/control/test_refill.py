@@ -202,7 +202,7 @@ async def test_a_response_that_was_cut_counts_for_its_group_and_not_in_the_loss(
     assert ready == pytest.approx([-0.707, 0.707], abs=1e-3)
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     await fleet.scheduler.consumption.commit(batch, 1)
-    assert sum(entry.num_trained for item in batch.bins for entry in item.trajectories) == (3 if masks else 6)
+    assert sum(trajectory.num_trained for trajectory in batch.trajectories) == (3 if masks else 6)
     weights = {event.trajectory_id: event.weight for event in fleet.log.events if isinstance(event, Consumed)}
     assert weights == {"g0.0": 0.0 if masks else 1.0, "g0.1": 1.0}
 

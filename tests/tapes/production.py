@@ -461,8 +461,10 @@ class Batch:
         taken = self.taken
         groups = [[group.group_id, group.oldest_version, group.passes] for group in taken.groups]
         weights = [[t.id, number(t.weight), number(t.advantage)] for t in taken.trajectories]
-        tape.write("batch", taken.version, groups, weights, sorted(taken.reweighted))
-        tape.write("bins", bin_ids(taken.bins))
+        reweighted = sorted(t.id for t in taken.trajectories if t.weight != 1.0)
+        tape.write("batch", taken.version, groups, weights, reweighted)
+        bins = fit_bins(taken.trajectories, max_tokens=plan.max_tokens) if plan.packs else []
+        tape.write("bins", bin_ids(bins))
         if not self.is_empty:
             compares = plan.packs and plan.overlong is not None
             packed = self._fetched(self._packed(plan))
@@ -487,8 +489,9 @@ class Batch:
                 aggregation=Aggregation(plan.aggregation),
                 attention_share=ATTENTION_SHARE,
             )
+        bins = fit_bins(self.taken.trajectories, max_tokens=plan.max_tokens)
         terms = step_terms(
-            self.taken.bins,
+            bins,
             silent_tokens=self.taken.silent_tokens,
             aggregation=Aggregation(plan.aggregation),
             ages=self.taken.ages,
@@ -497,12 +500,11 @@ class Batch:
             columns=_columns(plan),
         )
         return assign_bins(
-            self.taken.bins,
+            bins,
             terms,
             max_tokens=plan.max_tokens,
             ranks=plan.ranks,
             attention_share=ATTENTION_SHARE,
-            stand_ins=self.taken.reweighted,
         )
 
 

@@ -11,7 +11,7 @@ adjacent. At most one row predicts a response token, a row of the token's own se
 is first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
@@ -273,17 +273,13 @@ def assign_bins(
     max_tokens: int,
     ranks: int,
     attention_share: float,
-    stand_ins: Mapping[str, PackedT] | None = None,
 ) -> Packed[PackedT]:
     """Assign bins to ranks, the most costly first, balanced by FLOPs; each rank gets at least one bundle.
 
-    `stand_ins` replace trajectories of the same id. Where there are too few for all ranks some bundles are empty,
-    since every rank takes part in every collective.
+    Where there are too few for all ranks some bundles are empty, since every rank takes part in every collective.
     """
     indices = deal_bins(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
     bundles = [[list(index[rank].trajectories) for index in indices] for rank in range(ranks)]
-    if stand_ins:
-        bundles = [[[stand_ins.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
     return Packed([mine or [[]] for mine in bundles], terms)
 
 
