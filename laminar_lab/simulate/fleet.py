@@ -323,7 +323,7 @@ class SimulatedFleet:
 
     async def _recover_trajectories(self, index: int, life: ReplicaLife) -> None:
         """Return the trajectories of a crashed replica to the scheduler, as far as its journal has them."""
-        reports = self._scheduler.reports
+        reports = self._scheduler.incoming
         await life.engine.close()
         self._weights.forget_replica(index)
         self.failures.append((self._stats.rl_s, index))
@@ -346,7 +346,7 @@ class SimulatedFleet:
         self.num_reports += 1
         views = self._scheduler.views
         version = views.by_index[report.replica].version
-        await self._scheduler.reports.on_report(report)
+        await self._scheduler.incoming.on_report(report)
         self._stats.on_report(report)
         self._stats.set_generating(views.in_flight > 0)
         if views.by_index[report.replica].idle or report.status.version != version:

@@ -128,7 +128,7 @@ class SimulatedLearner:
         return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:
-        packed = pack_step(self._config, batch, stand_ins=batch.reweighted, attention_share=self._attention_share)
+        packed = pack_step(self._config, batch, attention_share=self._attention_share)
         lengths = [[one.num_tokens for one in bundle] for rank in packed.bundles for bundle in rank]
         emulated_s = self._times.step_s(lengths, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression

@@ -55,7 +55,7 @@ class SimulatedRewards:
         while True:
             one = await self._scored.get()
             if not self._closed:
-                await self._scheduler.closing.on_score(one.score)
+                await self._scheduler.incoming.on_score(one.score)
                 self._stats.add_score(one.score.value or 0.0, (), one.length)
             self.num_open -= 1
             self._free += 1

@@ -27,7 +27,7 @@ from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_lab.step_time import host_arrivals_s
 from laminar_py.config import ConfigError, RunConfig
-from laminar_py.control import HOUSEKEEPING_S, Credit, Stages, TrajectoryScheduler, control_settings, packing
+from laminar_py.control import HOUSEKEEPING_S, Credit, TrajectoryScheduler, control_settings
 from laminar_py.learner.losses import group_advantages, overlong_cost
 from laminar_py.ledger import RunFolder
 from laminar_py.observe import Stats, Totals
@@ -212,16 +212,14 @@ class _Simulation:
         """Make the production scheduler on blank prompts; finished responses go to `_on_response` for scores."""
         algorithm, cap = self._config.algorithm, self._config.rollout.sampling.max_new_tokens
         ids = np.zeros(emulation_of(self._config).simulation.prompt_tokens, np.int32)
-        scheduler = TrajectoryScheduler(
+        return TrajectoryScheduler(
             control_settings(self._config, stop_ids=(END,)),
             prompt_at=lambda index: Prompt(id="p", index=index, text="", ids=ids),
             recorder=self._recorder,
-            stages=Stages(submit_score=self._on_response),
+            submit_score=self._on_response,
             credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),
             clock=clock,
         )
-        scheduler.consumption.pack(packing(self._config))
-        return scheduler
 
     async def run_to_end(self) -> SimulatedRun:
         """Run until the last step or the time limit; return the outcome."""
@@ -287,7 +285,7 @@ class _Simulation:
         stalls = StallWatch(self._config)
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            await self._scheduler.enforce_deadlines()
+            await self._scheduler.incoming.enforce_deadlines()
             self._fleet.wake()
             stalls.check_progress(
                 self._loop.time(),

@@ -255,7 +255,6 @@ PLANNERS: Registry[type] = Registry(  # classes of `repack.planner.Planner`, eac
     field="repack.planner",
     group="laminar_py.planners",
     built_in={
-        "paper": "laminar_py.repack.planner:PaperPlanner",
         "predictive": "laminar_py.repack.predictive:PredictivePlanner",
     },
 )

@@ -5,15 +5,13 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.control.closing import Stages as Stages
     from laminar_py.control.consumption import StepBatch as StepBatch
     from laminar_py.control.dispatcher import DISPATCH_S as DISPATCH_S
     from laminar_py.control.dispatcher import Tick as Tick
-    from laminar_py.control.drops import HOUSEKEEPING_S as HOUSEKEEPING_S
     from laminar_py.control.groups import Credit as Credit
+    from laminar_py.control.incoming import HOUSEKEEPING_S as HOUSEKEEPING_S
     from laminar_py.control.scheduler import TrajectoryScheduler as TrajectoryScheduler
     from laminar_py.control.settings import control_settings as control_settings
-    from laminar_py.control.settings import packing as packing
     from laminar_py.control.steps import RefillWatch as RefillWatch
     from laminar_py.control.steps import pack_step as pack_step
     from laminar_py.control.steps import step_events as step_events

@@ -13,9 +13,7 @@ import msgspec
 
 from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
-from laminar_py.control.settings import StalenessBound
-from laminar_py.learner.packing.balance import Bin
-from laminar_py.learner.packing.buffer import Buffer, Packing, ReadyGroup, StagedGroups, choose_groups
+from laminar_py.learner.packing.buffer import Buffer, ReadyGroup, choose_groups
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
 from laminar_py.records.spans import num_sampled, packed_tokens, versions_of
@@ -31,7 +29,6 @@ class StepBatch:
     version: int  # of the learner when it took the batch
     groups: list[ReadyGroup] = field(default_factory=list)
     trajectories: list[TrajectoryRef] = field(default_factory=list)
-    bins: list[Bin[TrajectoryRef]] = field(default_factory=list)  # of all trajectories, if batches are packed
     wanted: int = 0  # groups
     refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
     ages: dict[int, int] = field(default_factory=dict)  # staleness of each version in it, see `records.ages`
@@ -46,28 +43,16 @@ class StepBatch:
         """Tokens of each response without signal that would be trained if its group had signal."""
         return [tokens for group in self.groups for tokens in group.silent_tokens]
 
-    @property
-    def reweighted(self) -> dict[str, TrajectoryRef]:
-        """Trajectories whose loss weight is not 1, by id."""
-        return {trajectory.id: trajectory for trajectory in self.trajectories if trajectory.weight != 1.0}
-
 
 class Consumption:
     """The buffer of ready groups, and the consumptions since the last checkpoint."""
 
-    def __init__(self, book: Book, bound: StalenessBound) -> None:
+    def __init__(self, book: Book) -> None:
         self.buffer = Buffer()
         self._book = book
-        self._bound = bound
-        self._packing: Packing | None = None
-        self._stage: StagedGroups | None = None
+        self._bound = book.settings.bound
+        self._packing = book.settings.packing
         self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
-
-    def pack(self, packing: Packing) -> None:
-        """Pack batches while their groups become ready; call it before any group is ready."""
-        assert not len(self.buffer), f"{len(self.buffer)} groups were not checked against packer.max_tokens"
-        self._packing = packing
-        self._stage = StagedGroups(self.buffer, packing)
 
     async def put(self, group: Group) -> None:
         """Put a group with advantages in the buffer; drop members too long for a microbatch."""
@@ -78,13 +63,13 @@ class Consumption:
             await self.buffer.wake()  # a step may wait for this group as its last
             return
         oldest = min(member.oldest_version for member in members)
-        self._staged(await self.buffer.add_group(group.id, members, oldest_version=oldest))
+        await self.buffer.add_group(group.id, members, oldest_version=oldest)
 
     async def put_silent(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
         """Put a group without signal in the buffer: it takes a place in the step, but trains nothing."""
         oldest = min(member.age_version for member in survivors)
         tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
-        self._staged(await self.buffer.add_group(group_id, [], oldest_version=oldest, silent_tokens=tokens))
+        await self.buffer.add_group(group_id, [], oldest_version=oldest, silent_tokens=tokens)
 
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
@@ -105,15 +90,16 @@ class Consumption:
                 batch = self._take(min(groups, len(self.buffer)), version)
                 batch.wanted, batch.refilled = groups, tuple(self._book.refilled)
                 self._book.refilled.clear()
-                self._in_hand(batch.groups, missing=groups - len(batch.groups) if batch.groups else 0)
+                self._book.num_in_step = len(batch.groups)
+                self._book.num_missing = groups - len(batch.groups) if batch.groups else 0
                 return batch
 
     async def put_back(self, batch: StepBatch) -> None:
         """Return the groups of an untrained batch to the buffer."""
-        self._in_hand((), missing=0)
+        self._book.num_in_step = self._book.num_missing = 0
         self._book.refilled[:0] = batch.refilled
         for group in batch.groups:
-            self._staged(await self.buffer.put_back(group))
+            await self.buffer.put_back(group)
 
     async def commit(self, batch: StepBatch, step: int) -> None:
         """Record that a step consumed its trajectories, and close its groups.
@@ -133,7 +119,7 @@ class Consumption:
             self._undoable.append((step, member))
         for group in batch.groups:
             del self._book.groups[group.group_id]
-        self._in_hand((), missing=0)
+        self._book.num_in_step = self._book.num_missing = 0
         self._book.ages.record_step(learned=bool(batch.trajectories))
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
@@ -183,10 +169,6 @@ class Consumption:
         comes = len(book.groups) - len(self.buffer) - book.num_in_step
         return book.at_ceiling and not (comes and book.settings.admission.by_batch)
 
-    def _in_hand(self, groups: Sequence[ReadyGroup], *, missing: int) -> None:
-        """Note the groups in the learner's current step, and how many it lacks."""
-        self._book.num_in_step, self._book.num_missing = len(groups), missing
-
     @property
     def _look_ahead(self) -> int:
         return self._packing.look_ahead if self._packing else 0
@@ -205,11 +187,10 @@ class Consumption:
             groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
         for place in set(range(places[-1])) - set(places):
             window[place].passes += 1
-        bins = self._stage.pack_groups(groups) if self._stage else []
         self.buffer.remove_groups(groups)
         trajectories = [t for group in groups for t in self._weighted(group)]
         ages = {v: self._book.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
-        return StepBatch(version=version, groups=groups, trajectories=trajectories, bins=bins, ages=ages)
+        return StepBatch(version=version, groups=groups, trajectories=trajectories, ages=ages)
 
     def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
         """Return the places in `window` of the groups for a step: the oldest, or with packing the best fit."""
@@ -218,26 +199,15 @@ class Consumption:
             return list(range(count))
         return choose_groups(
             [group.num_tokens for group in window],
-            due=[self._is_due(group, packing.max_passes) for group in window],
+            due=[group.passes >= packing.max_passes or self._exceeds_next_step(group) for group in window],
             count=count,
             unit=packing.ranks * packing.max_tokens,
         )
 
-    def _is_due(self, group: ReadyGroup, max_passes: int) -> bool:
-        """Whether a group was passed over too often, or would be too old for the next step."""
-        return group.passes >= max_passes or self._exceeds(group, steps=1)
-
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Members of a group with the loss weight of their staleness."""
-        if not self._exceeds(group):
-            return group.members
-        weights = self._weights(group)
-        pairs = zip(group.members, weights, strict=True)
+        pairs = zip(group.members, self._weights(group), strict=True)
         return [msgspec.structs.replace(item, weight=item.weight * (weight or 0.0)) for item, weight in pairs]
-
-    def _staged(self, place: int) -> None:
-        if self._stage:
-            self._stage.group_arrived(place)
 
     # ---- dropped and masked trajectories
 
@@ -264,17 +234,13 @@ class Consumption:
         place = 0
         while place < min(count, len(self.buffer)):
             group = self.buffer[place]
-            if not self._exceeds(group) or self._drop_stale_members(place, group):
+            weights = self._weights(group)
+            stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
+            for trajectory in stale:
+                detail = f"staleness {self._book.ages.age_of(trajectory.oldest_version)}"
+                self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
+            if not stale or self._shrink(group, without=stale):
                 place += 1
-
-    def _drop_stale_members(self, place: int, group: ReadyGroup) -> bool:
-        """Drop the members of a group that are too old; return whether any is left."""
-        weights = self._weights(group)
-        stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
-        for trajectory in stale:
-            detail = f"staleness {self._book.ages.age_of(trajectory.oldest_version)}"
-            self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
-        return self._shrink(place, group, without=stale)
 
     def drop_lost(self, lost: Mapping[str, str]) -> None:
         """Drop ready trajectories whose stored tokens are lost; `lost` says for each id which part."""
@@ -284,15 +250,13 @@ class Consumption:
             gone = [member for member in group.members if member.id in lost]
             for member in gone:
                 self._book.drop([self._book.live[member.id]], DropReason.HOST_LOST, lost[member.id])
-            if not gone or self._shrink(place, group, without=gone):
+            if not gone or self._shrink(group, without=gone):
                 place += 1
 
-    def _shrink(self, place: int, group: ReadyGroup, *, without: Sequence[TrajectoryRef]) -> bool:
+    def _shrink(self, group: ReadyGroup, *, without: Sequence[TrajectoryRef]) -> bool:
         """Take members out of a group, and the group out of the buffer if none is left; return whether any is."""
         gone = {member.id for member in without}
         group.members = [member for member in group.members if member.id not in gone]
-        if self._stage:
-            self._stage.group_shrunk(place, without, gone=not group.members)
         if not group.members:
             self.buffer.remove_groups([group])
             del self._book.groups[group.group_id]
@@ -302,7 +266,7 @@ class Consumption:
         """Loss weight that the staleness bound gives each member; None drops it."""
         return [self._bound.weight(self._book.ages.age_of(member.oldest_version)) for member in group.members]
 
-    def _exceeds(self, group: ReadyGroup, *, steps: int = 0) -> bool:
-        """Whether some member exceeds the staleness bound `steps` steps from now."""
+    def _exceeds_next_step(self, group: ReadyGroup) -> bool:
+        """Whether some member would exceed the staleness bound in the step after this one."""
         bound, ages = self._bound.max_staleness, self._book.ages
-        return bound is not None and any(ages.age_of(t.oldest_version) + steps > bound for t in group.members)
+        return bound is not None and any(ages.age_of(t.oldest_version) >= bound for t in group.members)

@@ -45,8 +45,11 @@ class Dispatcher:
         self._waiting.extend(self._evaluations.start())
         for trajectory, replica, pin in self._waiting.pop_placed():
             self._assign(trajectory, replica, pin, out)
-        for _ in range(min(self._router.num_admitted, self._most_groups)):
-            view = self._router.for_new(self._book.settings.group_size)
+        settings = self._book.settings
+        # a schedule that waits for whole batches issues a whole batch together
+        batch = settings.admission.batch if settings.admission.by_batch else MOST_NEW // settings.group_size
+        for _ in range(min(self._router.num_admitted, max(1, batch))):
+            view = self._router.for_new(settings.group_size)
             if view is None:
                 break
             for trajectory in self._book.issue_group(self._prompt_at(self._book.next_prompt)):
@@ -58,16 +61,6 @@ class Dispatcher:
     def has_more(self) -> bool:
         """Whether `dispatch` left groups for its next call, because it issues a limited number at a time."""
         return self._router.num_admitted > 0 and self._router.for_new(self._book.settings.group_size) is not None
-
-    @property
-    def _most_groups(self) -> int:
-        """Most groups per call; a schedule that waits for whole batches issues a whole batch together."""
-        settings = self._book.settings
-        return (
-            max(settings.admission.batch, 1)
-            if settings.admission.by_batch
-            else max(1, MOST_NEW // settings.group_size)
-        )
 
     def for_starting(self, replica: int) -> list[Assignment]:
         """Assign a starting replica trajectories whose versions no other replica serves, oldest version first."""
@@ -89,8 +82,10 @@ class Dispatcher:
                 moving.open[move.trajectory_id] = move.destination
                 moving.planned[move.trajectory_id] = move.prefill
                 moving.asked.setdefault(move.source, []).append(move.trajectory_id)
-            elif not self._book.moves.is_open(move.trajectory_id, to=move.destination):
-                self._book.moves.refuse(move.destination, move.trajectory_id)
+            else:
+                open_move = self._book.moves.destination(move.trajectory_id)
+                if open_move is None or open_move[0] != move.destination:
+                    self._book.moves.refuse(move.destination, move.trajectory_id)
         self._book.moves.begin(moving)
         return moving
 
@@ -126,13 +121,10 @@ class Dispatcher:
         self._book.moves.release_passes(self._waiting.has_of)
         for replica, assignments in out.items():
             for place, item in enumerate(assignments):
-                if self._more_to_come(item):
+                more = item.kind is Kind.EVAL and self._waiting.has_of(item.group_id)
+                if more and self._evaluations.pass_of(item).replica is not None:
                     self._book.moves.expect_more(item.group_id, replica)
                     assignments[place] = msgspec.structs.replace(item, more_to_come=True)
-
-    def _more_to_come(self, item: Assignment) -> bool:
-        more = item.kind is Kind.EVAL and self._waiting.has_of(item.group_id)
-        return more and self._evaluations.pass_of(item).replica is not None
 
 
 DISPATCH_S = (

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from laminar_py.control.book import Book
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, set_of
+from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, problem_of, set_of
 from laminar_py.records.events import Ready
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import sampled_versions
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt, Status
+from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Status
 
 NO_STEP = -1
 
@@ -35,7 +35,7 @@ class Evaluation:
     replica: int | None = None  # whose version the pass takes, if none was requested
     holders: set[int] = field(default_factory=set)  # replicas that got members
     started: bool = False
-    lost: bool = False  # a member's version was lost
+    lost: bool = False  # no replica can continue a member
     versions: set[int] = field(default_factory=set)  # of the answers
     pending: set[str] = field(default_factory=set)
     answers: dict[str, EvalAnswer] = field(default_factory=dict)  # by trajectory
@@ -136,20 +136,16 @@ class Evaluations:
         evaluation.pending.add(trajectory.id)
         return True
 
-    def version_of(self, trajectory: LiveTrajectory) -> int | None:
-        """Return the version that a member must run under, None if its pass has none yet."""
-        return self._by_id[trajectory.group_id].version
-
     def pass_of(self, member: LiveTrajectory | Assignment) -> Evaluation:
         """Return the pass of a member."""
         return self._by_id[member.group_id]
 
     def settle(self, trajectory: LiveTrajectory) -> None:
         """Record the answer of a scored or dropped member; the last member completes the pass."""
-        evaluation = self._by_id[trajectory.group_id]
+        evaluation = self.pass_of(trajectory)
         evaluation.pending.discard(trajectory.id)
-        evaluation.answers[trajectory.id] = EvalAnswer.from_trajectory(
-            trajectory.id,
+        evaluation.answers[trajectory.id] = EvalAnswer(
+            problem=problem_of(trajectory.id),
             sample=trajectory.sample_index,
             reward=trajectory.reward,
             said=trajectory.said,
@@ -163,26 +159,6 @@ class Evaluations:
             evaluation.versions |= set(versions)
             self._book.record(trajectory.consumed(step=NO_STEP, version=version, staleness=0, weight=0.0))
         self._finish_if_done(evaluation)
-
-    def runs_under(self, trajectory: LiveTrajectory, version: int) -> None:
-        """Set the version of a pass that had none, from a member's first tokens."""
-        evaluation = self._by_id[trajectory.group_id]
-        if evaluation.version is None:
-            evaluation.version = version
-
-    def lose(self, trajectory: LiveTrajectory) -> None:
-        """Mark a member's pass as lost, because no replica will serve its version again."""
-        self._by_id[trajectory.group_id].lost = True
-
-    def give_up(self, trajectory: LiveTrajectory) -> None:
-        """Fail a member's pass now; the member stays queued for a resumed run."""
-        evaluation = self._by_id[trajectory.group_id]
-        evaluation.lost = True
-        evaluation.finish()
-
-    def abandon(self, trajectory: LiveTrajectory) -> None:
-        """Drop a member of a pass that the resumed run did not request."""
-        self._book.drop([trajectory], DropReason.RUN_ENDED)
 
     def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
         """Return the replica whose version a new pass takes, None if no replica serves."""

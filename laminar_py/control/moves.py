@@ -77,18 +77,9 @@ class Moves:
         moving = self._rounds.get(trajectory_id)
         return None if moving is None else (moving.open[trajectory_id], moving.version)
 
-    def is_open(self, trajectory_id: str, *, to: int | None = None) -> bool:
-        """Whether a trajectory's move is open, to replica `to` if given."""
-        moving = self._rounds.get(trajectory_id)
-        return moving is not None and to in (None, moving.open[trajectory_id])
-
     def expected(self, replica: int) -> bool:
-        """Whether a replica expects a move or a further member of a pass."""
-        return self.num_expected(replica) > 0
-
-    def num_expected(self, replica: int) -> int:
-        """Return how many open moves a replica expects, plus the passes that it keeps its version for."""
-        return self._promised[replica]
+        """Whether a replica expects a move, or keeps its version for a pass."""
+        return self._promised[replica] > 0
 
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
         """Note that a replica gets a trajectory of `length` response tokens and prefills `prefill` tokens."""

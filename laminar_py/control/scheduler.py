@@ -1,11 +1,9 @@
 """The control plane of a run, built from its parts, in one process without sockets.
 
-    reports -> Reports ----> WaitingQueue -> Dispatcher -> assignments
-                  |  ^                ^
-                  v  | lost versions  | replacements
-    scores --> Closing ----> Consumption -> batches for the learner
-                  ^
-          Deadlines, LostTokens
+    reports, scores, deadlines -> Incoming -> WaitingQueue -> Dispatcher -> assignments
+                                     |
+                                     v
+                                Consumption -> batches for the learner
 
 All parts share one `Book`. The controller (or a simulator) owns the `TrajectoryScheduler`, passes reports and
 scores to it, and sends its assignments to replicas.
@@ -17,13 +15,11 @@ from dataclasses import replace
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.book import Book, Phase, Recorder
-from laminar_py.control.closing import Closing, Stages
 from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.dispatcher import Dispatcher
-from laminar_py.control.drops import Deadlines, LostTokens
 from laminar_py.control.evaluation import Evaluations
-from laminar_py.control.groups import Credit, Group
-from laminar_py.control.reports import ConsecutiveFailures, Reports
+from laminar_py.control.groups import Credit
+from laminar_py.control.incoming import Incoming
 from laminar_py.control.settings import ControlSettings
 from laminar_py.control.waiting import Router, WaitingQueue
 from laminar_py.ledger.recovery import Recovered
@@ -31,7 +27,7 @@ from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.host import Clock
 from laminar_py.records.scoring import GroupRewards
-from laminar_py.records.trajectory import Kind, Prompt, Status
+from laminar_py.records.trajectory import Kind, Prompt, TrajectoryRef
 
 
 def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> None:
@@ -46,52 +42,13 @@ def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> 
                 )
 
 
-async def restore(
-    recovered: Recovered,
-    book: Book,
-    *,
-    waiting: WaitingQueue,
-    evaluations: Evaluations,
-    closing: Closing,
-    reports: Reports,
-    salvaged: Iterable[Salvaged],
-) -> None:
-    """Fill an empty book with the trajectories that were live, and append tokens `salvaged` from their replicas.
-
-    An evaluation that the resumed run does not request again is dropped.
-    """
-    more = {one.trajectory_id: one for one in salvaged}
-    book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
-    book.refilled, book.rewards = list(recovered.refilled), recovered.rewards
-    evaluations.next_index = max(evaluations.next_index, recovered.next_evaluation)
-    for trajectory in recovered.live:
-        book.recorder.machine.adopt(trajectory)
-        if trajectory.kind is Kind.EVAL and not evaluations.restore_member(trajectory):
-            evaluations.abandon(trajectory)
-            continue
-        if trajectory.kind is Kind.TRAIN:
-            next_sample = recovered.next_sample[trajectory.group_id]
-            group = book.groups.setdefault(
-                trajectory.group_id,
-                Group(id=trajectory.group_id, prompt=trajectory.prompt, next_sample=next_sample),
-            )
-            group.members[trajectory.id] = trajectory
-        if trajectory.status is Status.RUNNING:
-            reports.restore_salvaged(trajectory, more.get(trajectory.id))
-            book.record(trajectory.interrupted("controller_crashed"))
-        if trajectory.status in (Status.QUEUED, Status.INTERRUPTED):
-            waiting.append(trajectory)
-        else:
-            closing.restore_member(trajectory)
-    for group in list(book.groups.values()):
-        await closing.restore(group)
-
-
 class TrajectoryScheduler:
     """Moves every trajectory from issue to consumption.
 
-    Callers use its parts directly: `reports` for a replica's report, `closing` for a score, `dispatcher` for
-    assignments, `consumption` for batches, `evaluations` for passes over held-out problems.
+    Callers use its parts directly: `incoming` for reports and scores, `dispatcher` for assignments, `consumption`
+    for batches, `evaluations` for passes over held-out problems. `submit_score` and `submit_reference` queue a
+    finished response; the answers come back by `incoming`. Without `submit_reference` the run has no reference
+    model.
     """
 
     def __init__(
@@ -102,36 +59,31 @@ class TrajectoryScheduler:
         on_rewards: Callable[[GroupRewards], None] = lambda rewards: None,
         on_failing: Callable[[str], None] = lambda message: None,
         recorder: Recorder,
-        stages: Stages,
+        submit_score: Callable[[TrajectoryRef, Prompt], None],
+        submit_reference: Callable[[TrajectoryRef], None] | None = None,
         credit: Credit,
         clock: Clock,
     ) -> None:
         self.book = book = Book(settings, recorder)
         self.views, self.moves = book.views, book.moves
-        self.consumption = Consumption(book, settings.bound)
-        self.router = router = Router(book)
-        self.evaluations = evaluations = Evaluations(book)
-        self._waiting = waiting = WaitingQueue(book, router=router, evaluations=evaluations)
-        self.closing = closing = Closing(
+        self.router = Router(book)
+        self.evaluations = Evaluations(book)
+        self.consumption = Consumption(book)
+        waiting = WaitingQueue(book, router=self.router, evaluations=self.evaluations)
+        self.incoming = Incoming(
             book,
+            waiting=waiting,
+            evaluations=self.evaluations,
             consumption=self.consumption,
-            evaluations=evaluations,
-            stages=stages,
+            submit_score=submit_score,
+            submit_reference=submit_reference,
             credit=credit,
             clock=clock,
             on_rewards=on_rewards,
+            on_failing=on_failing,
         )
-        self.lost_tokens = lost_tokens = LostTokens(
-            book, waiting=waiting, evaluations=evaluations, consumption=self.consumption, closing=closing
-        )
-        step = settings.admission.batch * settings.group_size
-        failures = ConsecutiveFailures(step=step, in_flight=lambda: len(book.live), clock=clock, end=on_failing)
-        self.reports = Reports(
-            book, waiting=waiting, evaluations=evaluations, closing=closing, lost=lost_tokens, failures=failures
-        )
-        self.deadlines = Deadlines(book, waiting=waiting, closing=closing, clock=clock)
         self.dispatcher = Dispatcher(
-            book, router=router, waiting=waiting, evaluations=evaluations, prompt_at=prompt_at
+            book, router=self.router, waiting=waiting, evaluations=self.evaluations, prompt_at=prompt_at
         )
 
     # ---- phases
@@ -160,23 +112,11 @@ class TrajectoryScheduler:
 
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
         """Continue a crashed controller's trajectories, with `salvaged` tokens of replicas; allow evaluations."""
-        await restore(
-            recovered,
-            self.book,
-            waiting=self._waiting,
-            evaluations=self.evaluations,
-            closing=self.closing,
-            reports=self.reports,
-            salvaged=salvaged,
-        )
+        await self.incoming.restore(recovered, salvaged)
         if self.book.phase is Phase.RESTORING:
             self.book.phase = Phase.PAUSED
 
     # ---- the fleet
-
-    def join(self, replica: int) -> None:
-        """Add a new replica, or keep a replica that was about to leave."""
-        self.views.join(replica)
 
     def leave(self, replica: int) -> None:
         """Give a replica no new work; trajectories that were to move there stay, or move elsewhere."""
@@ -196,18 +136,13 @@ class TrajectoryScheduler:
 
         A response whose score is late is dropped, so that its group still makes the step.
         """
-        last_call = self.deadlines.drop_unscored
+        last_call = self.incoming.drop_unscored
         return await self.consumption.next_batch(groups=groups, version=version, last_call=last_call)
 
     def published(self, version: int) -> None:
         """Note that the learner published `version`."""
         self.book.newest_version = version
         self.book.ages.record_version(version)
-
-    async def enforce_deadlines(self) -> None:
-        """Drop trajectories that no replica can continue; close groups whose stragglers are past the deadline."""
-        await self.reports.drop_unreachable()
-        await self.deadlines.enforce()
 
     def is_live(self, trajectory_id: str) -> bool:
         """Return whether a trajectory is neither consumed nor dropped."""

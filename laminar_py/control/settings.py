@@ -116,6 +116,7 @@ class ControlSettings:
     max_seconds: float | None = None
     has_environment: bool = False  # an environment answers the turns of each trajectory
     versions_return: bool = False  # a resumed run publishes a lost version again, so its work is kept
+    packing: Packing | None = None  # None: a step takes the oldest groups
 
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
@@ -146,18 +147,12 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         group_deadline_s=rollout.group_deadline_s,
         max_seconds=rollout.max_seconds,
         has_environment=config.has_environment,
-    )
-
-
-def packing(config: RunConfig) -> Packing:
-    """Return how batches are packed, from a run's config."""
-    packer = config.packer
-    return Packing(
-        groups=config.rollout.prompts_per_step,
-        max_tokens=packer.max_tokens,
-        ranks=config.learner.world_size,
-        look_ahead=packer.look_ahead,
-        by_id=config.schedule is Schedule.SYNC,
+        packing=Packing(
+            max_tokens=config.packer.max_tokens,
+            ranks=config.learner.world_size,
+            look_ahead=config.packer.look_ahead,
+            by_id=config.schedule is Schedule.SYNC,
+        ),
     )
 
 

@@ -5,25 +5,25 @@ has signal and a step of 32 may generate 128, then 28 % of the steps are empty.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
+from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 
 
-def pack_step(
-    config: RunConfig, batch: StepBatch, *, stand_ins: Mapping[str, TrajectoryRef], attention_share: float
-) -> Packed[TrajectoryRef]:
-    """Return the microbatches of each rank; `stand_ins` replace trajectories by id."""
+def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
+    """Return the microbatches of each rank."""
     algorithm = config.algorithm
+    bins = fit_bins(batch.trajectories, max_tokens=config.packer.max_tokens)
     terms = step_terms(
-        batch.bins,
+        bins,
         silent_tokens=batch.silent_tokens,
         aggregation=algorithm.aggregation,
         ages=batch.ages,
@@ -32,9 +32,8 @@ def pack_step(
         columns=algorithm.packed_columns,
     )
     return assign_bins(
-        batch.bins,
+        bins,
         terms,
-        stand_ins=stand_ins,
         max_tokens=config.packer.max_tokens,
         ranks=config.learner.world_size,
         attention_share=attention_share,

@@ -102,11 +102,9 @@ class ReplicaViews:
     # ---- who is there
 
     def join(self, replica: int) -> None:
-        """Add a new replica, which has no place yet, or keep a replica that was about to leave."""
-        view = self.by_index.setdefault(replica, ReplicaView(index=replica, has_place=False))
-        self._num_placed += view.leaving and view.has_place
-        view.leaving = False
-        self._changed.add(view.index)
+        """Add a new replica, which has no place yet."""
+        self.by_index[replica] = ReplicaView(index=replica, has_place=False)
+        self._changed.add(replica)
 
     def leave(self, replica: int) -> None:
         """Mark a replica as leaving: it gets no new work and no share of a batch."""
@@ -213,7 +211,11 @@ class ReplicaViews:
         """Return the least loaded replica that loads nothing, of version `oldest` or newer."""
         self._settle()
         lists = (entries for version, entries in self._serving.by_version.items() if version >= oldest)
-        firsts = [entry for entries in lists for entry in islice(filter(self._keeps, entries), 1)]
+        firsts = [
+            entry
+            for entries in lists
+            for entry in islice((entry for entry in entries if self.by_index[entry[1]].loading is None), 1)
+        ]
         return self.by_index[min(firsts)[1]] if firsts else None
 
     def that_serve(self, version: int) -> Iterator[ReplicaView]:
@@ -230,9 +232,6 @@ class ReplicaViews:
         """Return an idle replica of an older version for which `expecting(index)` is false."""
         self._settle()
         return next((self.by_index[i] for _, i in self._idle.below(version) if not expecting(i)), None)
-
-    def _keeps(self, entry: Entry) -> bool:
-        return self.by_index[entry[1]].loading is None
 
     # ---- questions
 
@@ -267,8 +266,3 @@ class ReplicaViews:
             if view.in_flight and view.version >= 0 and view.loading is None and not view.leaving:
                 out.setdefault(view.version, []).append(view)
         return out
-
-    def running(self, replica: int | None) -> ReplicaView | None:
-        """Return the view of a replica that has reported since its start, else None."""
-        view = None if replica is None else self.by_index[replica]
-        return view if view is not None and view.version >= 0 else None

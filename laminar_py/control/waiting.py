@@ -11,7 +11,7 @@ engine's versions never go back (law 2). New samples of a group go to one replic
 once.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -142,25 +142,17 @@ class WaitingQueue:
         for trajectory in trajectories:
             self.append(trajectory)
 
-    def remove_group(self, group_id: str) -> None:
-        """Remove all members of a group."""
-        self._keep(lambda trajectory: trajectory.group_id != group_id)
-
-    def _keep(self, stays: Callable[[LiveTrajectory], bool]) -> None:
-        """Remove all trajectories for which `stays` is False, from the lanes and from both lists."""
-        self._displaced = [item for item in self._displaced if stays(item)]
-        self._unreachable = [item for item in self._unreachable if stays(item)]
-        for need, lane in list(self._lanes.items()):
-            kept = [entry for entry in lane.entries if stays(entry[1])]
-            if not kept:
-                del self._lanes[need]
-            elif len(kept) < len(lane.entries):
-                lane.entries = kept
-                heapify(kept)
-
     def remove(self, trajectory_ids: Container[str]) -> None:
-        """Remove these trajectories from all lanes."""
-        self._keep(lambda trajectory: trajectory.id not in trajectory_ids)
+        """Remove these trajectories."""
+        self._displaced = [item for item in self._displaced if item.id not in trajectory_ids]
+        self._unreachable = [item for item in self._unreachable if item.id not in trajectory_ids]
+        for need, lane in list(self._lanes.items()):
+            entries = [entry for entry in lane.entries if entry[1].id not in trajectory_ids]
+            if not entries:
+                del self._lanes[need]
+            elif len(entries) < len(lane.entries):
+                lane.entries = entries
+                heapify(entries)
 
     def has_of(self, pass_id: str) -> bool:
         """Whether members of a pass wait."""
@@ -174,7 +166,7 @@ class WaitingQueue:
     def pin(self, trajectory: LiveTrajectory) -> int | None:
         """Return the only version under which a trajectory may continue, None for any."""
         if trajectory.kind is Kind.EVAL:
-            return self._evaluations.version_of(trajectory)
+            return self._evaluations.pass_of(trajectory).version
         return trajectory.last_version if self._book.settings.one_version else None
 
     def pop_placed(self) -> Iterator[tuple[LiveTrajectory, int, int | None]]:
@@ -330,7 +322,9 @@ class WaitingQueue:
         batch = self._book.settings.batch_per_replica
         num_out = len(evaluation.pending) - len(lane.entries)
         if evaluation.version is None:
-            view = self._book.views.running(evaluation.replica) if num_out < batch else None
+            assert evaluation.replica is not None, f"{evaluation.id} has no replica"
+            replica = self._book.views.by_index[evaluation.replica]
+            view = replica if num_out < batch and replica.version >= 0 else None
         else:
             most = -(-evaluation.num_members // batch)
             view = self._router.for_pass(

@@ -12,7 +12,7 @@ import msgspec
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, trajectory_rows
-from laminar_py.records.evaluations import EvalAnswer, pass_number, set_of
+from laminar_py.records.evaluations import EvalAnswer, pass_number, problem_of, set_of
 from laminar_py.records.events import Evaluated, Scored
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
 
@@ -82,7 +82,9 @@ def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
     known = list(evaluations)
     graded = {evaluation.set_name for evaluation in known if not evaluation.figures.is_accuracy}
     return [
-        msgspec.structs.replace(evaluation, figures=evaluation.figures.as_mean_reward)
+        msgspec.structs.replace(
+            evaluation, figures=msgspec.structs.replace(evaluation.figures, is_accuracy=False, pass_at={})
+        )
         if evaluation.set_name in graded
         else evaluation
         for evaluation in known
@@ -118,8 +120,8 @@ def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, Eva
 
 def answer_of(row: TrajectoryRow, *, reward: float | None, said: str) -> EvalAnswer:
     """Return the answer of an ended trajectory; `reward` is None without a score."""
-    return EvalAnswer.from_trajectory(
-        row.id,
+    return EvalAnswer(
+        problem=problem_of(row.id),
         sample=row.sample_index,
         reward=reward,
         said=said,

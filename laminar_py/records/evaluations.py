@@ -40,6 +40,11 @@ def answer_id(group_id: str, problem: int, sample: int, *, samples: int) -> str:
     return f"{group_id}.{problem}.{sample}" if samples > 1 else f"{group_id}.{problem}"
 
 
+def problem_of(trajectory_id: str) -> int:
+    """Place of an answer's problem in its set, from the id of the answer's trajectory."""
+    return int(trajectory_id.split(".")[1])
+
+
 class EvalAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer to a held-out problem, e.g. `EvalAnswer(problem=12, sample=3, reward=1.0, said="42",
     length=310)`."""
@@ -50,14 +55,6 @@ class EvalAnswer(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""  # answer by the verifier, which majority votes count; "" where the verifier found none
     length: int  # response tokens
     truncated: bool = False  # a cap ended it
-
-    @classmethod
-    def from_trajectory(
-        cls, trajectory_id: str, *, sample: int, reward: float | None, said: str, length: int, truncated: bool
-    ) -> "EvalAnswer":
-        """Answer of a trajectory; the place of the problem is in its id."""
-        problem = int(trajectory_id.split(".")[1])
-        return cls(problem=problem, sample=sample, reward=reward, said=said, length=length, truncated=truncated)
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -98,12 +95,6 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
     def best(self) -> tuple[int, Estimate] | None:
         """Largest k and its pass@k; None with one sample."""
         return max(self.pass_at.items()) if self.samples > 1 and self.pass_at else None
-
-    @property
-    def as_mean_reward(self) -> "SetFigures":
-        """The same figures without accuracy and pass@k, for a set whose other passes have rewards beside 0 and
-        1."""
-        return msgspec.structs.replace(self, is_accuracy=False, pass_at={})
 
     @property
     def exact(self) -> tuple[object, ...]:

@@ -144,12 +144,9 @@ class Migration:
             surveys: list[asyncio.Task[Survey | None]] = []
             for first in range(0, len(replicas), ASKED_AT_ONCE):
                 batch = replicas[first : first + ASKED_AT_ONCE]
-                surveys += [asking.create_task(self._survey(replica), name="survey") for replica in batch]
+                surveys += [asking.create_task(self._fleet.survey(replica), name="survey") for replica in batch]
                 await asyncio.sleep(0)
         return [survey for task in surveys if (survey := task.result()) is not None]
-
-    async def _survey(self, replica: int) -> Survey | None:
-        return await self._fleet.survey(replica)
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
         """Return the state of the run that the planner uses, after adding the response lengths in `surveys`."""
@@ -160,7 +157,6 @@ class Migration:
             speed=speed,
             forecast=GroupForecast(self._remaining, self._scheduler.book.finished_beside),
             max_stall_s=self._settings.max_stall_s,
-            max_new_tokens=self._settings.max_new_tokens,
             hold_s=self._settings.hold_s,
             growth=1 + int(MARGIN * self._growth),
             has_demand=self._scheduler.router.num_admitted > 0,
@@ -170,7 +166,7 @@ class Migration:
     async def carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
         """Carry out the planned moves of a version, and wait one interval at most; a task records their end."""
         moves = self._scheduler.moves
-        planned = [move for move in planned if not moves.is_open(move.trajectory_id)]
+        planned = [move for move in planned if moves.destination(move.trajectory_id) is None]
         if not planned:
             return
         began = self._clock.now()

@@ -1,4 +1,4 @@
-"""The interface of planners, and the planner of the Laminar paper.
+"""The interface of planners.
 
 `repack.migration` builds a planner for each round and asks it for one plan per version that several replicas
 serve. A planner uses only its `PlanningContext` and the surveys. A plan fills no replica beyond its KV cache or
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from laminar_py.records.replica import Move, Survey, TrajectorySummary
-from laminar_py.repack.signals import EngineSpeed, Numbers, RampDown
+from laminar_py.repack.signals import EngineSpeed, Numbers
 
 
 class Forecast(Protocol):
@@ -29,7 +29,6 @@ class PlanningContext:
     speed: EngineSpeed
     forecast: Forecast
     max_stall_s: float  # longest prefill of received trajectories, for which a destination stops decoding
-    max_new_tokens: int  # cap on responses
     hold_s: float = math.inf  # longest time to keep a version while all trajectories wait for environments
     growth: int = 64  # tokens that a response adds between survey and hand-over
     has_demand: bool = True  # an emptied replica gets new prompts
@@ -50,46 +49,3 @@ class Planner(Protocol):
 def move_of(held: TrajectorySummary, source: Survey, destination: int) -> Move:
     """Return the move of a running trajectory, which costs a prefill of its context."""
     return Move(held.trajectory_id, source.replica, destination, held.context)
-
-
-class PaperPlanner:
-    """Best-Fit consolidation of replicas that ramp down.
-
-    The planner empties candidates, the emptiest first. All trajectories of a candidate go to the candidate with
-    the highest KV use that still has room by KV capacity and roofline batch. A candidate that received is no
-    source.
-    """
-
-    def __init__(self, context: PlanningContext) -> None:
-        self._ramp_down = RampDown(context.previous_kv, context.speed.roofline_batch)
-
-    def plan(self, surveys: Sequence[Survey]) -> list[Move]:
-        """Return moves among the replicas in `surveys`, which serve the same version."""
-        candidates = [
-            survey for survey in surveys if survey.settled and survey.running and self._ramp_down.is_idle(survey)
-        ]
-        candidates.sort(key=lambda survey: (survey.kv_used, survey.replica))
-        used = {survey.replica: survey.kv_used for survey in candidates}
-        count = {survey.replica: len(survey.running) for survey in candidates}
-        received: set[int] = set()
-        moves: list[Move] = []
-        for source in candidates:
-            if source.replica in received:
-                continue
-            fitting = [
-                survey
-                for survey in candidates
-                if survey is not source
-                and count[survey.replica]
-                and used[survey.replica] + source.kv_used <= survey.kv_capacity
-                and count[survey.replica] + len(source.running) <= self._ramp_down.roofline_batch
-            ]
-            if not fitting:
-                continue
-            best = max(fitting, key=lambda survey: used[survey.replica]).replica
-            used[best] += source.kv_used
-            count[best] += len(source.running)
-            count[source.replica] = 0
-            received.add(best)
-            moves += [move_of(held, source, best) for held in source.running]
-        return moves

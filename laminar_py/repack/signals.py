@@ -1,16 +1,15 @@
-"""Signals for planners: engine speed, the paper's idleness sign, and expected remaining response tokens.
+"""Signals for planners: engine speed, and expected remaining response tokens.
 
 Pure. `repack.migration` feeds them surveys and the lengths of finished responses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.records.replica import Survey, TrajectorySummary
+from laminar_py.records.replica import TrajectorySummary
 
 Numbers = npt.NDArray[np.float64]
 
@@ -43,22 +42,6 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     def with_roofline(self, roofline_batch: int | None) -> "EngineSpeed":
         """Return this speed with a configured roofline batch, or unchanged for None."""
         return self if roofline_batch is None else msgspec.structs.replace(self, roofline_batch=roofline_batch)
-
-
-@dataclass(frozen=True, slots=True)
-class RampDown:
-    """The paper's sign that a replica idles.
-
-    Nothing waits, its KV use fell since the last survey, and it decodes fewer than the roofline batch.
-    """
-
-    previous: Mapping[int, int]  # KV tokens of each replica at its last survey
-    roofline_batch: int
-
-    def is_idle(self, survey: Survey) -> bool:
-        """Whether `C_used < min(C_max, C_prev)` and `N < B` (Laminar paper); False at the first survey."""
-        limit = min(survey.kv_capacity, self.previous.get(survey.replica, 0))
-        return not survey.waiting and survey.kv_used < limit and len(survey.running) < self.roofline_batch
 
 
 class RemainingTokens:

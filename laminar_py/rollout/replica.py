@@ -134,7 +134,6 @@ class Replica:
         batch: int,
         max_batch: int,
         partial_interval_s: float,
-        reports_partials: bool = False,
         max_seconds: float | None = None,
         verify_every: int = 0,
         initial: Sequence[Assignment] = (),
@@ -148,7 +147,7 @@ class Replica:
         self._policy = on_new_weights
         self._max_batch = max_batch
         self._store = store
-        self._partial_interval_s, self._reports_partials = partial_interval_s, reports_partials
+        self._partial_interval_s = partial_interval_s
         self._max_seconds = max_seconds
         self._initial = initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
@@ -238,7 +237,7 @@ class Replica:
 
     def journal_partials(self) -> None:
         """Write new tokens of running trajectories to the journal, as every `partial_interval_s`."""
-        self._streams.save_partials(report=False)
+        self._streams.save_partials()
 
     @property
     def away(self) -> frozenset[str]:
@@ -342,16 +341,14 @@ class Replica:
             self._weights_wanted.set()
 
     async def _watch_partials(self) -> None:
-        """Journal or report new tokens every `_partial_interval_s`, and abort overdue trajectories."""
+        """Journal new tokens every `_partial_interval_s`, and abort overdue trajectories."""
         while True:
             await asyncio.sleep(self._partial_interval_s)
             if self._max_seconds is not None:
                 with self._watching_for_loss():
                     await self._streams.cut_overdue(self._max_seconds)
             with self._watching_for_loss():
-                self._streams.save_partials(report=self._reports_partials)
-                if self._reports_partials:
-                    self._out.urgent.set()
+                self._streams.save_partials()
 
     async def _keep_synced(self) -> None:
         with self._watching_for_loss():

@@ -195,16 +195,11 @@ class Streams:
 
     # ---- reporting them
 
-    def save_partials(self, *, report: bool) -> None:
-        """Write new tokens of running trajectories to the journal, or `report` them."""
+    def save_partials(self) -> None:
+        """Write new tokens of running trajectories to the journal."""
         now = self._out.clock.now()
-        if not report:
-            pieces = [running.pop_unjournaled(now) for running in self.running.values()]
-            self._store.journal([piece for piece in pieces if piece is not None])
-            return
-        for running in self.running.values():
-            if running.ids:
-                self._report(running, None)
+        pieces = [running.pop_unjournaled(now) for running in self.running.values()]
+        self._store.journal([piece for piece in pieces if piece is not None])
 
     def report_all(self) -> None:
         """Report all delivered tokens; tokens that cannot be stored are lost."""

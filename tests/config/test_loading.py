@@ -64,7 +64,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
             "rollout.engine.profile: missing; add it",
         ),
         ({"rollout": {"engine": "sglang"}}, "rollout.engine='sglang': not a section with a `kind`"),
-        ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of paper, predictive"),
+        ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of predictive, paper"),
         ({"schedule": "later"}, "schedule='later'"),
         ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
         ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),

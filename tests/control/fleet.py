@@ -7,7 +7,6 @@ import numpy as np
 
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.rollout import Schedule, WithoutSignal
-from laminar_py.control.closing import Stages
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
@@ -155,10 +154,8 @@ class Fleet:
             prompt_at=make_prompt,
             on_rewards=self.told.append,
             recorder=self.log,
-            stages=Stages(
-                submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
-                submit_reference=self.unreferred.append if refers else None,
-            ),
+            submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
+            submit_reference=self.unreferred.append if refers else None,
             credit=Credit(group_advantages(Advantage.GROUP_STD), length_cost),
             clock=self.clock,
         )
@@ -183,7 +180,7 @@ class Fleet:
             progress=tuple(progress),
             lost=lost,
         )
-        await self.scheduler.reports.on_report(report)
+        await self.scheduler.incoming.on_report(report)
         self.hand_out()
 
     def hand_out(self):
@@ -195,14 +192,14 @@ class Fleet:
         """The reference stage delivers all that it was given."""
         while self.unreferred:
             trajectory = self.unreferred.pop()
-            await self.scheduler.closing.on_reference(
+            await self.scheduler.incoming.on_reference(
                 trajectory.id,
                 ColumnRef(Dtype.FLOAT32, make_ref(REFERENCE, digest=trajectory.id.encode().ljust(16))),
             )
 
     async def lose_replica(self, index, *, salvaged=()):
         """A replica dies."""
-        await self.scheduler.reports.on_replica_lost(index, salvaged)
+        await self.scheduler.incoming.on_replica_lost(index, salvaged)
 
     async def lose_segment(self, segment, detail):
         """A segment is gone, and with it what live trajectories have in it."""
@@ -211,7 +208,7 @@ class Fleet:
             for one in self.scheduler.book.live.values()
             if segment in {ref.at.segment for ref in (*one.tokens, *one.columns.values())}
         }
-        await self.scheduler.lost_tokens.drop_trajectories(lost)
+        await self.scheduler.incoming.drop_lost(lost)
 
     async def grow(self, index, trajectory_id, *, tokens):
         """A replica tells `tokens` more of a trajectory that goes on, as where somebody looks ahead."""
@@ -286,6 +283,6 @@ class Fleet:
         """Every finished trajectory gets a reward by its place in the group."""
         waiting, self.unscored = self.unscored, []
         for trajectory in waiting:
-            await self.scheduler.closing.on_score(
+            await self.scheduler.incoming.on_score(
                 Score(trajectory_id=trajectory.id, value=reward(trajectory.sample_index))
             )

@@ -117,13 +117,13 @@ class Streams:
         received = self.fleet.received[0]
         status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=0)
         report = ReplicaReport(replica=0, status=status, admissible=0, received=received, progress=(progress,))
-        await self.fleet.scheduler.reports.on_report(decode(ReplicaReport, encode(report)))
+        await self.fleet.scheduler.incoming.on_report(decode(ReplicaReport, encode(report)))
 
     async def _end(self, end):
         if end != "killed":
             await self._report(end)
         if end in ("cut", "killed"):
-            running = self.fleet.scheduler.reports.running_on(0)
+            running = self.fleet.scheduler.incoming.running_on(0)
             found = salvage(self._folder, "replica-0.*", "salvage-0", running).found
             await self.fleet.lose_replica(0, salvaged=found)
             self.fleet.received[0] = 0

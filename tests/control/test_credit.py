@@ -25,7 +25,7 @@ async def scored(*credits, **settings):
     for trajectory, credit in zip(fleet.unscored, credits, strict=True):
         whole = credit if isinstance(credit, float) else sum(one.reward for one in credit)
         given = () if isinstance(credit, float) else credit
-        await fleet.scheduler.closing.on_score(Score(trajectory_id=trajectory.id, value=whole, roles=given))
+        await fleet.scheduler.incoming.on_score(Score(trajectory_id=trajectory.id, value=whole, roles=given))
     return fleet
 
 

@@ -14,7 +14,7 @@ def dropped(fleet):
 
 def join(fleet, index):
     """A new replica, which has a place, serves the newest version once it reports."""
-    fleet.scheduler.join(index)
+    fleet.scheduler.views.join(index)
     fleet.scheduler.views.planned([True] * (index + 1))
     fleet.versions[index], fleet.received[index], fleet.running[index] = 0, 0, {}
 
@@ -47,18 +47,6 @@ async def test_the_share_of_a_batch_follows_the_number_of_those_that_stay():
     fleet.scheduler.leave(1)
     fleet.hand_out()
     assert len(fleet.running[0]) == 8, "all of it"
-
-
-async def test_one_that_is_wanted_again_before_it_has_left_is_given_work():
-    fleet = Fleet(replicas=2, group_size=2, capacity=2)
-    await fleet.report(0, admissible=2)
-    fleet.scheduler.leave(1)
-    await fleet.report(1)
-    assert not fleet.running[1]
-    fleet.scheduler.join(1)
-    await fleet.report(1)
-    assert len(fleet.running[1]) == 2
-    assert fleet.scheduler.views.num_placed == 2
 
 
 async def test_what_no_other_can_go_on_with_goes_back_to_the_one_that_leaves():

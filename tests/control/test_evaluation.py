@@ -34,7 +34,7 @@ async def answer_all(fleet, rewards):
     for trajectory in list(fleet.unscored):
         reward, said = rewards[trajectory.id]
         terms = [TermValue(name="math", value=reward, said=said)]
-        await fleet.scheduler.closing.on_score(Score(trajectory_id=trajectory.id, value=reward, terms=terms))
+        await fleet.scheduler.incoming.on_score(Score(trajectory_id=trajectory.id, value=reward, terms=terms))
 
 
 async def test_samples_of_a_set_have_its_sampling_and_seeds_of_their_own():

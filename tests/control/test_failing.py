@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.control.reports import MIN_FAILURES, OUTAGE_S, ConsecutiveFailures
+from laminar_py.control.incoming import MIN_FAILURES, OUTAGE_S, ConsecutiveFailures
 from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import ManualClock
 
@@ -10,13 +10,12 @@ from tests.control.fleet import ManualClock
 class Told:
     def __init__(self, step=4, in_flight=0):
         self.clock, self.faults = ManualClock(), []
-        self.failures = ConsecutiveFailures(
-            step=step, in_flight=lambda: in_flight, clock=self.clock, end=self.faults.append
-        )
+        self.in_flight = in_flight
+        self.failures = ConsecutiveFailures(step=step, clock=self.clock, end=self.faults.append)
 
     def fail(self, times, *, apart_s=0.0):
         for _ in range(times):
-            self.failures.failed(DropReason.ENVIRONMENT_FAILED, "no such file")
+            self.failures.failed(DropReason.ENVIRONMENT_FAILED, "no such file", in_flight=self.in_flight)
             self.clock.time += apart_s
 
 

@@ -118,7 +118,7 @@ async def test_a_group_past_its_deadline_ends_the_moves_of_its_members():
     fleet, name = await moving(group_deadline_s=1.0)
     await fleet.finish(0, "g0.1")
     fleet.clock.time = 2.0
-    await fleet.scheduler.enforce_deadlines()
+    await fleet.scheduler.incoming.enforce_deadlines()
     assert name not in fleet.scheduler.book.live
     assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)

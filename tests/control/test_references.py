@@ -48,7 +48,7 @@ async def test_no_deadline_counts_while_only_the_reference_is_missing():
     fleet = await finished(group_deadline_s=5.0)
     await fleet.score_all()
     fleet.clock.time = 100.0
-    await fleet.scheduler.enforce_deadlines()
+    await fleet.scheduler.incoming.enforce_deadlines()
     await fleet.refer_all()
     assert len(ready(fleet)) == 4
 
@@ -58,7 +58,7 @@ async def test_no_deadline_counts_for_a_group_that_is_ready():
     await fleet.score_all()
     await fleet.refer_all()
     fleet.clock.time = 100.0
-    await fleet.scheduler.enforce_deadlines()
+    await fleet.scheduler.incoming.enforce_deadlines()
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     await fleet.scheduler.consumption.commit(batch, 1)
     assert not [event for event in fleet.log.events if isinstance(event, Dropped)]

@@ -16,11 +16,15 @@ PATIENCE_S = 60.0
 
 def refilling(**settings):
     """Steps of two groups of two, for which five are generated at most."""
-    fleet = Fleet(
-        replicas=1, group_size=2, batch=2, without_signal=WithoutSignal.REFILL, max_refill=2.5, **settings
+    return Fleet(
+        replicas=1,
+        group_size=2,
+        batch=2,
+        without_signal=WithoutSignal.REFILL,
+        max_refill=2.5,
+        packing=Packing(max_tokens=128),
+        **settings,
     )
-    fleet.scheduler.consumption.pack(Packing(groups=2, max_tokens=128))
-    return fleet
 
 
 async def generate(fleet, *rewards):
@@ -188,8 +192,8 @@ async def test_a_full_step_has_no_event_and_a_batch_that_is_put_back_keeps_its_c
 
 @pytest.mark.parametrize("masks", [True, False])
 async def test_a_response_that_was_cut_counts_for_its_group_and_not_in_the_loss(masks):
-    fleet = Fleet(replicas=1, capacity=1, group_size=2, batch=1, masks_truncated=masks)
-    fleet.scheduler.consumption.pack(Packing(groups=1, max_tokens=128))
+    packing = Packing(max_tokens=128)
+    fleet = Fleet(replicas=1, capacity=1, group_size=2, batch=1, masks_truncated=masks, packing=packing)
     await fleet.report(0)
     await fleet.finish(0, "g0.0", reason=FinishReason.LENGTH)
     await fleet.finish(0, "g0.1")
@@ -198,7 +202,7 @@ async def test_a_response_that_was_cut_counts_for_its_group_and_not_in_the_loss(
     assert ready == pytest.approx([-0.707, 0.707], abs=1e-3)
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     await fleet.scheduler.consumption.commit(batch, 1)
-    assert sum(entry.num_trained for item in batch.bins for entry in item.entries) == (3 if masks else 6)
+    assert sum(trajectory.num_trained for trajectory in batch.trajectories) == (3 if masks else 6)
     weights = {event.trajectory_id: event.weight for event in fleet.log.events if isinstance(event, Consumed)}
     assert weights == {"g0.0": 0.0 if masks else 1.0, "g0.1": 1.0}
 

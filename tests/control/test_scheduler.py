@@ -32,9 +32,9 @@ async def test_a_group_is_ready_when_its_last_member_is_scored():
     await fleet.report(0)
     await fleet.finish_all(0)
     for trajectory in fleet.unscored[:3]:
-        await fleet.scheduler.closing.on_score(Score(trajectory_id=trajectory.id, value=1.0))
+        await fleet.scheduler.incoming.on_score(Score(trajectory_id=trajectory.id, value=1.0))
     assert not names(fleet, Ready)
-    await fleet.scheduler.closing.on_score(Score(trajectory_id=fleet.unscored[3].id, value=0.0))
+    await fleet.scheduler.incoming.on_score(Score(trajectory_id=fleet.unscored[3].id, value=0.0))
     assert len(names(fleet, Ready)) == 4
     assert len(fleet.scheduler.consumption.buffer) == 1
 
@@ -153,7 +153,7 @@ async def test_signal_is_a_matter_of_token_rewards_where_there_are_any(rewards, 
     await fleet.finish_all(0, tokens=3)
     for trajectory in fleet.unscored:
         values = np.array(rewards[trajectory.sample_index], np.float32)
-        await fleet.scheduler.closing.on_score(
+        await fleet.scheduler.incoming.on_score(
             Score(
                 trajectory_id=trajectory.id,
                 value=float(values.sum()),
@@ -172,7 +172,7 @@ async def test_a_straggler_past_the_deadline_is_dropped_with_an_event_and_its_re
         await fleet.finish(0, name, admissible=0)
     await fleet.score_all()
     fleet.clock.time = 11.0
-    await fleet.scheduler.enforce_deadlines()
+    await fleet.scheduler.incoming.enforce_deadlines()
     assert names(fleet, Dropped) == [straggler]
     assert fleet.scheduler.book.take_aborts() == {0: [straggler]}
     assert len(fleet.scheduler.consumption.buffer) == 1
@@ -183,7 +183,7 @@ async def test_a_group_with_too_few_survivors_is_dropped():
     await fleet.report(0)
     await fleet.finish_all(0, admissible=0)
     failed = fleet.unscored.pop(0)
-    await fleet.scheduler.closing.on_score(
+    await fleet.scheduler.incoming.on_score(
         Score(trajectory_id=failed.id, value=None, failure=DropReason.REWARD_TIMEOUT)
     )
     await fleet.score_all()
@@ -197,7 +197,7 @@ async def test_a_group_that_was_dropped_does_not_hold_up_the_next_batch():
     await fleet.report(0)
     await fleet.finish_all(0)
     failed = fleet.unscored.pop(0)
-    await fleet.scheduler.closing.on_score(
+    await fleet.scheduler.incoming.on_score(
         Score(trajectory_id=failed.id, value=None, failure=DropReason.REWARD_FAILED)
     )
     await fleet.score_all()
@@ -352,7 +352,7 @@ async def test_answers_that_could_not_be_scored_are_no_zeros_of_an_evaluation():
         for reward in rewards:
             failure = DropReason.REWARD_FAILED if reward is None else None
             id = fleet.unscored.pop().id
-            await fleet.scheduler.closing.on_score(Score(trajectory_id=id, value=reward, failure=failure))
+            await fleet.scheduler.incoming.on_score(Score(trajectory_id=id, value=reward, failure=failure))
         found = await done
         figures = set_figures(found.answers.values(), samples=1)
         assert (figures and figures.mean.value, found.version) == (mean, 0)
@@ -396,7 +396,7 @@ async def play(actions, without_signal, schedule):
         elif name == "score":
             await fleet.score_all()
         elif name == "fail" and fleet.unscored:
-            await fleet.scheduler.closing.on_score(
+            await fleet.scheduler.incoming.on_score(
                 Score(trajectory_id=fleet.unscored.pop().id, value=None, failure=DropReason.REWARD_FAILED)
             )
         elif name == "kill":

@@ -18,7 +18,7 @@ acts = st.one_of(
     st.tuples(st.just("reported"), indices, versions, st.integers(-2, 2 * GROUP)),
     st.tuples(st.just("send"), indices, names, st.none() | st.integers(0, NEWEST)),
     st.tuples(st.just("returned"), indices, names),
-    st.tuples(st.sampled_from(("forget", "retire", "leave", "join")), indices),
+    st.tuples(st.sampled_from(("forget", "retire", "leave")), indices),
     st.tuples(st.just("planned"), st.lists(st.booleans(), min_size=REPLICAS, max_size=REPLICAS)),
     st.tuples(st.just("expect") | st.just("arrives"), indices, names),
 )
@@ -188,7 +188,7 @@ async def test_no_report_and_no_dispatch_looks_at_all_replicas(one_version):
         await fleet.report(index, admissible=4)
     for index in (0, 1):
         await fleet.grow(index, next(iter(fleet.running[index])), tokens=2)
-        await fleet.scheduler.reports.on_replica_lost(index)
+        await fleet.scheduler.incoming.on_replica_lost(index)
         fleet.running[index].clear()
         fleet.hand_out()
         fleet.scheduler.dispatcher.for_starting(index)

@@ -42,7 +42,7 @@ async def pinned_to_the_past():
 async def test_what_goes_on_under_a_version_waits_for_a_replica_that_comes_back():
     fleet = await pinned_to_the_past()
     await fleet.report(1)
-    await fleet.scheduler.enforce_deadlines()
+    await fleet.scheduler.incoming.enforce_deadlines()
     assert {item.trajectory_id for item in fleet.scheduler.dispatcher.for_starting(0)} == {"g0.0", "g0.1"}
 
 
@@ -50,7 +50,7 @@ async def test_what_only_a_replica_without_a_place_could_go_on_with_is_dropped_a
     fleet = await pinned_to_the_past()
     fleet.scheduler.views.planned([False, True])
     await fleet.report(1)
-    await fleet.scheduler.enforce_deadlines()
+    await fleet.scheduler.incoming.enforce_deadlines()
     await fleet.report(1)
     dropped = [event for event in fleet.log.events if isinstance(event, Dropped)]
     assert {event.trajectory_id: event.reason for event in dropped} == dict.fromkeys(
@@ -63,7 +63,7 @@ async def test_nothing_is_given_up_where_no_replica_has_a_place_since_a_resumed_
     fleet = await pinned_to_the_past()
     fleet.scheduler.views.planned([False, False])
     await fleet.report(1)
-    await fleet.scheduler.enforce_deadlines()
+    await fleet.scheduler.incoming.enforce_deadlines()
     assert not [event for event in fleet.log.events if isinstance(event, Dropped)]
 
 

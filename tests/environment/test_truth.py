@@ -195,9 +195,9 @@ async def lead(folders, folder, *, policy, trajectories, turns, length=400, publ
         batch=trajectories,
         max_batch=64,
         partial_interval_s=0.05,
-        reports_partials=True,
         environments=environments,
     )
+    replica._streams.save_partials = replica._streams.report_all
     story = Story(replica, segments, log, weights, environments)
     task = asyncio.create_task(replica.run())
     try:

@@ -14,7 +14,7 @@ from laminar_py.config.algorithm import AlgorithmConfig, Objective
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Recompute
 from laminar_py.learner.distributed import join_group, leave_group
-from laminar_py.learner.packing.balance import fit_bins, make_entry
+from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
 from laminar_py.learner.sharding import shard
 from tests.builders import make_trajectory
@@ -153,7 +153,7 @@ LONE = ITEMS[:1]  # leaves a rank without sequences
 
 
 def step_of(items, algorithm, *, ranks):
-    bins = fit_bins([make_entry(item) for item in items], max_tokens=40)
+    bins = fit_bins(items, max_tokens=40)
     terms = step_terms(bins, aggregation=algorithm.aggregation, constant=30)
     return assign_bins(bins, terms, max_tokens=40, ranks=ranks, attention_share=0.0)
 

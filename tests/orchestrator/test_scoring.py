@@ -234,7 +234,7 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
     await fleet.finish_all(0)
     id = fleet.unscored.pop().id
     failed = Score(trajectory_id=id, value=None, failure=DropReason.REWARD_FAILED)
-    await fleet.scheduler.closing.on_score(failed)
+    await fleet.scheduler.incoming.on_score(failed)
     async with asyncio.timeout(PATIENCE_S):
         await first
     assert (published, told) == ([], ["heldout: no figures at step 0: none of 1 answers could be scored"])

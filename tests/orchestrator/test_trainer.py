@@ -11,7 +11,7 @@ import pytest
 from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
-from laminar_py.control.settings import packing
+from laminar_py.control.settings import control_settings
 from laminar_py.control.steps import MIN_CEILINGS
 from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
@@ -117,9 +117,15 @@ async def training(path, *settings, fails, admission, **options):
         )
         segments = segments_path(path)
         fleet = Fleet(
-            replicas=1, group_size=2, batch=2, schedule=admission, recorder=ledger, segments=segments, **options
+            replicas=1,
+            group_size=2,
+            batch=2,
+            schedule=admission,
+            recorder=ledger,
+            segments=segments,
+            packing=control_settings(config, stop_ids=()).packing,
+            **options,
         )
-        fleet.scheduler.consumption.pack(packing(config))
         supervisor = Supervisor(record=ledger.append, max_restarts=3)
         learner = Learner(fails, supervisor, PayloadReader(segments))
         incarnation = make_incarnation(
@@ -175,7 +181,7 @@ async def generate(fleet, wanted=lambda: True, reward=by_place):
         for trajectory in waiting:
             group, index = trajectory.id[1:].split(".")
             score = Score(trajectory_id=trajectory.id, value=reward(int(group), int(index)))
-            await fleet.scheduler.closing.on_score(score)
+            await fleet.scheduler.incoming.on_score(score)
         await asyncio.sleep(0.001)
 
 

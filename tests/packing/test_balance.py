@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.learner.packing.balance import Entry, best_fit, deal_bins, level_costs, make_bin
+from laminar_py.learner.packing.balance import best_fit, deal_bins, level_costs, make_bin
 from tests.builders import make_finished
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=80)
@@ -13,8 +13,8 @@ SHARE = 0.001
 
 
 def make_bins(lengths, capacity):
-    entries = [Entry(make_finished(f"g{i}.0"), length, length) for i, length in enumerate(lengths)]
-    return [make_bin(entries[i] for i in members) for members in best_fit(lengths, capacity)]
+    items = [make_finished(f"g{i}.0", prompt=0, response=length) for i, length in enumerate(lengths)]
+    return [make_bin(items[i] for i in members) for members in best_fit(lengths, capacity)]
 
 
 def cost(packed):
@@ -52,14 +52,14 @@ def test_dealing_gives_every_rank_a_bin_at_every_index_and_loses_nothing(lengths
     indices = deal_bins(make_bins(lengths, 100), ranks=ranks, capacity=100, attention_share=SHARE)
     assert all(len(index) == ranks for index in indices)
     assert all(packed.num_tokens <= 100 for index in indices for packed in index)
-    dealt = [entry.num_tokens for index in indices for packed in index for entry in packed.entries]
+    dealt = [item.num_tokens for index in indices for packed in index for item in packed.trajectories]
     assert sorted(dealt) == sorted(lengths)
 
 
 def test_bins_of_one_index_are_alike():
     lengths = [100, 50, 50, 100, 50, 50, 90, 90]
     first, *_ = deal_bins(make_bins(lengths, 100), ranks=2, capacity=100, attention_share=SHARE)
-    assert [len(packed.entries) for packed in first] == [1, 1]
+    assert [len(packed.trajectories) for packed in first] == [1, 1]
 
 
 def test_ranks_share_what_is_left_over():

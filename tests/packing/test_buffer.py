@@ -1,134 +1,13 @@
-"""The buffer, staging, look-ahead and the reference queue: a step gets exactly the groups that were chosen."""
+"""Look-ahead, and the queue of the reference stage."""
 
 import asyncio
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_py.learner.packing.buffer import (
-    LOOSE_BINS,
-    Buffer,
-    Packing,
-    PackQueue,
-    StagedGroups,
-    StreamPacker,
-    choose_groups,
-)
+from laminar_py.learner.packing.buffer import PackQueue, choose_groups
 from tests.builders import make_finished
-from tests.depth import examples
-
-SIZE = 3
-ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["put", "put", "put", "shrink", "take"]), st.integers(0, 5)), max_size=40
-)
-
-
-def members(index):
-    return [make_finished(f"g{index}.{k}", response=1 + (index + k) % 7) for k in range(index % 4)]
-
-
-def ids(bins):
-    return sorted(entry.trajectory.id for packed in bins for entry in packed.entries)
-
-
-async def play(actions):
-    buffer = Buffer()
-    stage = StagedGroups(buffer, Packing(groups=SIZE, max_tokens=16))
-    for index, (action, number) in enumerate(actions):
-        if action == "put":
-            stage.group_arrived(await buffer.add_group(f"g{index}", members(index), oldest_version=number))
-        elif action == "shrink" and number < len(buffer) and buffer[number].members:
-            group = buffer[number]
-            dropped, group.members = group.members[:1], group.members[1:]
-            stage.group_shrunk(number, dropped, gone=not group.members)
-            if not group.members:
-                buffer.remove_groups([group])
-        elif action == "take" and len(buffer) >= SIZE:
-            window = buffer.first(SIZE + 2)
-            chosen = window[: SIZE - 1] + window[-1:]
-            assert ids(stage.pack_groups(chosen)) == sorted(t.id for group in chosen for t in group.members)
-            buffer.remove_groups(chosen)
-        assert stage.num_staged <= min(SIZE, len(buffer))
-    return buffer, stage
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(ACTIONS)
-def test_a_step_gets_exactly_the_groups_that_were_chosen_whatever_was_staged(actions):
-    asyncio.run(play(actions))
-
-
-async def test_a_step_is_staged_before_it_is_asked_for():
-    _, stage = await play([("put", 0)] * SIZE)
-    assert stage.num_staged == SIZE
-
-
-async def test_an_older_group_takes_the_place_of_the_youngest_that_is_staged():
-    buffer, stage = await play([("put", 5), ("put", 4), ("put", 3), ("put", 2)])
-    assert stage.num_staged == SIZE
-    assert [group.oldest_version for group in buffer.first(SIZE)] == [2, 3, 4]
-    chosen = buffer.first(SIZE)
-    assert ids(stage.pack_groups(chosen)) == sorted(t.id for group in chosen for t in group.members)
-
-
-CAP = 16  # so that a few hundred sequences fill many bins
-CHANGES = st.lists(st.tuples(st.booleans(), st.integers(2, CAP)), max_size=400)
-
-
-def sequence(index, num_tokens):
-    return make_finished(f"g{index}.0", prompt=1, response=num_tokens - 1)
-
-
-def held(packer):
-    return sorted(entry.trajectory.id for packed in packer.bins() for entry in packed.entries)
-
-
-@settings(max_examples=examples(50), deadline=None)
-@given(CHANGES)
-def test_bins_hold_exactly_what_was_added_and_not_removed(changes):
-    packer, here = StreamPacker(max_tokens=CAP), {}
-    for index, (removes, number) in enumerate(changes):
-        if removes and here:
-            packer.remove(here.pop(list(here)[number % len(here)]))
-        else:
-            here[index] = f"g{index}.0"
-            packer.add(sequence(index, number))
-    assert held(packer) == sorted(here.values())
-    assert len(packer) == len(here)
-    assert all(packed.num_tokens <= CAP for packed in packer.bins())
-
-
-def test_full_bins_are_kept_while_more_comes_in():
-    packer = StreamPacker(max_tokens=CAP)
-    for index in range(4 * LOOSE_BINS):
-        packer.add(sequence(index, CAP // 2))
-    before = {id(packed) for packed in packer.bins()}
-    packer.add(sequence(4 * LOOSE_BINS, CAP // 2))
-    assert len(before & {id(packed) for packed in packer.bins()}) == 2 * LOOSE_BINS
-
-
-def test_a_stream_fills_as_well_as_a_batch():
-    rng = np.random.default_rng(1)
-    lengths = np.clip(64 * np.exp(0.99 * rng.standard_normal(1500)), 2, 512).astype(int).tolist()
-    packer = StreamPacker(max_tokens=512)
-    for index, length in enumerate(lengths):
-        packer.add(sequence(index, length))
-    assert len(packer.bins()) <= np.ceil(1.005 * sum(lengths) / 512)
-
-
-def test_a_sequence_above_the_cap_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"g7\.0 has 17 tokens, packer\.max_tokens=16"):
-        StreamPacker(max_tokens=CAP).add(sequence(7, 17))
-
-
-def test_a_sequence_is_packed_once():
-    packer = StreamPacker(max_tokens=CAP)
-    packer.add(sequence(7, 4))
-    with pytest.raises(AssertionError, match="twice"):
-        packer.add(sequence(7, 4))
-
 
 WINDOWS = st.lists(st.tuples(st.integers(0, 100), st.booleans()), min_size=1, max_size=30)
 

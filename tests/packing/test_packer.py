@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.learner.losses.advantages import group_advantages
-from laminar_py.learner.packing.balance import fit_bins, make_entry
+from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import Packed, StepTerms, assign_bins, pack, step_terms
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.credit import RoleCredit, returns_of, role_advantages
@@ -95,7 +95,7 @@ def test_under_batch_std_a_role_of_one_alone_is_compared_in_the_step():
 
 def test_advantages_of_roles_are_normalised_over_all_tokens_of_a_step():
     items = [episode(item, seed) for seed, item in enumerate(trajectories([(1, 12), (1, 12)]))]
-    bins = fit_bins([make_entry(item) for item in items], max_tokens=128)
+    bins = fit_bins(items, max_tokens=128)
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     given = np.concatenate([role_advantages(item.roles, item.spans)[item.loss_mask] for item in items])
     found = np.concatenate([terms.advantages(item)[item.loss_mask] for item in items])
@@ -110,7 +110,7 @@ def test_a_trajectory_is_packed_alike_with_its_tokens_and_by_reference(shapes, r
     items[-1] = episode(items[-1], 7)
     steps = []
     for given_as in (items, [referred_to(item) for item in items]):
-        bins = fit_bins([make_entry(item) for item in given_as], max_tokens=128)
+        bins = fit_bins(given_as, max_tokens=128)
         terms = step_terms(bins, aggregation=aggregation, normalises=True, constant=7)
         packed = assign_bins(bins, terms, max_tokens=128, ranks=ranks, attention_share=0.01)
         steps.append(([[[one.id for one in bundle] for bundle in mine] for mine in packed.bundles], terms))
@@ -123,9 +123,7 @@ def test_one_that_is_masked_is_weighted_alike_with_its_tokens_and_by_reference()
     masked, trained = trajectories([(2, 5), (3, 7)])
     masked = replace(rewarded(masked, 0), loss_mask=np.zeros(5, np.bool_))
     counts = [
-        step_terms(
-            [*fit_bins([make_entry(one) for one in both], max_tokens=64)], aggregation=Aggregation.TOKEN_MEAN
-        )
+        step_terms([*fit_bins(both, max_tokens=64)], aggregation=Aggregation.TOKEN_MEAN)
         for both in ([masked, trained], [referred_to(masked), referred_to(trained)])
     ]
     assert counts[0] == counts[1]
@@ -189,7 +187,7 @@ def test_a_constant_length_leaves_every_token_its_weight_however_long_its_respon
 @pytest.mark.parametrize("aggregation", Aggregation)
 def test_responses_left_out_for_want_of_signal_count_as_if_they_were_trained_on(aggregation):
     items = trajectories([(1, 10), (2, 30), (1, 20)])
-    bins = [fit_bins([make_entry(item) for item in some], max_tokens=128) for some in (items, items[:1])]
+    bins = [fit_bins(some, max_tokens=128) for some in (items, items[:1])]
     whole = step_terms(bins[0], aggregation=aggregation, constant=50)
     rest = step_terms(bins[1], silent_tokens=[30, 20], aggregation=aggregation, constant=50)
     assert rest.token_weights(items[0]).tolist() == whole.token_weights(items[0]).tolist()
@@ -206,7 +204,7 @@ def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
 
 def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
     items = [make_trajectory(f"a{i}", response=4, advantage=float(a)) for i, a in enumerate([5, -1, 3, 1])]
-    bins = fit_bins([make_entry(item) for item in items], max_tokens=64)
+    bins = fit_bins(items, max_tokens=64)
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     found = [terms.advantages(item) for item in items]
     assert (np.mean(found), np.std(found)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0, rel=1e-3))
@@ -225,7 +223,7 @@ def test_a_step_is_normalised_over_its_tokens_as_published():
             item = replace(item, columns={TOKEN_REWARDS: token_values(np.array(rewards, np.float32))})
             returns += np.cumsum(rewards[::-1])[::-1].tolist()
         items.append(item)
-    bins = fit_bins([make_entry(item) for item in items], max_tokens=64)
+    bins = fit_bins(items, max_tokens=64)
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     found = [terms.advantages(item) * np.ones(len(item.response_ids)) for item in items]
     returns = np.array(returns)
@@ -238,7 +236,7 @@ def test_groups_of_equal_reward_are_in_the_mean_and_the_deviation_of_a_step():
     items = [
         make_trajectory(f"g{i // 2}.{i % 2}", response=4, advantage=float(a)) for i, a in enumerate([1, 0, 1, 1])
     ]
-    bins = fit_bins([make_entry(item) for item in items], max_tokens=64)
+    bins = fit_bins(items, max_tokens=64)
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     found = [terms.advantages(item) for item in items]
     assert found == pytest.approx([0.577, -1.732, 0.577, 0.577], abs=1e-3)
@@ -256,7 +254,7 @@ def test_rewards_of_tokens_become_the_return_from_there_on():
 def test_a_column_stands_where_its_tokens_are_predicted_and_is_padded_elsewhere():
     hints = token_values(np.array([1, 2, 3], np.int32))
     item = replace(make_trajectory("a", prompt=2, response=3), columns={"hints": hints})
-    bins = fit_bins([make_entry(item)], max_tokens=64)
+    bins = fit_bins([item], max_tokens=64)
     column = Column(name="hints", dtype=Dtype.INT32, padding=-1)
     terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, columns=[column])
     ranks = at_ranks(assign_bins(bins, terms, max_tokens=64, ranks=2, attention_share=0.0))

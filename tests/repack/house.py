@@ -15,7 +15,6 @@ from laminar_lab.emulation.responses import Responses
 from laminar_lab.emulation.settings import EngineTimes
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.rollout import OnNewWeights, Schedule, WithoutSignal
-from laminar_py.control.closing import Stages
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
@@ -116,7 +115,7 @@ class House:
             ),
             prompt_at=_prompt,
             recorder=self,
-            stages=Stages(submit_score=self._submit_score),
+            submit_score=self._submit_score,
             credit=Credit(group_advantages(Advantage.GROUP_STD)),
             clock=self.clock,
         )
@@ -210,7 +209,7 @@ class House:
 
     async def _keep(self, index, *, after_death=False):
         if after_death:
-            await self.scheduler.reports.on_replica_lost(index, self._salvage(index))
+            await self.scheduler.incoming.on_replica_lost(index, self._salvage(index))
             self._hand_out()
             await asyncio.sleep(self.random.uniform(0.5, 5.0))
         engine = await self._open_engine()
@@ -233,7 +232,7 @@ class House:
         try:
             while True:
                 report = await replica.next_report(1.0)
-                await self.scheduler.reports.on_report(report)
+                await self.scheduler.incoming.on_report(report)
                 self._hand_out()
         finally:
             running.cancel()
@@ -241,7 +240,7 @@ class House:
 
     def _salvage(self, index):
         """What a dead replica had of its trajectories and told nobody."""
-        running, label = self.scheduler.reports.running_on(index), self._labels.get(index)
+        running, label = self.scheduler.incoming.running_on(index), self._labels.get(index)
         if label is None:
             return []
         found = salvage(self.segments, f"{label}.*", f"salvage-{label}", running).found
@@ -286,7 +285,7 @@ class House:
 
     async def _score(self, trajectory_id):
         await asyncio.sleep(0.05 * self._pace)
-        await self.scheduler.closing.on_score(
+        await self.scheduler.incoming.on_score(
             Score(trajectory_id=trajectory_id, value=float(self.random.random() < 0.5))
         )
 

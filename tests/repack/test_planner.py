@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar_lab.bench.paper_planner import PaperPlanner
 from laminar_py.config.rollout import PLANNERS
 from laminar_py.records.replica import Survey, TrajectorySummary
-from laminar_py.repack.planner import PaperPlanner, PlanningContext
+from laminar_py.repack.planner import PlanningContext
 from laminar_py.repack.predictive import PredictivePlanner
 from laminar_py.repack.signals import EngineSpeed
 from tests.depth import examples
@@ -26,9 +27,7 @@ def long(held):
 
 
 def context(**state):
-    return PlanningContext(
-        **{"speed": SPEED, "forecast": long, "max_stall_s": 5.0, "max_new_tokens": 16_384} | state
-    )
+    return PlanningContext(**{"speed": SPEED, "forecast": long, "max_stall_s": 5.0} | state)
 
 
 def paper(previous=None):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from laminar_py.records.replica import TrajectorySummary
-from laminar_py.repack.signals import EngineSpeed, GroupForecast, RampDown, RemainingTokens
-from tests.repack.fleets import SPEED, make_survey
+from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
+from tests.repack.fleets import SPEED
 
 CAP = 16_384
 
@@ -93,15 +93,6 @@ def test_a_policy_that_learns_to_be_short_is_followed():
         model.finished(length, capped=False)
     model.update(())
     assert model.expected(np.array([0.0]))[0] < 400
-
-
-def test_ramp_down_is_seen_when_the_cache_has_emptied_and_nothing_waits():
-    sign = RampDown({0: 50_000}, roofline_batch=48)
-    assert sign.is_idle(make_survey(0, [4000] * 10))
-    assert not sign.is_idle(make_survey(0, [4000] * 12)), "its cache has grown"
-    assert not sign.is_idle(make_survey(1, [4000] * 10)), "nobody knows what it had before"
-    assert not sign.is_idle(make_survey(0, [4000] * 10, waiting=1))
-    assert not sign.is_idle(make_survey(0, [100] * 48)), "a full batch"
 
 
 def test_a_decode_step_takes_what_it_reads():

@@ -115,13 +115,15 @@ class Read:
 
 
 @asynccontextmanager
-async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, is_read=False, **options):
-    """A replica that tells partial responses, as where a reward looks ahead."""
+async def serving(
+    folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, is_read=False, reports_partials=True, **options
+):
+    """A replica that reports partial responses in place of writing them to its journal."""
     engine = LocalEngine(folders[0], max_batch=8, max_len=max_len, kv_capacity=8 * max_len)
     await engine.start()
     weights = Folders(folders)
     segments, label = folders[0].parent / "segments", f"replica-0-1-{next(STARTS)}"
-    options = {"reports_partials": True, "partial_interval_s": 0.05, **options}
+    options = {"partial_interval_s": 0.05, **options}
     replica = Replica(
         0,
         engine=Read(engine) if is_read else engine,
@@ -133,6 +135,8 @@ async def serving(folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, 
         max_batch=8,
         **options,
     )
+    if reports_partials:
+        replica._streams.save_partials = replica._streams.report_all
     story = Story(replica, segments, label)
     try:
         yield story, weights

@@ -16,14 +16,13 @@ from blake3 import blake3
 
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.config.rollout import PLANNERS, Schedule, StalePolicy, WithoutSignal
-from laminar_py.control.closing import Stages
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
-from laminar_py.learner.packing.balance import attention_share, fit_bins, make_entry
-from laminar_py.learner.packing.buffer import Packing, StreamPacker, choose_groups
+from laminar_py.learner.packing.balance import attention_share, fit_bins
+from laminar_py.learner.packing.buffer import Packing, choose_groups
 from laminar_py.learner.packing.packer import Packed, assign_bins, pack, step_terms
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
@@ -462,8 +461,10 @@ class Batch:
         taken = self.taken
         groups = [[group.group_id, group.oldest_version, group.passes] for group in taken.groups]
         weights = [[t.id, number(t.weight), number(t.advantage)] for t in taken.trajectories]
-        tape.write("batch", taken.version, groups, weights, sorted(taken.reweighted))
-        tape.write("bins", bin_ids(taken.bins))
+        reweighted = sorted(t.id for t in taken.trajectories if t.weight != 1.0)
+        tape.write("batch", taken.version, groups, weights, reweighted)
+        bins = fit_bins(taken.trajectories, max_tokens=plan.max_tokens) if plan.packs else []
+        tape.write("bins", bin_ids(bins))
         if not self.is_empty:
             compares = plan.packs and plan.overlong is not None
             packed = self._fetched(self._packed(plan))
@@ -488,8 +489,9 @@ class Batch:
                 aggregation=Aggregation(plan.aggregation),
                 attention_share=ATTENTION_SHARE,
             )
+        bins = fit_bins(self.taken.trajectories, max_tokens=plan.max_tokens)
         terms = step_terms(
-            self.taken.bins,
+            bins,
             silent_tokens=self.taken.silent_tokens,
             aggregation=Aggregation(plan.aggregation),
             ages=self.taken.ages,
@@ -498,18 +500,17 @@ class Batch:
             columns=_columns(plan),
         )
         return assign_bins(
-            self.taken.bins,
+            bins,
             terms,
             max_tokens=plan.max_tokens,
             ranks=plan.ranks,
             attention_share=ATTENTION_SHARE,
-            stand_ins=self.taken.reweighted,
         )
 
 
 def bin_ids(bins: Iterable[object]) -> list[list[str]]:
     """Ids of the trajectories that share a bin."""
-    return [[entry.trajectory.id for entry in item.entries] for item in bins]
+    return [[entry.id for entry in item.trajectories] for item in bins]
 
 
 def _columns(plan: Plan) -> tuple[Column, ...]:
@@ -564,16 +565,12 @@ class Control:
             _settings(plan),
             prompt_at=prompt_at,
             recorder=self.listener,
-            stages=Stages(
-                submit_score=self._submit_score,
-                submit_reference=self._submit_reference if plan.refers else None,
-            ),
+            submit_score=self._submit_score,
+            submit_reference=self._submit_reference if plan.refers else None,
             credit=Credit(group_advantages(Advantage(plan.advantage)), overlong_cost(plan.cap, plan.overlong)),
             clock=self.clock,
         )
         self.listener.tokens_of = lambda id: self.scheduler.book.live[id].tokens
-        if plan.packs:
-            self.scheduler.consumption.pack(_packing(plan))
         self._repacker = Repacker(plan.cap)
         self._migration: Migration | None = None
         self._evaluations: dict[int, asyncio.Future] = {}
@@ -660,7 +657,7 @@ class Control:
 
     async def reported(self, told: Told) -> None:
         """Take in a report."""
-        await self.scheduler.reports.on_report(report(told, self.store, generated=self._generated(told)))
+        await self.scheduler.incoming.on_report(report(told, self.store, generated=self._generated(told)))
 
     def _generated(self, told: Told) -> int:
         """Training tokens that a replica says it generated: here those that are news of a live trajectory."""
@@ -684,7 +681,7 @@ class Control:
     async def lost(self, replica: int) -> None:
         """Take in that a replica died."""
         self.listener.append(PartCrashed(f"replica-{replica}", "killed"))
-        await self.scheduler.reports.on_replica_lost(replica)
+        await self.scheduler.incoming.on_replica_lost(replica)
 
     def retire(self, replica: int) -> None:
         """Send nothing more to a replica."""
@@ -692,7 +689,7 @@ class Control:
 
     async def deadlines(self) -> None:
         """Keep house."""
-        await self.scheduler.enforce_deadlines()
+        await self.scheduler.incoming.enforce_deadlines()
 
     def in_flight(self) -> int:
         """Trajectories that are at replicas, as the dispatcher sees it."""
@@ -711,7 +708,7 @@ class Control:
         if self._plan.teaches and value is not None and not columns and verdict.id in self.scheduler.book.live:
             value, failure = None, DropReason.REWARD_FAILED  # what the scoring worker says of a missing column
             detail = "no score of each token from the teacher"
-        await self.scheduler.closing.on_score(
+        await self.scheduler.incoming.on_score(
             Score(
                 trajectory_id=verdict.id,
                 value=value,
@@ -728,7 +725,7 @@ class Control:
     async def referred(self, id: str, length: int) -> None:
         """Take in what the reference model found."""
         logprobs = token_values(np.full(length, -1.5, np.float32))
-        await self.scheduler.closing.on_reference(id, self.store.write_column(id, REFERENCE_LOGPROBS, logprobs))
+        await self.scheduler.incoming.on_reference(id, self.store.write_column(id, REFERENCE_LOGPROBS, logprobs))
 
     def wanted(self, id: str) -> list[bool]:
         """Say if it is live, and if its score would tell anything."""
@@ -950,6 +947,7 @@ def _settings(plan: Plan) -> ControlSettings:
         group_deadline_s=plan.deadline_s,
         min_group_survivors=plan.min_survivors,
         max_seconds=plan.max_seconds,
+        packing=_packing(plan) if plan.packs else None,
     )
 
 
@@ -967,7 +965,6 @@ def _admission(plan: Plan) -> Admission:
 
 def _packing(plan: Plan) -> Packing:
     return Packing(
-        groups=plan.batch,
         max_tokens=plan.max_tokens,
         ranks=plan.ranks,
         look_ahead=plan.look_ahead,
@@ -983,7 +980,6 @@ class Repacker:
     """Planners, both, with what they learn of a run."""
 
     def __init__(self, cap: int) -> None:
-        self._cap = cap
         self._remaining = RemainingTokens(cap)
         self._previous: dict[int, int] = {}
 
@@ -1037,7 +1033,6 @@ class Repacker:
             ),
             forecast=GroupForecast(self._remaining, siblings),
             max_stall_s=max_stall_s,
-            max_new_tokens=self._cap,
             growth=growth,
             has_demand=hungry,
             previous_kv=self._previous,
@@ -1089,7 +1084,7 @@ def shares(shapes: Sequence[tuple[int, int, int]]) -> list[float | None]:
 
 def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, version: int) -> None:
     """Put down how a whole step is packed."""
-    bins = fit_bins([make_entry(trajectory) for trajectory in trajectories], max_tokens=plan.max_tokens)
+    bins = fit_bins(trajectories, max_tokens=plan.max_tokens)
     tape.write("fit", bin_ids(bins))
     ages = {made: version - made for made in range(version + 1)}
     terms = step_terms(bins, aggregation=Aggregation(plan.aggregation), ages=ages, constant=plan.cap)
@@ -1097,22 +1092,3 @@ def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, 
         bins, terms, max_tokens=plan.max_tokens, ranks=plan.ranks, attention_share=ATTENTION_SHARE
     )
     _write_packed(tape, plan, packed, version=version)
-
-
-class Stream:
-    """A packer that takes sequences one by one."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._packer = StreamPacker(max_tokens=max_tokens)
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Add a sequence."""
-        self._packer.add(trajectory)
-
-    def remove(self, id: str) -> None:
-        """Remove a sequence."""
-        self._packer.remove(id)
-
-    def bins(self) -> list[list[str]]:
-        """Ids that share a bin now."""
-        return bin_ids(self._packer.bins())

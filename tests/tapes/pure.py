@@ -6,7 +6,7 @@ from random import Random
 
 from tests.tapes.plain import Look, Tape, luck
 from tests.tapes.plans import Plan
-from tests.tapes.production import Repacker, Stream, chosen, made, move_line, packed_lines, shares
+from tests.tapes.production import Repacker, chosen, made, move_line, packed_lines, shares
 
 ROUNDS = 4
 TAILS = 14
@@ -21,7 +21,6 @@ def write_pure(plan: Plan, tape: Tape) -> None:
     _write_steps(random, replace(plan, ranks=1 + plan.seed % 4, max_tokens=120), tape)
     tape.write("shares", shares([(64, 2, 90_000), (4096, 32, 7_000_000_000)]))
     _write_windows(random, tape)
-    _write_stream(random, tape)
 
 
 def _write_plans(random: Random, tape: Tape, *, rounds: int, tails: bool) -> None:
@@ -97,19 +96,3 @@ def _write_windows(random: Random, tape: Tape) -> None:
         due = [random.random() < 0.15 for _ in tokens]
         unit = random.choice([100, 240])
         tape.write("choose", count, chosen(tokens, due, count=count, unit=unit))
-
-
-def _write_stream(random: Random, tape: Tape) -> None:
-    """Put down bins of so many sequences that full ones are kept before anybody asks."""
-    stream, here = Stream(64), []
-    for place in range(400):
-        length = random.choice([60, 30, 29, 12, 5])
-        stream.add(made(f"g{place}.0", length))
-        here.append(f"g{place}.0")
-        if random.random() < 0.1:
-            stream.remove(here.pop(random.randrange(len(here))))
-        if random.random() < 0.01:
-            for name in here[:-60]:
-                stream.remove(name)
-            here = here[-60:]
-    tape.write("stream", [[int(name[1:-2]) for name in names] for names in stream.bins()])

@@ -474,7 +474,7 @@ async def test_what_a_process_says_that_counts_as_dead_counts_for_nothing(monkey
 def scale(world, *, replicas=3, gone=()):
     """Have the run know of more replicas, or of some that have left."""
     for index in range(len(world.scheduler.views.by_index), replicas):
-        world.scheduler.join(index)
+        world.scheduler.views.join(index)
     world.replicas.join(world.config)
     return world.placement.scale(
         Needs(ranks=1, rank_gpus=1, replicas=replicas, replica_gpus=1, gone=frozenset(gone))

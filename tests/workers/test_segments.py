@@ -124,7 +124,7 @@ async def test_journals_go_once_what_they_had_is_on_record_and_a_dead_parts_own_
         journal = Journal(folder, label)
         for one in (journal, other):
             one.write([make_piece(item, 0, 2, (Span(0, 0, 2),))])
-        answer = await segments.salvage(label, fleet.scheduler.reports.running_on(0))
+        answer = await segments.salvage(label, fleet.scheduler.incoming.running_on(0))
         assert [(one.trajectory_id, one.tokens.end) for one in answer.found] == [(name, 2)]
         await fleet.lose_replica(0, salvaged=answer.found)
         await segments.discard(answer.journals)

@@ -27,26 +27,12 @@ def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry(Generic[PackedT]):
-    """A trajectory to pack, with its tokens counted once, e.g. `Entry(trajectory, 441, 41)`."""
+class Bin(Generic[PackedT]):
+    """Trajectories that share a microbatch, e.g. `Bin(trajectories, 5, 4, 13)` of 3 and 2 tokens."""
 
-    trajectory: PackedT
+    trajectories: tuple[PackedT, ...]
     num_tokens: int
     num_trained: int  # response tokens with a loss
-
-
-def make_entry(trajectory: PackedT) -> Entry[PackedT]:
-    """Count a trajectory's tokens."""
-    return Entry(trajectory, trajectory.num_tokens, trajectory.num_trained)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bin(Generic[PackedT]):
-    """Trajectories that share a microbatch, e.g. `Bin(entries, 5, 4, 13)` of 3 and 2 tokens."""
-
-    entries: tuple[Entry[PackedT], ...]
-    num_tokens: int
-    num_trained: int
     squares: int  # sum of squared lengths
 
     def cost(self, attention_share: float) -> float:
@@ -54,18 +40,18 @@ class Bin(Generic[PackedT]):
         return self.num_tokens + attention_share * self.squares
 
 
-def make_bin(entries: Iterable[Entry[PackedT]]) -> Bin[PackedT]:
+def make_bin(trajectories: Iterable[PackedT]) -> Bin[PackedT]:
     """Put these trajectories into one bin."""
-    members = tuple(entries)
-    lengths = [entry.num_tokens for entry in members]
-    trained = sum([entry.num_trained for entry in members])
+    members = tuple(trajectories)
+    lengths = [trajectory.num_tokens for trajectory in members]
+    trained = sum([trajectory.num_trained for trajectory in members])
     return Bin(members, sum(lengths), trained, sum([length * length for length in lengths]))
 
 
-def fit_bins(entries: Sequence[Entry[PackedT]], *, max_tokens: int) -> list[Bin[PackedT]]:
+def fit_bins(trajectories: Sequence[PackedT], *, max_tokens: int) -> list[Bin[PackedT]]:
     """Pack trajectories into few bins of `max_tokens`. Raises ValueError for a longer sequence."""
-    packed = best_fit([entry.num_tokens for entry in entries], max_tokens)
-    return [make_bin([entries[i] for i in members]) for members in packed]
+    packed = best_fit([trajectory.num_tokens for trajectory in trajectories], max_tokens)
+    return [make_bin([trajectories[i] for i in members]) for members in packed]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -103,13 +89,13 @@ def deal_bins(
         return []
     ordered = sorted(bins, key=lambda item: item.cost(attention_share), reverse=True)
     whole = (len(ordered) - 1) // ranks * ranks
-    entries = [entry for item in ordered[whole:] for entry in item.entries]
-    lengths = [entry.num_tokens for entry in entries]
+    rest = [trajectory for item in ordered[whole:] for trajectory in item.trajectories]
+    lengths = [trajectory.num_tokens for trajectory in rest]
     levelled = level_costs(lengths, ranks, capacity=capacity, attention_share=attention_share)
     if levelled is None:
         last = ordered[whole:] + [make_bin(())] * (whole + ranks - len(ordered))
     else:
-        last = [make_bin(entries[i] for i in members) for members in levelled]
+        last = [make_bin(rest[i] for i in members) for members in levelled]
     return [*(ordered[start : start + ranks] for start in range(0, whole, ranks)), last]
 
 

@@ -1,26 +1,22 @@
-"""Ready groups between scoring and the learner: `Buffer` orders them, `StagedGroups` packs the next step early.
+"""Ready groups between scoring and the learner, in the order in which steps take them.
 
-`control/consumption.py` owns both. Groups are read oldest version first, and groups of one version in the order in
-which they became ready. That delivers every length that was generated; short responses only come sooner.
+`control/consumption.py` owns the `Buffer`. Groups are read oldest version first, and groups of one version in the
+order in which they became ready. That delivers every length that was generated; short responses only come sooner.
 `choose_groups` picks the groups of a step that fill its microbatches; `PackQueue` is the queue of the reference
 stage.
 """
 
 import asyncio
-from bisect import bisect_left
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.learner.packing.balance import Bin, Entry, fit_bins, make_entry
 from laminar_py.records.trajectory import TrajectoryRef
 
-CATCH_UP = 4  # groups staged at each arrival, while fewer than a step are: so no call takes long
-LOOSE_BINS = 32  # loose sequences are packed when they could fill so many bins: choice enough, and little is left
-FULL_SHARE = 512  # a bin is full when it lacks less than 1 / FULL_SHARE of its tokens
 UNFILLED_SHARE = 0.04  # of ranks * max_tokens, that packing leaves empty in any step
 MIN_GAIN = 0.005  # share of a step's microbatches that an exchange of groups must fill
 
@@ -69,10 +65,10 @@ class Buffer:
         *,
         oldest_version: int,
         silent_tokens: tuple[int, ...] = (),
-    ) -> int:
-        """Add a complete group; returns its place."""
+    ) -> None:
+        """Add a complete group."""
         self._num_arrivals += 1
-        return await self.put_back(
+        await self.put_back(
             ReadyGroup(
                 oldest_version=oldest_version,
                 arrival=self._num_arrivals,
@@ -82,13 +78,11 @@ class Buffer:
             )
         )
 
-    async def put_back(self, group: ReadyGroup) -> int:
-        """Return a group whose step failed to the buffer; returns its place, which is the one it had."""
-        async with self._changed:  # held across no wait, so nothing else runs before the place is used
-            place = bisect_left(self._groups, group)
-            self._groups.insert(place, group)
+    async def put_back(self, group: ReadyGroup) -> None:
+        """Return a group whose step failed to the place that it had."""
+        async with self._changed:
+            insort(self._groups, group)
             self._changed.notify_all()
-        return place
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds; it is checked at each change here and at each `wake`."""
@@ -110,149 +104,20 @@ class Buffer:
         self._groups = [group for group in self._groups if group.group_id not in gone]
 
 
-# ---- the next step, packed as its groups become ready
-
-
-class StreamPacker:
-    """Bins of the next learner step, kept while its sequences come and go, microseconds for each.
-
-    Each sequence here is in exactly one full bin, or loose. Whenever enough is loose it is packed, and the bins
-    that came out full are kept. So when the learner asks, little is left to pack, however large the step
-    (`tests/packing/test_buffer.py`).
-    """
-
-    def __init__(self, *, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self.clear()
-
-    def __len__(self) -> int:
-        return len(self._loose) + len(self._bin_of)
-
-    def clear(self) -> None:
-        """Remove all sequences."""
-        self._full: dict[Bin[TrajectoryRef], None] = {}
-        self._bin_of: dict[str, Bin[TrajectoryRef]] = {}  # by id, of sequences in full bins
-        self._loose: dict[str, Entry[TrajectoryRef]] = {}  # by id
-        self._loose_tokens = 0
-        self._pack_at = LOOSE_BINS * self._max_tokens  # loose tokens
-
-    def add(self, trajectory: TrajectoryRef) -> None:
-        """Add a sequence. Raises ValueError if it is longer than `max_tokens`."""
-        id, entry = trajectory.id, make_entry(trajectory)
-        if entry.num_tokens > self._max_tokens:
-            raise ValueError(f"{id} has {entry.num_tokens} tokens, packer.max_tokens={self._max_tokens}; raise it")
-        assert (self._loose.get(id) or self._bin_of.get(id)) is None, f"{id} is packed twice"
-        self._loosen(entry)
-        if self._loose_tokens >= self._pack_at:
-            self._keep_full_bins()
-
-    def remove(self, id: str) -> None:
-        """Remove a sequence; the others of its bin become loose."""
-        shared = self._bin_of.get(id)
-        if shared is not None:
-            del self._full[shared]
-            for entry in shared.entries:
-                del self._bin_of[entry.trajectory.id]
-                self._loosen(entry)
-        self._loose_tokens -= self._loose.pop(id).num_tokens
-
-    def bins(self) -> list[Bin[TrajectoryRef]]:
-        """Bins of all sequences."""
-        return [*self._full, *self._pack_loose()]
-
-    def _loosen(self, entry: Entry[TrajectoryRef]) -> None:
-        self._loose[entry.trajectory.id] = entry
-        self._loose_tokens += entry.num_tokens
-
-    def _pack_loose(self) -> list[Bin[TrajectoryRef]]:
-        return fit_bins(list(self._loose.values()), max_tokens=self._max_tokens)
-
-    def _keep_full_bins(self) -> None:
-        """Pack the loose sequences, and keep the bins that are nearly full; other sequences stay loose."""
-        for packed in self._pack_loose():
-            if (self._max_tokens - packed.num_tokens) * FULL_SHARE < self._max_tokens:
-                self._full[packed] = None
-                for entry in packed.entries:
-                    self._bin_of[entry.trajectory.id] = packed
-                    del self._loose[entry.trajectory.id]
-                self._loose_tokens -= packed.num_tokens
-        # Doubled, so that sequences which fill no bin (all longer than half) are not packed again at each arrival.
-        self._pack_at = max(LOOSE_BINS * self._max_tokens, 2 * self._loose_tokens)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How steps are packed: `groups` groups each, microbatches of `max_tokens` on each of `ranks`.
+    """How steps are packed: microbatches of `max_tokens` on each of `ranks`.
 
-    A step may take groups out of the next `groups + look_ahead` if they fit better; it passes over the same group
-    at most `max_passes` times. With `by_id` a step is packed in the order of its groups' ids and only when it is
-    complete, so that its bins do not depend on which group was ready first.
+    A step may take groups out of the next `look_ahead` beyond its own if they fit better; it passes over the same
+    group at most `max_passes` times. With `by_id` a step is packed in the order of its groups' ids, so that its
+    bins do not depend on which group was ready first.
     """
 
-    groups: int
     max_tokens: int
     ranks: int = 1
     look_ahead: int = 0
     max_passes: int = 2
     by_id: bool = False
-
-
-class StagedGroups:
-    """The first `num_staged` groups of the buffer, in a packer.
-
-    The packer holds exactly their trajectories, so staging never changes what a step gets: an older group takes
-    the place of the youngest (`tests/packing/test_buffer.py`). `control/consumption.py` reports each change of the
-    buffer.
-    """
-
-    def __init__(self, buffer: Buffer, packing: Packing) -> None:
-        self.num_staged = 0
-        self._buffer = buffer
-        self._size = 0 if packing.by_id else packing.groups
-        self._packer = StreamPacker(max_tokens=packing.max_tokens)
-
-    def group_arrived(self, place: int) -> None:
-        """Stage a group that has come in at this place of the buffer, if it is among the first."""
-        if place < self.num_staged:
-            self._add(self._buffer[place])
-            self.num_staged += 1
-            if self.num_staged > self._size:
-                self.num_staged -= 1
-                self._remove(self._buffer[self.num_staged].members)
-        for _ in range(CATCH_UP):
-            if self.num_staged == min(self._size, len(self._buffer)):
-                break
-            self._add(self._buffer[self.num_staged])
-            self.num_staged += 1
-
-    def group_shrunk(self, place: int, dropped: Iterable[TrajectoryRef], *, gone: bool) -> None:
-        """Remove members that the group at this place has lost; `gone` says that the group left the buffer."""
-        if place < self.num_staged:
-            self._remove(dropped)
-            self.num_staged -= gone
-
-    def pack_groups(self, chosen: Collection[ReadyGroup]) -> list[Bin[TrajectoryRef]]:
-        """Bins of exactly these groups, which the caller then removes from the buffer; nothing stays staged."""
-        staged = self._buffer.first(self.num_staged)
-        wanted, here = ({group.group_id for group in groups} for groups in (chosen, staged))
-        for group in staged:
-            if group.group_id not in wanted:
-                self._remove(group.members)
-        for group in chosen:
-            if group.group_id not in here:
-                self._add(group)
-        bins = self._packer.bins()
-        self._packer.clear()
-        self.num_staged = 0
-        return bins
-
-    def _add(self, group: ReadyGroup) -> None:
-        for trajectory in group.members:
-            self._packer.add(trajectory)
-
-    def _remove(self, members: Iterable[TrajectoryRef]) -> None:
-        for trajectory in members:
-            self._packer.remove(trajectory.id)
 
 
 # ---- look-ahead

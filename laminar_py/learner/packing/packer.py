@@ -11,7 +11,7 @@ adjacent. At most one row predicts a response token, a row of the token's own se
 is first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.learner.packing.balance import Bin, Entry, PackedT, deal_bins, fit_bins, make_entry
+from laminar_py.learner.packing.balance import Bin, PackedT, deal_bins, fit_bins
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
 from laminar_py.records.credit import Returns, earlier_rewards, returns_of, role_advantages, role_returns
@@ -206,7 +206,7 @@ def pack(
     attention_share: float,
 ) -> Packed[PackedT]:
     """Pack a step of trajectories that are all ready. Raises ValueError for one above `max_tokens`."""
-    bins = fit_bins([make_entry(trajectory) for trajectory in trajectories], max_tokens=max_tokens)
+    bins = fit_bins(trajectories, max_tokens=max_tokens)
     terms = step_terms(bins, aggregation=aggregation)
     return assign_bins(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
 
@@ -227,31 +227,31 @@ def step_terms(
     not count for them). Dropped zero-advantage responses stay in every denominator, so the gradient does not
     change. Otherwise a group's weight would depend on which other groups finish at the same time.
     """
-    entries = [entry for item in bins for entry in item.entries]
-    mean, scale = _normalisation(entries) if normalises else (0.0, 1.0)
+    trajectories = [trajectory for item in bins for trajectory in item.trajectories]
+    mean, scale = _normalisation(trajectories) if normalises else (0.0, 1.0)
     return StepTerms(
         aggregation=aggregation,
-        num_trajectories=len(entries) + len(silent_tokens),
+        num_trajectories=len(trajectories) + len(silent_tokens),
         num_trained=sum([item.num_trained for item in bins]) + sum(silent_tokens),
         ages=ages,
         constant=constant,
         advantage_mean=mean,
         advantage_scale=scale,
-        groups=tuple(sorted({entry.trajectory.group_id for entry in entries})),
+        groups=tuple(sorted({trajectory.group_id for trajectory in trajectories})),
         columns=tuple(columns),
     )
 
 
-def _normalisation(entries: Sequence[Entry[PackedT]]) -> tuple[float, float]:
+def _normalisation(trajectories: Sequence[PackedT]) -> tuple[float, float]:
     """Mean of the step's advantages, and 1 over their deviation; each trained token counts once.
 
     REINFORCE++, Hu et al. 2025, eq. 10. Where whole responses are scored, a token's return is its response's.
     """
-    trained = [entry for entry in entries if entry.num_trained]
+    trained = [trajectory for trajectory in trajectories if trajectory.num_trained]
     if not trained:
         return 0.0, 1.0
-    returns = [_returns(entry.trajectory) for entry in trained]
-    counts = np.array([entry.num_trained for entry in trained], np.float64)
+    returns = [_returns(trajectory) for trajectory in trained]
+    counts = np.array([trajectory.num_trained for trajectory in trained], np.float64)
     means = np.array([item.mean for item in returns])
     mean = float(np.average(means, weights=counts))
     variance = np.average(np.array([item.variance for item in returns]) + (means - mean) ** 2, weights=counts)
@@ -273,17 +273,13 @@ def assign_bins(
     max_tokens: int,
     ranks: int,
     attention_share: float,
-    stand_ins: Mapping[str, PackedT] | None = None,
 ) -> Packed[PackedT]:
     """Assign bins to ranks, the most costly first, balanced by FLOPs; each rank gets at least one bundle.
 
-    `stand_ins` replace trajectories of the same id. Where there are too few for all ranks some bundles are empty,
-    since every rank takes part in every collective.
+    Where there are too few for all ranks some bundles are empty, since every rank takes part in every collective.
     """
     indices = deal_bins(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
-    bundles = [[[entry.trajectory for entry in index[rank].entries] for index in indices] for rank in range(ranks)]
-    if stand_ins:
-        bundles = [[[stand_ins.get(t.id, t) for t in bundle] for bundle in mine] for mine in bundles]
+    bundles = [[list(index[rank].trajectories) for index in indices] for rank in range(ranks)]
     return Packed([mine or [[]] for mine in bundles], terms)
 
 

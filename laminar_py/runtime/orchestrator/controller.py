@@ -45,7 +45,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import TypeAlias
 
 from laminar_py.control.dispatcher import DISPATCH_S, Tick
-from laminar_py.control.drops import HOUSEKEEPING_S
+from laminar_py.control.incoming import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler, check_scored
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
 from laminar_py.ledger.recovery import Recovered, recover
@@ -136,7 +136,7 @@ async def process_reports(
             version = views.by_index[index].version
             if replicas.is_killed(index):
                 continue
-            await scheduler.reports.on_report(report)
+            await scheduler.incoming.on_report(report)
             stats.on_report(report)
             replicas.check_weights(connection, report)
             is_urgent |= views.by_index[index].idle or report.status.version != version
@@ -155,7 +155,7 @@ async def collect_scores(
         of_responses = scoring.without_trials(batch)
         lost = {it.trajectory_id: it.detail for it in of_responses if it.failure is DropReason.HOST_LOST}
         if lost:
-            await scheduler.lost_tokens.drop_trajectories(lost)
+            await scheduler.incoming.drop_lost(lost)
         for number, score in enumerate(of_responses, 1):
             if number % SCORES_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -164,7 +164,7 @@ async def collect_scores(
             trajectory = scheduler.book.live.get(score.trajectory_id)
             if trajectory is not None:
                 scoring.count_score(score, trajectory)
-            await scheduler.closing.on_score(score)
+            await scheduler.incoming.on_score(score)
         issuing.wake()  # the last score of a batch makes room for another batch
 
 
@@ -173,8 +173,8 @@ async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: Tr
     while True:
         answer = await reference.next_answer(wanted=scheduler.is_live)
         for trajectory_id, logprobs in answer.logprobs.items():
-            await scheduler.closing.on_reference(trajectory_id, logprobs)
-        await scheduler.lost_tokens.drop_trajectories(answer.lost)
+            await scheduler.incoming.on_reference(trajectory_id, logprobs)
+        await scheduler.incoming.drop_lost(answer.lost)
 
 
 async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
@@ -197,7 +197,7 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
         except BatchLostError as error:
             assert batch is not None, "tokens are of a batch"
             await scheduler.consumption.put_back(batch)
-            await scheduler.lost_tokens.drop_trajectories(error.lost)
+            await scheduler.incoming.drop_lost(error.lost)
             continue
         trainer.pause_if_last(batch)
         if batch.groups:  # a batch without groups is no step
@@ -529,7 +529,7 @@ class Controller:
         clock, shown_s, shown = self._incarnation.clock, 0.0, ""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            await self._scheduler.enforce_deadlines()
+            await self._scheduler.incoming.enforce_deadlines()
             self._issuing.wake()
             if self._learning is not None:
                 self._refresh(self._learning.trainer)

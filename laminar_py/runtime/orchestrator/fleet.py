@@ -22,7 +22,7 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.dispatcher import Tick
-from laminar_py.control.drops import HOUSEKEEPING_S
+from laminar_py.control.incoming import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import max_groups
 from laminar_py.ledger.scaling import take_wanted
@@ -89,7 +89,7 @@ class ElasticFleet:
         _check_room(config, joining)
         first = len(self._views.by_index)
         for index in range(first, first + joining):
-            self._scheduler.join(index)
+            self._scheduler.views.join(index)
         for index in sorted(before, key=self._stay_key)[wanted:]:
             self._scheduler.leave(index)
         self._incarnation.ledger.append(Scaled(tuple(self._members)))

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from laminar_py.control.closing import Stages
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import control_settings, packing
+from laminar_py.control.settings import control_settings
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered, first_events
@@ -87,16 +86,14 @@ def make_scheduler(
         on_rewards=inputs.stream.record_group,
         on_failing=fail,
         recorder=incarnation.ledger,
-        stages=Stages(
-            submit_score=submit_score, submit_reference=None if reference is None else reference.submit_trajectory
-        ),
+        submit_score=submit_score,
+        submit_reference=None if reference is None else reference.submit_trajectory,
         credit=Credit(
             group_advantages(algorithm.advantage),
             overlong_cost(sampling.max_new_tokens, algorithm.overlong_tokens),
         ),
         clock=incarnation.clock,
     )
-    scheduler.consumption.pack(packing(config))
     if incarnation.number > 1:
         scheduler.await_restore()
     return scheduler

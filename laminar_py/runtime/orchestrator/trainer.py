@@ -182,12 +182,7 @@ class Trainer:
         """
         if not batch.trajectories:
             return None
-        packed = pack_step(
-            self._config,
-            batch,
-            stand_ins=batch.reweighted,
-            attention_share=self._attention_share,
-        )
+        packed = pack_step(self._config, batch, attention_share=self._attention_share)
         self._stats.begin_step()
         try:
             return await self._learn_packed(packed)

@@ -160,10 +160,10 @@ class ReplicaKeeper(Keeper):
         self.label = None
         scheduler.views.retire(index)  # it gets no work while its journals are read
         if label is None:  # it crashed before it started
-            await scheduler.reports.on_replica_lost(index)
+            await scheduler.incoming.on_replica_lost(index)
         else:
-            salvage = await segments.salvage(label, scheduler.reports.running_on(index))
-            await scheduler.reports.on_replica_lost(index, salvage.found)
+            salvage = await segments.salvage(label, scheduler.incoming.running_on(index))
+            await scheduler.incoming.on_replica_lost(index, salvage.found)
             await segments.discard(salvage.journals)
 
     async def _until_lost(self) -> None:

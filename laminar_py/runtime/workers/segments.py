@@ -88,4 +88,4 @@ async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: T
     """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
     missing = await asyncio.to_thread(segments.find_missing, recovered.live)
     await scheduler.restore(recovered, salvaged=await segments.salvage_all(recovered.live))
-    await scheduler.lost_tokens.drop_trajectories(missing)
+    await scheduler.incoming.drop_lost(missing)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from laminar_py.config.algorithm import AlgorithmConfig, Correction
-from laminar_py.learner.packing.balance import fit_bins, make_entry
+from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import assign_bins, step_terms
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, backward, make_learner, make_model_folder, referred
@@ -110,7 +110,7 @@ def test_loss_and_gradients_are_those_of_trl(model_folder: Path, tmp_path: Path,
     expected, gradients = theirs(model_folder, options, items, reference)
     algorithm = AlgorithmConfig(reference=reference, **ours)
     learner = make_learner(model_folder, algorithm=algorithm)
-    bins = fit_bins([make_entry(item) for item in items], max_tokens=48)
+    bins = fit_bins(items, max_tokens=48)
     terms = step_terms(bins, aggregation=algorithm.aggregation, constant=LONGEST)
     batches = assign_bins(bins, terms, max_tokens=48, ranks=1, attention_share=0.0).microbatches(0)
     loss = backward(learner, referred(learner, batches))

@@ -1,0 +1,56 @@
+"""The planner of the Laminar paper, which `laminar bench repack` compares with the predictive planner."""
+
+from collections.abc import Sequence
+
+from laminar_py.records.replica import Move, Survey
+from laminar_py.repack import PlanningContext, move_of
+
+
+class PaperPlanner:
+    """Best-Fit consolidation of replicas that ramp down.
+
+    A replica ramps down if nothing waits, its KV use fell since the last survey, and it decodes fewer than the
+    roofline batch: `C_used < min(C_max, C_prev)` and `N < B` in the paper. The planner empties these candidates,
+    the emptiest first. All trajectories of a candidate go to the candidate with the highest KV use that still has
+    room by KV capacity and roofline batch. A candidate that received is no source.
+    """
+
+    def __init__(self, context: PlanningContext) -> None:
+        self._previous_kv = context.previous_kv
+        self._roofline_batch = context.speed.roofline_batch
+
+    def _ramps_down(self, survey: Survey) -> bool:
+        """Whether a replica ramps down; False at its first survey."""
+        limit = min(survey.kv_capacity, self._previous_kv.get(survey.replica, 0))
+        return not survey.waiting and survey.kv_used < limit and len(survey.running) < self._roofline_batch
+
+    def plan(self, surveys: Sequence[Survey]) -> list[Move]:
+        """Return moves among the replicas in `surveys`, which serve the same version."""
+        candidates = [
+            survey for survey in surveys if survey.settled and survey.running and self._ramps_down(survey)
+        ]
+        candidates.sort(key=lambda survey: (survey.kv_used, survey.replica))
+        used = {survey.replica: survey.kv_used for survey in candidates}
+        count = {survey.replica: len(survey.running) for survey in candidates}
+        received: set[int] = set()
+        moves: list[Move] = []
+        for source in candidates:
+            if source.replica in received:
+                continue
+            fitting = [
+                survey
+                for survey in candidates
+                if survey is not source
+                and count[survey.replica]
+                and used[survey.replica] + source.kv_used <= survey.kv_capacity
+                and count[survey.replica] + len(source.running) <= self._roofline_batch
+            ]
+            if not fitting:
+                continue
+            best = max(fitting, key=lambda survey: used[survey.replica]).replica
+            used[best] += source.kv_used
+            count[best] += len(source.running)
+            count[source.replica] = 0
+            received.add(best)
+            moves += [move_of(held, source, best) for held in source.running]
+        return moves

@@ -1,0 +1,453 @@
+"""What arrives at the controller: reports of replicas, scores, reference log-probabilities, deadlines, losses.
+
+`control.scheduler` owns `Incoming`. Each arrival becomes events, which change the state of trajectories. Then the
+trajectory waits for a replica (`control.waiting`), or its group closes and goes to `control.consumption`. No group
+waits for another.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from laminar_py.config.rollout import WithoutSignal
+from laminar_py.control.book import Book
+from laminar_py.control.consumption import Consumption
+from laminar_py.control.evaluation import Evaluations
+from laminar_py.control.groups import Credit, Group, teaches
+from laminar_py.control.waiting import WaitingQueue
+from laminar_py.ledger.recovery import Recovered
+from laminar_py.ledger.segments.salvage import Known, Salvaged
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.columns import REFERENCE_LOGPROBS
+from laminar_py.records.events import Cut, Ready, Restamped
+from laminar_py.records.host import Clock
+from laminar_py.records.pieces import ColumnRef
+from laminar_py.records.replica import Progress, ReplicaReport
+from laminar_py.records.scoring import GroupRewards, Score
+from laminar_py.records.spans import clip_spans, num_turns, replace_spans
+from laminar_py.records.trajectory import (
+    Cap,
+    DropReason,
+    FinishReason,
+    InterruptReason,
+    Kind,
+    Prompt,
+    Status,
+    TrajectoryRef,
+)
+
+HOUSEKEEPING_S = 0.5  # between checks of deadlines, since no report or score triggers them
+MIN_FAILURES = 32  # in a row before a run ends: an environment that fails now and then rarely fails so often
+OUTAGE_S = 600.0  # for an outage of a service that environments need
+
+
+class ConsecutiveFailures:
+    """Counts failures since the last finished trajectory; calls `end` with a message when the run has to end.
+
+    The run ends when at least `MIN_FAILURES` trajectories fail in a row, at least as many as a step has (`step`),
+    and at least as many as are live (`in_flight`). If a trajectory finished before, the run also waits `OUTAGE_S`.
+    """
+
+    def __init__(self, *, step: int, clock: Clock, end: Callable[[str], None]) -> None:
+        self._most = max(MIN_FAILURES, step)
+        self._clock = clock
+        self._end = end
+        self._count = 0
+        self._since_s = 0.0
+        self._any_finished = False
+
+    def finished(self) -> None:
+        """Note a finished trajectory, which resets the count."""
+        self._count, self._any_finished = 0, True
+
+    def failed(self, reason: DropReason, detail: str, *, in_flight: int) -> None:
+        """Count a failure; end the run if there are too many in a row for `in_flight` live trajectories."""
+        now_s = self._clock.now()
+        if not self._count:
+            self._since_s = now_s
+        self._count += 1
+        waits = self._any_finished and now_s - self._since_s < OUTAGE_S
+        if self._count >= max(self._most, in_flight) and not waits:
+            self._end(
+                f"{self._count} trajectories in a row failed ({reason}), the last: {detail}; fix the cause and"
+                " --resume"
+            )
+
+
+class Incoming:
+    """Turns arrivals into events, queues interrupted trajectories again, and closes groups."""
+
+    def __init__(
+        self,
+        book: Book,
+        *,
+        waiting: WaitingQueue,
+        evaluations: Evaluations,
+        consumption: Consumption,
+        submit_score: Callable[[TrajectoryRef, Prompt], None],
+        submit_reference: Callable[[TrajectoryRef], None] | None,
+        credit: Credit,
+        clock: Clock,
+        on_rewards: Callable[[GroupRewards], None],
+        on_failing: Callable[[str], None],
+    ) -> None:
+        self._book = book
+        self._waiting = waiting
+        self._evaluations = evaluations
+        self._consumption = consumption
+        self._submit_score = submit_score
+        self._submit_reference = submit_reference
+        self._credit = credit
+        self._clock = clock
+        self._on_rewards = on_rewards
+        step = book.settings.admission.batch * book.settings.group_size
+        self._failures = ConsecutiveFailures(step=step, clock=clock, end=on_failing)
+
+    # ---- replicas
+
+    async def on_report(self, report: ReplicaReport) -> None:
+        """Record a replica's loaded versions, its trajectories' progress, and its free places."""
+        book = self._book
+        for load in report.loads:
+            book.record(load)
+        for progress in report.progress:
+            trajectory = book.live.get(progress.trajectory_id)
+            if trajectory is not None and trajectory.accepts(progress):
+                await self._on_progress(report.replica, trajectory, progress)
+        for trajectory_id in report.lost:
+            trajectory = book.live.get(trajectory_id)
+            if trajectory is not None and trajectory.runs_on == report.replica:
+                book.views.returned(report.replica, trajectory_id)
+                await self._lose_version(trajectory)
+        book.generated_tokens += report.generated
+        book.views.reported(
+            report.replica,
+            version=report.status.version,
+            admissible=report.admissible,
+            received=report.received,
+        )
+
+    async def _on_progress(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Append the new tokens; then handle an interrupt, a failure, lost tokens or the end, if reported."""
+        book = self._book
+        self._append_tokens(trajectory, progress)
+        if progress.broken is InterruptReason.CUT:
+            book.record(trajectory.cut_off())
+            return
+        if progress.broken is InterruptReason.NEW_WEIGHTS:  # the replica resumes it by itself
+            book.record(trajectory.interrupted("new_weights"))
+            book.record(trajectory.resumed(replica))
+            return
+        if progress.failure is None and not progress.lost and progress.finish_reason is None:
+            return
+        book.views.returned(replica, trajectory.id)
+        if progress.failure is not None:  # the engine refuses the request, or the environment failed
+            book.moves.ends(trajectory.id)
+            book.drop([trajectory], progress.failure, progress.detail)
+            self._failures.failed(progress.failure, progress.detail, in_flight=len(book.live))
+            await self._settle(trajectory)
+        elif progress.lost:
+            await self._drop_and_reissue(trajectory, DropReason.HOST_LOST, progress.detail)
+        elif progress.finish_reason is FinishReason.ABORT:  # the replica handed it back
+            moving = book.moves.destination(trajectory.id) is not None
+            book.record(trajectory.interrupted("repacked" if moving else "returned"))
+            self._waiting.append(trajectory)
+        else:
+            book.moves.ends(trajectory.id)
+            self._finish(trajectory, progress)
+
+    def _append_tokens(self, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Append new tokens; record `Restamped` if the engine corrected the versions of earlier tokens."""
+        trajectory.here_s = progress.generate_s - progress.queue_s
+        trajectory.environment_s += progress.environment_s
+        if progress.tokens is not None:
+            spans = clip_spans(progress.spans, progress.start)
+            self._book.recorder.store_tokens(trajectory.id, progress.tokens, spans)
+        if progress.spans and progress.spans[0].start < progress.start:
+            spans = replace_spans(trajectory.token_spans, progress.spans)
+            if spans != trajectory.token_spans:
+                self._book.record(Restamped(trajectory.id, spans))
+        begun = trajectory.last_version if progress.begun is None else progress.begun
+        if trajectory.kind is Kind.EVAL and self._evaluations.pass_of(trajectory).version is None:
+            self._evaluations.pass_of(trajectory).version = begun
+
+    def _finish(self, trajectory: LiveTrajectory, progress: Progress) -> None:
+        """Record the cap that cut a response, if any, and its end; then send it to scoring.
+
+        A group's first finished response starts its deadline.
+        """
+        book = self._book
+        if progress.cut is Cap.SECONDS:
+            book.record(Cut(trajectory.id, Cap.SECONDS, book.settings.max_seconds or 0.0))
+        elif progress.cut is Cap.TURNS:
+            book.record(Cut(trajectory.id, Cap.TURNS, num_turns(trajectory.token_spans)))
+        elif progress.finish_reason is FinishReason.LENGTH:
+            book.record(Cut(trajectory.id, Cap.TOKENS, book.sampling(trajectory).max_new_tokens))
+        book.record(trajectory.finished(progress))
+        self._failures.finished()
+        group = book.groups.get(trajectory.group_id)
+        if group is not None and trajectory.trains:
+            group.finished_lengths.append(trajectory.length)
+        if group is not None and group.first_finished_s is None:
+            group.first_finished_s = self._clock.now()
+        self._submit(trajectory)
+
+    def running_on(self, replica: int) -> dict[str, Known]:
+        """Return epoch and recorded length of each live trajectory that a replica runs, by id."""
+        names = sorted(self._book.views.by_index[replica].in_flight)
+        followed = ((name, self._book.live.get(name)) for name in names)
+        return {
+            name: Known(trajectory.epoch, trajectory.length)
+            for name, trajectory in followed
+            if trajectory is not None and trajectory.status is Status.RUNNING
+        }
+
+    async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = ()) -> None:
+        """Interrupt and queue all trajectories of a crashed replica, after appending `salvaged` tokens."""
+        self._book.moves.forget(replica)
+        salvaged_by_id = {item.trajectory_id: item for item in salvaged}
+        for trajectory_id in sorted(self._book.views.forget(replica)):
+            trajectory = self._book.live.get(trajectory_id)
+            if trajectory is not None and trajectory.status is Status.RUNNING:
+                self._append_salvaged(trajectory, salvaged_by_id.get(trajectory_id))
+                self._book.record(trajectory.interrupted("replica_crashed"))
+                self._waiting.append_displaced(trajectory)
+
+    def _append_salvaged(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
+        """Append tokens that a crashed replica had stored but not reported, if there are any."""
+        if salvaged is not None and salvaged.tokens.start == trajectory.length:
+            self._append_tokens(
+                trajectory,
+                Progress(
+                    trajectory_id=trajectory.id,
+                    epoch=trajectory.epoch,
+                    start=trajectory.length,
+                    tokens=salvaged.tokens,
+                    spans=salvaged.spans,
+                    generate_s=max(0.0, salvaged.used_s - trajectory.used_s),
+                ),
+            )
+
+    # ---- scores and reference log-probabilities
+
+    def _submit(self, trajectory: LiveTrajectory) -> None:
+        """Queue a response for the score and the reference log-probabilities that it lacks."""
+        if trajectory.status is Status.FINISHED:
+            self._submit_score(trajectory.as_ref(), trajectory.prompt)
+        if self._submit_reference is not None and trajectory.trains:
+            self._submit_reference(trajectory.as_ref())
+
+    def _awaits_reference(self, members: Iterable[LiveTrajectory]) -> bool:
+        """Whether the reference model still owes an answer for one of these members."""
+        return self._submit_reference is not None and any(
+            REFERENCE_LOGPROBS not in member.columns for member in members
+        )
+
+    async def on_score(self, score: Score) -> None:
+        """Record a score, or drop the response if its reward failed; the last score closes the group."""
+        trajectory = self._book.live.get(score.trajectory_id)
+        if trajectory is None or trajectory.status is not Status.FINISHED:
+            return
+        if score.value is None:
+            self._book.drop([trajectory], score.failure or DropReason.REWARD_FAILED, score.detail)
+        else:
+            if score.columns:
+                self._book.recorder.store_columns(trajectory.id, score.columns)
+            self._book.record(trajectory.scored(score))
+        await self._settle(trajectory)
+
+    async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
+        """Note where a response's reference log-probabilities lie; the last answer closes the group."""
+        trajectory = self._book.live.get(trajectory_id)
+        if trajectory is None:
+            return
+        trajectory.columns = trajectory.columns | {REFERENCE_LOGPROBS: logprobs}
+        group = self._book.groups[trajectory.group_id]
+        if group.is_ready:
+            await self._put(group)
+        else:
+            await self._close_if_settled(group)
+
+    # ---- groups
+
+    async def _settle(self, trajectory: LiveTrajectory) -> None:
+        """Close the group or evaluation of a scored or dropped trajectory, if no other member is pending."""
+        if trajectory.kind is Kind.EVAL:
+            self._evaluations.settle(trajectory)
+        elif trajectory.trains:
+            await self._close_if_settled(self._book.groups[trajectory.group_id])
+
+    async def _close_if_settled(self, group: Group) -> None:
+        if not group.is_pending:
+            await self._close(group)
+
+    async def _close(self, group: Group) -> None:
+        """Give a group its advantages and hand it to the learner, or drop it.
+
+        A group with too few survivors is dropped, as is one without signal unless `rollout.without_signal=train`.
+        A group that trains first waits for the reference model.
+        """
+        book, survivors = self._book, group.survivors
+        if len(survivors) < book.settings.min_group_survivors:
+            book.num_generating -= 1
+            book.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
+            del book.groups[group.id]
+            await self._consumption.buffer.wake()  # a step may wait for this group as its last
+            return
+        rewards = tuple(member.reward or 0.0 for member in survivors)
+        book.rewards = min(book.rewards[0], *rewards), max(book.rewards[1], *rewards)
+        is_taught = book.settings.without_signal is WithoutSignal.TRAIN or teaches(survivors)
+        if is_taught and self._awaits_reference(survivors):
+            return
+        book.num_generating -= 1
+        self._on_rewards(GroupRewards(group.prompt.index, group.prompt.id, rewards))
+        if is_taught:
+            for member, credit in zip(survivors, self._credit.assign(survivors), strict=True):
+                book.record(Ready(member.id, credit.advantage, credit.scale, credit.roles))
+            await self._consumption.put(group)
+            return
+        book.drop(survivors, DropReason.NO_SIGNAL, f"reward {survivors[0].reward:g}")
+        if book.settings.without_signal is WithoutSignal.SKIP:
+            await self._consumption.put_silent(group.id, survivors)
+        else:
+            del book.groups[group.id]
+            book.refilled.append(rewards[0])
+            await self._consumption.buffer.wake()
+
+    async def _put(self, group: Group) -> None:
+        """Hand a group of ready members to the learner, once the reference model has answered for all."""
+        if not self._awaits_reference(group.members.values()):
+            await self._consumption.put(group)
+
+    # ---- deadlines and losses
+
+    async def enforce_deadlines(self) -> None:
+        """Drop waiting trajectories whose version no replica will serve again, and stragglers of late groups.
+
+        A group is late `rollout.group_deadline_s` after its first response finished; it closes without stragglers.
+        """
+        for trajectory in self._waiting.take_unreachable():
+            await self._lose_version(trajectory)
+        book, now, deadline_s = self._book, self._clock.now(), self._book.settings.group_deadline_s
+        if deadline_s is None:
+            return
+        for group in list(book.groups.values()):
+            if group.overdue(now, deadline_s):
+                for member in group.pending:
+                    book.moves.ends(member.id)
+                    book.abort(member)
+                self._waiting.remove({member.id for member in group.pending})
+                book.drop(group.pending, DropReason.GROUP_DEADLINE)
+                await self._close(group)
+
+    async def drop_unscored(self) -> None:
+        """Close groups that wait only for scores and would be too old for the step after the next.
+
+        The scheduler calls it when a batch is full, so that a late score costs one response instead of its group.
+        A group with a response still generating waits: closed without its long responses it would favour short
+        ones.
+        """
+        for group in list(self._book.groups.values()):
+            late, survivors = group.pending, group.survivors
+            if len(survivors) < self._book.settings.min_group_survivors:
+                continue
+            if late and all(map(self._is_late, late)) and any(map(self._ages_out, survivors)):
+                self._book.drop(late, DropReason.STALE, "its score did not come in time")
+                await self._close(group)
+
+    def _is_late(self, member: LiveTrajectory) -> bool:
+        """Whether only the score is missing and would come too late for any step."""
+        return member.status is Status.FINISHED and self._ages_out(member)
+
+    def _ages_out(self, member: LiveTrajectory) -> bool:
+        """Whether a finished response would exceed the staleness bound after the next step."""
+        settings, ages = self._book.settings, self._book.ages
+        return settings.bound.weight(1 + ages.age_of(member.age_version)) is None
+
+    async def drop_lost(self, lost: Mapping[str, str]) -> None:
+        """Drop trajectories whose stored tokens nobody can read any more; `lost` says for each id which part.
+
+        A ready trajectory that waits for the reference model leaves its group. A trajectory in the learner's
+        current step stays, since its tokens were read. A trajectory without stored tokens lost nothing.
+        """
+        book = self._book
+        self._waiting.remove(lost)
+        self._consumption.drop_lost(lost)
+        for trajectory_id, detail in lost.items():
+            trajectory = book.live.get(trajectory_id)
+            if trajectory is None:
+                continue
+            if trajectory.status is not Status.READY:
+                book.moves.ends(trajectory.id)
+                book.abort(trajectory)
+                await self._drop_and_reissue(trajectory, DropReason.HOST_LOST, detail)
+            elif self._awaits_reference([trajectory]):
+                group = book.groups[trajectory.group_id]
+                book.drop([trajectory], DropReason.HOST_LOST, detail)
+                del group.members[trajectory.id]
+                await self._put(group)
+
+    async def _drop_and_reissue(self, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
+        """Drop a trajectory that no replica can continue, and issue its prompt again; an evaluation fails."""
+        self._book.drop([trajectory], reason, detail)
+        if trajectory.kind is Kind.EVAL:
+            self._evaluations.pass_of(trajectory).lost = True
+        elif trajectory.trains:
+            self._waiting.append(self._book.issue_member(self._book.groups[trajectory.group_id]))
+        await self._settle(trajectory)
+
+    async def _lose_version(self, trajectory: LiveTrajectory) -> None:
+        """Drop a trajectory whose version no replica will serve again, and issue its prompt again.
+
+        If a resumed run publishes the version again, an evaluation's member stays queued, but its pass fails now.
+        """
+        if self._book.settings.versions_return and trajectory.kind is Kind.EVAL:
+            self._book.record(trajectory.interrupted("version_lost"))
+            self._waiting.append(trajectory)
+            evaluation = self._evaluations.pass_of(trajectory)
+            evaluation.lost = True
+            evaluation.finish()
+            return
+        await self._drop_and_reissue(
+            trajectory, DropReason.VERSION_LOST, f"version {self._waiting.pin(trajectory)}"
+        )
+
+    # ---- a resumed run
+
+    async def restore(self, recovered: Recovered, salvaged: Iterable[Salvaged]) -> None:
+        """Fill an empty book with the trajectories that were live, and append `salvaged` tokens of replicas.
+
+        An evaluation that the resumed run does not request again is dropped. The ledger has no reference answers,
+        so the reference model computes them again.
+        """
+        book = self._book
+        salvaged_by_id = {item.trajectory_id: item for item in salvaged}
+        book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
+        book.refilled, book.rewards = list(recovered.refilled), recovered.rewards
+        self._evaluations.next_index = max(self._evaluations.next_index, recovered.next_evaluation)
+        for trajectory in recovered.live:
+            book.recorder.machine.adopt(trajectory)
+            if trajectory.kind is Kind.EVAL and not self._evaluations.restore_member(trajectory):
+                book.drop([trajectory], DropReason.RUN_ENDED)
+                continue
+            if trajectory.kind is Kind.TRAIN:
+                next_sample = recovered.next_sample[trajectory.group_id]
+                group = book.groups.setdefault(
+                    trajectory.group_id,
+                    Group(id=trajectory.group_id, prompt=trajectory.prompt, next_sample=next_sample),
+                )
+                group.members[trajectory.id] = trajectory
+            if trajectory.status is Status.RUNNING:
+                self._append_salvaged(trajectory, salvaged_by_id.get(trajectory.id))
+                book.record(trajectory.interrupted("controller_crashed"))
+            if trajectory.status in (Status.QUEUED, Status.INTERRUPTED):
+                self._waiting.append(trajectory)
+            else:
+                self._submit(trajectory)
+        for group in list(book.groups.values()):
+            if group.is_ready:
+                await self._put(group)
+                continue
+            book.num_generating += 1
+            group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
+            members = group.members.values()
+            group.finished_lengths = [member.length for member in members if member.finish_reason is not None]
+            await self._close_if_settled(group)
