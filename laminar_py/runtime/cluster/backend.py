@@ -74,9 +74,18 @@ def open_cluster(address: str | None) -> Iterator[None]:
             from laminar_py.runtime.cluster.ray_cluster import joined_ray  # a second, and 100 MB
 
             cluster = stack.enter_context(joined_ray(address))
-        _opened.append(cluster)
-        stack.callback(_opened.remove, cluster)
+        stack.enter_context(use_cluster(cluster))
         yield
+
+
+@contextlib.contextmanager
+def use_cluster(cluster: Cluster) -> Iterator[None]:
+    """Start processes on this cluster until the block ends, e.g. on a benchmark's own."""
+    _opened.append(cluster)
+    try:
+        yield
+    finally:
+        _opened.remove(cluster)
 
 
 def cluster() -> Cluster:

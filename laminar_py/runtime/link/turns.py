@@ -14,11 +14,12 @@ import time
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from blake3 import blake3
 
+from laminar_py.environment.host import EnvironmentHost
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.host import write_file
@@ -55,18 +56,6 @@ class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
 ToProcess: TypeAlias = AskedTurn | Forget
 
 
-class AnswersTurns(Protocol):
-    """The methods of `environment.host.EnvironmentHost` that frames of replicas call."""
-
-    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
-        """Answer a turn; a repeated turn gets the same answer."""
-        ...
-
-    def forget(self, trajectory_ids: list[str]) -> None:
-        """Close the environments of these trajectories."""
-        ...
-
-
 # ---- the process of environments
 
 
@@ -94,7 +83,7 @@ class TurnServer:
         folder.parent.mkdir(exist_ok=True)
         leave_address(folder / str(index), (ip, int(port)))
 
-    async def run(self, host: AnswersTurns) -> None:
+    async def run(self, host: EnvironmentHost) -> None:
         """Serve turns until cancelled. Raises an error that the host raises, in a group."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -107,7 +96,7 @@ class TurnServer:
             self._server.close()
 
     def _receive(
-        self, sender: bytes, message: ToProcess | None, host: AnswersTurns, tasks: asyncio.TaskGroup
+        self, sender: bytes, message: ToProcess | None, host: EnvironmentHost, tasks: asyncio.TaskGroup
     ) -> None:
         """Handle a message of a replica. A repeated turn is ignored while its answer is in work.
 
@@ -120,7 +109,7 @@ class TurnServer:
             case Forget(trajectory_ids):
                 host.forget(trajectory_ids)
 
-    async def _answer(self, sender: bytes, number: int, turn: ModelTurn, host: AnswersTurns) -> None:
+    async def _answer(self, sender: bytes, number: int, turn: ModelTurn, host: EnvironmentHost) -> None:
         answer = await host.answer(turn)
         self._answering.discard((sender, number))
         self._server.send(sender, encode(TurnAnswer(number, answer)))  # a replica without it asks again

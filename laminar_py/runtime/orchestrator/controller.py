@@ -518,7 +518,7 @@ class Controller:
         async with asyncio.TaskGroup() as chores:
             chores.create_task(self._keep_deadlines(), name="deadlines")
             chores.create_task(self._environments.sweep(self._is_followed), name="sweep-environments")
-            chores.create_task(watch_memory(run, stats, shm), name="memory")
+            chores.create_task(watch_memory(stats, shm), name="memory")
             if self._learning is not None:
                 rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
                 chores.create_task(rows, name="fleet-rows")

@@ -183,16 +183,13 @@ def lead(
 
 
 def _prepare_resume(run: RunFolder, inputs: Inputs, console: Console) -> None:
-    """Lock a run to resume, end processes of a killed controller, check the run. Raises ConfigError."""
+    """Lock a run to resume, and check it. Raises ConfigError."""
     run.lock()
-    reaped = run.reap()
     if run.has_ledger:
         refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
         refuse_other_prompts(run, inputs)
         print_fallback(run, console)  # refuse now rather than when all parts are up
-    if reaped:
-        console.print(f"ended {reaped} processes that a killed run had left")
 
 
 def _lead_logged(start: RunStart, make: Callable[[RunStart], Leader]) -> Result:

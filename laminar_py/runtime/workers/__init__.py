@@ -6,7 +6,6 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.runtime.link.turns import RemoteEnvironments as RemoteEnvironments
-    from laminar_py.runtime.workers.incarnation import PartKinds as PartKinds
     from laminar_py.runtime.workers.incarnation import RunStart as RunStart
     from laminar_py.runtime.workers.processes.base import PartActor as PartActor
     from laminar_py.runtime.workers.processes.base import open_folder as open_folder

@@ -48,8 +48,7 @@ class EnvironmentKeeper(Keeper):
             index=self._index,
             messages=self._incarnation.inputs.messages,
             host=self._placement.ip(node),  # loopback where the run is on this machine alone
-            public_key=self._keys.public,
-            secret_key=self._keys.secret,
+            keys=self._keys,
         )
         await parts[0].call("start", spec, timeout_s=START_S)
 

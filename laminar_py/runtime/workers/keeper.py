@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from laminar_py.runtime.cluster.calls import ActorClass
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError, for_memory
-from laminar_py.runtime.cluster.part import MakePart, Part
+from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
 
@@ -42,7 +42,6 @@ class Keeper:
     spares_memory = ""
     """Advice for a message: which settings need less memory. A part with advice may run out of memory once."""
     forgives_s = math.inf  # after so long up, earlier crashes for want of memory are forgotten
-    make_part: MakePart | None = None  # makes the processes in place of `Part`
 
     def __init__(self, incarnation: Incarnation, *names: str) -> None:
         self.parts: Sequence[Part] = ()
@@ -93,13 +92,16 @@ class Keeper:
             places = [place for place in self.places() if place is not None]
             if len(places) == len(self._names):
                 self.parts = [
-                    self._make_part(name, place) for name, place in zip(self._names, places, strict=True)
+                    Part(
+                        name,
+                        self.actor_class,
+                        concurrency=self.concurrency,
+                        timeout_s=self.timeout_s,
+                        place=place,
+                    )
+                    for name, place in zip(self._names, places, strict=True)
                 ]
         return bool(self.parts)
-
-    def _make_part(self, name: str, place: Place) -> Part:
-        make = self.make_part or Part
-        return make(name, self.actor_class, concurrency=self.concurrency, timeout_s=self.timeout_s, place=place)
 
     async def begin(self) -> Sequence[Part]:
         """Start the part as soon as there is room, and return its processes. Raises PartCrashedError."""

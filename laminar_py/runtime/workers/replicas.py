@@ -78,7 +78,6 @@ class ReplicaKeeper(Keeper):
     def __init__(self, fleet: "Replicas", index: int) -> None:
         super().__init__(fleet.incarnation, f"replica-{index}")
         self.timeout_s = self._config.supervisor.heartbeat_timeout_s
-        self.make_part = fleet.incarnation.kinds.replica
         self.index = index
         self.connection: ReplicaConnection | None = None  # from the start of a process to its end
         self.relay = ""  # endpoint of the relay that the replica was last sent
@@ -118,8 +117,7 @@ class ReplicaKeeper(Keeper):
             relay=self.relay,
             hub=fleet.hub.endpoint,
             pace=pace_of(len(self._placement.plan.replicas), config.supervisor.heartbeat_timeout_s),
-            public_key=fleet.relays.keys.public,
-            secret_key=fleet.relays.keys.secret,
+            keys=fleet.relays.keys,
             assignments=fleet.scheduler.dispatcher.for_starting(self.index),
             secret=config.rollout.engine.secret(),
             server=fleet.servers.get(self.index, ""),

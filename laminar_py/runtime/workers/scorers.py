@@ -12,7 +12,6 @@ from contextlib import suppress
 from laminar_py.config.reward import server_name
 from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unscored
 from laminar_py.reward.stage import ScorerCrashedError, ScorerHandle
-from laminar_py.runtime.cluster.calls import ActorClass
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
@@ -54,7 +53,7 @@ class RemoteScorer:
 class ScorerKeeper(Keeper):
     """Keeps one scoring process alive."""
 
-    actor_class: ActorClass = "laminar_py.runtime.workers.processes.scorer:ScorerActor"
+    actor_class = "laminar_py.runtime.workers.processes.scorer:ScorerActor"
     timeout_s = START_S
 
     def __init__(self, incarnation: Incarnation, index: int, segments: RunSegments) -> None:
@@ -63,7 +62,6 @@ class ScorerKeeper(Keeper):
         self.responses_at_once = 1
         self._index = index
         self._segments = segments
-        self.actor_class = incarnation.kinds.scorer or self.actor_class
 
     def places(self) -> Sequence[Place | None]:
         """Return the nodes of the run in turn."""
