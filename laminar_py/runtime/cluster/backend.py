@@ -99,15 +99,13 @@ def nodes() -> list[Node]:
     return cluster().nodes()
 
 
-async def on_node(
-    node: str, function: Callable[..., bytes], *arguments: str | bytes, apart: bool = False
-) -> bytes:
+async def on_node(node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
     """Run a function of this package on a node, and return its answer. Raises `NoAnswerError`, `RemoteCallError`.
 
-    On this node the function runs on a thread, and raises its own errors. On another node, or with `apart` for
-    heavy work, it runs in a process of low priority, which ends with the call, also when the caller is cancelled.
+    On this node the function runs on a thread, and raises its own errors. On another node it runs in a process of
+    low priority, which ends with the call, also when the caller is cancelled.
     """
-    if not apart and node == cluster().here:
+    if node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
     process = cluster().start(FunctionCalls, title=function.__name__, concurrency=1, place=Place(node))
     try:

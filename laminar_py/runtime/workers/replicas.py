@@ -83,7 +83,6 @@ class ReplicaKeeper(Keeper):
         self.relay = ""  # endpoint of the relay that the replica was last sent
         self.is_killed = False  # the process was ended on purpose, and is not replaced yet
         self.is_ending = False  # the replica leaves, and gets no other process
-        self.has_served = False
         self.label: str | None = None  # of the segments that the process writes
         self._fleet = fleet
 
@@ -126,7 +125,6 @@ class ReplicaKeeper(Keeper):
 
     async def watch(self, parts: Sequence[Part]) -> None:
         """Wait until a replica ends or its connection is lost. Raises PartCrashedError."""
-        self.has_served = True
         await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost())
 
     async def clean_up(self, error: PartCrashedError) -> PartCrashedError | None:
