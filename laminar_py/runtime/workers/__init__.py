@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from laminar_py.runtime.workers.processes.base import open_part as open_part
     from laminar_py.runtime.workers.processes.base import open_reader as open_reader
     from laminar_py.runtime.workers.processes.environment import EnvironmentActor as EnvironmentActor
-    from laminar_py.runtime.workers.processes.replica import REPLICA_NICENESS as REPLICA_NICENESS
     from laminar_py.runtime.workers.specs import EnvironmentSpec as EnvironmentSpec
-    from laminar_py.runtime.workers.specs import FetchRequest as FetchRequest
     from laminar_py.runtime.workers.specs import ReplicaSpec as ReplicaSpec
     from laminar_py.runtime.workers.specs import ScorerSpec as ScorerSpec
-    from laminar_py.runtime.workers.specs import WriterStart as WriterStart
 else:
     __getattr__ = public_names(__name__)
