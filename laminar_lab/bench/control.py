@@ -14,7 +14,6 @@ first ten, in which the fleet fills. Run this in the project's folder.
 import asyncio
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from laminar_lab.bench.generator import CoinScorerActor, Generators
+from laminar_lab.bench.generator import GeneratorCluster
 from laminar_lab.bench.report import Row
 from laminar_lab.bench.runs import require_project_file
 from laminar_lab.bench.workplace import workplace
@@ -30,8 +29,9 @@ from laminar_py.config import load_config
 from laminar_py.ledger import decode_event, reading
 from laminar_py.observe import View
 from laminar_py.records.events import Stepped
+from laminar_py.runtime.cluster import cluster, use_cluster
 from laminar_py.runtime.orchestrator import Controller, Result, lead
-from laminar_py.runtime.workers import PartKinds, RunStart
+from laminar_py.runtime.workers import RunStart
 
 ROWS = ("control_trajectories_per_s", "controller_cores_1024", "loop_delay_p99_ms", "controller_bytes")
 CONFIG = Path("configs/emulation/control.yaml")
@@ -111,7 +111,7 @@ class ProcessSamples(msgspec.Struct):
 
 
 class SampledController(Controller):
-    """A controller that samples its process while it leads."""
+    """A controller of replicas in generators, which samples its process while it leads."""
 
     samples: ProcessSamples
 
@@ -119,7 +119,8 @@ class SampledController(Controller):
         """See `Controller.lead`."""
         sampling = asyncio.create_task(self.samples.take_samples(), name="samples")
         try:
-            return await super().lead()
+            with use_cluster(GeneratorCluster(cluster(), NUM_GENERATORS)):
+                return await super().lead()
         finally:
             sampling.cancel()
 
@@ -136,8 +137,7 @@ def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
     console, samples = Console(file=sys.stderr), ProcessSamples()
 
     def make(start: RunStart) -> Controller:
-        kinds = PartKinds(replica=Generators(NUM_GENERATORS).make, scorer=CoinScorerActor)
-        controller = SampledController(replace(start, kinds=kinds), view=View(console, steps=steps))
+        controller = SampledController(start, view=View(console, steps=steps))
         controller.samples = samples
         return controller
 

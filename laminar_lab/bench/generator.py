@@ -28,7 +28,7 @@ from laminar_py.records.weights import PulledVersion
 from laminar_py.relay import PeerClient, RelayKeys, Subscriber, peer_sockets
 from laminar_py.repack import EngineSpeed
 from laminar_py.rollout import Replica, SegmentStore
-from laminar_py.runtime.cluster import Part, Place, Process, cluster
+from laminar_py.runtime.cluster import Cluster, Place, Process
 from laminar_py.runtime.link import ReplicaLink
 from laminar_py.runtime.workers import PartActor, ReplicaSpec, ScorerSpec, open_folder, open_part, open_reader
 
@@ -79,13 +79,12 @@ class GeneratorActor(PartActor):
 
     async def start(self, spec: ReplicaSpec) -> None:
         """Start one more replica; the first opens what all of them share."""
-        keys = RelayKeys(spec.public_key, spec.secret_key)
         if not self._replicas:
             os.nice(NICE)
             gc.set_threshold(YOUNG)
             self._config = open_part(spec, f"generator-{spec.index}")
-            self._weights = SharedWeights(spec.relay, name=f"generator-{spec.index}", keys=keys)
-            self._wire = peer_sockets(keys)
+            self._weights = SharedWeights(spec.relay, name=f"generator-{spec.index}", keys=spec.keys)
+            self._wire = peer_sockets(spec.keys)
             self._reader = open_reader(spec)
             self._tasks = [asyncio.create_task(self._weights.run(), name="subscriber")]
         rollout = self._config.rollout
@@ -105,7 +104,7 @@ class GeneratorActor(PartActor):
             gather_s=spec.pace.gather_s,
         )
         client = PeerClient(self._wire, spec.hub, spec.label)
-        link = ReplicaLink(client, spec.label, replica, attach=self._weights.attach, quiet_s=spec.pace.quiet_s)
+        link = ReplicaLink(client, replica, attach=self._weights.attach, quiet_s=spec.pace.quiet_s)
         self._tasks += [asyncio.create_task(replica.run()), asyncio.create_task(link.run())]
         self._replicas.append(replica)
 
@@ -126,36 +125,38 @@ class GeneratorActor(PartActor):
                     task.result()
 
 
-class HostedPart(Part):
-    """A replica in a generator instead of a process of its own."""
+class HostedReplica:
+    """The process of a replica that lives in a generator with others."""
 
-    def __init__(self, name: str, process: Process, *, timeout_s: float, place: Place) -> None:
-        self.name = name
-        self.place = place
-        self._timeout_s = timeout_s
-        self._bug = None
-        self._process = process
+    def __init__(self, generator: Process) -> None:
+        self.ready = generator.ready
+        self.call = generator.call
 
     def kill(self) -> None:
         """Do nothing, since other replicas live in the process."""
 
 
-class Generators:
-    """So many processes; the replicas are dealt out among them in turn."""
+class GeneratorCluster:
+    """The cluster `inner` with so many generators: replicas share these in turn, and scorers toss coins."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._processes: list[Process] = []
+    def __init__(self, inner: Cluster, num_generators: int) -> None:
+        self.here = inner.here
+        self.nodes = inner.nodes
+        self._inner = inner
+        self._num_generators = num_generators
+        self._generators: list[Process] = []
 
-    def make(
-        self, name: str, actor_class: type | str, *, concurrency: int, timeout_s: float, place: Place
-    ) -> Part:
-        """Make a replica's part with this name."""
-        if len(self._processes) < self._count:
-            started = cluster().start(GeneratorActor, title="generator", concurrency=CALLS, place=place)
-            self._processes.append(started)
-        process = self._processes[int(name.rpartition("-")[2]) % self._count]
-        return HostedPart(name, process, timeout_s=timeout_s, place=place)
+    def start(self, actor_class: type | str, *, title: str, concurrency: int, place: Place) -> Process:
+        """Start a process; a replica shares a running generator."""
+        kind, _, index = title.rpartition("-")
+        if kind == "scorer":
+            actor_class = CoinScorerActor
+        if kind != "replica":
+            return self._inner.start(actor_class, title=title, concurrency=concurrency, place=place)
+        if len(self._generators) < self._num_generators:
+            started = self._inner.start(GeneratorActor, title="generator", concurrency=CALLS, place=place)
+            self._generators.append(started)
+        return HostedReplica(self._generators[int(index) % self._num_generators])
 
 
 class CoinScorerActor(PartActor):

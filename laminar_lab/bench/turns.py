@@ -183,8 +183,7 @@ class BenchReplica:
             index=0,
             messages=self._messages,
             host=LOOPBACK,
-            public_key=keys.public,
-            secret_key=keys.secret,
+            keys=keys,
         )
         await self._environments.call("start", encode(spec))
         self._engine = TimedEngine(

@@ -44,9 +44,7 @@ Slot = tuple[str, ...]
 def make_slots(experiment: Experiment) -> list[Slot]:
     """Make a slot for each run that can run at the same time. Raises `ConfigError` if GPUs are missing."""
     configs = [run.config for run in experiment.runs]
-    shared = any(
-        config.cluster.address or config.rollout.engine.hosts or config.relay.base_port for config in configs
-    )
+    shared = any(config.cluster.address or config.rollout.engine.hosts for config in configs)
     local = [config for config in configs if config.cluster.address is None]
     each = max((config.gpus for config in local), default=0)
     gpus = visible_gpus() if each else []
@@ -58,10 +56,7 @@ def make_slots(experiment: Experiment) -> list[Slot]:
     room = 1 if shared else len(gpus) // each if each else len(configs)
     wanted = experiment.settings.parallel
     if wanted is not None and wanted > room and (shared or each):
-        limit = (
-            "runs would share one Ray cluster, server or port (cluster.address, rollout.engine.urls,"
-            " relay.base_port)"
-        )
+        limit = "runs would share one Ray cluster or server (cluster.address, rollout.engine.urls)"
         limit = limit if shared else f"there is room for {room} at a time, each with {each} GPUs"
         raise ConfigError(f"parallel={wanted}: {limit}; lower it to {room}, or leave it out")
     count = min(wanted or (room if each else 1), len(configs))

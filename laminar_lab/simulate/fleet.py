@@ -82,6 +82,9 @@ class CountedTokens:
         ids, spans = self._responses.made(request, assignment.length)
         return Payload(ids=ids, logprobs=np.zeros(len(ids), np.float32), spans=spans)
 
+    async def synced(self) -> None:
+        """Return at once: nothing is on disk."""
+
     async def keep_synced(self) -> None:
         """Wait until cancelled: nothing is on disk."""
         await asyncio.Event().wait()

@@ -44,8 +44,6 @@ class RelayConfig(Section):
     """Folder in shared memory for versions."""
     host: str = "127.0.0.1"
     """Interface that the relays listen on; every socket is CURVE-authenticated."""
-    base_port: Annotated[int, Field(ge=1024, le=65000)] | None = None
-    """First port of the tree; each node takes the next one. Default: free ports."""
 
 
 class SupervisorConfig(Section):

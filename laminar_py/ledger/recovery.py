@@ -87,7 +87,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             ages=_ages(connection, events),
             refilled=_refilled(connection),
             rewards=_rewards(connection),
-            eval_requests=started.eval_requests if (started := _last_start(connection)) else {},
+            eval_requests=started.eval_requests if (started := last_start(connection)) else {},
         )
 
 
@@ -119,14 +119,8 @@ def first_events(
 
 def is_simulated(connection: sqlite3.Connection) -> bool:
     """Return whether a record is of a simulation, which generates no tokens."""
-    started = _last_start(connection)
+    started = last_start(connection)
     return started is not None and started.simulated
-
-
-def last_start(run: Path) -> RunStarted | None:
-    """Return the event of a run's last start, None without one. Raises `ConfigError`."""
-    with reading(run) as connection:
-        return _last_start(connection)
 
 
 def known_prompts(run: Path, *, most: int) -> list[Prompt]:
@@ -161,7 +155,8 @@ def closed_groups(run: Path) -> Iterator[GroupRewards]:
             yield GroupRewards(place, prompt_id, tuple(reward for _, _, reward in members))
 
 
-def _last_start(connection: sqlite3.Connection) -> RunStarted | None:
+def last_start(connection: sqlite3.Connection) -> RunStarted | None:
+    """Return the event of a run's last start, None without one."""
     bodies = connection.execute(
         "SELECT body FROM incarnation CROSS JOIN event USING (seq) ORDER BY incarnation DESC LIMIT 1"
     )

@@ -1,21 +1,13 @@
-"""The folder of one run, `runs/<name>-<n>/`: its file names, its lock and its list of processes.
-
-The lock refuses a second controller. `reap` kills processes that a killed controller left, by process id and start
-time.
-"""
+"""The folder of one run, `runs/<name>-<n>/`: its file names and its lock, which refuses a second controller."""
 
 import contextlib
 import fcntl
-import json
 import os
 import re
-import signal
 import socket
 from hashlib import blake2b
 from pathlib import Path
 from typing import TextIO
-
-import psutil
 
 from laminar_py.config.loading import dump_config
 from laminar_py.config.run import RunConfig
@@ -45,7 +37,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.source = path / "source.json"  # of an evaluation: the evaluated weights; written once they are there
-        self._processes = path / "processes.json"
         self._lock: TextIO | None = None
         self._lock_file = path / "lock"
 
@@ -135,31 +126,6 @@ class RunFolder:
         """Write the run's path into its folder in shared memory, for `run_of`."""
         with contextlib.suppress(OSError):  # without room, the publisher's writes raise
             (folder / _RUN).write_text(str(self.path.resolve()))
-
-    def note_processes(self, pids: list[int]) -> None:
-        """Write down the processes of this run, for `reap`."""
-        rows = []
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rows.append([pid, psutil.Process(pid).create_time()])
-        partial = self._processes.with_suffix(".tmp")
-        partial.write_text(json.dumps(rows))
-        partial.replace(self._processes)
-
-    def reap(self) -> int:
-        """Kill processes that an earlier controller of this run left; return their number."""
-        if not self._processes.is_file():
-            return 0
-        reaped = []
-        for pid, created in json.loads(self._processes.read_text()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.create_time() == created:
-                    process.send_signal(signal.SIGKILL)
-                    reaped.append(process)
-        psutil.wait_procs(reaped, timeout=10)
-        self._processes.unlink()
-        return len(reaped)
 
 
 def run_of(folder: Path) -> RunFolder | None:

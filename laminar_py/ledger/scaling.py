@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.rows import decode_event
+from laminar_py.ledger.rows import read_events
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Scaled
 from laminar_py.records.host import write_file
@@ -40,11 +40,8 @@ def take_wanted(run: Path) -> int | None:
 def last_fleet(run: Path) -> Scaled | None:
     """Return the last fleet on record, None without any. Raises `ConfigError`."""
     with reading(run) as connection:
-        body = connection.execute(
-            "SELECT body FROM event WHERE kind = 'scaled' ORDER BY seq DESC LIMIT 1"
-        ).fetchone()
-    fleet = None if body is None else decode_event(body[0])
-    return fleet if isinstance(fleet, Scaled) else None
+        fleets = list(read_events(connection, Scaled))
+    return fleets[-1] if fleets else None
 
 
 def fleet_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:

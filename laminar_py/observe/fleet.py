@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 
 from laminar_py.ledger.row_files import append_row, open_rows
-from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats
 
 MEMORY_EVERY_S = 10.0
@@ -50,11 +49,10 @@ def used_bytes(pids: list[int], shm: Path) -> int:
     return sum(pss_bytes(pid) for pid in pids) + folder_bytes(shm)
 
 
-async def watch_memory(run: RunFolder, stats: Stats, shm: Path) -> None:
-    """Record the run's processes and their peak of memory until cancelled."""
+async def watch_memory(stats: Stats, shm: Path) -> None:
+    """Record how much memory the processes use at most, until cancelled."""
     while True:
         pids = [process.pid for process in processes()]
-        run.note_processes(pids)
         used = await asyncio.to_thread(used_bytes, pids, shm)
         stats.peak_memory_bytes = max(stats.peak_memory_bytes, used)
         await asyncio.sleep(MEMORY_EVERY_S)

@@ -35,7 +35,7 @@ from pathlib import Path
 import laminar_py.relay.messages as m
 from laminar_py.relay.downlink import Downlink
 from laminar_py.relay.downloads import MAX_WINDOW, window_of
-from laminar_py.relay.sockets import Listener, PortInUseError, RelayKeys, SocketFactory
+from laminar_py.relay.sockets import Listener, RelayKeys, SocketFactory
 from laminar_py.relay.uplink import VISIT_S, Uplink
 from laminar_py.relay.version_store import VersionStore, watch_folder
 from laminar_py.relay.versions import NodeVersions
@@ -43,7 +43,6 @@ from laminar_py.relay.versions import NodeVersions
 log = logging.getLogger(__name__)
 
 CONTROL_RECORDS = 256  # beside chunks, that may wait for a connection
-PORT_RETRY_S = 0.1
 
 
 class RelayNode:
@@ -105,19 +104,9 @@ class RelayNode:
         assert self._downlink.listener is not None, f"{self.name} has not been started"
         return self._downlink.listener
 
-    async def start(self, *, patience_s: float = 0.0) -> None:
-        """Bind the port and open the store. Raises `ConfigError` naming relay.base_port or relay.host.
-
-        Waits up to `patience_s` for a port that another process holds.
-        """
-        deadline = asyncio.get_running_loop().time() + patience_s
-        while self._downlink.listener is None:
-            try:
-                self._downlink.listener = self._sockets.listen(*self._address, max_queue=self._max_queue)
-            except PortInUseError:
-                if asyncio.get_running_loop().time() >= deadline:
-                    raise
-                await asyncio.sleep(PORT_RETRY_S)
+    async def start(self) -> None:
+        """Bind the port and open the store. Raises `ConfigError` naming relay.host."""
+        self._downlink.listener = self._sockets.listen(*self._address, max_queue=self._max_queue)
         self._store.open()
 
     def set_parents(self, parents: Sequence[str]) -> None:

@@ -42,10 +42,6 @@ SocketError = zmq.ZMQError  # for callers that may not import zmq
 Received = TypeVar("Received")
 
 
-class PortInUseError(ConfigError):
-    """Another process listens on the port."""
-
-
 class RelayKeys(msgspec.Struct, frozen=True):
     """The keypair that all parties of one run share, e.g. `RelayKeys.generate()`; its holder may connect."""
 
@@ -200,8 +196,8 @@ class SocketFactory:
     def listen(self, host: str, port: int, *, max_queue: int) -> Listener:
         """Open a listener on `host:port` (port 0: a free one), or on a host that is an `ipc://` address.
 
-        At most `max_queue` records wait for a connection that does not read. Raises `PortInUseError` if another
-        process has the port, `ConfigError` if the address cannot be bound for another reason.
+        At most `max_queue` records wait for a connection that does not read. Raises `ConfigError` if the
+        address cannot be bound.
         """
         return Listener(self.bind(host, port, max_queue=max_queue, max_frame_bytes=CONTROL_BYTES))
 
@@ -223,11 +219,6 @@ class SocketFactory:
             socket.bind(host if host.startswith(IPC) else f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             socket.close()
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(
-                    f"relay.base_port={port}: in use on {host}; choose a free range,"
-                    " or leave it out for free ports"
-                ) from error
             raise ConfigError(
                 f"relay.host={host}: cannot listen there ({error}); name an address of this machine"
             ) from error

@@ -86,12 +86,13 @@ class ScoredPayload:
         """Return the request with its tokens. Raises `PayloadLostError`."""
         return await asyncio.to_thread(self._load_request, unscored)
 
-    def store(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> dict[str, ColumnRef]:
+    async def store(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> dict[str, ColumnRef]:
         """Write columns of a response, and return the place of each by name. Raises `OSError`."""
         pieces = [
             ColumnPiece(trajectory_id=trajectory_id, name=name, values=values) for name, values in columns.items()
         ]
         refs = zip(pieces, self._writer.write_all(pieces), strict=True)
+        await self._writer.synced()
         return {piece.name: ColumnRef(piece.values.dtype, at) for piece, at in refs}
 
     def _load_request(self, unscored: Unscored) -> ScoringRequest:
@@ -356,7 +357,7 @@ class Scorer:
         )
         if not columns or self._payload is None:
             return score
-        stored = self._payload.store(request.trajectory_id, columns)
+        stored = await self._payload.store(request.trajectory_id, columns)
         return msgspec.structs.replace(score, columns=stored, earned=earned_by(columns))
 
     async def _outcomes(self, request: ScoringRequest) -> list[tuple[TermConfig, Outcome]]:

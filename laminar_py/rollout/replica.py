@@ -197,7 +197,7 @@ class Replica:
     async def next_report(self, timeout_s: float) -> ReplicaReport:
         """Wait for news, at most `timeout_s`, and return the next report.
 
-        Raises `EngineLostError` after the last report of a lost engine.
+        Raises `EngineLostError` after the last report of a lost engine, `StoreFullError` if the disk is full.
         """
         if self._admission.loss is not None and not self._out.urgent.is_set():
             self._loss_raised.set()
@@ -205,7 +205,9 @@ class Replica:
         await self._out.wait(timeout_s)
         status = self._look()
         admissible = 0 if self._pinned else self._admissible(status)
-        return self._out.pop_report(status, admissible=admissible, received=self._admission.received)
+        report = self._out.pop_report(status, admissible=admissible, received=self._admission.received)
+        await self._store.synced()  # one sync for all tokens that the report names
+        return report
 
     async def measure_speed(
         self, *, vocab: int, max_len: int, sampling: SamplingParams

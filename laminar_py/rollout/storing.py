@@ -41,6 +41,10 @@ class ResponseStore(Protocol):
         """Read the response that an assignment continues. Raises `PayloadLostError`."""
         ...
 
+    async def synced(self) -> None:
+        """Return when every host of the run can read all stored pieces."""
+        ...
+
     async def keep_synced(self) -> None:
         """Sync stored pieces to disk regularly, until cancelled."""
         ...
@@ -80,6 +84,11 @@ class SegmentStore:
     async def read(self, assignment: Assignment) -> Payload:
         """Read the response that an assignment continues. Raises `PayloadLostError`."""
         return await asyncio.to_thread(self._read, assignment)
+
+    async def synced(self) -> None:
+        """Return when every host of the run can read all written pieces."""
+        with self._writing():
+            await self._segment.synced()
 
     async def keep_synced(self) -> None:
         """Sync written pieces to disk every `SYNC_S`, until cancelled."""

@@ -455,7 +455,7 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
         assert decode(int, await on_node(other.id, free_port, other.ip)) >= 1024
         here = next(node.id for node in nodes() if node.here)
         assert await on_node(here, process_here) == encode(os.getpid())
-        assert await on_node(here, process_here, apart=True) != encode(os.getpid())
+        assert await on_node(other.id, process_here) != encode(os.getpid())
         cluster.kill(1)
         wait_for_a_death(1)
         with pytest.raises(PartCrashedError):

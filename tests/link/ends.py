@@ -117,9 +117,8 @@ async def serving(*, patience_s=PATIENCE_S, limit_s=PATIENCE_S):
 async def linked(endpoint, label, replica, *, attach=None, quiet_s=PATIENCE_S):
     """The other end of a connection, of a scripted replica; what ends it is raised here."""
     wire = peer_sockets(KEYS)
-    link = ReplicaLink(
-        PeerClient(wire, endpoint, label), label, replica, attach=attach or (lambda relay: None), quiet_s=quiet_s
-    )
+    peer = PeerClient(wire, endpoint, label)
+    link = ReplicaLink(peer, replica, attach=attach or (lambda relay: None), quiet_s=quiet_s)
     task = asyncio.create_task(link.run())
     try:
         yield task
@@ -133,7 +132,6 @@ class Hand:
     """A peer whose every frame a test sends and reads itself."""
 
     def __init__(self, wire, endpoint, label):
-        self.label = label
         self.peer = PeerClient(wire, endpoint, label)
 
     async def say(self, up):
@@ -147,7 +145,6 @@ class Hand:
     async def report(self, number, *, commands_received=0, answers=()):
         await self.say(
             Up(
-                label=self.label,
                 number=number,
                 commands_received=commands_received,
                 report=make_report(number),

@@ -76,7 +76,7 @@ async def test_no_fault_on_the_way_loses_doubles_or_reorders_anything(seed):
         )
         asked = await asking
         await desk.until(lambda: all(len(desk.of(label)) >= NUM_REPORTS for label in labels))
-        while any(connection.has_unacknowledged for connection in connections):  # noqa: ASYNC110
+        while any(connection._unacknowledged for connection in connections):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for label, replica in zip(labels, replicas, strict=True):
         assert desk.of(label) == list(range(1, NUM_REPORTS + 1))

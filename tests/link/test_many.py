@@ -37,7 +37,6 @@ class Crowd:
         links = [
             ReplicaLink(
                 PeerClient(wires[index // A_WIRE], self._endpoint, label),
-                label,
                 replica,
                 attach=lambda relay: None,
                 quiet_s=self._quiet_s,
@@ -118,7 +117,7 @@ async def test_one_that_speaks_without_end_does_not_keep_others_waiting():
                 await hand.report(1)
                 await hand.told(1)
             for _ in range(50_000):
-                loud.peer.send(encode(Up(label="loud", number=1, commands_received=0, report=make_report(1))))
+                loud.peer.send(encode(Up(number=1, commands_received=0, report=make_report(1))))
             for number in range(2, 12):
                 await low.report(number)
                 await low.told(number)

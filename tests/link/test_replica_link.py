@@ -175,7 +175,7 @@ async def test_orders_of_many_megabytes_arrive_whole_and_in_order():
             connection.send_command(Submit([make_assignment(str(number), prompt=[number] * size)]))
         async with linked(desk.hub.endpoint, A, replica, quiet_s=0.05):
             await done(replica, 12)
-            while connection.has_unacknowledged:  # noqa: ASYNC110
+            while connection._unacknowledged:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert replica.did == [("submit", str(number)) for number in range(12)]
 

@@ -1,7 +1,6 @@
 """The tree heals: dead parents, dead nodes, damaged chunks, full file systems."""
 
 import asyncio
-import socket
 from pathlib import Path
 
 import msgspec
@@ -284,27 +283,6 @@ async def test_chunks_above_the_configured_size_are_refused_by_name(tmp_path: Pa
             await parent.receive(Attach)
             parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), chunk_bytes=2 * CHUNK)))
             assert "above the 4096 of this node" in (await events.first(VersionFailed, version=1)).reason
-
-
-async def test_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:
-    async with running(node := make_node(tmp_path, "relay-0")):
-        port = port_of(node.endpoint)
-        rival = make_node(tmp_path, "relay-1", port=port)
-        with pytest.raises(ValueError, match=f"relay.base_port={port}"):
-            await rival.start()
-        await rival.close()
-
-
-async def test_a_port_that_another_process_still_holds_is_waited_for(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-        node = make_node(tmp_path, "relay-0", port=port)
-        starting = asyncio.create_task(node.start(patience_s=30.0))
-        await asyncio.wait([starting], timeout=0.3)
-        assert not starting.done()
-    await starting
-    assert port_of(node.endpoint) == port
-    await node.close()
 
 
 async def test_a_foreign_address_is_refused_by_name(tmp_path: Path) -> None:

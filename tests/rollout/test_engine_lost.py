@@ -47,7 +47,7 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
     async with serving(folders) as (story, _), hub_of(take) as hub:
         await dies_with(story, "a")
         process, wire = ReplicaActor(), peer_sockets(KEYS)
-        link = ReplicaLink(PeerClient(wire, hub.endpoint, "r"), "r", story.replica, attach=print, quiet_s=0.1)
+        link = ReplicaLink(PeerClient(wire, hub.endpoint, "r"), story.replica, attach=print, quiet_s=0.1)
         process._replica, process._task, process._listening = story.replica, story.task, story.task
         process._link = asyncio.create_task(link.run())
         process._config = parse_config(

@@ -38,6 +38,9 @@ class Kept:
     def forget(self, trajectory_id):
         self.forgotten.append(trajectory_id)
 
+    async def synced(self):
+        pass
+
     async def keep_synced(self):
         await asyncio.Event().wait()
 

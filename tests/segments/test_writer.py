@@ -1,10 +1,12 @@
 """Writers: each reference can be read, files end at their size, and a full disk costs no frame that was whole."""
 
+import asyncio
 import os
 import resource
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -52,13 +54,33 @@ def test_each_reference_can_be_read_as_soon_as_there_is_one(tmp_path):
     assert {ref.segment.split(".")[0] for ref in refs} == {"replica-3"}
 
 
-def test_a_shared_segment_is_on_disk_before_there_is_a_reference(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fdatasync", synced.append)
-    SegmentWriter(tmp_path, "replica-3").write(make_piece())
-    assert synced == []
-    SegmentWriter(tmp_path, "replica-4", shared=True).write(make_piece())
-    assert len(synced) == 1
+async def test_one_sync_serves_all_callers_that_wait_and_no_later_piece(tmp_path, monkeypatch):
+    syncs, go_on = [], threading.Semaphore(0)
+
+    def fdatasync(file):
+        syncs.append(os.fstat(file).st_size)
+        assert go_on.acquire(timeout=30)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    alone, shared = SegmentWriter(tmp_path, "replica-3"), SegmentWriter(tmp_path, "replica-4", shared=True)
+    alone.write(make_piece())
+    await alone.synced()
+    await shared.synced()
+    assert syncs == [], "no other host reads it, or nothing is written"
+    shared.write(make_piece("a"))
+    first = asyncio.create_task(shared.synced())
+    while not syncs:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    shared.write_all([make_piece("b"), make_piece("c")])
+    later = [asyncio.create_task(shared.synced()) for _ in range(5)]
+    go_on.release()
+    await first
+    assert not any(task.done() for task in later)
+    go_on.release()
+    await asyncio.gather(*later)
+    await shared.synced()
+    assert syncs[0] < syncs[1] == shared.size
+    assert len(syncs) == 2
 
 
 def test_a_segment_is_its_owners_alone(tmp_path):

@@ -10,14 +10,14 @@ from laminar_py.runtime.cluster.calls import as_scalar
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.workers import keeper as keeper_module
-from laminar_py.runtime.workers.incarnation import NO_KINDS, Incarnation, Supervisor
+from laminar_py.runtime.workers.incarnation import Incarnation, Supervisor
 
 
 def make_incarnation(**given):
     """What is not given is not there."""
     absent = dict.fromkeys((field.name for field in fields(Incarnation)), None)
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    own = {"supervisor": supervisor, "number": 1, "kinds": NO_KINDS}
+    own = {"supervisor": supervisor, "number": 1}
     return Incarnation(**(absent | own | given))
 
 

@@ -1,19 +1,17 @@
-"""Processes of parts by themselves: threads, and the port of a relay."""
+"""Processes of parts by themselves: threads, and the start of a relay."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
-from laminar_py.relay.sockets import PortInUseError, RelayKeys
-from laminar_py.runtime.workers.processes import base, relay
+from laminar_py.relay.sockets import RelayKeys
+from laminar_py.runtime.workers.processes import base
 from laminar_py.runtime.workers.processes.base import ComputingActor, learner_threads, on_compute_thread
 from laminar_py.runtime.workers.processes.relay import RelayActor
 from laminar_py.runtime.workers.specs import RelaySpec
@@ -82,28 +80,20 @@ def test_an_error_of_the_compute_thread_is_the_callers():
         Counting().work(0)
 
 
-async def test_a_port_that_the_user_chose_and_that_stays_taken_is_the_users_to_change(tmp_path, monkeypatch):
+async def test_a_started_relay_answers_and_its_folder_in_shared_memory_names_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "log_to", lambda run_dir, part: None)
-    monkeypatch.setattr(relay, "PORT_S", 0.2)
-    keys, actor = RelayKeys.generate(), RelayActor()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        spec = RelaySpec(
-            config=load_config(REPO / "configs/quickstart.yaml", []).model_dump_json(),
-            run_dir=str(tmp_path),
-            node=1,
-            store=str(tmp_path / "node-1"),
-            host="127.0.0.1",
-            port=port,
-            parents=(),
-            chunk_bytes=4096,
-            public_key=keys.public,
-            secret_key=keys.secret,
-        )
-        with pytest.raises(PortInUseError, match=f"relay.base_port={port}: in use"):
-            await actor.start(spec)
-        await actor._node.close()
-        await actor.start(msgspec.structs.replace(spec, port=0))
-        assert await actor.ping(()) == []
-        assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
-        await actor._node.close()
+    actor = RelayActor()
+    spec = RelaySpec(
+        config=load_config(REPO / "configs/quickstart.yaml", []).model_dump_json(),
+        run_dir=str(tmp_path),
+        node=1,
+        store=str(tmp_path / "node-1"),
+        host="127.0.0.1",
+        parents=(),
+        chunk_bytes=4096,
+        keys=RelayKeys.generate(),
+    )
+    await actor.start(spec)
+    assert await actor.ping(()) == []
+    assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
+    await actor._node.close()

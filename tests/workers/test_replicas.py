@@ -61,10 +61,10 @@ class Replica:
         self.life = asyncio.create_task(self._live(spec))
 
     async def _live(self, spec):
-        wire = peer_sockets(RelayKeys(spec.public_key, spec.secret_key))
+        wire = peer_sockets(spec.keys)
         peer = PeerClient(wire, spec.hub, spec.label)
         try:
-            await ReplicaLink(peer, spec.label, self, attach=self.attach, quiet_s=spec.pace.quiet_s).run()
+            await ReplicaLink(peer, self, attach=self.attach, quiet_s=spec.pace.quiet_s).run()
         finally:
             wire.close()
 

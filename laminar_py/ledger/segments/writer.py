@@ -2,9 +2,11 @@
 
 Replicas, scorers and the reference model have a writer each. The bytes of a piece are written to the file before
 its reference exists, so a killed process loses no referenced piece (law 1). `sync` brings the bytes to disk,
-against a loss of power. A failed write is undone, so frames always lie end to end. No segment is ever deleted.
+against a loss of power. In a run on several hosts, a process syncs before it sends a reference. A failed write is
+undone, so frames always lie end to end. No segment is ever deleted.
 """
 
+import asyncio
 import os
 import secrets
 import time
@@ -24,13 +26,15 @@ class SegmentWriter:
     """Writes the segment of one process, e.g. `SegmentWriter(folder, "replica-3")`.
 
     The first piece creates the file, so a process without pieces leaves no file. With `shared`, for a run on
-    several hosts, a piece is on the shared disk before its reference exists, so every host can read it.
+    several hosts, `synced` brings pieces to the shared disk, where every host can read them.
     """
 
     def __init__(self, folder: Path, part: str, *, shared: bool = False, suffix: str = SEGMENT) -> None:
         self.size = 0  # bytes
         self.path = folder / f"{new_name(part)}{suffix}"
         self._shared = shared
+        self._num_synced = 0  # bytes that `synced` has brought to disk
+        self._syncing = asyncio.Lock()
         self._file: int | None = None
 
     def write(self, piece: AnyPiece) -> PieceRef:
@@ -46,7 +50,7 @@ class SegmentWriter:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         frames = [make_frame(piece) for piece in pieces]
         buffers = [buffer for frame in frames for buffer in frame.buffers]
-        append(self._file, buffers, at=self.size, sync=self._shared)
+        append(self._file, buffers, at=self.size)
         refs = []
         for frame in frames:
             refs.append(PieceRef(self.path.stem, self.size, frame.num_bytes, frame.digest))
@@ -57,6 +61,19 @@ class SegmentWriter:
         """Sync all written pieces to disk; another thread may write meanwhile. Raises `OSError`."""
         if self._file is not None:
             os.fdatasync(self._file)
+
+    async def synced(self) -> None:
+        """Return when other hosts can read all pieces written so far; at once without `shared`. Raises `OSError`.
+
+        One sync at a time runs, in a thread, and serves all callers that wait for it.
+        """
+        written = self.size
+        if self._shared and self._num_synced < written:
+            async with self._syncing:
+                if self._num_synced < written:
+                    size = self.size
+                    await asyncio.to_thread(self.sync)
+                    self._num_synced = size
 
     def close(self, *, sync: bool = True) -> None:
         """Close the file, by default after a sync; nothing can be written afterwards. Raises `OSError`."""
@@ -130,12 +147,10 @@ def segments_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{SEGMENT}"))
 
 
-def append(file: int, buffers: Sequence[Buffer], *, at: int, sync: bool) -> None:
-    """Append all buffers to a file that ends at byte `at`, or none, with `sync` to disk. Raises `OSError`."""
+def append(file: int, buffers: Sequence[Buffer], *, at: int) -> None:
+    """Append all buffers to a file that ends at byte `at`, or none. Raises `OSError`."""
     try:
         write_whole(file, buffers)
-        if sync:
-            os.fdatasync(file)
     except OSError:
         os.ftruncate(file, at)
         os.lseek(file, at, os.SEEK_SET)

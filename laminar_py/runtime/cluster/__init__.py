@@ -7,11 +7,13 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.runtime.cluster.backend import LOOPBACK as LOOPBACK
+    from laminar_py.runtime.cluster.backend import Cluster as Cluster
     from laminar_py.runtime.cluster.backend import Process as Process
     from laminar_py.runtime.cluster.backend import cluster as cluster
     from laminar_py.runtime.cluster.backend import nodes as nodes
     from laminar_py.runtime.cluster.backend import on_node as on_node
     from laminar_py.runtime.cluster.backend import open_cluster as open_cluster
+    from laminar_py.runtime.cluster.backend import use_cluster as use_cluster
     from laminar_py.runtime.cluster.errors import NoAnswerError as NoAnswerError
     from laminar_py.runtime.cluster.errors import RunFailedError as RunFailedError
     from laminar_py.runtime.cluster.part import Part as Part

@@ -74,9 +74,18 @@ def open_cluster(address: str | None) -> Iterator[None]:
             from laminar_py.runtime.cluster.ray_cluster import joined_ray  # a second, and 100 MB
 
             cluster = stack.enter_context(joined_ray(address))
-        _opened.append(cluster)
-        stack.callback(_opened.remove, cluster)
+        stack.enter_context(use_cluster(cluster))
         yield
+
+
+@contextlib.contextmanager
+def use_cluster(cluster: Cluster) -> Iterator[None]:
+    """Start processes on this cluster until the block ends, e.g. on a benchmark's own."""
+    _opened.append(cluster)
+    try:
+        yield
+    finally:
+        _opened.remove(cluster)
 
 
 def cluster() -> Cluster:
@@ -90,15 +99,13 @@ def nodes() -> list[Node]:
     return cluster().nodes()
 
 
-async def on_node(
-    node: str, function: Callable[..., bytes], *arguments: str | bytes, apart: bool = False
-) -> bytes:
+async def on_node(node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
     """Run a function of this package on a node, and return its answer. Raises `NoAnswerError`, `RemoteCallError`.
 
-    On this node the function runs on a thread, and raises its own errors. On another node, or with `apart` for
-    heavy work, it runs in a process of low priority, which ends with the call, also when the caller is cancelled.
+    On this node the function runs on a thread, and raises its own errors. On another node it runs in a process of
+    low priority, which ends with the call, also when the caller is cancelled.
     """
-    if not apart and node == cluster().here:
+    if node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
     process = cluster().start(FunctionCalls, title=function.__name__, concurrency=1, place=Place(node))
     try:

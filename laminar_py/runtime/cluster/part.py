@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Coroutine
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
@@ -114,16 +114,6 @@ class Part:
     def kill(self) -> None:
         """End the process."""
         self._process.kill()
-
-
-class MakePart(Protocol):
-    """Makes a part; `Part` itself is one."""
-
-    def __call__(
-        self, name: str, actor_class: ActorClass, *, concurrency: int, timeout_s: float, place: Place
-    ) -> Part:
-        """Start the process of a part."""
-        ...
 
 
 async def watched(work: Coroutine[object, object, T], watch: Coroutine[object, object, None]) -> T:

@@ -334,7 +334,7 @@ class Placement:
     """
 
     def __init__(self, needs: Needs, list_nodes: Callable[[], list[Node]]) -> None:
-        self._needs = needs
+        self.needs = needs  # present demand of the run
         self._list_nodes = list_nodes
         self._known = {node.id: node for node in list_nodes()}
         self._ips = {node.id: node.ip for node in self._known.values()}  # also of nodes that are gone
@@ -361,13 +361,8 @@ class Placement:
     async def scale(self, needs: Needs) -> None:
         """Make a new plan for a fleet of another size; live parts keep their places. Raises `RunFailedError`."""
         async with self._looking:
-            self._needs = needs
+            self.needs = needs
             self._plan_again(await asyncio.to_thread(self._list_nodes), scaled=True)
-
-    @property
-    def needs(self) -> Needs:
-        """Present demand of the run."""
-        return self._needs
 
     def _plan_again(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
         """Plan again if a node of the plan is gone, the needs were `scaled`, or a part has no place.
@@ -378,14 +373,14 @@ class Placement:
         self._ips |= {node.id: node.ip for node in alive.values()}
         self._known = {id: node for id, node in self._known.items() if id in alive}  # new nodes are added below
         gone = self.plan.nodes - set(alive)
-        replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self._needs.gone]
+        replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self.needs.gone]
         if not gone and not scaled and None not in (*replicas, *self.plan.servers):
             return
         # on unused nodes other programs may have taken or freed GPUs
         self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
         before = self.plan
         try:
-            self.plan = make_plan(self._needs, list(self._known.values()), keep=before)
+            self.plan = make_plan(self.needs, list(self._known.values()), keep=before)
         except ConfigError as error:
             raise RunFailedError(
                 f"nodes of the cluster are gone, and what is left is too little: {error}"
@@ -409,10 +404,6 @@ class Placement:
     def alive(self) -> list[str]:
         """Nodes that were alive when last listed, the controller's first."""
         return sorted(self._known, key=lambda node: (not self._known[node].here, node))
-
-    def is_alive(self, node: str) -> bool:
-        """Return True if a node was alive when last listed."""
-        return node in self._known
 
     @property
     def here(self) -> Place:

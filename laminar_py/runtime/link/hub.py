@@ -150,11 +150,6 @@ class ReplicaConnection:
         self._requests.clear()
         self._unacknowledged.clear()
 
-    @property
-    def has_unacknowledged(self) -> bool:
-        """True while the replica has not acknowledged all commands."""
-        return bool(self._unacknowledged)
-
     async def _request(self, question: Look | Expect, within_s: float | None) -> Reply | None:
         """Send a question and return its answer; None if the connection closes or `within_s` passes first."""
         if self._closed:
@@ -253,7 +248,7 @@ class ReplicaHub:
         for sender, frame in self._server.drain(MOST_FRAMES):
             connection = self._connections.get(sender)
             up = None if connection is None else read_record(Up, frame)
-            if connection is None or up is None or up.label != connection.label:
+            if connection is None or up is None:
                 continue
             if connection.receive(up, now):
                 frames.append((connection, up))

@@ -16,7 +16,6 @@ from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MOST_LABEL = 100  # characters, and bytes: what a peer may be named
-Label = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_LABEL)]
 
 
 class CommandBase(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
@@ -85,9 +84,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Up(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Frame of a replica, e.g. `Up(label="replica-0-1-3", number=1, commands_received=0, report=report)`."""
+    """Frame of a replica, e.g. `Up(number=1, commands_received=0, report=report)`.
 
-    label: Label  # of the replica's life, as of its segments
+    The sender's ZeroMQ identity is the label of the replica's life, which its segments have too.
+    """
+
     number: Count  # of the report
     commands_received: Count  # number of the last command that came
     report: ReplicaReport

@@ -33,19 +33,17 @@ RESEND_S = 1.0  # before a report without an acknowledgement is first sent again
 
 
 class ReplicaLink:
-    """Connects one life of a replica, under the label of its segments, with the controller."""
+    """Connects one life of a replica with the controller; `peer` has the label of its segments as its name."""
 
     def __init__(
         self,
         peer: PeerClient,
-        label: str,
         replica: Replica,
         *,
         attach: Callable[[str], None],
         quiet_s: float,
     ) -> None:
         self._peer = peer
-        self._label = label
         self._replica = replica
         self._attach = attach
         self._quiet_s = quiet_s
@@ -85,7 +83,6 @@ class ReplicaLink:
         while self._reports_received < self._number:
             self._acknowledged_event.clear()
             up = Up(
-                label=self._label,
                 number=self._number,
                 commands_received=self._commands_received,
                 report=report,

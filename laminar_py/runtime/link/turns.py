@@ -14,11 +14,12 @@ import time
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from blake3 import blake3
 
+from laminar_py.environment.host import EnvironmentHost
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.host import write_file
@@ -55,46 +56,25 @@ class TurnAnswer(msgspec.Struct, frozen=True, tag="answer"):
 ToProcess: TypeAlias = AskedTurn | Forget
 
 
-class AnswersTurns(Protocol):
-    """The methods of `environment.host.EnvironmentHost` that frames of replicas call."""
-
-    async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
-        """Answer a turn; a repeated turn gets the same answer."""
-        ...
-
-    def forget(self, trajectory_ids: list[str]) -> None:
-        """Close the environments of these trajectories."""
-        ...
-
-
 # ---- the process of environments
 
 
-def leave_address(path: Path, address: tuple[str, int]) -> None:
-    """Write the host and port of a process into a file for replicas. Raises `OSError`."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    write_file(unfinished, msgspec.json.encode(address))
-    unfinished.replace(path)
-
-
-def find_address(path: Path) -> tuple[str, int]:
-    """Read the last host and port of a process. Raises `OSError` if there is none."""
-    return msgspec.json.decode(path.read_bytes(), type=tuple[str, int])
-
-
 class TurnServer:
-    """The socket of environment process `index`. Raises `ConfigError` if it cannot listen."""
+    """The socket of environment process `index`; a file in the run's folder has its address.
+
+    Raises `ConfigError` if it cannot listen, `OSError` if it cannot write the file.
+    """
 
     def __init__(self, keys: RelayKeys, host: str, *, run_dir: Path, index: int) -> None:
         self._server = PeerServer(keys, host)
         self._answering = set[tuple[bytes, int]]()  # replica and number
-        ip, _, port = self._server.endpoint.removeprefix("tcp://").rpartition(":")
         folder = run_dir / ADDRESSES
-        folder.parent.mkdir(exist_ok=True)
-        leave_address(folder / str(index), (ip, int(port)))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished = folder / f"{index}.tmp"
+        write_file(unfinished, self._server.endpoint.encode())
+        unfinished.replace(folder / str(index))
 
-    async def run(self, host: AnswersTurns) -> None:
+    async def run(self, host: EnvironmentHost) -> None:
         """Serve turns until cancelled. Raises an error that the host raises, in a group."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -107,7 +87,7 @@ class TurnServer:
             self._server.close()
 
     def _receive(
-        self, sender: bytes, message: ToProcess | None, host: AnswersTurns, tasks: asyncio.TaskGroup
+        self, sender: bytes, message: ToProcess | None, host: EnvironmentHost, tasks: asyncio.TaskGroup
     ) -> None:
         """Handle a message of a replica. A repeated turn is ignored while its answer is in work.
 
@@ -120,7 +100,7 @@ class TurnServer:
             case Forget(trajectory_ids):
                 host.forget(trajectory_ids)
 
-    async def _answer(self, sender: bytes, number: int, turn: ModelTurn, host: AnswersTurns) -> None:
+    async def _answer(self, sender: bytes, number: int, turn: ModelTurn, host: EnvironmentHost) -> None:
         answer = await host.answer(turn)
         self._answering.discard((sender, number))
         self._server.send(sender, encode(TurnAnswer(number, answer)))  # a replica without it asks again
@@ -207,10 +187,10 @@ class EnvironmentLink:
             return
         self._looked_s = now
         try:
-            ip, port = await asyncio.to_thread(find_address, self._address)
+            endpoint = await asyncio.to_thread(self._address.read_text)
         except OSError:  # it has not started yet
             return
-        if (endpoint := f"tcp://{ip}:{port}") != self._endpoint:
+        if endpoint != self._endpoint:
             if self._peer is not None:
                 self._peer.close()
             self._peer, self._endpoint = self._connect(endpoint), endpoint

@@ -214,9 +214,9 @@ class Controller:
 
     def __init__(self, start: RunStart, *, view: View, source: EvalSource | None = None) -> None:
         config, run = start.config, start.run
-        goes_on, ledger = start.resumed and run.has_ledger, run.ledger
+        goes_on = start.resumed and run.has_ledger
         self._recovered: Recovered | None = recover(run.path, exists=run.has) if goes_on else None
-        self._evaluations = read_evaluations(ledger) if goes_on else []
+        self._evaluations = read_evaluations(run.ledger) if goes_on else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
         self._source, self._view = source, view
@@ -227,9 +227,7 @@ class Controller:
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._segments = segments = RunSegments(incarnation)
         self._reference = (
-            ReferenceStage(incarnation, segments=segments)
-            if incarnation.config.algorithm.reference_in_own_process
-            else None
+            ReferenceStage(incarnation, segments=segments) if config.algorithm.reference_in_own_process else None
         )
         self._scheduler = scheduler = make_scheduler(
             incarnation,
@@ -518,7 +516,7 @@ class Controller:
         async with asyncio.TaskGroup() as chores:
             chores.create_task(self._keep_deadlines(), name="deadlines")
             chores.create_task(self._environments.sweep(self._is_followed), name="sweep-environments")
-            chores.create_task(watch_memory(run, stats, shm), name="memory")
+            chores.create_task(watch_memory(stats, shm), name="memory")
             if self._learning is not None:
                 rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
                 chores.create_task(rows, name="fleet-rows")

@@ -58,7 +58,6 @@ class ElasticFleet:
         self._show_line = show_line
         self._config = incarnation.config  # with the present size of the fleet
         self._run = incarnation.run.path
-        self._planned_without: set[int] = set()  # replicas that have left, for which the plan has no place
 
     async def run(self) -> None:
         """Follow the wanted number of replicas until cancelled; forget a number from before the start."""
@@ -109,16 +108,15 @@ class ElasticFleet:
 
     async def _plan(self) -> None:
         """Make a plan with places for joined replicas and without places for replicas that have left."""
-        self._planned_without = set(self._replicas.left)
         needs = replace(
-            self._placement.needs, replicas=len(self._views.by_index), gone=frozenset(self._planned_without)
+            self._placement.needs, replicas=len(self._views.by_index), gone=frozenset(self._replicas.left)
         )
         await self._placement.scale(needs)
         self._issuing.wake()
 
     async def _end_leaving(self) -> None:
         """Empty leaving replicas, end empty ones, and report replicas that never started."""
-        if left := self._replicas.left.keys() - self._planned_without:
+        if left := self._replicas.left.keys() - self._placement.needs.gone:
             for index in left:
                 if (reason := self._replicas.left[index]) != SCALED:
                     self._show_line(f"replica {index} is taken out again: {reason}")

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 
@@ -71,18 +70,6 @@ class RunInterruptedError(Exception):
 
 class EvalInterruptedError(Exception):
     """The evaluation was stopped by a signal and can be resumed."""
-
-
-class Leader(Protocol):
-    """A controller of a run, or a benchmark's replacement for it."""
-
-    def interrupt(self) -> None:
-        """End the run soon, so that it can be resumed."""
-        ...
-
-    async def lead(self) -> Result:
-        """Lead the run from its start, or a resume, to its end."""
-        ...
 
 
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
@@ -151,7 +138,7 @@ def make_controller(start: RunStart, console: Console, views: ExitStack) -> Cont
 
 def lead(
     config: RunConfig,
-    make: Callable[[RunStart], Leader],
+    make: Callable[[RunStart], Controller],
     *,
     what: str,
     resume: RunFolder | None,
@@ -183,19 +170,16 @@ def lead(
 
 
 def _prepare_resume(run: RunFolder, inputs: Inputs, console: Console) -> None:
-    """Lock a run to resume, end processes of a killed controller, check the run. Raises ConfigError."""
+    """Lock a run to resume, and check it. Raises ConfigError."""
     run.lock()
-    reaped = run.reap()
     if run.has_ledger:
         refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
         refuse_other_prompts(run, inputs)
         print_fallback(run, console)  # refuse now rather than when all parts are up
-    if reaped:
-        console.print(f"ended {reaped} processes that a killed run had left")
 
 
-def _lead_logged(start: RunStart, make: Callable[[RunStart], Leader]) -> Result:
+def _lead_logged(start: RunStart, make: Callable[[RunStart], Controller]) -> Result:
     """Run the controller with a log in the run's folder; turn any error into one line for the user."""
     run = start.run
     logging.raiseExceptions = False  # else a full disk prints an error for each line of the log
@@ -241,7 +225,7 @@ def _needs(run: RunFolder, reason: str) -> str:
     )
 
 
-async def _lead(controller: Leader) -> Result:
+async def _lead(controller: Controller) -> Result:
     """Run the controller to its end. A signal interrupts the run; a second SIGINT cancels it."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()

@@ -7,7 +7,8 @@ import numpy as np
 from rich.console import Console
 
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.recovery import known_prompts, last_start
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.recovery import is_simulated, known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.trajectory import Prompt
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
@@ -18,11 +19,11 @@ MOST = 1000  # prompts to compare; another tokenizer or template changes most of
 
 def refuse_simulated(run: RunFolder) -> None:
     """Refuse a simulated run, which has no weights to continue from. Raises `ConfigError`."""
-    started = last_start(run.ledger)
-    if started is not None and started.simulated:
-        raise ConfigError(
-            f"run={run.path}: was simulated, and nothing was trained in it; start a run of its config"
-        )
+    with reading(run.ledger) as connection:
+        if is_simulated(connection):
+            raise ConfigError(
+                f"run={run.path}: was simulated, and nothing was trained in it; start a run of its config"
+            )
 
 
 def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
@@ -30,7 +31,8 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
 
     Evaluation sets may be added and removed.
     """
-    started = last_start(run.ledger)
+    with reading(run.ledger) as connection:
+        started = last_start(connection)
     known = started.data if started else {}
     fields = [name for name in known | digests if name.startswith("data.train") or name in known.keys() & digests]
     changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -155,7 +154,6 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
             check_pool(config.reward, pool)
         check_shared_memory(config)
         _check_room(config)
-        _check_ports(config)
     return Inputs(
         tokenizer=encoder.tokenizer,  # with messages, the end of a turn also ends a response
         stream=PromptStream(problems.train, config.data, seed=config.seed),
@@ -344,23 +342,6 @@ def _check_room(config: RunConfig) -> None:
     """Raise `ConfigError` if this host has no room for responses."""
     if (fault := room_fault(config.runs)) is not None:
         raise ConfigError(fault)
-
-
-def _check_ports(config: RunConfig) -> None:
-    """Raise `ConfigError` if a port from `relay.base_port` on is taken on this host."""
-    relay = config.relay
-    if relay.base_port is None:
-        return
-    for port in range(relay.base_port, relay.base_port + relay.nodes):
-        with socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                trial.bind((relay.host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"relay.base_port={relay.base_port}: cannot listen on {relay.host}:{port}"
-                    f" ({error.strerror}); choose another port or leave the field out"
-                ) from None
 
 
 # ---- room for segments

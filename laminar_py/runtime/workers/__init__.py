@@ -6,18 +6,14 @@ from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
     from laminar_py.runtime.link.turns import RemoteEnvironments as RemoteEnvironments
-    from laminar_py.runtime.workers.incarnation import PartKinds as PartKinds
     from laminar_py.runtime.workers.incarnation import RunStart as RunStart
     from laminar_py.runtime.workers.processes.base import PartActor as PartActor
     from laminar_py.runtime.workers.processes.base import open_folder as open_folder
     from laminar_py.runtime.workers.processes.base import open_part as open_part
     from laminar_py.runtime.workers.processes.base import open_reader as open_reader
     from laminar_py.runtime.workers.processes.environment import EnvironmentActor as EnvironmentActor
-    from laminar_py.runtime.workers.processes.replica import REPLICA_NICENESS as REPLICA_NICENESS
     from laminar_py.runtime.workers.specs import EnvironmentSpec as EnvironmentSpec
-    from laminar_py.runtime.workers.specs import FetchRequest as FetchRequest
     from laminar_py.runtime.workers.specs import ReplicaSpec as ReplicaSpec
     from laminar_py.runtime.workers.specs import ScorerSpec as ScorerSpec
-    from laminar_py.runtime.workers.specs import WriterStart as WriterStart
 else:
     __getattr__ = public_names(__name__)

@@ -14,7 +14,7 @@ from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, keep_all
+from laminar_py.runtime.workers.keeper import Keeper, KeeperGroup
 from laminar_py.runtime.workers.specs import EnvironmentSpec
 
 START_S = 120.0
@@ -48,8 +48,7 @@ class EnvironmentKeeper(Keeper):
             index=self._index,
             messages=self._incarnation.inputs.messages,
             host=self._placement.ip(node),  # loopback where the run is on this machine alone
-            public_key=self._keys.public,
-            secret_key=self._keys.secret,
+            keys=self._keys,
         )
         await parts[0].call("start", spec, timeout_s=START_S)
 
@@ -58,34 +57,25 @@ class EnvironmentKeeper(Keeper):
         return None if error.reason.startswith(ProcessSpentError.__name__) else error
 
 
-class EnvironmentProcesses:
+class EnvironmentProcesses(KeeperGroup[EnvironmentKeeper]):
     """Keeps the environment processes of a run alive, if it has any."""
 
     def __init__(self, incarnation: Incarnation, keys: RelayKeys) -> None:
         self._incarnation = incarnation
         settings = incarnation.config.environment
         workers = range(0 if settings is None else settings.workers)
-        self._keepers = [EnvironmentKeeper(incarnation, index, keys) for index in workers]
-
-    def spawn(self) -> None:
-        """Start all processes; `start` loads the environments in them."""
-        for keeper in self._keepers:
-            keeper.spawn()
+        super().__init__(EnvironmentKeeper(incarnation, index, keys) for index in workers)
 
     async def start(self) -> None:
         """Load the environments in all processes. Raises ConfigError if one cannot be loaded, RunFailedError."""
-        await asyncio.gather(*(keeper.bring_up() for keeper in self._keepers))
-
-    async def keep(self) -> None:
-        """Keep all processes alive until cancelled. Raises RunFailedError if one crashes too often."""
-        await keep_all(self._keepers)
+        await asyncio.gather(*(keeper.bring_up() for keeper in self.keepers))
 
     async def sweep(self, is_followed: Callable[[str], bool]) -> None:
         """Delete the environments of trajectories that have ended, once that is on record; until cancelled.
 
         This also ends the environments of dropped trajectories, which no replica reports as ended.
         """
-        if not self._keepers:
+        if not self.keepers:
             return
         saved = SavedTurns(environments_path(self._incarnation.run.path))
         while True:
@@ -93,6 +83,6 @@ class EnvironmentProcesses:
             ended = [name for name in await asyncio.to_thread(saved.names) if not is_followed(name)]
             if ended:
                 await self._incarnation.ledger.commit()
-                for part in (part for keeper in self._keepers if keeper.is_up for part in keeper.parts):
+                for part in (part for keeper in self.keepers if keeper.is_up for part in keeper.parts):
                     part.send("forget", ended)
                 await asyncio.to_thread(saved.forget, ended)

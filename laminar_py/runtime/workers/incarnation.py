@@ -14,7 +14,6 @@ from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.events import AnyEvent, Checkpointed, PartCrashed, PartStarted
 from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
-from laminar_py.runtime.cluster.part import MakePart
 from laminar_py.runtime.cluster.placement import Placement
 from laminar_py.runtime.preflight.inputs import Inputs
 
@@ -56,17 +55,6 @@ class Supervisor:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class PartKinds:
-    """Parts that a benchmark replaces by its own; None: the parts of any run."""
-
-    replica: MakePart | None = None
-    scorer: type | None = None  # an actor class
-
-
-NO_KINDS = PartKinds()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
     """A run that is about to start, or to resume; the argument of `Controller`."""
@@ -76,7 +64,6 @@ class RunStart:
     placement: Placement
     inputs: Inputs
     resumed: bool
-    kinds: PartKinds = NO_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +78,6 @@ class Incarnation:
     ledger: Ledger
     stats: Stats
     supervisor: Supervisor
-    kinds: PartKinds = NO_KINDS
     number: int = 1
     checkpoint: Checkpointed | None = None  # from which the learner continues
 
@@ -115,7 +101,6 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
         ledger=ledger,
         stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
-        kinds=start.kinds,
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,
     )

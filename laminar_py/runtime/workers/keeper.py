@@ -13,11 +13,11 @@ A crash is counted once, before another process starts (`tests/workers/test_keep
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from laminar_py.runtime.cluster.calls import ActorClass
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError, for_memory
-from laminar_py.runtime.cluster.part import MakePart, Part
+from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
 
@@ -42,7 +42,6 @@ class Keeper:
     spares_memory = ""
     """Advice for a message: which settings need less memory. A part with advice may run out of memory once."""
     forgives_s = math.inf  # after so long up, earlier crashes for want of memory are forgotten
-    make_part: MakePart | None = None  # makes the processes in place of `Part`
 
     def __init__(self, incarnation: Incarnation, *names: str) -> None:
         self.parts: Sequence[Part] = ()
@@ -52,7 +51,7 @@ class Keeper:
         self._config = incarnation.config
         self._supervisor = incarnation.supervisor
         self._placement = incarnation.placement
-        self._served = False
+        self.has_served = False  # it has been up
         self._failures = 0  # starts in a row
         self._starved = 0  # crashes for want of memory that count
         self._up_s = 0.0  # when it came up
@@ -93,13 +92,16 @@ class Keeper:
             places = [place for place in self.places() if place is not None]
             if len(places) == len(self._names):
                 self.parts = [
-                    self._make_part(name, place) for name, place in zip(self._names, places, strict=True)
+                    Part(
+                        name,
+                        self.actor_class,
+                        concurrency=self.concurrency,
+                        timeout_s=self.timeout_s,
+                        place=place,
+                    )
+                    for name, place in zip(self._names, places, strict=True)
                 ]
         return bool(self.parts)
-
-    def _make_part(self, name: str, place: Place) -> Part:
-        make = self.make_part or Part
-        return make(name, self.actor_class, concurrency=self.concurrency, timeout_s=self.timeout_s, place=place)
 
     async def begin(self) -> Sequence[Part]:
         """Start the part as soon as there is room, and return its processes. Raises PartCrashedError."""
@@ -109,7 +111,7 @@ class Keeper:
         if not self.is_up:
             await self.start_parts(self.parts)
             pids = await asyncio.gather(*(part.call("pid") for part in self.parts))
-            self._served, self._failures = True, 0
+            self.has_served, self._failures = True, 0
             self._up_s = asyncio.get_running_loop().time()
             self.up.set()
             for part, pid in zip(self.parts, pids, strict=True):
@@ -155,7 +157,7 @@ class Keeper:
         if crash is not None:
             self._supervisor.crashed(crash)
             self._end_if_starved(crash)
-            if self._failures == self.first_starts and not self._served:
+            if self._failures == self.first_starts and not self.has_served:
                 raise RunFailedError(f"{crash.part} does not start: {crash.reason}; see logs/{crash.part}.log")
         await self._placement.refresh()
         await self.rest(self._failures)
@@ -176,8 +178,22 @@ class Keeper:
             part.kill()
 
 
-async def keep_all(keepers: Iterable[Keeper]) -> None:
-    """Keep these parts alive until cancelled. Raises RunFailedError if one crashes too often."""
-    async with asyncio.TaskGroup() as tasks:
-        for keeper in keepers:
-            tasks.create_task(keeper.keep(), name="keep")
+AnyKeeper = TypeVar("AnyKeeper", bound=Keeper)
+
+
+class KeeperGroup(Generic[AnyKeeper]):
+    """Parts of one kind that start and crash independently of each other, e.g. the scorers of a run."""
+
+    def __init__(self, keepers: Iterable[AnyKeeper]) -> None:
+        self.keepers = list(keepers)
+
+    def spawn(self) -> None:
+        """Start the processes of all parts."""
+        for keeper in self.keepers:
+            keeper.spawn()
+
+    async def keep(self) -> None:
+        """Keep all parts alive until cancelled. Raises RunFailedError if one crashes too often."""
+        async with asyncio.TaskGroup() as tasks:
+            for keeper in self.keepers:
+                tasks.create_task(keeper.keep(), name="keep")

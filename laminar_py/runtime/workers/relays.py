@@ -1,7 +1,7 @@
-"""The processes of the relay tree: placed, started root first, restarted on their ports. Owned by the controller.
+"""The processes of the relay tree: placed, started root first, restarted. Owned by the controller.
 
-A relay that crashed restarts on a free port, or on its own one with `relay.base_port`. Nodes below learn the new
-address with their next ping, replicas by a command, and the publisher by a note that the root leaves in its store.
+A relay that crashed restarts on another port. Nodes below learn the new address with their next ping, replicas by
+a command, and the publisher by a note that the root leaves in its store.
 
 If all parts are on one node, the tree has `relay.nodes` processes there. On several nodes, the root is beside the
 learner, and every host with replicas has a relay. After the loss of a host, the plan may place its relay, or the
@@ -57,7 +57,6 @@ class RelayKeeper(Keeper):
         self.timeout_s = self._config.supervisor.heartbeat_timeout_s
         self.host: str | None = None  # cluster node that the relay is on, or was on
         self.endpoint = ""
-        self.parents: tuple[str, ...] = ()  # endpoints of the relays above it, nearest first
         self._node = node
         self._relays = relays
 
@@ -81,7 +80,7 @@ class RelayKeeper(Keeper):
     async def start_parts(self, parts: Sequence[Part]) -> None:
         """Start the relay, with the relays above it as parents."""
         (part,) = parts
-        relay, host = self._config.relay, part.place.node
+        host = part.place.node
         assert host is not None, "a relay has a place"
         if self._node:
             await self._relays.root_up()
@@ -91,17 +90,14 @@ class RelayKeeper(Keeper):
             run_dir=str(self._incarnation.run.path),
             node=self._node,
             store=str(self._relays.store(self._node)),
-            host=relay.host if here_alone else self._placement.ip(host),
-            port=0 if relay.base_port is None else relay.base_port + self._node,
+            host=self._config.relay.host if here_alone else self._placement.ip(host),
             parents=self._relays.parents_of(self._node),
             chunk_bytes=self._relays.chunk_bytes,
-            public_key=self._relays.keys.public,
-            secret_key=self._relays.keys.secret,
+            keys=self._relays.keys,
         )
         endpoint = await part.call("start", spec)
         assert isinstance(endpoint, str)
         self.endpoint, self.host = endpoint, host
-        self._relays.find_parents()
 
     async def watch(self, parts: Sequence[Part]) -> None:
         """Ping the relay, with its parents, and record its events.
@@ -110,7 +106,8 @@ class RelayKeeper(Keeper):
         """
         self._relays.notify()
         while True:
-            for event in await parts[0].call_for(list[RelayEvent], "ping", self.parents):
+            parents = self._relays.parents_of(self._node)
+            for event in await parts[0].call_for(list[RelayEvent], "ping", parents):
                 self._incarnation.ledger.append(on_record(event, self._relays.names))
             if self.planned_host not in (None, self.host):
                 raise PartCrashedError(f"relay-{self._node}", "it is needed on another host")
@@ -203,7 +200,6 @@ class Relays:
         """Keep every node alive until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            self.find_parents()
             for node, keeper in self._keepers.items():
                 tasks.create_task(keeper.keep(), name=f"keep-relay-{node}")
 
@@ -293,19 +289,9 @@ class Relays:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def find_parents(self) -> None:
-        """Compute the endpoints of the relays above each node, which its next ping brings."""
-        if self._tasks is not None:  # during `start`, parents are up first
-            tree = self.tree
-            for node, keeper in self._keepers.items():
-                keeper.parents = self._parents_in(tree, node)
-
     def parents_of(self, node: int) -> tuple[str, ...]:
         """Return the endpoints of the relays above a node, nearest first."""
-        return self._parents_in(self.tree, node)
-
-    def _parents_in(self, tree: Topology, node: int) -> tuple[str, ...]:
-        above = (self._keepers.get(parent) for parent in tree.ancestors(node))
+        above = (self._keepers.get(parent) for parent in self.tree.ancestors(node))
         return tuple(keeper.endpoint for keeper in above if keeper and keeper.planned_host and keeper.endpoint)
 
 

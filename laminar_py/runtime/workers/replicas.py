@@ -78,13 +78,11 @@ class ReplicaKeeper(Keeper):
     def __init__(self, fleet: "Replicas", index: int) -> None:
         super().__init__(fleet.incarnation, f"replica-{index}")
         self.timeout_s = self._config.supervisor.heartbeat_timeout_s
-        self.make_part = fleet.incarnation.kinds.replica
         self.index = index
         self.connection: ReplicaConnection | None = None  # from the start of a process to its end
         self.relay = ""  # endpoint of the relay that the replica was last sent
         self.is_killed = False  # the process was ended on purpose, and is not replaced yet
         self.is_ending = False  # the replica leaves, and gets no other process
-        self.has_served = False
         self.label: str | None = None  # of the segments that the process writes
         self._fleet = fleet
 
@@ -118,8 +116,7 @@ class ReplicaKeeper(Keeper):
             relay=self.relay,
             hub=fleet.hub.endpoint,
             pace=pace_of(len(self._placement.plan.replicas), config.supervisor.heartbeat_timeout_s),
-            public_key=fleet.relays.keys.public,
-            secret_key=fleet.relays.keys.secret,
+            keys=fleet.relays.keys,
             assignments=fleet.scheduler.dispatcher.for_starting(self.index),
             secret=config.rollout.engine.secret(),
             server=fleet.servers.get(self.index, ""),
@@ -128,7 +125,6 @@ class ReplicaKeeper(Keeper):
 
     async def watch(self, parts: Sequence[Part]) -> None:
         """Wait until a replica ends or its connection is lost. Raises PartCrashedError."""
-        self.has_served = True
         await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost())
 
     async def clean_up(self, error: PartCrashedError) -> PartCrashedError | None:

@@ -12,12 +12,11 @@ from contextlib import suppress
 from laminar_py.config.reward import server_name
 from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unscored
 from laminar_py.reward.stage import ScorerCrashedError, ScorerHandle
-from laminar_py.runtime.cluster.calls import ActorClass
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper, keep_all
+from laminar_py.runtime.workers.keeper import Keeper, KeeperGroup
 from laminar_py.runtime.workers.segments import RunSegments
 from laminar_py.runtime.workers.specs import ScorerSpec, ServerStart
 
@@ -54,7 +53,7 @@ class RemoteScorer:
 class ScorerKeeper(Keeper):
     """Keeps one scoring process alive."""
 
-    actor_class: ActorClass = "laminar_py.runtime.workers.processes.scorer:ScorerActor"
+    actor_class = "laminar_py.runtime.workers.processes.scorer:ScorerActor"
     timeout_s = START_S
 
     def __init__(self, incarnation: Incarnation, index: int, segments: RunSegments) -> None:
@@ -63,7 +62,6 @@ class ScorerKeeper(Keeper):
         self.responses_at_once = 1
         self._index = index
         self._segments = segments
-        self.actor_class = incarnation.kinds.scorer or self.actor_class
 
     def places(self) -> Sequence[Place | None]:
         """Return the nodes of the run in turn."""
@@ -89,32 +87,27 @@ class ScorerKeeper(Keeper):
             part.send("reach", addresses)
 
 
-class Scorers:
-    """Keeps the processes of the scoring stage."""
+class Scorers(KeeperGroup[ScorerKeeper]):
+    """Keeps the processes of the scoring stage, which `restart` replaces."""
 
     def __init__(self, incarnation: Incarnation, *, segments: RunSegments) -> None:
         workers = range(incarnation.config.reward.workers)
-        self._keepers = [ScorerKeeper(incarnation, index, segments) for index in workers]
-
-    def spawn(self) -> None:
-        """Start all processes; `start` starts the scorers in them."""
-        for keeper in self._keepers:
-            keeper.spawn()
+        super().__init__(ScorerKeeper(incarnation, index, segments) for index in workers)
 
     async def start(self) -> list[ScorerHandle]:
         """Start the scorers, all at once."""
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(self._bring_up(keeper)) for keeper in self._keepers]
+            started = [tasks.create_task(self._bring_up(keeper)) for keeper in self.keepers]
         return [task.result() for task in started]
 
     async def restart(self, index: int) -> ScorerHandle:
         """Replace process `index`, which counts as a crash, and return the new scorer."""
-        await self._keepers[index].replace(PartCrashedError(f"scorer-{index}", "crashed or hung"))
-        return await self._bring_up(self._keepers[index])
+        await self.keepers[index].replace(PartCrashedError(f"scorer-{index}", "crashed or hung"))
+        return await self._bring_up(self.keepers[index])
 
     def publish_addresses(self, addresses: PoolAddresses) -> None:
         """Send all present and later scorers the addresses of the launched servers that are up."""
-        for keeper in self._keepers:
+        for keeper in self.keepers:
             keeper.publish_addresses(addresses)
 
     async def close(self) -> None:
@@ -124,7 +117,7 @@ class Scorers:
             with suppress(PartCrashedError):
                 await part.call("stop", timeout_s=STOP_S)
 
-        await asyncio.gather(*(stop(part) for keeper in self._keepers if keeper.is_up for part in keeper.parts))
+        await asyncio.gather(*(stop(part) for keeper in self.keepers if keeper.is_up for part in keeper.parts))
 
     async def _bring_up(self, keeper: ScorerKeeper) -> ScorerHandle:
         (part,) = await keeper.bring_up()
@@ -179,30 +172,21 @@ class ServerKeeper(Keeper):
         return error
 
 
-class RewardServers:
+class RewardServers(KeeperGroup[ServerKeeper]):
     """Keeps the servers of all pools; calls `publish` with the live ones whenever these change."""
 
     def __init__(self, incarnation: Incarnation, *, publish: Callable[[PoolAddresses], None]) -> None:
         self._publish = publish
         self._number = 0
-        self._keepers = [
+        super().__init__(
             ServerKeeper(incarnation, place, pool, index, publish=self._publish_all)
             for place, (pool, index) in enumerate(incarnation.config.reward.launched)
-        ]
-
-    def spawn(self) -> None:
-        """Start all processes; `keep` starts the servers."""
-        for keeper in self._keepers:
-            keeper.spawn()
-
-    async def keep(self) -> None:
-        """Keep all servers alive until cancelled. Raises RunFailedError after too many crashes."""
-        await keep_all(self._keepers)
+        )
 
     def _publish_all(self) -> None:
         self._number += 1
         pools: dict[str, list[ServerAddress]] = {}
-        for keeper in self._keepers:
+        for keeper in self.keepers:
             if keeper.address is not None:
                 pools.setdefault(keeper.pool, []).append(keeper.address)
         self._publish(PoolAddresses(self._number, pools))

@@ -6,13 +6,13 @@ writes under the label that it was started with, so the name of a segment tells 
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.recovery import Recovered
-from laminar_py.ledger.segments.salvage import Known, Salvage, Salvaged, salvage
+from laminar_py.ledger.segments.salvage import Known, Salvage, salvage
 from laminar_py.ledger.segments.writer import JOURNAL, SEGMENT
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import Status
@@ -34,21 +34,19 @@ class RunSegments:
         """Return a label for a part that starts, e.g. `replica-3-2-17`: the 17th start of incarnation 2."""
         return f"{part}-{self._incarnation}-{next(self._starts)}"
 
-    async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
+    async def salvage(self, label: str | None, running: Mapping[str, Known]) -> Salvage:
         """Rescue unreported tokens of these trajectories from the journals of a crashed part.
 
-        The result is empty if the journals cannot be read.
+        Without a label, read the journals of all parts. The result is empty if they cannot be read.
         """
-        return await self._salvage(f"{label}.*", self.new_label(f"salvage-{label}"), running)
-
-    async def salvage_all(self, live: Sequence[LiveTrajectory]) -> list[Salvaged]:
-        """Rescue unreported tokens of all trajectories that ran when the last controller crashed."""
-        running = {
-            entry.id: Known(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
-            for entry in live
-            if entry.status is Status.RUNNING
-        }
-        return (await self._salvage("*", self.new_label("salvage-all"), running)).found
+        if not running:
+            return Salvage([], [])
+        pattern, own_label = ("*", "salvage-all") if label is None else (f"{label}.*", f"salvage-{label}")
+        try:
+            return await asyncio.to_thread(salvage, self._folder, pattern, self.new_label(own_label), running)
+        except OSError as error:
+            log.error("no tokens are salvaged from %s: %s", pattern, error)
+            return Salvage([], [])
 
     async def discard(self, journals: Iterable[Path]) -> None:
         """Delete journals, after everything appended so far is on record."""
@@ -59,15 +57,6 @@ class RunSegments:
     async def close(self) -> None:
         """Delete all journals; called when all trajectories have ended and are reported."""
         await self.discard(self._folder.glob(f"*{JOURNAL}"))
-
-    async def _salvage(self, pattern: str, label: str, running: Mapping[str, Known]) -> Salvage:
-        if not running:
-            return Salvage([], [])
-        try:
-            return await asyncio.to_thread(salvage, self._folder, pattern, label, running)
-        except OSError as error:
-            log.error("no tokens are salvaged from %s: %s", pattern, error)
-            return Salvage([], [])
 
     def find_missing(self, live: Iterable[LiveTrajectory]) -> dict[str, str]:
         """Return the trajectories whose segments are gone or too short, each with a reason."""
@@ -87,5 +76,10 @@ class RunSegments:
 async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: TrajectoryScheduler) -> None:
     """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
     missing = await asyncio.to_thread(segments.find_missing, recovered.live)
-    await scheduler.restore(recovered, salvaged=await segments.salvage_all(recovered.live))
+    running = {
+        entry.id: Known(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
+        for entry in recovered.live
+        if entry.status is Status.RUNNING
+    }
+    await scheduler.restore(recovered, salvaged=(await segments.salvage(None, running)).found)
     await scheduler.incoming.drop_lost(missing)

@@ -8,6 +8,7 @@ from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import TrajectoryRef
+from laminar_py.relay.sockets import RelayKeys
 
 
 class PartStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,16 +25,14 @@ class WriterStart(PartStart, frozen=True, kw_only=True):
 
 
 class RelaySpec(PartStart, frozen=True, kw_only=True):
-    """Start of a relay node, e.g. node 0 (the root) of 3. `port` 0: any; parents in order of preference."""
+    """Start of a relay node, e.g. node 0 (the root) of 3; parents in order of preference."""
 
     node: int
     store: str
     host: str  # address that it listens on
-    port: int
     parents: tuple[str, ...]  # endpoints; empty for the root
     chunk_bytes: int  # of the whole tree
-    public_key: str
-    secret_key: str
+    keys: RelayKeys
 
 
 class ReportPace(msgspec.Struct, frozen=True):
@@ -51,8 +50,7 @@ class ReplicaSpec(WriterStart, frozen=True, kw_only=True):
     relay: str  # endpoint
     hub: str  # endpoint for reports
     pace: ReportPace
-    public_key: str
-    secret_key: str
+    keys: RelayKeys
     assignments: list[Assignment] = []
     secret: str | None = None  # of its engine
     server: str = ""  # URL that it attaches to; empty if it starts its engine
@@ -109,8 +107,7 @@ class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
     index: int
     messages: bool
     host: str  # address for streamed turns
-    public_key: str
-    secret_key: str
+    keys: RelayKeys
 
 
 class ServerStart(PartStart, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ from laminar_py.environment.calls import EnvironmentCalls
 from laminar_py.environment.host import EnvironmentHost
 from laminar_py.environment.saved_turns import SavedTurns, environments_path
 from laminar_py.environment.writer import open_writer
-from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.link.turns import TurnServer
 from laminar_py.runtime.workers.processes.base import PartActor, open_part
 from laminar_py.runtime.workers.specs import EnvironmentSpec
@@ -47,8 +46,7 @@ class EnvironmentActor(PartActor):
             limits=settings,
         )
         asyncio.get_running_loop().set_default_executor(self._calls.threads)  # for tools that are not `async`
-        keys = RelayKeys(spec.public_key, spec.secret_key)
-        server = TurnServer(keys, spec.host, run_dir=Path(spec.run_dir), index=spec.index)
+        server = TurnServer(spec.keys, spec.host, run_dir=Path(spec.run_dir), index=spec.index)
         self._serving = asyncio.create_task(server.run(self._host), name="turns")
 
     async def forget(self, trajectory_ids: list[str]) -> None:

@@ -268,4 +268,5 @@ class ReferenceActor(ComputingActor):
         ]
         refs = zip(pieces, self._writer.write_all(pieces), strict=True)
         columns = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
+        self._writer.sync()  # other hosts may read them
         return ReferenceAnswer(columns, lost, time.perf_counter() - started)

@@ -7,11 +7,8 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import RelayEvent
 from laminar_py.relay.node import RelayNode
-from laminar_py.relay.sockets import RelayKeys
 from laminar_py.runtime.workers.processes.base import PartActor, open_part
 from laminar_py.runtime.workers.specs import RelaySpec
-
-PORT_S = 10.0  # to wait for `relay.base_port`, while the process before ends
 
 
 class RelayActor(PartActor):
@@ -26,15 +23,14 @@ class RelayActor(PartActor):
         self._node = RelayNode(
             f"relay-{spec.node}",
             store=Path(spec.store),
-            keys=RelayKeys(spec.public_key, spec.secret_key),
+            keys=spec.keys,
             host=spec.host,
-            port=spec.port,
             parents=list(spec.parents),
             chunk_bytes=spec.chunk_bytes,
             keep_versions=relay.keep_versions,
             emit=self._events.append,
         )
-        await self._node.start(patience_s=PORT_S)
+        await self._node.start()
         RunFolder(Path(spec.run_dir)).note_shm(Path(spec.store).parent)
         self._task = asyncio.create_task(self._node.run(), name="relay")
         return self._node.endpoint

@@ -21,7 +21,7 @@ from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.environment import Environments
 from laminar_py.records.host import SystemClock
-from laminar_py.relay.sockets import PeerClient, RelayKeys, SocketFactory, peer_sockets
+from laminar_py.relay.sockets import PeerClient, SocketFactory, peer_sockets
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
@@ -63,9 +63,8 @@ class ReplicaActor(PartActor):
         )
         with _unwrapping_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
-        keys = RelayKeys(spec.public_key, spec.secret_key)
-        wire = peer_sockets(keys)
-        self._weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=keys)
+        wire = peer_sockets(spec.keys)
+        self._weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=spec.keys)
         self._listening = asyncio.create_task(self._weights.run(), name="subscriber")
         self._replica = Replica(
             spec.index,
@@ -85,7 +84,7 @@ class ReplicaActor(PartActor):
         )
         self._config = config
         peer, attach = PeerClient(wire, spec.hub, spec.label), self._weights.attach
-        link = ReplicaLink(peer, spec.label, self._replica, attach=attach, quiet_s=spec.pace.quiet_s)
+        link = ReplicaLink(peer, self._replica, attach=attach, quiet_s=spec.pace.quiet_s)
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         self._link = asyncio.create_task(link.run(), name="link")
 
