@@ -21,7 +21,7 @@ from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind, MicroBatch, Trajectory
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.sockets import generate_keys
 from laminar_py.relay.subscriber import Subscriber
 from tests.learner.builders import make_model_folder, make_sequences
 from tests.learner.builders import pack as pack_sequences
@@ -67,7 +67,7 @@ async def generate(engine: LocalEngine, index: int, **cut) -> Trajectory:
 
 async def through_relays(learner: Learner, root: Path) -> str:
     """Publish the learner's weights as version 1 and pull them from a leaf two hops away."""
-    keys = RelayKeys.generate()
+    keys = generate_keys()
     nodes = [RelayNode("root", store=root / "0", keys=keys)]
     await nodes[0].start()
     for name in ("middle", "leaf"):

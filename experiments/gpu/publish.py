@@ -30,7 +30,7 @@ from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
 from laminar_py.records.trajectory import MicroBatch
-from laminar_py.relay import RelayKeys, apply, encode
+from laminar_py.relay import apply, encode, generate_keys
 from laminar_py.relay.messages import VersionComplete
 
 SEQUENCES = 8  # of a step
@@ -114,7 +114,7 @@ def groups(size: GpuStep, *, device_type: str, shm: Path, repeats: int) -> Itera
     with (
         workplace(shm) as folder,
         open_learner(folder, size, device_type=device_type) as learner,
-        RelayPair(folder / "relays", keys=RelayKeys.generate()) as pair,
+        RelayPair(folder / "relays", keys=generate_keys()) as pair,
     ):
         bench = Bench(learner, pair, size)
         yield stall_rows(bench, device_type=device_type, setting=setting, repeats=repeats)

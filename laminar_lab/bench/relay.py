@@ -23,7 +23,7 @@ import torch
 from laminar_lab.bench.relay_pair import CHUNK_BYTES, LOCAL, WARM_VERSIONS, RelayPair, receive, worker
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
-from laminar_py.relay import CHECKSUM_BYTES, PAGE_BYTES, RelayKeys, chunk_checksum
+from laminar_py.relay import CHECKSUM_BYTES, PAGE_BYTES, RelayKeys, chunk_checksum, generate_keys
 
 ROWS = ("hop_GBps", "hop_over_socket", "hop_curve_over_socket")
 VERSION_BYTES = 256 * 2**20  # of a version that hops
@@ -32,7 +32,7 @@ VERSION_BYTES = 256 * 2**20  # of a version that hops
 def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSION_BYTES) -> list[Row]:
     """Compare both sides, without and with CURVE, medians over `repeats` rounds; all files lie in `shm`."""
     found: list[Row] = []
-    for name, keys in (("hop", None), ("hop_curve", RelayKeys.generate())):
+    for name, keys in (("hop", None), ("hop_curve", generate_keys())):
         with (
             workplace(shm) as folder,
             hop(folder / "tree", keys, num_bytes) as ours,

@@ -32,7 +32,7 @@ from laminar_py.records.host import SystemClock
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
 from laminar_py.records.weights import PulledVersion
-from laminar_py.relay import RelayKeys, peer_sockets
+from laminar_py.relay import generate_keys, peer_sockets
 from laminar_py.rollout import Replica, SegmentStore
 from laminar_py.runtime.cluster import LOOPBACK, Part, open_cluster
 from laminar_py.runtime.workers import EnvironmentActor, EnvironmentSpec, RemoteEnvironments
@@ -176,7 +176,7 @@ class BenchReplica:
         self._environments = Part("environment-0", EnvironmentActor, concurrency=4, timeout_s=PATIENCE_S)
 
     async def __aenter__(self) -> "BenchReplica":
-        config, rollout, keys = self._config, self._config.rollout, RelayKeys.generate()
+        config, rollout, keys = self._config, self._config.rollout, generate_keys()
         spec = EnvironmentSpec(
             config=config.model_dump_json(),
             run_dir=str(self._run),

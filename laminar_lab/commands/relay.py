@@ -63,14 +63,14 @@ def relay_serve(
 
 def write_keys(path: Path) -> None:
     """Write a new keypair to a file that only its owner can read. Raises `ConfigError` if the file exists."""
-    from laminar_py.relay import RelayKeys
+    from laminar_py.relay import generate_keys
 
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise ConfigError(f"keys={path}: cannot be made ({error.strerror}); name a new file") from None
     with open(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(RelayKeys.generate()))
+        file.write(msgspec.json.encode(generate_keys()))
 
 
 def read_keys(path: Path) -> "RelayKeys":

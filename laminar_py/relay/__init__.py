@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from laminar_py.relay.messages import CHECKSUM_BYTES as CHECKSUM_BYTES
     from laminar_py.relay.messages import ParentLost as ParentLost
     from laminar_py.relay.messages import RelayEvent as RelayEvent
+    from laminar_py.relay.messages import RelayKeys as RelayKeys
     from laminar_py.relay.messages import VersionComplete as VersionComplete
     from laminar_py.relay.messages import VersionFailed as VersionFailed
     from laminar_py.relay.messages import VersionPulled as VersionPulled
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from laminar_py.relay.publisher import Publisher as Publisher
     from laminar_py.relay.sockets import IPC as IPC
     from laminar_py.relay.sockets import PeerClient as PeerClient
-    from laminar_py.relay.sockets import RelayKeys as RelayKeys
+    from laminar_py.relay.sockets import generate_keys as generate_keys
     from laminar_py.relay.sockets import peer_sockets as peer_sockets
     from laminar_py.relay.subscriber import Subscriber as Subscriber
     from laminar_py.relay.tree import PAGE_BYTES as PAGE_BYTES

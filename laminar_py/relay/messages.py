@@ -219,3 +219,13 @@ class ParentLost(msgspec.Struct, frozen=True, tag=True):
 
 
 RelayEvent: TypeAlias = VersionComplete | VersionPulled | VersionFailed | ParentLost
+
+
+class RelayKeys(msgspec.Struct, frozen=True):
+    """The keypair that all parties of one run share, e.g. `generate_keys()`; its holder may connect."""
+
+    public: str  # 40 characters, Z85
+    secret: str  # 40 characters, Z85
+
+    def __repr__(self) -> str:
+        return f"RelayKeys(public={self.public!r}, secret=...)"  # logs must not hold the secret

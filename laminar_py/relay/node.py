@@ -35,7 +35,8 @@ from pathlib import Path
 import laminar_py.relay.messages as m
 from laminar_py.relay.downlink import Downlink
 from laminar_py.relay.downloads import MAX_WINDOW, window_of
-from laminar_py.relay.sockets import Listener, RelayKeys, SocketFactory
+from laminar_py.relay.messages import RelayKeys
+from laminar_py.relay.sockets import Listener, SocketFactory
 from laminar_py.relay.uplink import VISIT_S, Uplink
 from laminar_py.relay.version_store import VersionStore, watch_folder
 from laminar_py.relay.versions import NodeVersions

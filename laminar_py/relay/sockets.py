@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records import codec
-from laminar_py.relay.messages import NO_DATA, Chunk, Downward, ToChild, ToParent, Upward
+from laminar_py.relay.messages import NO_DATA, Chunk, Downward, RelayKeys, ToChild, ToParent, Upward
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +42,10 @@ SocketError = zmq.ZMQError  # for callers that may not import zmq
 Received = TypeVar("Received")
 
 
-class RelayKeys(msgspec.Struct, frozen=True):
-    """The keypair that all parties of one run share, e.g. `RelayKeys.generate()`; its holder may connect."""
-
-    public: str  # 40 characters, Z85
-    secret: str  # 40 characters, Z85
-
-    @classmethod
-    def generate(cls) -> "RelayKeys":
-        """Draw a new keypair for a run."""
-        public, secret = zmq.curve_keypair()
-        return cls(public.decode(), secret.decode())
-
-    def __repr__(self) -> str:
-        return f"RelayKeys(public={self.public!r}, secret=...)"  # logs must not hold the secret
+def generate_keys() -> RelayKeys:
+    """Draw a new keypair for a run."""
+    public, secret = zmq.curve_keypair()
+    return RelayKeys(public.decode(), secret.decode())
 
 
 class LinkState(Enum):

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import laminar_py.relay.messages as m
 from laminar_py.records.weights import PulledVersion, VersionLostError
-from laminar_py.relay.sockets import RelayKeys, SocketFactory
+from laminar_py.relay.messages import RelayKeys
+from laminar_py.relay.sockets import SocketFactory
 from laminar_py.relay.uplink import Uplink
 
 

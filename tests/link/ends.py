@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager, contextmanager
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.replica import ReplicaReport, Survey
-from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
+from laminar_py.relay.sockets import PeerClient, PeerServer, generate_keys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub
 from laminar_py.runtime.link.messages import Down, Up
 from laminar_py.runtime.link.replica_link import ReplicaLink
 
-KEYS = RelayKeys.generate()
+KEYS = generate_keys()
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 60.0  # of a test
 

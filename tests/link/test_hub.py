@@ -7,7 +7,8 @@ import pytest
 
 from laminar_py.records.replica import Survey
 from laminar_py.relay import sockets
-from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.messages import RelayKeys
+from laminar_py.relay.sockets import generate_keys
 from laminar_py.runtime.link import hub as hub_module
 from laminar_py.runtime.link.messages import Abort, Follow, Reply, Up
 from tests.link.ends import KEYS, Commands, by_hand, linked, make_report, serving
@@ -266,7 +267,7 @@ async def test_words_of_an_old_label_count_for_nothing():
     assert new.reports_received == 1
 
 
-@pytest.mark.parametrize("keys", [RelayKeys.generate(), RelayKeys(KEYS.public, RelayKeys.generate().secret)])
+@pytest.mark.parametrize("keys", [generate_keys(), RelayKeys(KEYS.public, generate_keys().secret)])
 async def test_a_peer_with_other_keys_gets_nowhere(keys):
     async with serving() as desk:
         desk.hub.open(A, 0)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 
 from laminar_py.relay import sockets
-from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
+from laminar_py.relay.sockets import PeerClient, PeerServer, generate_keys, peer_sockets
 
-KEYS = RelayKeys.generate()
+KEYS = generate_keys()
 PATIENCE_S = 10.0
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
-from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
+from laminar_py.relay.sockets import PeerClient, generate_keys, peer_sockets
 from laminar_py.runtime.link import turns
 from laminar_py.runtime.link.turns import AskedTurn, RemoteEnvironments, TurnServer
 from tests.environment.turns import problem
 
-KEYS = RelayKeys.generate()
+KEYS = generate_keys()
 PATIENCE_S = 20.0
 LOOPBACK = "127.0.0.1"
 NAMES = [f"g{number}.0" for number in range(8)]
@@ -158,7 +158,7 @@ async def test_a_missing_process_holds_up_no_turn_of_another(tmp_path):
 
 
 async def test_a_stranger_is_not_heard_and_damaged_frames_cost_nothing(tmp_path):
-    process, stranger = Process(tmp_path), peer_sockets(RelayKeys.generate())
+    process, stranger = Process(tmp_path), peer_sockets(generate_keys())
     lists = AskedTurn(1, msgspec.structs.replace(turn(6), response_ids=[1, 2]))  # in the place of an array's bytes
     async with environments(tmp_path, process) as remote:
         await remote.answer(turn(1))

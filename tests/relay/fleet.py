@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from laminar_py.relay.messages import Chunk, Downward
+from laminar_py.relay.messages import Chunk, Downward, RelayKeys
 from laminar_py.relay.node import RelayNode
-from laminar_py.relay.sockets import Listener, RelayKeys
+from laminar_py.relay.sockets import Listener
 
 START_S = 20.0
 

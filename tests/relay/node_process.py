@@ -5,8 +5,8 @@ import multiprocessing as mp
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from laminar_py.relay.messages import RelayKeys
 from laminar_py.relay.node import RelayNode
-from laminar_py.relay.sockets import RelayKeys
 
 START_S = 20.0
 

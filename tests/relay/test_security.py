@@ -10,8 +10,8 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from laminar_py.records import codec
-from laminar_py.relay.messages import Announce, Attach, Chunk, ParentLost, Want
-from laminar_py.relay.sockets import CONTROL_BYTES, RelayKeys, to_frames
+from laminar_py.relay.messages import Announce, Attach, Chunk, ParentLost, RelayKeys, Want
+from laminar_py.relay.sockets import CONTROL_BYTES, generate_keys, to_frames
 from tests.relay.tree import (
     CHUNK,
     KEYS,
@@ -54,7 +54,7 @@ async def told_until(socket: zmq.asyncio.Socket, endpoint: str, *last: int) -> i
 
 async def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
     async with running(node := make_node(tmp_path, "relay-0")):
-        with raw_socket(zmq.DEALER, RelayKeys.generate()) as stranger:
+        with raw_socket(zmq.DEALER, generate_keys()) as stranger:
             end = await told_until(
                 stranger, node.endpoint, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_SUCCEEDED
             )
@@ -74,7 +74,7 @@ async def test_a_client_without_curve_gets_nothing(tmp_path: Path) -> None:
 
 
 async def test_an_impostor_without_the_secret_key_gets_no_child(tmp_path: Path) -> None:
-    impostor_keys = RelayKeys(KEYS.public, RelayKeys.generate().secret)
+    impostor_keys = RelayKeys(KEYS.public, generate_keys().secret)
     with raw_socket(zmq.ROUTER, impostor_keys, server=True) as impostor:
         impostor.bind("tcp://127.0.0.1:*")
         endpoint = impostor.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()

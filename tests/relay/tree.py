@@ -15,14 +15,14 @@ from laminar_py.relay.digests import digest_of, file_digest, read_checksums, ver
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.sockets import Connection, LinkState, Listener, RelayKeys, SocketFactory
+from laminar_py.relay.sockets import Connection, LinkState, Listener, SocketFactory, generate_keys
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Topology, grow_tree
 from laminar_py.relay.version_store import StoredVersion, describe_version
 
 torch.set_num_threads(1)
 
-KEYS = RelayKeys.generate()
+KEYS = generate_keys()
 CHUNK = 4096
 PATIENCE_S = 30.0  # every wait of these tests ends here
 

@@ -8,13 +8,13 @@ import pytest
 from laminar_py.config.loading import parse_config
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.trajectory import InterruptReason
-from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, peer_sockets
+from laminar_py.relay.sockets import PeerClient, PeerServer, generate_keys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.workers.processes.replica import ReplicaActor
 from tests.rollout.test_replica import assignment, folders, serving  # noqa: F401 (`folders` is a fixture)
 
-KEYS = RelayKeys.generate()
+KEYS = generate_keys()
 
 
 async def dies_with(story, *names):

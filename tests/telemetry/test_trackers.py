@@ -227,7 +227,8 @@ def test_what_a_cpu_cannot_say_is_left_out():
 def test_the_mean_of_a_set_has_one_name_whatever_its_rewards_are():
     known = [flat_evaluation(make_evaluated(mean)) for mean in (0.0, 0.5)]
     bonus = make_evaluated(0.5)
-    known.append(flat_evaluation(msgspec.structs.replace(bonus, figures=bonus.figures.as_mean_reward)))
+    means = msgspec.structs.replace(bonus.figures, is_accuracy=False, pass_at={})
+    known.append(flat_evaluation(msgspec.structs.replace(bonus, figures=means)))
     assert [row["eval/heldout/mean"] for row in known] == [0.0, 0.5, 0.5]
     assert {name for row in known for name in row} == set(known[-1])
 

@@ -10,7 +10,7 @@ import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
-from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.sockets import generate_keys
 from laminar_py.runtime.workers.processes import base
 from laminar_py.runtime.workers.processes.base import ComputingActor, learner_threads, on_compute_thread
 from laminar_py.runtime.workers.processes.relay import RelayActor
@@ -91,7 +91,7 @@ async def test_a_started_relay_answers_and_its_folder_in_shared_memory_names_the
         host="127.0.0.1",
         parents=(),
         chunk_bytes=4096,
-        keys=RelayKeys.generate(),
+        keys=generate_keys(),
     )
     await actor.start(spec)
     assert await actor.ping(()) == []

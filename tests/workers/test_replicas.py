@@ -21,7 +21,7 @@ from laminar_py.records.events import PartCrashed, ReplicaLeft, VersionLoaded
 from laminar_py.records.host import SystemClock
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.spans import Span
-from laminar_py.relay.sockets import PeerClient, RelayKeys, peer_sockets
+from laminar_py.relay.sockets import PeerClient, generate_keys, peer_sockets
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
@@ -176,7 +176,7 @@ class World:
             relays=SimpleNamespace(
                 attach=attach,
                 endpoint_for=endpoint_for,
-                keys=RelayKeys.generate(),
+                keys=generate_keys(),
             ),
             segments=self.segments,
             issuing=self.issuing,

@@ -14,16 +14,19 @@ import time
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from blake3 import blake3
 
-from laminar_py.environment.host import EnvironmentHost
 from laminar_py.records.codec import encode
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.host import write_file
-from laminar_py.relay.sockets import PeerClient, PeerServer, RelayKeys, SocketFactory, read_record
+from laminar_py.relay.messages import RelayKeys
+from laminar_py.relay.sockets import PeerClient, PeerServer, SocketFactory, read_record
+
+if TYPE_CHECKING:
+    from laminar_py.environment.host import EnvironmentHost
 
 MOST_FRAMES = 16  # received before the event loop gets its turn
 UNSENT_S = 0.02  # between two tries to send over a connection that is not up yet
@@ -74,7 +77,7 @@ class TurnServer:
         write_file(unfinished, self._server.endpoint.encode())
         unfinished.replace(folder / str(index))
 
-    async def run(self, host: EnvironmentHost) -> None:
+    async def run(self, host: "EnvironmentHost") -> None:
         """Serve turns until cancelled. Raises an error that the host raises, in a group."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -87,7 +90,7 @@ class TurnServer:
             self._server.close()
 
     def _receive(
-        self, sender: bytes, message: ToProcess | None, host: EnvironmentHost, tasks: asyncio.TaskGroup
+        self, sender: bytes, message: ToProcess | None, host: "EnvironmentHost", tasks: asyncio.TaskGroup
     ) -> None:
         """Handle a message of a replica. A repeated turn is ignored while its answer is in work.
 
@@ -100,7 +103,7 @@ class TurnServer:
             case Forget(trajectory_ids):
                 host.forget(trajectory_ids)
 
-    async def _answer(self, sender: bytes, number: int, turn: ModelTurn, host: EnvironmentHost) -> None:
+    async def _answer(self, sender: bytes, number: int, turn: ModelTurn, host: "EnvironmentHost") -> None:
         answer = await host.answer(turn)
         self._answering.discard((sender, number))
         self._server.send(sender, encode(TurnAnswer(number, answer)))  # a replica without it asks again

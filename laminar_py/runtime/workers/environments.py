@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from laminar_py.environment.calls import ProcessSpentError
 from laminar_py.environment.saved_turns import SavedTurns, environments_path
-from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.messages import RelayKeys
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Place

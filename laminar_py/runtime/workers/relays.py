@@ -27,7 +27,7 @@ from laminar_py.relay.messages import (
     VersionFailed,
     VersionPulled,
 )
-from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.sockets import generate_keys
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Broadcast, Links, Topology, choose_chunk_bytes, grow_tree
 from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
@@ -118,7 +118,7 @@ class Relays:
     """Keeps the nodes of the tree alive; node 0 is the root beside the learner."""
 
     def __init__(self, incarnation: Incarnation) -> None:
-        self.keys = RelayKeys.generate()
+        self.keys = generate_keys()
         self.incarnation = incarnation
         self._config = incarnation.config
         self._placement = incarnation.placement

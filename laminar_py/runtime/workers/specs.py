@@ -8,7 +8,7 @@ from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import TrajectoryRef
-from laminar_py.relay.sockets import RelayKeys
+from laminar_py.relay.messages import RelayKeys
 
 
 class PartStart(msgspec.Struct, frozen=True, kw_only=True):
