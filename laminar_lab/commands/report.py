@@ -7,12 +7,15 @@ import dataclasses
 from functools import cached_property
 from math import isnan
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from laminar_py.cli import console, print_line
+
+if TYPE_CHECKING:
+    from laminar_py.observe import Summary
 
 report_app = typer.Typer()
 dashboard_app = typer.Typer()
@@ -43,8 +46,17 @@ def report(
         print_line(f"what to change first: laminar advise {run}")
 
 
+def print_ending(summary: "Summary", interrupted: bool) -> None:
+    """Print the closing table of a run unless it was interrupted, then what limits the run."""
+    from laminar_lab.report.closing import closing_table
+
+    if not interrupted:
+        console.print(closing_table(summary))
+    print_limits(Path(summary.run))
+
+
 def print_limits(run: Path) -> None:
-    """Print what limits a run, and the commands that show the rest; `laminar train` ends with it."""
+    """Print what limits a run, and the commands that show the rest."""
     from laminar_lab.report.run_report import RunReport
     from laminar_lab.report.snapshot import read_snapshot
     from laminar_lab.report.terminal import diagnosis_table

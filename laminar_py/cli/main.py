@@ -25,7 +25,6 @@ from laminar_py.records.host import visible
 GROUP = "laminar_py.commands"  # entry points of installed packages, each a `typer.Typer`
 COMMANDS = {  # name -> module:attribute of its function, and an example for its help
     "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
-    "scale": ("laminar_py.cli.scale:scale", "laminar scale runs/quickstart-1 4"),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
     "eval": ("laminar_py.cli.train:evaluate", "laminar eval runs/quickstart-1 eval.sets.heldout.samples=4"),
 }

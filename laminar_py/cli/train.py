@@ -1,6 +1,6 @@
 """`laminar train`, `laminar export` and `laminar eval`: start runs and evaluations, print their summaries."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +16,12 @@ from laminar_py.config.section import ConfigError
 
 if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
-    from laminar_py.observe.summary import CheckpointFigures, EvaluationFigures, RelayFigures, Summary
+    from laminar_py.observe.summary import EvaluationFigures, Summary
 
 
-ENDINGS = "laminar_py.run_endings"  # entry points: functions that print something about an ended run's folder
+ENDINGS = (
+    "laminar_py.run_endings"  # entry points: functions of a run's summary, and of whether Ctrl-C ended the run
+)
 
 
 class ExportDtype(StrEnum):
@@ -29,7 +31,6 @@ class ExportDtype(StrEnum):
     FP32 = "fp32"
 
 
-WHOLE = 0.995  # share of a version's bytes; above it the summary says that whole versions travelled
 MOST_NAMED = 3  # settings in a line
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
@@ -65,12 +66,11 @@ def train(
     try:
         summary = launch(settings, resume=run, console=console)
     except RunInterruptedError as stop:
-        _print_end(stop.summary)
+        _print_end(stop.summary, interrupted=True)
         which = [] if folder is None else [f"--run {folder}"]
         again = " ".join(["laminar train", str(config), *changes, "--resume", *which])
         print_line(f"{stop}; resume with: {again}")
         raise typer.Exit(130) from None
-    _print_summary(summary)
     _print_end(summary)
 
 
@@ -85,94 +85,13 @@ def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path)
     return f"it ignores these changes in {file}: {shown}{more}; add them as key=value, or start a new run"
 
 
-def _print_end(summary: "Summary") -> None:
-    """Call the endings of installed packages, e.g. the diagnosis, and print the number of unscored responses."""
+def _print_end(summary: "Summary", *, interrupted: bool = False) -> None:
+    """Call the endings of installed packages, and print the number of unscored responses."""
     for ending in installed_points(ENDINGS):
-        ending.load()(Path(summary.run))
+        ending.load()(summary, interrupted)
     unscored = summary.unscored
     if unscored.count:
         print_line(f"{unscored.count} of {unscored.of} responses could not be scored; the first: {unscored.first}")
-
-
-def _print_summary(summary: "Summary") -> None:
-    """Print the closing table of a run."""
-    lengths, counts, repack = summary.response_length, summary.trajectories, summary.repack
-    drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
-    moved = (
-        f", {repack.running} trajectories moved in {repack.rounds} rounds, and {repack.waiting} that waited"
-        if repack.rounds
-        else ""
-    )
-    rows = [
-        *_evaluation_rows(summary.evaluations),
-        ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s"),
-        ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
-        *_turn_rows(summary),
-        ("tokens", f"{summary.tokens.generated:,} generated, {summary.tokens.trained:,} trained"),
-        ("trained", f"{summary.trained_tokens_per_s:,.0f} tokens/s"),
-        (
-            "trajectories",
-            f"{counts.issued} issued = {counts.consumed} consumed + {counts.dropped} dropped + {counts.live} live",
-        ),
-        ("dropped", drops or "none"),
-        ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
-        ("versions alive", f"{summary.versions_alive_max} at most"),
-        ("relay", relay_summary(summary.relay)),
-        ("checkpoints", checkpoint_summary(summary.checkpoints)),
-        ("replicas", f"{summary.kv_use:.0%} of their KV caches in use{moved}"),
-        (
-            "learner",
-            f"waited {summary.learner_waiting_share:.0%}; {summary.overlap_share:.0%} of its work overlapped"
-            " generation",
-        ),
-        ("memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB at the peak, all processes"),
-        ("restarts", ", ".join(f"{part} {count}" for part, count in summary.restarts.items()) or "none"),
-    ]
-    table = Table.grid(padding=(0, 2))
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _turn_rows(summary: "Summary") -> Iterator[tuple[str, str]]:
-    """Row on turns, if the run has environments."""
-    if (turns := summary.turns).mean:
-        times = f"p50 {turns.environment_p50_s:.2f} s, p95 {turns.environment_p95_s:.2f} s"
-        yield "turns", f"mean {turns.mean:.2f} of the model; of its environment {times} a trajectory"
-
-
-def relay_summary(relay: "RelayFigures") -> str:
-    """Number of versions, the learner's stall, the spread, and the transferred bytes, in one line."""
-    words = [f"{relay.versions} versions"]
-    if relay.stall_s is not None:
-        words.append(f"the learner stood still {relay.stall_s * 1000:.1f} ms for one")
-    if relay.spread_s is not None:
-        words.append(f"{relay.spread_s:.2f} s until the last relay had it")
-    if relay.wire_share is not None:
-        words.append(
-            "whole versions travelled"
-            if relay.wire_share >= WHOLE
-            else f"{relay.wire_share:.1%} of whole versions travelled, the rest was as in the version before"
-        )
-    return ", ".join(words)
-
-
-def checkpoint_summary(checkpoints: "CheckpointFigures") -> str:
-    """Number of checkpoints, the learner's stall and the time until they are on disk, in one line."""
-    if checkpoints.stall_s is None or checkpoints.elapsed_s is None:
-        return "none"
-    stall_ms = checkpoints.stall_s * 1000
-    on_disk = f"{checkpoints.elapsed_s:.2f} s until it was on disk"
-    return f"{checkpoints.count}, the learner stood still {stall_ms:.1f} ms for one, {on_disk}"
-
-
-def _evaluation_rows(evaluations: "Sequence[EvaluationFigures]") -> Iterator[tuple[str, str]]:
-    """First and last evaluation of each set."""
-    for name in dict.fromkeys(evaluation.set_name for evaluation in evaluations):
-        passes = [evaluation for evaluation in evaluations if evaluation.set_name == name]
-        accurate = all(evaluation.figures.is_accuracy for evaluation in passes)
-        label = f"{name} {'accuracy' if accurate else 'mean reward'}"
-        yield label, f"{passes[0].mean:.3f} -> {passes[-1].figures.mean.describe()}"
 
 
 def export(

@@ -1,4 +1,4 @@
-"""What arrives at the controller: reports of replicas, scores, reference log-probabilities, deadlines, losses.
+"""Arrivals at the controller: reports of replicas, scores, reference log-probabilities, deadlines, losses.
 
 `control.scheduler` owns `Incoming`. Each arrival becomes events, which change the state of trajectories. Then the
 trajectory waits for a replica (`control.waiting`), or its group closes and goes to `control.consumption`. No group

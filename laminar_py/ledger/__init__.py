@@ -58,8 +58,11 @@ if TYPE_CHECKING:
     from laminar_py.ledger.run_folder import RunFolder as RunFolder
     from laminar_py.ledger.run_folder import new_run as new_run
     from laminar_py.ledger.run_folder import newest_run as newest_run
+    from laminar_py.ledger.run_folder import run_at as run_at
     from laminar_py.ledger.run_folder import run_of as run_of
     from laminar_py.ledger.run_folder import runs_of as runs_of
+    from laminar_py.ledger.scaling import fleet_on_record as fleet_on_record
+    from laminar_py.ledger.scaling import write_wanted as write_wanted
     from laminar_py.ledger.seal import differences as differences
     from laminar_py.ledger.seal import read_seal as read_seal
     from laminar_py.ledger.seal import seal_digest as seal_digest

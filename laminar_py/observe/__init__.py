@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from laminar_py.observe.live import View as View
     from laminar_py.observe.stats import Stats as Stats
     from laminar_py.observe.stats import Totals as Totals
+    from laminar_py.observe.summary import CheckpointFigures as CheckpointFigures
+    from laminar_py.observe.summary import EvaluationFigures as EvaluationFigures
     from laminar_py.observe.summary import LengthFigures as LengthFigures
+    from laminar_py.observe.summary import RelayFigures as RelayFigures
     from laminar_py.observe.summary import Summary as Summary
     from laminar_py.observe.summary import summarise as summarise
     from laminar_py.observe.trackers import flat_row as flat_row

@@ -35,7 +35,7 @@ def test_a_run_joins_a_cluster_survives_a_node_and_leaves_what_is_left_as_it_was
         assert code == 0, output
         assert not RunFolder(train.run).shm(Path("/dev/shm")).exists()
         cluster.wait_until_empty()
-    assert there == ["RelayActor", "ReplicaActor", "StoreActor"]
+    assert there == ["RelayActor", "ReplicaActor"]
     assert (here.count("RelayActor"), here.count("ReplicaActor")) == (1, 1)
     assert "LearnerActor" in here
     restarts = json.loads((train.run / "summary.json").read_text())["restarts"]

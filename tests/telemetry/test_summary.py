@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_py.cli.train import checkpoint_summary, relay_summary
+from laminar_lab.report.closing import checkpoint_summary, relay_summary
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals

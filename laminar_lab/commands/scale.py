@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
-from laminar_py.cli.main import print_line
-from laminar_py.config.section import ConfigError
+from laminar_py.cli import print_line
+
+app = typer.Typer()
 
 
+@app.command(epilog="Example: laminar scale runs/quickstart-1 4")
 def scale(
     run: Annotated[Path, typer.Argument(help="Folder of a running run, e.g. runs/mine-1")],
     replicas: Annotated[int, typer.Argument(help="Wanted number of replicas")],
@@ -18,9 +20,9 @@ def scale(
     New replicas join without a stop. Surplus replicas get no new trajectories and end when they are empty. If the
     cluster has no room, replicas wait for a node that Ray adds. The run prints the change.
     """
+    from laminar_py.config import ConfigError
     from laminar_py.config.loading import load_config, scaled
-    from laminar_py.ledger.run_folder import run_at
-    from laminar_py.ledger.scaling import fleet_on_record, write_wanted
+    from laminar_py.ledger import fleet_on_record, run_at, write_wanted
 
     folder = run_at(run)
     if folder.source.is_file():
