@@ -3,10 +3,9 @@
 The controller leads a run in a process of its own, with ledger, relay, learner's process and segments as in any
 run. Load generators (`generator`) host the replicas, which write and report as real replicas do. The learner takes
 no time and scorers do not judge, so the figures are of control alone. All processes share one host, where a fleet
-has many: references cost no look for a store; no process crashes, joins or leaves; nothing goes to journals. Other
-processes write large archives, as in any run, and count in no figure. Emulated time is compressed: a response
-lives for seconds instead of a minute, and live responses wait for the learner. Figures are of the steps after the
-first ten, in which the fleet fills. Run this in the project's folder.
+has many: no process crashes, joins or leaves, and nothing goes to journals. Emulated time is compressed: a
+response lives for seconds instead of a minute, and live responses wait for the learner. Figures are of the steps
+after the first ten, in which the fleet fills. Run this in the project's folder.
 
 `python -m laminar_lab.bench.control FOLDER REPLICAS RATE STEPS` is the controller's process.
 """
@@ -74,7 +73,7 @@ def _rows(run: Path, samples: "ProcessSamples", *, replicas: int) -> list[Row]:
         f"trained, {trajectories} in {end - begin:.0f} s, {tokens / trajectories:.0f} tokens each; {live} live at"
         f" the end; {CONFIG}"
     )
-    threads = "all threads of the controller's process; archives are written by others"
+    threads = "all threads of the controller's process"
     late = f"p50 {np.median(delays):.1f} ms, at most {delays.max():.0f} ms"
     grown = f"resident, at most; in the first half {halves[0]:.0f} MB, in the second {halves[1]:.0f} MB"
     return [

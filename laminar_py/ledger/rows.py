@@ -175,7 +175,7 @@ class FinishedTurns(NamedTuple):
     number: int
     kind: Kind
     turns: int  # of the model
-    environment_s: float  # work of its environment, over all replicas
+    environment_s: float  # seconds until its environment answered, over all replicas
 
 
 def read_turns(connection: sqlite3.Connection) -> Iterator[FinishedTurns]:

@@ -41,7 +41,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     said: str = ""  # its final answer, as the reward reads it
     used_s: float = 0.0  # seconds of generation on earlier replicas
     here_s: float = 0.0  # seconds of generation on this replica, by its last report
-    environment_s: float = 0.0  # seconds that its environment worked, by reports
+    environment_s: float = 0.0  # seconds until its environment answered, with waits and transport
 
     # ---- derived
 

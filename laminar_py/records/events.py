@@ -158,7 +158,7 @@ class Finished(Event, frozen=True, kw_only=True, omit_defaults=True):
     digest: str  # `codec.response_digest` of its pieces
     queue_s: float
     generate_s: float
-    environment_s: float = 0.0  # seconds that its environment worked
+    environment_s: float = 0.0  # seconds until its environment answered, with waits and transport
 
 
 class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):

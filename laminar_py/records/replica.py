@@ -63,7 +63,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     failure: DropReason | None = None  # it can never continue: its request is refused, or its environment failed
     lost: bool = False  # its response so far cannot be read, so no replica can continue it
     detail: str = ""  # of `failure` or `lost`
-    environment_s: float = 0.0  # seconds that its environment worked since it came here
+    environment_s: float = 0.0  # seconds here until its environment answered, with waits and transport
 
     @property
     def end(self) -> int:

@@ -294,7 +294,7 @@ async def simulate(run, *, replicas=3, slots=32, steps=6, seed=0, close=True):
     if close:
         ledger.append(e.RunEnded(1, "finished"))
     await ledger.close()
-    payload_of(ledger).writer.close()
+    payload_of(ledger).end_segment()
     write_rows(run / "metrics.jsonl", simulation.metrics)
     running = [len(ids) for ids in simulation.running]
     write_rows(run / "fleet.jsonl", [make_fleet_row(clock.at - 1000, running, [0.5] * replicas)])
