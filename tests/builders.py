@@ -98,14 +98,14 @@ def make_experts(start, end, *, width=1):
     return RoutedExperts(start=start, layers=3, top_k=2, width=width, data=experts.astype(f"<u{width}").tobytes())
 
 
-def make_answers(rewards, *, said=None, length=10):
+def make_answers(rewards, *, answers=None, length=10):
     """Answers to problems by their rewards, e.g. `[[1.0, 0.0], [None, 0.0]]`: two samples of two problems."""
     return [
         EvalAnswer(
             problem=problem,
             sample=sample,
             reward=reward,
-            said="" if said is None else said[problem][sample],
+            answer="" if answers is None else answers[problem][sample],
             length=length * (problem + 1) + sample,
             truncated=sample == 1,
         )

@@ -40,9 +40,9 @@ class BarrierLearner(SimulatedLearner):
 
     async def _wait_generated(self, batches: int) -> None:
         """Wait until the run has completed so many batches."""
-        book, wanted = self._scheduler.book, batches * self._config.rollout.prompts_per_step
+        state, wanted = self._scheduler.state, batches * self._config.rollout.prompts_per_step
         await self._scheduler.consumption.buffer.wait_until(
-            lambda: book.next_prompt - book.num_generating >= wanted
+            lambda: state.next_prompt - state.num_generating >= wanted
         )
 
 
@@ -88,7 +88,7 @@ class StreamLearner(BarrierLearner):
 
     async def _hand_over(self, batch: StepBatch, metrics: StepMetrics | None) -> None:
         # the step before was committed after this batch was formed
-        batch.ages = {version: self._scheduler.book.ages.age_of(version) for version in batch.ages}
+        batch.ages = {version: self._scheduler.state.ages.age_of(version) for version in batch.ages}
         await super()._commit(batch, metrics)
 
 

@@ -54,8 +54,8 @@ class MathReward:
             return Reward(0.0, text="cut by a cap")
         verdict = self._verify(request.response, request.answer)
         text = f"{verdict.outcome.value}: {verdict.answer} ({verdict.reason})"
-        said = self._canonical(verdict.answer) if request.set_name else ""  # training has no use for votes
-        return Reward(float(verdict.outcome is self._right), text=text, said=said)
+        answer = self._canonical(verdict.answer) if request.set_name else ""  # training has no use for votes
+        return Reward(float(verdict.outcome is self._right), text=text, answer=answer)
 
 
 def fault_in_answer(term: MathTerm, problem: Prompt) -> str | None:

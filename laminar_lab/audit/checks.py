@@ -256,26 +256,26 @@ class StepCheck(Check):
 
     def __init__(self) -> None:
         self._consumed: Counter[int] = Counter()
-        self._said: dict[int, int] = {}
+        self._stated: dict[int, int] = {}
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Count a step's trajectories."""
         match event:
             case Stepped():
-                self._said[event.step] = event.num_trajectories
+                self._stated[event.step] = event.num_trajectories
             case Consumed() if row is not None and row.kind is Kind.TRAIN:
                 self._consumed[event.step] += 1
             case Undone():
                 self._consumed[event.step] -= 1
             case RolledBack():
-                self._said = {step: count for step, count in self._said.items() if step <= event.step}
+                self._stated = {step: count for step, count in self._stated.items() if step <= event.step}
         return []
 
     def end(self) -> list[Violation]:
         """Return the steps whose counts differ."""
         violations = []
-        for step in sorted(self._said.keys() | self._consumed.keys()):
-            stated, consumed = self._said.get(step, 0), self._consumed[step]
+        for step in sorted(self._stated.keys() | self._consumed.keys()):
+            stated, consumed = self._stated.get(step, 0), self._consumed[step]
             if stated != consumed:
                 message = f"says it used {stated} trajectories, but it consumed {consumed}"
                 violations.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
@@ -301,7 +301,7 @@ class FiguresCheck(Check):
         elif row is not None and row.kind is Kind.EVAL:
             answers = self._answers.setdefault(row.group_id, [])
             if isinstance(event, Scored):
-                answers.append(answer_of(row, reward=event.reward, said=event.said))
+                answers.append(answer_of(row, reward=event.reward, answer=event.answer))
             elif isinstance(event, Dropped) and event.reason in UNSCORED:
-                answers.append(answer_of(row, reward=None, said=""))
+                answers.append(answer_of(row, reward=None, answer=""))
         return []

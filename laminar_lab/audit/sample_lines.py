@@ -69,7 +69,7 @@ def describe_texts(sample: Sample, *, colour: Colour, full: bool) -> Iterator[Te
     yield from _block(_text(story.prompt), {}, full=full)
     yield from describe_response(sample, colour=colour, full=full)
     for term in story.terms:
-        said = f", says {term.said!r}" if term.said else ""
+        said = f", says {term.answer!r}" if term.answer else ""
         yield _line(f"{term.name} {term.value:g} in {term.elapsed_s:.3f} s{said}", "dim")
         if term.text:
             yield from _block(_text(term.text), {}, full=full)

@@ -194,7 +194,8 @@ class BenchReplica:
         )
         self._engine.times = defaultdict(list)
         await self._engine.start()
-        segments = self._run / "segments"
+        segments, self._wire = self._run / "segments", peer_sockets(keys)
+        self._remote = RemoteEnvironments(self._run, 1, self._wire, "replica-0")
         self._replica = Replica(
             0,
             engine=self._engine,
@@ -205,7 +206,7 @@ class BenchReplica:
             batch=rollout.batch_per_replica,
             max_batch=rollout.max_batch,
             partial_interval_s=rollout.partial_interval_s,
-            environments=RemoteEnvironments(self._run, 1, peer_sockets(keys), "replica-0"),
+            environments=self._remote,
         )
         self._running = asyncio.create_task(self._replica.run(), name="replica")
         while not (await self._replica.next_report(QUIET_S)).admissible:
@@ -216,6 +217,8 @@ class BenchReplica:
         self._running.cancel()
         await asyncio.wait([self._running])
         await self._engine.close()
+        self._remote.close()
+        self._wire.close()
 
     async def run(
         self, name: str, prompt: np.ndarray, fields: Mapping[str, object], *, vocab: int, max_tokens: int

@@ -120,8 +120,9 @@ class PlanRequest:
         measured, model = (learner.num_layers, learner.hidden_size), (shape.num_hidden_layers, shape.hidden_size)
         if measured != model:
             raise ConfigError(
-                f"--profile: is of a model of {measured[0]} layers {measured[1]} wide, and {self.model} has"
-                f" {model[0]} of {model[1]}; name the profile of this model, or leave it out"
+                f"--profile: it measured a model of {measured[0]} layers and width {measured[1]}, but"
+                f" {self.model} has {model[0]} layers and width {model[1]}; name a profile of this"
+                " model, or leave --profile out"
             )
 
     @property

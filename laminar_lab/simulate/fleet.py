@@ -26,7 +26,7 @@ from laminar_lab.emulation.settings import EngineTimes, emulation_of
 from laminar_lab.simulate.figures import FleetSample
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config import RunConfig
-from laminar_py.control import DISPATCH_S, Tick, TrajectoryScheduler
+from laminar_py.control import DISPATCH_S, Throttle, TrajectoryScheduler
 from laminar_py.ledger.segments import Known, Payload, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
 from laminar_py.records import GenerateRequest
@@ -155,7 +155,7 @@ class SimulatedFleet:
         self._weights = weights
         self._stats = stats
         self._clock = clock
-        self._tick = Tick(self._send_orders, every_s=DISPATCH_S)
+        self._tick = Throttle(self._send_orders, every_s=DISPATCH_S)
         self._lives: list[ReplicaLife] = []
         self._ended_tokens, self._ended_s = 0, 0.0  # of crashed replicas' engines
         self.samples: list[FleetSample] = []
@@ -251,7 +251,7 @@ class SimulatedFleet:
     async def _start_replica(self, index: int, *, late_s: float) -> ReplicaLife:
         """Start the emulated engine, serving after `late_s`, and make the production replica around it.
 
-        Records the start in the ledger's book.
+        Records the start in the ledger's state.
         """
         rollout, store = self._config.rollout, CountedTokens(self._responses)
         engine = EmulatedEngine(
@@ -268,7 +268,7 @@ class SimulatedFleet:
         )
         await engine.start()
         self._stats.add_replica(index)
-        self._scheduler.book.record(PartStarted(f"replica-{index}", NO_PROCESS))
+        self._scheduler.state.record(PartStarted(f"replica-{index}", NO_PROCESS))
         replica = Replica(
             index,
             engine=engine,
@@ -333,7 +333,7 @@ class SimulatedFleet:
         self._scheduler.views.retire(index)
         found = life.store.salvage(reports.running_on(index))
         await reports.on_replica_lost(index, found)
-        self._scheduler.book.record(PartCrashed(f"replica-{index}", FAILED))
+        self._scheduler.state.record(PartCrashed(f"replica-{index}", FAILED))
         self._stats.next_report.set()  # `stop` may wait for the trajectories of the crashed replica
         self._tick.run_now()
 
@@ -360,7 +360,7 @@ class SimulatedFleet:
     def _send_orders(self) -> None:
         """Send aborts, new assignments and withdrawn moves over the link; ask for another tick if more is left."""
         scheduler = self._scheduler
-        for index, names in scheduler.book.take_aborts().items():
+        for index, names in scheduler.state.take_aborts().items():
             life = self._lives[index]
             self._send_order(life, partial(self._start_task, partial(life.replica.abort, list(names))))
         for index, assignments in scheduler.dispatcher.dispatch().items():

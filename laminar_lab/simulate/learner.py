@@ -105,8 +105,8 @@ class SimulatedLearner:
             batch=batch.trajectories,
             staleness=batch.staleness,
             metrics=metrics,
-            generated_tokens=scheduler.book.generated_tokens,
-            versions_alive=scheduler.book.versions_alive(),
+            generated_tokens=scheduler.state.generated_tokens,
+            versions_alive=scheduler.state.versions_alive(),
             stall_s=0.0,
         )
         with self._recorder.together():
@@ -124,7 +124,7 @@ class SimulatedLearner:
     @property
     def _is_due(self) -> bool:
         """Whether the present step publishes."""
-        unpublished = 1 + self._scheduler.book.ages.age_of(self.version)  # steps, with this one
+        unpublished = 1 + self._scheduler.state.ages.age_of(self.version)  # steps, with this one
         return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:

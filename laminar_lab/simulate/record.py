@@ -81,9 +81,7 @@ class SimulatedRecord:
 
 
 class HeardRecorder:
-    """A recorder that also passes every event to `hear`, see `control.book.Recorder`. Without a ledger it keeps no
-    log.
-    """
+    """A recorder that also passes every event to `hear`; without a ledger it keeps no log."""
 
     def __init__(self, ledger: Ledger | None, *, hear: Callable[[AnyEvent], None]) -> None:
         self._ledger = ledger

@@ -235,7 +235,7 @@ class _Simulation:
                     tasks.create_task(self._keep_house(), name="housekeeping"),
                 ]
                 if record is not None:
-                    rows = record.watch_fleet(generated_tokens=lambda: self._scheduler.book.generated_tokens)
+                    rows = record.watch_fleet(generated_tokens=lambda: self._scheduler.state.generated_tokens)
                     background.append(tasks.create_task(rows, name="rows"))
                 self._learner.publish_version()
                 if self._config.repacks:

@@ -63,7 +63,7 @@ class EvalConfig(Section):
                 )
         return self
 
-    def requests(self, run: SamplingParams) -> dict[str, str]:
+    def sampling_by_set(self, run: SamplingParams) -> dict[str, str]:
         """Set -> JSON with the number of answers to a problem and their sampling parameters."""
         return {
             name: msgspec.json.encode((settings.samples, settings.sampling(run))).decode()

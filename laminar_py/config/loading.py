@@ -38,12 +38,12 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, help_at: str) -> Settings:
-    """Settings of type `kind` from a YAML file with overrides. Raises `ConfigError`, which refers to `help_at`."""
+    """Read settings of type `kind` from YAML with overrides. Raises `ConfigError` that names page `help_at`."""
     return _check(kind, read_tree(path, overrides), help_at=help_at)
 
 
 def parse_config(tree: object) -> RunConfig:
-    """Config of a run from plain data, as YAML gives it. Raises `ConfigError`."""
+    """Check the config of a run given as plain data. Raises `ConfigError`."""
     return _check(RunConfig, tree, help_at="docs/config.md")
 
 

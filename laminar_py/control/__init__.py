@@ -7,7 +7,7 @@ from laminar_py._lazy import public_names
 if TYPE_CHECKING:
     from laminar_py.control.consumption import StepBatch as StepBatch
     from laminar_py.control.dispatcher import DISPATCH_S as DISPATCH_S
-    from laminar_py.control.dispatcher import Tick as Tick
+    from laminar_py.control.dispatcher import Throttle as Throttle
     from laminar_py.control.groups import Credit as Credit
     from laminar_py.control.incoming import HOUSEKEEPING_S as HOUSEKEEPING_S
     from laminar_py.control.scheduler import TrajectoryScheduler as TrajectoryScheduler

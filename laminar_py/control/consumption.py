@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from laminar_py.control.book import Book
 from laminar_py.control.groups import Group
+from laminar_py.control.state import ControlState
 from laminar_py.learner.packing.buffer import Buffer, ReadyGroup, choose_groups
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
@@ -39,19 +39,19 @@ class StepBatch:
         return [self.ages[trajectory.oldest_version] for trajectory in self.trajectories]
 
     @property
-    def silent_tokens(self) -> list[int]:
+    def tokens_without_signal(self) -> list[int]:
         """Tokens of each response without signal that would be trained if its group had signal."""
-        return [tokens for group in self.groups for tokens in group.silent_tokens]
+        return [tokens for group in self.groups for tokens in group.tokens_without_signal]
 
 
 class Consumption:
     """The buffer of ready groups, and the consumptions since the last checkpoint."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, state: ControlState) -> None:
         self.buffer = Buffer()
-        self._book = book
-        self._bound = book.settings.bound
-        self._packing = book.settings.packing
+        self._state = state
+        self._bound = state.settings.bound
+        self._packing = state.settings.packing
         self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
 
     async def put(self, group: Group) -> None:
@@ -59,17 +59,17 @@ class Consumption:
         ready = [member for member in group.members.values() if member.status is Status.READY]
         members = [self._masked(m.as_ref()) for m in ready if not self._too_long(m)]
         if not members:
-            del self._book.groups[group.id]
+            del self._state.groups[group.id]
             await self.buffer.wake()  # a step may wait for this group as its last
             return
         oldest = min(member.oldest_version for member in members)
         await self.buffer.add_group(group.id, members, oldest_version=oldest)
 
-    async def put_silent(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
+    async def put_without_signal(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
         """Put a group without signal in the buffer: it takes a place in the step, but trains nothing."""
         oldest = min(member.age_version for member in survivors)
         tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
-        await self.buffer.add_group(group_id, [], oldest_version=oldest, silent_tokens=tokens)
+        await self.buffer.add_group(group_id, [], oldest_version=oldest, tokens_without_signal=tokens)
 
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
@@ -88,16 +88,16 @@ class Consumption:
                 self._drop_stale(groups + self._look_ahead)
             if len(self.buffer) >= groups or self._ends_refill:
                 batch = self._take(min(groups, len(self.buffer)), version)
-                batch.wanted, batch.refilled = groups, tuple(self._book.refilled)
-                self._book.refilled.clear()
-                self._book.num_in_step = len(batch.groups)
-                self._book.num_missing = groups - len(batch.groups) if batch.groups else 0
+                batch.wanted, batch.refilled = groups, tuple(self._state.refilled)
+                self._state.refilled.clear()
+                self._state.num_in_step = len(batch.groups)
+                self._state.num_missing = groups - len(batch.groups) if batch.groups else 0
                 return batch
 
     async def put_back(self, batch: StepBatch) -> None:
         """Return the groups of an untrained batch to the buffer."""
-        self._book.num_in_step = self._book.num_missing = 0
-        self._book.refilled[:0] = batch.refilled
+        self._state.num_in_step = self._state.num_missing = 0
+        self._state.refilled[:0] = batch.refilled
         for group in batch.groups:
             await self.buffer.put_back(group)
 
@@ -111,22 +111,22 @@ class Consumption:
         for place, (trajectory, staleness) in enumerate(pairs, 1):
             if place % COMMITTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            member = self._book.live[trajectory.id]
+            member = self._state.live[trajectory.id]
             event = member.consumed(
                 step=step, version=batch.version, staleness=staleness, weight=trajectory.weight
             )
-            self._book.record(event)
+            self._state.record(event)
             self._undoable.append((step, member))
         for group in batch.groups:
-            del self._book.groups[group.group_id]
-        self._book.num_in_step = self._book.num_missing = 0
-        self._book.ages.record_step(learned=bool(batch.trajectories))
+            del self._state.groups[group.group_id]
+        self._state.num_in_step = self._state.num_missing = 0
+        self._state.ages.record_step(learned=bool(batch.trajectories))
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
         """Return the event of a batch with too few groups, None if it is full."""
         if len(batch.groups) == batch.wanted or not batch.refilled:
             return None
-        worst, best = self._book.rewards
+        worst, best = self._state.rewards
         differ = worst < best
         return RefillStopped(
             step=step,
@@ -144,14 +144,14 @@ class Consumption:
 
     async def roll_back(self, step: int) -> int:
         """Undo every consumption since the checkpoint of `step`; return how many trajectories are ready again."""
-        self._book.ages.record_rollback(step)
+        self._state.ages.record_rollback(step)
         undone, self._undoable = self._undoable, []
         groups: dict[str, Group] = {}
         for of_step, member in undone:
-            self._book.record(Undone(member.id, of_step))
+            self._state.record(Undone(member.id, of_step))
             group = groups.setdefault(member.group_id, Group(id=member.group_id, prompt=member.prompt))
             group.members[member.id] = member
-        self._book.groups.update(groups)
+        self._state.groups.update(groups)
         for group in groups.values():
             await self.put(group)
         return len(undone)
@@ -165,9 +165,9 @@ class Consumption:
         A schedule that issues for one step at a time waits for the groups that still generate, since they belong
         to this step. Under `async` they may belong to later steps, so the step does not wait.
         """
-        book = self._book
-        comes = len(book.groups) - len(self.buffer) - book.num_in_step
-        return book.at_ceiling and not (comes and book.settings.admission.by_batch)
+        state = self._state
+        comes = len(state.groups) - len(self.buffer) - state.num_in_step
+        return state.at_ceiling and not (comes and state.settings.admission.by_batch)
 
     @property
     def _look_ahead(self) -> int:
@@ -189,7 +189,7 @@ class Consumption:
             window[place].passes += 1
         self.buffer.remove_groups(groups)
         trajectories = [t for group in groups for t in self._weighted(group)]
-        ages = {v: self._book.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
+        ages = {v: self._state.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
         return StepBatch(version=version, groups=groups, trajectories=trajectories, ages=ages)
 
     def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
@@ -218,7 +218,7 @@ class Consumption:
         return msgspec.structs.replace(trajectory, num_trained=0, weight=0.0)
 
     def _is_masked(self, reason: FinishReason | None) -> bool:
-        return self._book.settings.masks_truncated and reason is FinishReason.LENGTH
+        return self._state.settings.masks_truncated and reason is FinishReason.LENGTH
 
     def _too_long(self, member: LiveTrajectory) -> bool:
         """Whether a member fits no microbatch and was dropped; the config check prevents nearly all such cases."""
@@ -226,7 +226,7 @@ class Consumption:
         if packing is None or num_tokens <= packing.max_tokens:
             return False
         detail = f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"
-        self._book.drop([member], DropReason.TOO_LONG, detail)
+        self._state.drop([member], DropReason.TOO_LONG, detail)
         return True
 
     def _drop_stale(self, count: int) -> None:
@@ -237,8 +237,8 @@ class Consumption:
             weights = self._weights(group)
             stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
             for trajectory in stale:
-                detail = f"staleness {self._book.ages.age_of(trajectory.oldest_version)}"
-                self._book.drop([self._book.live[trajectory.id]], DropReason.STALE, detail)
+                detail = f"staleness {self._state.ages.age_of(trajectory.oldest_version)}"
+                self._state.drop([self._state.live[trajectory.id]], DropReason.STALE, detail)
             if not stale or self._shrink(group, without=stale):
                 place += 1
 
@@ -249,7 +249,7 @@ class Consumption:
             group = self.buffer[place]
             gone = [member for member in group.members if member.id in lost]
             for member in gone:
-                self._book.drop([self._book.live[member.id]], DropReason.HOST_LOST, lost[member.id])
+                self._state.drop([self._state.live[member.id]], DropReason.HOST_LOST, lost[member.id])
             if not gone or self._shrink(group, without=gone):
                 place += 1
 
@@ -259,14 +259,14 @@ class Consumption:
         group.members = [member for member in group.members if member.id not in gone]
         if not group.members:
             self.buffer.remove_groups([group])
-            del self._book.groups[group.group_id]
+            del self._state.groups[group.group_id]
         return bool(group.members)
 
     def _weights(self, group: ReadyGroup) -> list[float | None]:
         """Loss weight that the staleness bound gives each member; None drops it."""
-        return [self._bound.weight(self._book.ages.age_of(member.oldest_version)) for member in group.members]
+        return [self._bound.weight(self._state.ages.age_of(member.oldest_version)) for member in group.members]
 
     def _exceeds_next_step(self, group: ReadyGroup) -> bool:
         """Whether some member would exceed the staleness bound in the step after this one."""
-        bound, ages = self._bound.max_staleness, self._book.ages
+        bound, ages = self._bound.max_staleness, self._state.ages
         return bound is not None and any(ages.age_of(t.oldest_version) >= bound for t in group.members)

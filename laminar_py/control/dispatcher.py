@@ -1,7 +1,7 @@
 """The dispatcher assigns evaluations, then waiting trajectories, then new groups to replicas.
 
 `control.scheduler` owns it. Each hand-over is an `Assigned` event under a new epoch, and the replica's view counts
-it. `Tick` limits how often the controller dispatches.
+it. `Throttle` limits how often the controller dispatches.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from laminar_py.control.book import Book
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.moves import Round
+from laminar_py.control.state import ControlState
 from laminar_py.control.waiting import Router, WaitingQueue
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.replica import Assignment, Move
@@ -26,14 +26,14 @@ class Dispatcher:
 
     def __init__(
         self,
-        book: Book,
+        state: ControlState,
         *,
         router: Router,
         waiting: WaitingQueue,
         evaluations: Evaluations,
         prompt_at: Callable[[int], Prompt],
     ) -> None:
-        self._book = book
+        self._state = state
         self._router = router
         self._waiting = waiting
         self._evaluations = evaluations
@@ -45,14 +45,14 @@ class Dispatcher:
         self._waiting.extend(self._evaluations.start())
         for trajectory, replica, pin in self._waiting.pop_placed():
             self._assign(trajectory, replica, pin, out)
-        settings = self._book.settings
+        settings = self._state.settings
         # a schedule that waits for whole batches issues a whole batch together
         batch = settings.admission.batch if settings.admission.by_batch else MOST_NEW // settings.group_size
         for _ in range(min(self._router.num_admitted, max(1, batch))):
             view = self._router.for_new(settings.group_size)
             if view is None:
                 break
-            for trajectory in self._book.issue_group(self._prompt_at(self._book.next_prompt)):
+            for trajectory in self._state.issue_group(self._prompt_at(self._state.next_prompt)):
                 self._assign(trajectory, view.index, None, out)
         self._expect_more(out)
         return out
@@ -60,7 +60,7 @@ class Dispatcher:
     @property
     def has_more(self) -> bool:
         """Whether `dispatch` left groups for its next call, because it issues a limited number at a time."""
-        return self._router.num_admitted > 0 and self._router.for_new(self._book.settings.group_size) is not None
+        return self._router.num_admitted > 0 and self._router.for_new(self._state.settings.group_size) is not None
 
     def for_starting(self, replica: int) -> list[Assignment]:
         """Assign a starting replica trajectories whose versions no other replica serves, oldest version first."""
@@ -83,10 +83,10 @@ class Dispatcher:
                 moving.planned[move.trajectory_id] = move.prefill
                 moving.asked.setdefault(move.source, []).append(move.trajectory_id)
             else:
-                open_move = self._book.moves.destination(move.trajectory_id)
+                open_move = self._state.moves.destination(move.trajectory_id)
                 if open_move is None or open_move[0] != move.destination:
-                    self._book.moves.refuse(move.destination, move.trajectory_id)
-        self._book.moves.begin(moving)
+                    self._state.moves.refuse(move.destination, move.trajectory_id)
+        self._state.moves.begin(moving)
         return moving
 
     def _may_move(self, move: Move, version: int) -> bool:
@@ -95,45 +95,44 @@ class Dispatcher:
         A plan is made from surveys, so the trajectory may have ended or moved since, or the destination may have
         loaded another version.
         """
-        trajectory = self._book.live.get(move.trajectory_id)
+        trajectory = self._state.live.get(move.trajectory_id)
         return (
             trajectory is not None
-            and self._book.may_run(trajectory)
+            and self._state.may_run(trajectory)
             and trajectory.status is Status.RUNNING
             and trajectory.runs_on == move.source
             and trajectory.last_version in (None, version)
-            and self._book.moves.destination(move.trajectory_id) is None
-            and self._book.views.serves(move.destination, version)
+            and self._state.moves.destination(move.trajectory_id) is None
+            and self._state.views.serves(move.destination, version)
         )
 
     def _assign(
         self, trajectory: LiveTrajectory, replica: int, pin: int | None, out: dict[int, list[Assignment]]
     ) -> None:
-        self._book.moves.arrives(trajectory.id, replica, length=trajectory.length, prefill=trajectory.prefill)
-        self._book.record(trajectory.assigned(replica))
-        self._book.views.send(replica, trajectory.id, pin=pin)
-        has_environment = self._book.settings.has_environment
-        sampling = self._book.sampling(trajectory)
+        self._state.moves.arrives(trajectory.id, replica, length=trajectory.length, prefill=trajectory.prefill)
+        self._state.record(trajectory.assigned(replica))
+        self._state.views.send(replica, trajectory.id, pin=pin)
+        has_environment = self._state.settings.has_environment
+        sampling = self._state.sampling(trajectory)
         out.setdefault(replica, []).append(trajectory.assignment(sampling, pin, with_problem=has_environment))
 
     def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
         """Mark assignments of a pass `more_to_come` while members wait, so that replicas keep its version."""
-        self._book.moves.release_passes(self._waiting.has_of)
+        self._state.moves.release_passes(self._waiting.has_of)
         for replica, assignments in out.items():
             for place, item in enumerate(assignments):
                 more = item.kind is Kind.EVAL and self._waiting.has_of(item.group_id)
                 if more and self._evaluations.pass_of(item).replica is not None:
-                    self._book.moves.expect_more(item.group_id, replica)
+                    self._state.moves.expect_more(item.group_id, replica)
                     assignments[place] = msgspec.structs.replace(item, more_to_come=True)
 
 
-DISPATCH_S = (
-    0.02  # reports within it are answered together; a fifth of the time a replica gathers news for a report
-)
+# A replica gathers news for five times as long. One dispatch answers all reports that arrive within it.
+DISPATCH_S = 0.02
 
 
-class Tick:
-    """Calls `act` at most once per `every_s` seconds, e.g. `Tick(dispatch, every_s=0.02)`; `run` is its loop."""
+class Throttle:
+    """Calls `act` at most once per `every_s` seconds, e.g. `Throttle(issue, every_s=0.02)`; `run` is its loop."""
 
     def __init__(self, act: Callable[[], None], *, every_s: float) -> None:
         self._act = act

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from laminar_py.control.book import Book
+from laminar_py.control.state import ControlState
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, problem_of, set_of
 from laminar_py.records.events import Ready
@@ -69,9 +69,9 @@ class Evaluation:
 class Evaluations:
     """The open passes; `next_index` numbers the next."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, state: ControlState) -> None:
         self.next_index = 0
-        self._book = book
+        self._state = state
         self._by_id: dict[str, Evaluation] = {}
 
     def request(
@@ -106,7 +106,7 @@ class Evaluations:
 
         Passes that begin together choose different replicas: those with the newest weights and the least work.
         """
-        if self._book.phase.gives_nothing:
+        if self._state.phase.gives_nothing:
             return []
         started: list[LiveTrajectory] = []
         chosen: list[int | None] = []
@@ -148,21 +148,21 @@ class Evaluations:
             problem=problem_of(trajectory.id),
             sample=trajectory.sample_index,
             reward=trajectory.reward,
-            said=trajectory.said,
+            answer=trajectory.answer,
             length=trajectory.length,
             truncated=trajectory.finish_reason is FinishReason.LENGTH,
         )
         if trajectory.status is Status.SCORED:
-            self._book.record(Ready(trajectory.id, 0.0))
+            self._state.record(Ready(trajectory.id, 0.0))
             versions = sampled_versions(trajectory.token_spans)
             version = versions[-1]
             evaluation.versions |= set(versions)
-            self._book.record(trajectory.consumed(step=NO_STEP, version=version, staleness=0, weight=0.0))
+            self._state.record(trajectory.consumed(step=NO_STEP, version=version, staleness=0, weight=0.0))
         self._finish_if_done(evaluation)
 
     def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
         """Return the replica whose version a new pass takes, None if no replica serves."""
-        there = self._book.views.by_index.values()
+        there = self._state.views.by_index.values()
         views = [view for view in there if view.has_place and view.version >= 0 and not view.leaving]
         best = min(
             views, key=lambda view: (-view.version, view.index in chosen, len(view.in_flight)), default=None
@@ -173,7 +173,7 @@ class Evaluations:
         """Whether the pass's replica is up or will restart; a leaving replica counts while it has members."""
         if evaluation.replica is None:
             return False
-        view = self._book.views.by_index[evaluation.replica]
+        view = self._state.views.by_index[evaluation.replica]
         return view.has_place and not (view.leaving and view.in_flight.isdisjoint(evaluation.pending))
 
     def _issue_missing(self, evaluation: Evaluation) -> list[LiveTrajectory]:
@@ -182,8 +182,8 @@ class Evaluations:
         for id, problem, sample in evaluation.members:
             if id not in evaluation.answers and id not in evaluation.pending:
                 prompt = evaluation.prompts[problem]
-                self._book.recorder.store_prompt(prompt)
-                issued.append(self._book.issue(id, evaluation.id, sample, prompt, Kind.EVAL))
+                self._state.recorder.store_prompt(prompt)
+                issued.append(self._state.issue(id, evaluation.id, sample, prompt, Kind.EVAL))
         evaluation.pending |= {trajectory.id for trajectory in issued}
         return issued
 

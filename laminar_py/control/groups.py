@@ -95,7 +95,7 @@ class Credit:
         return [MemberCredit(advantage, scale) for advantage in advantages.tolist()]
 
 
-def teaches(members: Sequence[LiveTrajectory]) -> bool:
+def has_signal(members: Sequence[LiveTrajectory]) -> bool:
     """Whether these responses have different returns in some role, so that advantages are not all 0."""
     returns = [member.returns_by_role() for member in members]
     roles = {role for rewards in returns for role in rewards}

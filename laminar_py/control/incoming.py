@@ -8,10 +8,10 @@ waits for another.
 from collections.abc import Callable, Iterable, Mapping
 
 from laminar_py.config.rollout import WithoutSignal
-from laminar_py.control.book import Book
 from laminar_py.control.consumption import Consumption
 from laminar_py.control.evaluation import Evaluations
-from laminar_py.control.groups import Credit, Group, teaches
+from laminar_py.control.groups import Credit, Group, has_signal
+from laminar_py.control.state import ControlState
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.segments.salvage import Known, Salvaged
@@ -77,7 +77,7 @@ class Incoming:
 
     def __init__(
         self,
-        book: Book,
+        state: ControlState,
         *,
         waiting: WaitingQueue,
         evaluations: Evaluations,
@@ -89,7 +89,7 @@ class Incoming:
         on_rewards: Callable[[GroupRewards], None],
         on_failing: Callable[[str], None],
     ) -> None:
-        self._book = book
+        self._state = state
         self._waiting = waiting
         self._evaluations = evaluations
         self._consumption = consumption
@@ -98,27 +98,27 @@ class Incoming:
         self._credit = credit
         self._clock = clock
         self._on_rewards = on_rewards
-        step = book.settings.admission.batch * book.settings.group_size
+        step = state.settings.admission.batch * state.settings.group_size
         self._failures = ConsecutiveFailures(step=step, clock=clock, end=on_failing)
 
     # ---- replicas
 
     async def on_report(self, report: ReplicaReport) -> None:
         """Record a replica's loaded versions, its trajectories' progress, and its free places."""
-        book = self._book
+        state = self._state
         for load in report.loads:
-            book.record(load)
+            state.record(load)
         for progress in report.progress:
-            trajectory = book.live.get(progress.trajectory_id)
+            trajectory = state.live.get(progress.trajectory_id)
             if trajectory is not None and trajectory.accepts(progress):
                 await self._on_progress(report.replica, trajectory, progress)
         for trajectory_id in report.lost:
-            trajectory = book.live.get(trajectory_id)
+            trajectory = state.live.get(trajectory_id)
             if trajectory is not None and trajectory.runs_on == report.replica:
-                book.views.returned(report.replica, trajectory_id)
+                state.views.returned(report.replica, trajectory_id)
                 await self._lose_version(trajectory)
-        book.generated_tokens += report.generated
-        book.views.reported(
+        state.generated_tokens += report.generated
+        state.views.reported(
             report.replica,
             version=report.status.version,
             admissible=report.admissible,
@@ -127,31 +127,31 @@ class Incoming:
 
     async def _on_progress(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
         """Append the new tokens; then handle an interrupt, a failure, lost tokens or the end, if reported."""
-        book = self._book
+        state = self._state
         self._append_tokens(trajectory, progress)
         if progress.broken is InterruptReason.CUT:
-            book.record(trajectory.cut_off())
+            state.record(trajectory.cut_off())
             return
         if progress.broken is InterruptReason.NEW_WEIGHTS:  # the replica resumes it by itself
-            book.record(trajectory.interrupted("new_weights"))
-            book.record(trajectory.resumed(replica))
+            state.record(trajectory.interrupted("new_weights"))
+            state.record(trajectory.resumed(replica))
             return
         if progress.failure is None and not progress.lost and progress.finish_reason is None:
             return
-        book.views.returned(replica, trajectory.id)
+        state.views.returned(replica, trajectory.id)
         if progress.failure is not None:  # the engine refuses the request, or the environment failed
-            book.moves.ends(trajectory.id)
-            book.drop([trajectory], progress.failure, progress.detail)
-            self._failures.failed(progress.failure, progress.detail, in_flight=len(book.live))
+            state.moves.ends(trajectory.id)
+            state.drop([trajectory], progress.failure, progress.detail)
+            self._failures.failed(progress.failure, progress.detail, in_flight=len(state.live))
             await self._settle(trajectory)
         elif progress.lost:
             await self._drop_and_reissue(trajectory, DropReason.HOST_LOST, progress.detail)
         elif progress.finish_reason is FinishReason.ABORT:  # the replica handed it back
-            moving = book.moves.destination(trajectory.id) is not None
-            book.record(trajectory.interrupted("repacked" if moving else "returned"))
+            moving = state.moves.destination(trajectory.id) is not None
+            state.record(trajectory.interrupted("repacked" if moving else "returned"))
             self._waiting.append(trajectory)
         else:
-            book.moves.ends(trajectory.id)
+            state.moves.ends(trajectory.id)
             self._finish(trajectory, progress)
 
     def _append_tokens(self, trajectory: LiveTrajectory, progress: Progress) -> None:
@@ -160,11 +160,11 @@ class Incoming:
         trajectory.environment_s += progress.environment_s
         if progress.tokens is not None:
             spans = clip_spans(progress.spans, progress.start)
-            self._book.recorder.store_tokens(trajectory.id, progress.tokens, spans)
+            self._state.recorder.store_tokens(trajectory.id, progress.tokens, spans)
         if progress.spans and progress.spans[0].start < progress.start:
             spans = replace_spans(trajectory.token_spans, progress.spans)
             if spans != trajectory.token_spans:
-                self._book.record(Restamped(trajectory.id, spans))
+                self._state.record(Restamped(trajectory.id, spans))
         begun = trajectory.last_version if progress.begun is None else progress.begun
         if trajectory.kind is Kind.EVAL and self._evaluations.pass_of(trajectory).version is None:
             self._evaluations.pass_of(trajectory).version = begun
@@ -174,16 +174,16 @@ class Incoming:
 
         A group's first finished response starts its deadline.
         """
-        book = self._book
+        state = self._state
         if progress.cut is Cap.SECONDS:
-            book.record(Cut(trajectory.id, Cap.SECONDS, book.settings.max_seconds or 0.0))
+            state.record(Cut(trajectory.id, Cap.SECONDS, state.settings.max_seconds or 0.0))
         elif progress.cut is Cap.TURNS:
-            book.record(Cut(trajectory.id, Cap.TURNS, num_turns(trajectory.token_spans)))
+            state.record(Cut(trajectory.id, Cap.TURNS, num_turns(trajectory.token_spans)))
         elif progress.finish_reason is FinishReason.LENGTH:
-            book.record(Cut(trajectory.id, Cap.TOKENS, book.sampling(trajectory).max_new_tokens))
-        book.record(trajectory.finished(progress))
+            state.record(Cut(trajectory.id, Cap.TOKENS, state.sampling(trajectory).max_new_tokens))
+        state.record(trajectory.finished(progress))
         self._failures.finished()
-        group = book.groups.get(trajectory.group_id)
+        group = state.groups.get(trajectory.group_id)
         if group is not None and trajectory.trains:
             group.finished_lengths.append(trajectory.length)
         if group is not None and group.first_finished_s is None:
@@ -192,8 +192,8 @@ class Incoming:
 
     def running_on(self, replica: int) -> dict[str, Known]:
         """Return epoch and recorded length of each live trajectory that a replica runs, by id."""
-        names = sorted(self._book.views.by_index[replica].in_flight)
-        followed = ((name, self._book.live.get(name)) for name in names)
+        names = sorted(self._state.views.by_index[replica].in_flight)
+        followed = ((name, self._state.live.get(name)) for name in names)
         return {
             name: Known(trajectory.epoch, trajectory.length)
             for name, trajectory in followed
@@ -202,13 +202,13 @@ class Incoming:
 
     async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = ()) -> None:
         """Interrupt and queue all trajectories of a crashed replica, after appending `salvaged` tokens."""
-        self._book.moves.forget(replica)
+        self._state.moves.forget(replica)
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
-        for trajectory_id in sorted(self._book.views.forget(replica)):
-            trajectory = self._book.live.get(trajectory_id)
+        for trajectory_id in sorted(self._state.views.forget(replica)):
+            trajectory = self._state.live.get(trajectory_id)
             if trajectory is not None and trajectory.status is Status.RUNNING:
                 self._append_salvaged(trajectory, salvaged_by_id.get(trajectory_id))
-                self._book.record(trajectory.interrupted("replica_crashed"))
+                self._state.record(trajectory.interrupted("replica_crashed"))
                 self._waiting.append_displaced(trajectory)
 
     def _append_salvaged(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
@@ -243,24 +243,24 @@ class Incoming:
 
     async def on_score(self, score: Score) -> None:
         """Record a score, or drop the response if its reward failed; the last score closes the group."""
-        trajectory = self._book.live.get(score.trajectory_id)
+        trajectory = self._state.live.get(score.trajectory_id)
         if trajectory is None or trajectory.status is not Status.FINISHED:
             return
         if score.value is None:
-            self._book.drop([trajectory], score.failure or DropReason.REWARD_FAILED, score.detail)
+            self._state.drop([trajectory], score.failure or DropReason.REWARD_FAILED, score.detail)
         else:
             if score.columns:
-                self._book.recorder.store_columns(trajectory.id, score.columns)
-            self._book.record(trajectory.scored(score))
+                self._state.recorder.store_columns(trajectory.id, score.columns)
+            self._state.record(trajectory.scored(score))
         await self._settle(trajectory)
 
     async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
         """Note where a response's reference log-probabilities lie; the last answer closes the group."""
-        trajectory = self._book.live.get(trajectory_id)
+        trajectory = self._state.live.get(trajectory_id)
         if trajectory is None:
             return
         trajectory.columns = trajectory.columns | {REFERENCE_LOGPROBS: logprobs}
-        group = self._book.groups[trajectory.group_id]
+        group = self._state.groups[trajectory.group_id]
         if group.is_ready:
             await self._put(group)
         else:
@@ -273,7 +273,7 @@ class Incoming:
         if trajectory.kind is Kind.EVAL:
             self._evaluations.settle(trajectory)
         elif trajectory.trains:
-            await self._close_if_settled(self._book.groups[trajectory.group_id])
+            await self._close_if_settled(self._state.groups[trajectory.group_id])
 
     async def _close_if_settled(self, group: Group) -> None:
         if not group.is_pending:
@@ -285,31 +285,31 @@ class Incoming:
         A group with too few survivors is dropped, as is one without signal unless `rollout.without_signal=train`.
         A group that trains first waits for the reference model.
         """
-        book, survivors = self._book, group.survivors
-        if len(survivors) < book.settings.min_group_survivors:
-            book.num_generating -= 1
-            book.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
-            del book.groups[group.id]
+        state, survivors = self._state, group.survivors
+        if len(survivors) < state.settings.min_group_survivors:
+            state.num_generating -= 1
+            state.drop(survivors, DropReason.GROUP_LOST, f"{len(survivors)} survivors")
+            del state.groups[group.id]
             await self._consumption.buffer.wake()  # a step may wait for this group as its last
             return
         rewards = tuple(member.reward or 0.0 for member in survivors)
-        book.rewards = min(book.rewards[0], *rewards), max(book.rewards[1], *rewards)
-        is_taught = book.settings.without_signal is WithoutSignal.TRAIN or teaches(survivors)
+        state.rewards = min(state.rewards[0], *rewards), max(state.rewards[1], *rewards)
+        is_taught = state.settings.without_signal is WithoutSignal.TRAIN or has_signal(survivors)
         if is_taught and self._awaits_reference(survivors):
             return
-        book.num_generating -= 1
+        state.num_generating -= 1
         self._on_rewards(GroupRewards(group.prompt.index, group.prompt.id, rewards))
         if is_taught:
             for member, credit in zip(survivors, self._credit.assign(survivors), strict=True):
-                book.record(Ready(member.id, credit.advantage, credit.scale, credit.roles))
+                state.record(Ready(member.id, credit.advantage, credit.scale, credit.roles))
             await self._consumption.put(group)
             return
-        book.drop(survivors, DropReason.NO_SIGNAL, f"reward {survivors[0].reward:g}")
-        if book.settings.without_signal is WithoutSignal.SKIP:
-            await self._consumption.put_silent(group.id, survivors)
+        state.drop(survivors, DropReason.NO_SIGNAL, f"reward {survivors[0].reward:g}")
+        if state.settings.without_signal is WithoutSignal.SKIP:
+            await self._consumption.put_without_signal(group.id, survivors)
         else:
-            del book.groups[group.id]
-            book.refilled.append(rewards[0])
+            del state.groups[group.id]
+            state.refilled.append(rewards[0])
             await self._consumption.buffer.wake()
 
     async def _put(self, group: Group) -> None:
@@ -326,16 +326,16 @@ class Incoming:
         """
         for trajectory in self._waiting.take_unreachable():
             await self._lose_version(trajectory)
-        book, now, deadline_s = self._book, self._clock.now(), self._book.settings.group_deadline_s
+        state, now, deadline_s = self._state, self._clock.now(), self._state.settings.group_deadline_s
         if deadline_s is None:
             return
-        for group in list(book.groups.values()):
+        for group in list(state.groups.values()):
             if group.overdue(now, deadline_s):
                 for member in group.pending:
-                    book.moves.ends(member.id)
-                    book.abort(member)
+                    state.moves.ends(member.id)
+                    state.abort(member)
                 self._waiting.remove({member.id for member in group.pending})
-                book.drop(group.pending, DropReason.GROUP_DEADLINE)
+                state.drop(group.pending, DropReason.GROUP_DEADLINE)
                 await self._close(group)
 
     async def drop_unscored(self) -> None:
@@ -345,12 +345,12 @@ class Incoming:
         A group with a response still generating waits: closed without its long responses it would favour short
         ones.
         """
-        for group in list(self._book.groups.values()):
+        for group in list(self._state.groups.values()):
             late, survivors = group.pending, group.survivors
-            if len(survivors) < self._book.settings.min_group_survivors:
+            if len(survivors) < self._state.settings.min_group_survivors:
                 continue
             if late and all(map(self._is_late, late)) and any(map(self._ages_out, survivors)):
-                self._book.drop(late, DropReason.STALE, "its score did not come in time")
+                self._state.drop(late, DropReason.STALE, "its score did not come in time")
                 await self._close(group)
 
     def _is_late(self, member: LiveTrajectory) -> bool:
@@ -359,7 +359,7 @@ class Incoming:
 
     def _ages_out(self, member: LiveTrajectory) -> bool:
         """Whether a finished response would exceed the staleness bound after the next step."""
-        settings, ages = self._book.settings, self._book.ages
+        settings, ages = self._state.settings, self._state.ages
         return settings.bound.weight(1 + ages.age_of(member.age_version)) is None
 
     async def drop_lost(self, lost: Mapping[str, str]) -> None:
@@ -368,30 +368,30 @@ class Incoming:
         A ready trajectory that waits for the reference model leaves its group. A trajectory in the learner's
         current step stays, since its tokens were read. A trajectory without stored tokens lost nothing.
         """
-        book = self._book
+        state = self._state
         self._waiting.remove(lost)
         self._consumption.drop_lost(lost)
         for trajectory_id, detail in lost.items():
-            trajectory = book.live.get(trajectory_id)
+            trajectory = state.live.get(trajectory_id)
             if trajectory is None:
                 continue
             if trajectory.status is not Status.READY:
-                book.moves.ends(trajectory.id)
-                book.abort(trajectory)
+                state.moves.ends(trajectory.id)
+                state.abort(trajectory)
                 await self._drop_and_reissue(trajectory, DropReason.HOST_LOST, detail)
             elif self._awaits_reference([trajectory]):
-                group = book.groups[trajectory.group_id]
-                book.drop([trajectory], DropReason.HOST_LOST, detail)
+                group = state.groups[trajectory.group_id]
+                state.drop([trajectory], DropReason.HOST_LOST, detail)
                 del group.members[trajectory.id]
                 await self._put(group)
 
     async def _drop_and_reissue(self, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
         """Drop a trajectory that no replica can continue, and issue its prompt again; an evaluation fails."""
-        self._book.drop([trajectory], reason, detail)
+        self._state.drop([trajectory], reason, detail)
         if trajectory.kind is Kind.EVAL:
             self._evaluations.pass_of(trajectory).lost = True
         elif trajectory.trains:
-            self._waiting.append(self._book.issue_member(self._book.groups[trajectory.group_id]))
+            self._waiting.append(self._state.issue_member(self._state.groups[trajectory.group_id]))
         await self._settle(trajectory)
 
     async def _lose_version(self, trajectory: LiveTrajectory) -> None:
@@ -399,8 +399,8 @@ class Incoming:
 
         If a resumed run publishes the version again, an evaluation's member stays queued, but its pass fails now.
         """
-        if self._book.settings.versions_return and trajectory.kind is Kind.EVAL:
-            self._book.record(trajectory.interrupted("version_lost"))
+        if self._state.settings.versions_return and trajectory.kind is Kind.EVAL:
+            self._state.record(trajectory.interrupted("version_lost"))
             self._waiting.append(trajectory)
             evaluation = self._evaluations.pass_of(trajectory)
             evaluation.lost = True
@@ -413,40 +413,40 @@ class Incoming:
     # ---- a resumed run
 
     async def restore(self, recovered: Recovered, salvaged: Iterable[Salvaged]) -> None:
-        """Fill an empty book with the trajectories that were live, and append `salvaged` tokens of replicas.
+        """Fill an empty state with the trajectories that were live, and append `salvaged` tokens of replicas.
 
         An evaluation that the resumed run does not request again is dropped. The ledger has no reference answers,
         so the reference model computes them again.
         """
-        book = self._book
+        state = self._state
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
-        book.next_prompt, book.ages = recovered.next_prompt, recovered.ages
-        book.refilled, book.rewards = list(recovered.refilled), recovered.rewards
+        state.next_prompt, state.ages = recovered.next_prompt, recovered.ages
+        state.refilled, state.rewards = list(recovered.refilled), recovered.rewards
         self._evaluations.next_index = max(self._evaluations.next_index, recovered.next_evaluation)
         for trajectory in recovered.live:
-            book.recorder.machine.adopt(trajectory)
+            state.recorder.machine.adopt(trajectory)
             if trajectory.kind is Kind.EVAL and not self._evaluations.restore_member(trajectory):
-                book.drop([trajectory], DropReason.RUN_ENDED)
+                state.drop([trajectory], DropReason.RUN_ENDED)
                 continue
             if trajectory.kind is Kind.TRAIN:
                 next_sample = recovered.next_sample[trajectory.group_id]
-                group = book.groups.setdefault(
+                group = state.groups.setdefault(
                     trajectory.group_id,
                     Group(id=trajectory.group_id, prompt=trajectory.prompt, next_sample=next_sample),
                 )
                 group.members[trajectory.id] = trajectory
             if trajectory.status is Status.RUNNING:
                 self._append_salvaged(trajectory, salvaged_by_id.get(trajectory.id))
-                book.record(trajectory.interrupted("controller_crashed"))
+                state.record(trajectory.interrupted("controller_crashed"))
             if trajectory.status in (Status.QUEUED, Status.INTERRUPTED):
                 self._waiting.append(trajectory)
             else:
                 self._submit(trajectory)
-        for group in list(book.groups.values()):
+        for group in list(state.groups.values()):
             if group.is_ready:
                 await self._put(group)
                 continue
-            book.num_generating += 1
+            state.num_generating += 1
             group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
             members = group.members.values()
             group.finished_lengths = [member.length for member in members if member.finish_reason is not None]

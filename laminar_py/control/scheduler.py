@@ -5,8 +5,8 @@
                                      v
                                 Consumption -> batches for the learner
 
-All parts share one `Book`. The controller (or a simulator) owns the `TrajectoryScheduler`, passes reports and
-scores to it, and sends its assignments to replicas.
+All parts share one `ControlState`. The controller (or a simulator) owns the `TrajectoryScheduler`, passes reports
+and scores to it, and sends its assignments to replicas.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.control.book import Book, Phase, Recorder
 from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Credit
 from laminar_py.control.incoming import Incoming
 from laminar_py.control.settings import ControlSettings
+from laminar_py.control.state import ControlState, Phase, Recorder
 from laminar_py.control.waiting import Router, WaitingQueue
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.segments.salvage import Salvaged
@@ -64,14 +64,14 @@ class TrajectoryScheduler:
         credit: Credit,
         clock: Clock,
     ) -> None:
-        self.book = book = Book(settings, recorder)
-        self.views, self.moves = book.views, book.moves
-        self.router = Router(book)
-        self.evaluations = Evaluations(book)
-        self.consumption = Consumption(book)
-        waiting = WaitingQueue(book, router=self.router, evaluations=self.evaluations)
+        self.state = state = ControlState(settings, recorder)
+        self.views, self.moves = state.views, state.moves
+        self.router = Router(state)
+        self.evaluations = Evaluations(state)
+        self.consumption = Consumption(state)
+        waiting = WaitingQueue(state, router=self.router, evaluations=self.evaluations)
         self.incoming = Incoming(
-            book,
+            state,
             waiting=waiting,
             evaluations=self.evaluations,
             consumption=self.consumption,
@@ -83,38 +83,38 @@ class TrajectoryScheduler:
             on_failing=on_failing,
         )
         self.dispatcher = Dispatcher(
-            book, router=self.router, waiting=waiting, evaluations=self.evaluations, prompt_at=prompt_at
+            state, router=self.router, waiting=waiting, evaluations=self.evaluations, prompt_at=prompt_at
         )
 
     # ---- phases
 
     def admit(self) -> None:
         """Let replicas get training work, new groups included."""
-        self.book.phase = Phase.ADMITTING
+        self.state.phase = Phase.ADMITTING
 
     def continue_live(self) -> None:
         """Let replicas get live trajectories, but issue no new group."""
-        self.book.phase = Phase.CONTINUING
+        self.state.phase = Phase.CONTINUING
 
     def pause(self) -> None:
         """Give replicas no training work, and end all moves."""
-        self.book.phase = Phase.PAUSED
+        self.state.phase = Phase.PAUSED
         self.moves.end_all()
 
     def end(self) -> None:
         """Give replicas no more work, and end all moves: the run stops, and a resume finishes its evaluations."""
-        self.book.phase = Phase.ENDING
+        self.state.phase = Phase.ENDING
         self.moves.end_all()
 
     def await_restore(self) -> None:
         """Give replicas nothing until `restore`: a trajectory that is requested again may already be live."""
-        self.book.phase = Phase.RESTORING
+        self.state.phase = Phase.RESTORING
 
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
         """Continue a crashed controller's trajectories, with `salvaged` tokens of replicas; allow evaluations."""
         await self.incoming.restore(recovered, salvaged)
-        if self.book.phase is Phase.RESTORING:
-            self.book.phase = Phase.PAUSED
+        if self.state.phase is Phase.RESTORING:
+            self.state.phase = Phase.PAUSED
 
     # ---- the fleet
 
@@ -125,9 +125,9 @@ class TrajectoryScheduler:
 
     def resize(self, *, capacity: int) -> None:
         """Set the number of live groups to the capacity of a fleet that grew or shrank."""
-        settings = self.book.settings
+        settings = self.state.settings
         admission = replace(settings.admission, capacity=capacity)
-        self.book.settings = replace(settings, admission=admission)
+        self.state.settings = replace(settings, admission=admission)
 
     # ---- between the parts
 
@@ -141,9 +141,9 @@ class TrajectoryScheduler:
 
     def published(self, version: int) -> None:
         """Note that the learner published `version`."""
-        self.book.newest_version = version
-        self.book.ages.record_version(version)
+        self.state.newest_version = version
+        self.state.ages.record_version(version)
 
     def is_live(self, trajectory_id: str) -> bool:
         """Return whether a trajectory is neither consumed nor dropped."""
-        return trajectory_id in self.book.live
+        return trajectory_id in self.state.live

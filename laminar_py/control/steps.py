@@ -24,7 +24,7 @@ def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) ->
     bins = fit_bins(batch.trajectories, max_tokens=config.packer.max_tokens)
     terms = step_terms(
         bins,
-        silent_tokens=batch.silent_tokens,
+        tokens_without_signal=batch.tokens_without_signal,
         aggregation=algorithm.aggregation,
         ages=batch.ages,
         constant=config.rollout.sampling.max_new_tokens,

@@ -260,7 +260,7 @@ class ReplicaViews:
         return len(self._starting)
 
     def by_version(self) -> dict[int, list[ReplicaView]]:
-        """Return replicas that have work and stay, by served version; looks at all, once per repack round."""
+        """Return replicas with work that are not leaving, by served version. Reads all views: O(replicas)."""
         out: dict[int, list[ReplicaView]] = {}
         for view in self.by_index.values():
             if view.in_flight and view.version >= 0 and view.loading is None and not view.leaving:

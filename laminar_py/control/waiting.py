@@ -17,9 +17,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TypeAlias
 
-from laminar_py.control.book import Book, Phase
 from laminar_py.control.evaluation import Evaluation, Evaluations
 from laminar_py.control.settings import Admission
+from laminar_py.control.state import ControlState, Phase
 from laminar_py.control.views import ReplicaView
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import Kind
@@ -28,26 +28,26 @@ from laminar_py.records.trajectory import Kind
 class Router:
     """Chooses a replica for new, displaced, pinned and evaluation trajectories; changes nothing."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
-        self._views = book.views
+    def __init__(self, state: ControlState) -> None:
+        self._state = state
+        self._views = state.views
 
     @property
     def _admission(self) -> Admission:
-        return self._book.settings.admission  # read each time, since its capacity follows the number of replicas
+        return self._state.settings.admission  # read each time, since its capacity follows the number of replicas
 
     @property
     def num_admitted(self) -> int:
         """Groups that may be issued now; a step that lacks groups counts as full, so later data grow no older."""
-        book = self._book
-        if book.phase is not Phase.ADMITTING or (self._admission.by_batch and book.at_ceiling):
+        state = self._state
+        if state.phase is not Phase.ADMITTING or (self._admission.by_batch and state.at_ceiling):
             return 0
-        return self._admission.allowed(live=len(book.groups) + book.num_missing, generating=book.num_generating)
+        return self._admission.allowed(live=len(state.groups) + state.num_missing, generating=state.num_generating)
 
     @property
     def _oldest(self) -> int | None:
         """The oldest version that a trajectory without tokens may begin under, None for any."""
-        return self._admission.oldest(self._book.newest_version, self._book.ages)
+        return self._admission.oldest(self._state.newest_version, self._state.ages)
 
     def for_new(self, size: int) -> ReplicaView | None:
         """Return the least loaded replica that admits `size` more trajectories under a version new enough.
@@ -59,7 +59,7 @@ class Router:
         view = self._views.with_room(size, oldest=self._oldest)
         if view is None or groups is None:
             return view
-        return view if len(view.in_flight) + size <= groups * self._book.settings.group_size else None
+        return view if len(view.in_flight) + size <= groups * self._state.settings.group_size else None
 
     def for_displaced(self) -> ReplicaView | None:
         """Return a replica for one trajectory of a crashed replica: one with room, else the least loaded."""
@@ -90,13 +90,13 @@ class Router:
             other = other or (None if holding else next(self._views.leaving_that_serve(version), None))
             if other is not None:
                 return other
-        is_full = num_out >= len(holding) * self._book.settings.batch_per_replica
+        is_full = num_out >= len(holding) * self._state.settings.batch_per_replica
         least = min(holding, key=lambda view: (len(view.in_flight), view.index), default=None)
         return None if is_full else least
 
     def _idle_below(self, version: int) -> ReplicaView | None:
         """Return an idle replica of an older version that expects no moves."""
-        return self._views.idle_below(version, expecting=self._book.moves.expected)
+        return self._views.idle_below(version, expecting=self._state.moves.expected)
 
 
 def _serves(view: ReplicaView, version: int) -> bool:
@@ -120,8 +120,8 @@ class Lane:
 class WaitingQueue:
     """Trajectories that wait, first come first served; trajectories of a crashed replica go first."""
 
-    def __init__(self, book: Book, *, router: Router, evaluations: Evaluations) -> None:
-        self._book = book
+    def __init__(self, state: ControlState, *, router: Router, evaluations: Evaluations) -> None:
+        self._state = state
         self._router = router
         self._evaluations = evaluations
         self._lanes: dict[Need, Lane] = {}  # without empty lanes
@@ -167,7 +167,7 @@ class WaitingQueue:
         """Return the only version under which a trajectory may continue, None for any."""
         if trajectory.kind is Kind.EVAL:
             return self._evaluations.pass_of(trajectory).version
-        return trajectory.last_version if self._book.settings.one_version else None
+        return trajectory.last_version if self._state.settings.one_version else None
 
     def pop_placed(self) -> Iterator[tuple[LiveTrajectory, int, int | None]]:
         """Remove and yield (trajectory, replica, pinned version or None) for each with a place now.
@@ -187,13 +187,13 @@ class WaitingQueue:
             arrival, need = heappop(heads)
             lane = self._lanes[need]
             trajectory = lane.entries[0][1]
-            view, pin = self._place(trajectory, lane) if self._book.may_run(trajectory) else (None, None)
+            view, pin = self._place(trajectory, lane) if self._state.may_run(trajectory) else (None, None)
             if view is not None:
                 self._pop(need)
                 if need in self._lanes:
                     heappush(heads, (lane.entries[0][0], need))
                 yield trajectory, view.index, pin
-            elif pin is not None and self._book.views.is_unreachable(pin):
+            elif pin is not None and self._state.views.is_unreachable(pin):
                 self._unreachable += [trajectory for _, trajectory in sorted(self._lanes.pop(need).entries)]
             elif self._need(trajectory) != need:  # its move was called off
                 self._pop(need)
@@ -215,12 +215,12 @@ class WaitingQueue:
         pinned: dict[int, list[Need]] = {}
         for need, lane in self._lanes.items():
             pin = self.pin(lane.entries[0][1])
-            if pin is not None and self._book.may_run(lane.entries[0][1]):
+            if pin is not None and self._state.may_run(lane.entries[0][1]):
                 pinned.setdefault(pin, []).append(need)
-        num_starting = max(1, self._book.views.num_starting())
+        num_starting = max(1, self._state.views.num_starting())
         unserved = {version: pinned[version] for version in sorted(pinned) if self._is_unserved(version, pinned)}
         popped: list[tuple[int, LiveTrajectory]] = []
-        room = self._book.settings.batch_per_replica
+        room = self._state.settings.batch_per_replica
         for version in list(unserved)[::num_starting]:
             replicas = self._replicas_for(version, unserved, num_starting)
             for need in unserved[version]:
@@ -250,7 +250,7 @@ class WaitingQueue:
 
         A share is at least a group, whose prompt a replica prefills once. `lane.share` bounds later replicas too.
         """
-        settings, version = self._book.settings, self.pin(lane.entries[0][1])
+        settings, version = self._state.settings, self.pin(lane.entries[0][1])
         lane.share = max(settings.group_size, -(-len(lane.entries) // replicas))
         if not self._passes_once(lane, version):
             lane.share = min(settings.batch_per_replica, lane.share)
@@ -262,14 +262,14 @@ class WaitingQueue:
         Such are evaluations of a resumed run before its learner publishes. Replicas load versions in ascending
         order, so a starting replica gets all of the lane, and its engine queues more than a batch.
         """
-        evaluated, newest = lane.entries[0][1].kind is Kind.EVAL, self._book.newest_version
+        evaluated, newest = lane.entries[0][1].kind is Kind.EVAL, self._state.newest_version
         return evaluated and version is not None and (version < newest or newest < 0)
 
     def _limit(self, lane: Lane) -> int | None:
         """Return how many in-flight trajectories a replica may have to get more of a lane; None is no limit."""
         if lane.share is None:
             return None
-        return lane.share if self._book.views.num_starting() else self._book.settings.batch_per_replica
+        return lane.share if self._state.views.num_starting() else self._state.settings.batch_per_replica
 
     def _is_unserved(self, version: int, pinned: Mapping[int, list[Need]]) -> bool:
         """Whether a lane pinned to a version finds no replica that serves it or can load it."""
@@ -280,7 +280,7 @@ class WaitingQueue:
 
     def _need(self, trajectory: LiveTrajectory) -> Need:
         """Return the lane of a trajectory: its own while it moves, its pass's if evaluated, else its version's."""
-        if self._book.moves.destination(trajectory.id) is not None:
+        if self._state.moves.destination(trajectory.id) is not None:
             return trajectory.id
         return trajectory.group_id if trajectory.kind is Kind.EVAL else self.pin(trajectory)
 
@@ -297,16 +297,16 @@ class WaitingQueue:
 
     def _is_free(self, trajectory: LiveTrajectory) -> bool:
         """Whether any replica may run a training trajectory now."""
-        bound = self.pin(trajectory) is not None or self._book.moves.destination(trajectory.id) is not None
-        return trajectory.kind is Kind.TRAIN and not bound and self._book.may_run(trajectory)
+        bound = self.pin(trajectory) is not None or self._state.moves.destination(trajectory.id) is not None
+        return trajectory.kind is Kind.TRAIN and not bound and self._state.may_run(trajectory)
 
     def _place(self, trajectory: LiveTrajectory, lane: Lane) -> tuple[ReplicaView | None, int | None]:
         """Return the replica for a trajectory if one has a place, and its version if it is pinned."""
-        move, pin = self._book.moves.destination(trajectory.id), self.pin(trajectory)
+        move, pin = self._state.moves.destination(trajectory.id), self.pin(trajectory)
         if move is not None:
-            if self._book.views.serves(*move):
-                return self._book.views.by_index[move[0]], move[1]
-            self._book.moves.ends(trajectory.id)
+            if self._state.views.serves(*move):
+                return self._state.views.by_index[move[0]], move[1]
+            self._state.moves.ends(trajectory.id)
         if trajectory.kind is Kind.EVAL and self._evaluations.pass_of(trajectory).replica is not None:
             return self._place_beside_training(self._evaluations.pass_of(trajectory), lane), pin
         if pin is not None:
@@ -319,11 +319,11 @@ class WaitingQueue:
         The pass holds its replicas back from newer weights, so it uses the fewest that hold it with a batch each,
         and only one until its first token fixes the version.
         """
-        batch = self._book.settings.batch_per_replica
+        batch = self._state.settings.batch_per_replica
         num_out = len(evaluation.pending) - len(lane.entries)
         if evaluation.version is None:
             assert evaluation.replica is not None, f"{evaluation.id} has no replica"
-            replica = self._book.views.by_index[evaluation.replica]
+            replica = self._state.views.by_index[evaluation.replica]
             view = replica if num_out < batch and replica.version >= 0 else None
         else:
             most = -(-evaluation.num_members // batch)

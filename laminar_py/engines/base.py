@@ -109,7 +109,7 @@ class RequestScheduler(ABC, Generic[JobT]):
         self._paused = False
 
     def check_load(self, version: int) -> None:
-        """Raise the errors of `checks.check_load`."""
+        """Raise an error where `version` cannot be loaded now, see `checks.check_load`."""
         check_load(version, served=self._version, num_running=0 if self._paused else len(self._running))
 
     def _queue(self, job: JobT) -> None:

@@ -103,10 +103,11 @@ class EnvironmentCalls:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self._hung >= max(1, self._settings.at_once // 2):
-                raise ProcessSpentError(f"{self._hung} calls hang; see environment.timeout_s")
+                limit_s = f"environment.timeout_s={self._settings.timeout_s:g}"
+                raise ProcessSpentError(f"{self._hung} calls have not returned within {limit_s}")
             most = self._settings.memory_bytes
             if most is not None and (held := _resident_bytes()) > most:
-                raise ProcessSpentError(f"it has {held:,} bytes, above environment.memory_bytes={most:,}")
+                raise ProcessSpentError(f"the process has {held:,} bytes, above environment.memory_bytes={most:,}")
             await asyncio.sleep(WATCH_S)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -148,7 +148,7 @@ class ChatWriter(PlainWriter):
         before = self._template.conversation(asked, answers=False)
         text = self._template.conversation([*asked, *turns], answers=True)
         if not text.startswith(before):
-            raise TemplateError("the chat template writes a first message otherwise once there is another")
+            raise TemplateError("the chat template changes the first message when a second one follows")
         return text.removeprefix(before)
 
     def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[IntArray, str]:
@@ -157,14 +157,14 @@ class ChatWriter(PlainWriter):
         text = self._template.conversation([*spoken, *turns], answers=True)
         _, written, after = text.partition(answer)
         if not written:
-            raise TemplateError("the chat template leaves out what the assistant said")
+            raise TemplateError("the chat template leaves out the assistant's text")
         return self._split_end_token(after)
 
     def _split_end_token(self, text: str) -> tuple[IntArray, str]:
         """Return the first token [1] of a text, which must end a turn, and the rest of the text."""
         ids = self._codec.encode(text)
         if not len(ids) or int(ids[0]) not in self._stop_ids:
-            raise TemplateError("the chat template writes no token behind a turn that ends it")
+            raise TemplateError("the chat template writes no end token after a turn of the assistant")
         return ids[:1], text.removeprefix(self._codec.decode(ids[:1], special=True))
 
     def _why_unsupported(self, role: Role) -> str:

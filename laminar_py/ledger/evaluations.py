@@ -109,22 +109,22 @@ def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, Eva
         for row in trajectory_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,))
         if _is_answered(row)
     ]
-    said = _said(connection, rows)
+    texts = _answer_texts(connection, rows)
     return {
         row.id: answer_of(
-            row, reward=row.reward if row.status is Status.CONSUMED else None, said=said.get(row.id, "")
+            row, reward=row.reward if row.status is Status.CONSUMED else None, answer=texts.get(row.id, "")
         )
         for row in rows
     }
 
 
-def answer_of(row: TrajectoryRow, *, reward: float | None, said: str) -> EvalAnswer:
+def answer_of(row: TrajectoryRow, *, reward: float | None, answer: str) -> EvalAnswer:
     """Return the answer of an ended trajectory; `reward` is None without a score."""
     return EvalAnswer(
         problem=problem_of(row.id),
         sample=row.sample_index,
         reward=reward,
-        said=said,
+        answer=answer,
         length=row.length,
         truncated=row.finish_reason is FinishReason.LENGTH,
     )
@@ -134,7 +134,7 @@ def _is_answered(row: TrajectoryRow) -> bool:
     return row.status is Status.CONSUMED or row.drop_reason in UNSCORED
 
 
-def _said(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, str]:
+def _answer_texts(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, str]:
     """Return answer texts by trajectory, by one scan over the pass's range of events, which have no index."""
     if not rows:
         return {}
@@ -145,7 +145,7 @@ def _said(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str
     wanted = {row.id for row in rows}
     events = (decode_event(body) for (body,) in bodies)
     return {
-        event.trajectory_id: event.said
+        event.trajectory_id: event.answer
         for event in events
         if isinstance(event, Scored) and event.trajectory_id in wanted
     }

@@ -291,7 +291,7 @@ class Machine:
         _finite(event, event.reward, *(credit.reward for credit in event.roles))
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
         row.scorer_s, row.scored_s = event.elapsed_s / event.at_once, self._now
-        row.said, row.earned, row.roles = event.said, event.earned, event.roles
+        row.answer, row.earned, row.roles = event.answer, event.earned, event.roles
         return row
 
     def _ready(self, event: Ready) -> LiveTrajectory:

@@ -58,7 +58,7 @@ class Recovered:
     ages: WeightAges  # of all versions on record, after `events`
     refilled: tuple[float, ...] = ()  # one reward of each group without signal dropped since the last step
     rewards: tuple[float, float] = (math.inf, -math.inf)  # the worst and the best training reward
-    eval_requests: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
+    eval_sampling: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
 
 
 def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: True) -> Recovered:
@@ -87,7 +87,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             ages=_ages(connection, events),
             refilled=_refilled(connection),
             rewards=_rewards(connection),
-            eval_requests=started.eval_requests if (started := last_start(connection)) else {},
+            eval_sampling=started.eval_sampling if (started := last_start(connection)) else {},
         )
 
 
@@ -111,7 +111,7 @@ def first_events(
         max_staleness=config.staleness.enforced,
         resumed_step=resumed_step,
         data=data,
-        eval_requests=config.eval.requests(config.rollout.sampling.params()),
+        eval_sampling=config.eval.sampling_by_set(config.rollout.sampling.params()),
         simulated=simulated,
     )
     return [started, Scaled(tuple(range(config.rollout.replicas)), config.rollout.engine.servers)]
@@ -262,7 +262,7 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
                 rows[event.trajectory_id].used_s = event.used_s
             case Scored():
                 row = rows[event.trajectory_id]
-                row.said, row.earned, row.roles = event.said, event.earned, event.roles
+                row.answer, row.earned, row.roles = event.answer, event.earned, event.roles
             case Ready():
                 rows[event.trajectory_id].roles = event.roles
     pieces: dict[int, list[PieceRow]] = {}

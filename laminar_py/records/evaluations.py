@@ -46,13 +46,13 @@ def problem_of(trajectory_id: str) -> int:
 
 
 class EvalAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to a held-out problem, e.g. `EvalAnswer(problem=12, sample=3, reward=1.0, said="42",
+    """An answer to a held-out problem, e.g. `EvalAnswer(problem=12, sample=3, reward=1.0, answer="42",
     length=310)`."""
 
     problem: int  # place in the set
     sample: int
     reward: float | None  # None: it could not be scored
-    said: str = ""  # answer by the verifier, which majority votes count; "" where the verifier found none
+    answer: str = ""  # answer by the verifier, which majority votes count; "" where the verifier found none
     length: int  # response tokens
     truncated: bool = False  # a cap ended it
 
@@ -132,7 +132,7 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
     scored = [[one for one in group if one.reward is not None] for group in kept]
     rewards = [[one.reward or 0.0 for one in group] for group in scored]
     is_accuracy = all(reward in (0.0, 1.0) for group in rewards for reward in group)
-    votes = samples > 1 and any(one.said for group in scored for one in group)
+    votes = samples > 1 and any(one.answer for group in scored for one in group)
     lengths = [answer.length for answer in ordered]
     return SetFigures(
         problems=len(by_problem),
@@ -169,13 +169,13 @@ def _pass_at(rewards: Sequence[Sequence[float]], samples: int) -> dict[int, Esti
 
 def _majority_reward(group: Sequence[EvalAnswer]) -> float:
     """Mean reward of the most frequent answers to a problem: one, or several in a tie; 0 without any answer."""
-    votes = Counter(one.said for one in group if one.said)
+    votes = Counter(one.answer for one in group if one.answer)
     if not votes:
         return 0.0
     most = max(votes.values())
     rewards = [
-        sum(one.reward or 0.0 for one in group if one.said == said) / count
-        for said, count in votes.items()
+        sum(one.reward or 0.0 for one in group if one.answer == answer) / count
+        for answer, count in votes.items()
         if count == most
     ]
     return sum(rewards) / len(rewards)

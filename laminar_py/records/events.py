@@ -8,7 +8,7 @@ from msgspec import field
 
 from laminar_py.records.credit import Earned, RoleCredit
 from laminar_py.records.evaluations import SetFigures
-from laminar_py.records.scoring import TermValue, said_by
+from laminar_py.records.scoring import TermValue, answer_by
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind
 
@@ -33,7 +33,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     max_staleness: int | None  # bound that is enforced at consumption; None: no bound
     resumed_step: int | None = None
     data: dict[str, str] = field(default_factory=dict)  # field of the config -> digest of the source's rows
-    eval_requests: dict[str, str] = field(default_factory=dict)  # by set, see `EvalConfig.requests`
+    eval_sampling: dict[str, str] = field(default_factory=dict)  # by set, see `EvalConfig.sampling_by_set`
     simulated: bool = False  # a simulation: tokens are only counted, times are of a virtual clock
 
 
@@ -173,9 +173,9 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
     roles: tuple[RoleCredit, ...] = ()  # rewards by role, if there are several
 
     @property
-    def said(self) -> str:
+    def answer(self) -> str:
         """Answer that the response gives."""
-        return said_by(self.terms)
+        return answer_by(self.terms)
 
 
 class Ready(Event, frozen=True, omit_defaults=True):

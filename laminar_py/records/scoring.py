@@ -64,7 +64,7 @@ class Reward:
     """[L] numbers per token by name, for an algorithm that declares these columns."""
     text: str = ""
     """Note that is kept on record beside the value."""
-    said: str = ""
+    answer: str = ""
     """Answer that the response gives, for majority votes; equal answers must be equal text."""
 
 
@@ -87,12 +87,12 @@ class TermValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     value: float
     elapsed_s: float = 0.0
     text: str = ""  # note of the verifier
-    said: str = ""  # as in `Reward`
+    answer: str = ""  # as in `Reward`
 
 
-def said_by(terms: Iterable[TermValue]) -> str:
+def answer_by(terms: Iterable[TermValue]) -> str:
     """Answer of a response by the first term that names one; "" where none does."""
-    return next((term.said for term in terms if term.said), "")
+    return next((term.answer for term in terms if term.answer), "")
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,9 +114,9 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
     @property
-    def said(self) -> str:
+    def answer(self) -> str:
         """Answer that the response gives."""
-        return said_by(self.terms)
+        return answer_by(self.terms)
 
 
 class GroupRewards(msgspec.Struct, frozen=True):

@@ -343,7 +343,7 @@ class NodeVersions:
         here = self._store.complete.get(manifest.version)
         if here is not None and here.manifest.digest != manifest.digest:
             log.error(
-                "version %d is here as %s, and the parent has it as %s: publish under a number of its own",
+                "version %d has digest %s here, %s at the parent: publish each content under its own number",
                 manifest.version,
                 here.manifest.digest,
                 manifest.digest,
@@ -407,7 +407,7 @@ class DeltaEncoder:
         num_vain = 0
 
         async def encode_chunks() -> None:
-            """Take chunks from the common iterator until none is left or encoding stops."""
+            """Encode chunks from the iterator that all coroutines share, until none is left."""
             nonlocal num_vain
             for file, index in chunks:
                 try:

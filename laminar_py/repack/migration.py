@@ -155,7 +155,7 @@ class Migration:
             self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
         return PlanningContext(
             speed=speed,
-            forecast=GroupForecast(self._remaining, self._scheduler.book.finished_beside),
+            forecast=GroupForecast(self._remaining, self._scheduler.state.finished_beside),
             max_stall_s=self._settings.max_stall_s,
             hold_s=self._settings.hold_s,
             growth=1 + int(MARGIN * self._growth),
@@ -199,7 +199,7 @@ class Migration:
                 prefill=max(moving.prefill.values(), default=0),
                 elapsed_s=self._clock.now() - began,
             )
-            self._scheduler.book.record(event)
+            self._scheduler.state.record(event)
 
 
 def choose(by_version: Mapping[int, Sequence[ReplicaView]], *, most: int, turn: int) -> list[int]:

@@ -45,7 +45,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     named: dict[str, float] = {}  # where it gave several, whose sum is the value
     columns: dict[str, TokenValues] = {}
     text: str = ""
-    said: str = ""
+    answer: str = ""
     elapsed_s: float = 0.0
     failure: DropReason | None = None
     detail: str = ""
@@ -60,7 +60,7 @@ class GivenReward:
     named: dict[str, float]  # where it gave several, whose sum is the value
     columns: dict[str, Array]
     text: str
-    said: str
+    answer: str
     shown: str  # of a value that is no array
 
 
@@ -83,7 +83,7 @@ def read_reward(returned: object) -> GivenReward:
         named=named,
         columns=columns,
         text=one_line(str(reward.text)),
-        said=one_line(str(reward.said)),
+        answer=one_line(str(reward.answer)),
         shown="" if array.ndim else repr(reward.value),
     )
 
@@ -98,7 +98,7 @@ def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) 
     if not given.value.ndim:
         if given.value.dtype.kind in "biuf" and abs(given.value) <= LARGEST:
             return Outcome(
-                value=float(given.value), named=given.named, columns=found, text=given.text, said=given.said
+                value=float(given.value), named=given.named, columns=found, text=given.text, answer=given.answer
             )
         raise ColumnError(
             f"the reward function returned {given.shown}; return a finite number up to {LARGEST:g}, or one for"
@@ -112,7 +112,7 @@ def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) 
             f"{length} per-token rewards add up to {total:g}; keep each and the sum below {LARGEST:g}"
         )
     columns_found = found | {TOKEN_REWARDS: token_values(rewards)}
-    return Outcome(value=total, columns=columns_found, text=given.text, said=given.said)
+    return Outcome(value=total, columns=columns_found, text=given.text, answer=given.answer)
 
 
 def _check_columns(

@@ -204,7 +204,7 @@ def _term_values(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> list[TermVal
             value=value,
             elapsed_s=outcome.elapsed_s,
             text=outcome.text,
-            said=outcome.said,
+            answer=outcome.answer,
         )
         for term, outcome, values in named
         for name, value in values.items()

@@ -50,8 +50,8 @@ def make_exact(term: ExactTerm) -> Callable[[ScoringRequest], Reward]:
         if request.finish_reason is not FinishReason.STOP:
             return Reward(0.0)
         matches = list(pattern.finditer(request.response))
-        said = (matches[-1].group(1) or "") if matches else None
-        return Reward(float(said == request.answer), said=said or "")
+        answer = (matches[-1].group(1) or "") if matches else None
+        return Reward(float(answer == request.answer), answer=answer or "")
 
     return exact_reward
 

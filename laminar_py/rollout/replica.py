@@ -159,7 +159,7 @@ class Replica:
         self._loss_raised = asyncio.Event()  # set when `next_report` has raised the engine's loss
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
-        self._streams = Streams(engine, self._out, store, environments, ended=self._one_left, lost=self._lose)
+        self._streams = Streams(engine, self._out, store, environments, ended=self._on_left, lost=self._lose)
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 
     # ---- called by the controller
@@ -356,7 +356,7 @@ class Replica:
         with self._watching_for_loss():
             await self._store.keep_synced()
 
-    def _one_left(self) -> None:
+    def _on_left(self) -> None:
         """After a trajectory left: wake the loading of weights if it is due; report at once if idle."""
         if not self._running:
             self._weights_wanted.set()

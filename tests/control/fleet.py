@@ -164,8 +164,8 @@ class Fleet:
 
     def learned(self, version):
         """The learner makes a step before each version up to this one."""
-        for newer in range(self.scheduler.book.newest_version + 1, version + 1):
-            self.scheduler.book.ages.record_step(learned=True)
+        for newer in range(self.scheduler.state.newest_version + 1, version + 1):
+            self.scheduler.state.ages.record_step(learned=True)
             self.scheduler.published(newer)
 
     async def report(self, index, *, progress=(), admissible=64, lost=()):
@@ -205,7 +205,7 @@ class Fleet:
         """A segment is gone, and with it what live trajectories have in it."""
         lost = {
             one.id: detail
-            for one in self.scheduler.book.live.values()
+            for one in self.scheduler.state.live.values()
             if segment in {ref.at.segment for ref in (*one.tokens, *one.columns.values())}
         }
         await self.scheduler.incoming.drop_lost(lost)

@@ -41,7 +41,7 @@ class Streams:
 
     @property
     def trajectory(self):
-        return self.fleet.scheduler.book.live[ID]
+        return self.fleet.scheduler.state.live[ID]
 
     @property
     def spans(self):

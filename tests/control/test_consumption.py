@@ -82,8 +82,8 @@ async def test_a_group_that_is_all_too_long_is_live_no_more():
     fleet = make_fleet(groups=1, capacity=1)
     await make_ready(fleet, [MAX_TOKENS])
     assert reasons(fleet) == {DropReason.TOO_LONG: 2}
-    assert not fleet.scheduler.book.groups
-    assert not fleet.scheduler.book.live
+    assert not fleet.scheduler.state.groups
+    assert not fleet.scheduler.state.live
 
 
 async def test_what_became_stale_while_it_was_ready_is_not_in_the_batch():
@@ -139,7 +139,7 @@ async def test_a_late_score_costs_its_own_response_and_not_its_group():
 )
 async def test_a_group_goes_on_waiting_for_a_member_where(settings):
     fleet = await make_all_but_one_score(**settings)
-    assert taken(await take(fleet, 1, version=fleet.scheduler.book.newest_version)) == ["g1"]
+    assert taken(await take(fleet, 1, version=fleet.scheduler.state.newest_version)) == ["g1"]
     assert not reasons(fleet)
 
 

@@ -45,7 +45,7 @@ async def test_each_role_is_compared_with_the_same_role_of_the_others():
     assert [event.roles[0].advantage for event in events] == pytest.approx([0.5, 0.5, -1.5, 0.5], abs=1e-3)
     assert [event.roles[1].advantage for event in events] == pytest.approx([-0.5, -0.5, 1.5, -0.5], abs=1e-3)
     assert [event.roles for event in fleet.log.events if isinstance(event, Scored)] == episodes
-    (group,) = fleet.scheduler.book.groups.values()
+    (group,) = fleet.scheduler.state.groups.values()
     assert [member.as_ref().roles for member in group.members.values()] == [event.roles for event in events]
 
 

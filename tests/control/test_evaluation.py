@@ -33,7 +33,7 @@ async def answer_all(fleet, rewards):
     await fleet.finish_all(0)
     for trajectory in list(fleet.unscored):
         reward, said = rewards[trajectory.id]
-        terms = [TermValue(name="math", value=reward, said=said)]
+        terms = [TermValue(name="math", value=reward, answer=said)]
         await fleet.scheduler.incoming.on_score(Score(trajectory_id=trajectory.id, value=reward, terms=terms))
 
 
@@ -86,7 +86,7 @@ async def test_a_pass_that_is_asked_for_again_keeps_answers_and_goes_on_with_wha
         "e0-aime.1.0": 0.0,
         "e0-aime.1.1": 0.0,
     }
-    assert not fleet.scheduler.book.live
+    assert not fleet.scheduler.state.live
 
 
 async def test_an_answer_that_the_cap_of_its_set_cuts_counts_as_cut():
@@ -123,7 +123,7 @@ async def test_what_a_lost_version_leaves_of_an_evaluation_is_gone_on_with_where
     with pytest.raises(EvaluationLostError):
         await asked
     assert not [event for event in fleet.log.events if isinstance(event, Dropped)], "whose ids would be used up"
-    live = fleet.scheduler.book.live.values()
+    live = fleet.scheduler.state.live.values()
     assert {trajectory.status for trajectory in live} <= {Status.INTERRUPTED, Status.RUNNING}
 
 

@@ -31,7 +31,7 @@ def dropped(fleet):
 
 def issued_anew(fleet, *ids):
     """True where these are the live samples of g0 that came later than its first ones."""
-    live = fleet.scheduler.book.live.values()
+    live = fleet.scheduler.state.live.values()
     return {one.id for one in live if one.group_id == "g0" and one.sample_index >= 4} == set(ids)
 
 
@@ -58,8 +58,8 @@ async def test_what_runs_elsewhere_with_tokens_of_a_lost_host_is_dropped_and_its
     assert "g0.0" in fleet.running[1], "with its first tokens on the host of replica 0"
     await lose_host_of(fleet, 0)
     assert dropped(fleet) == {"g0.0": DropReason.HOST_LOST}
-    assert fleet.scheduler.book.take_aborts() == {1: ["g0.0"]}
-    assert fleet.scheduler.book.take_aborts() == {}, "told once"
+    assert fleet.scheduler.state.take_aborts() == {1: ["g0.0"]}
+    assert fleet.scheduler.state.take_aborts() == {}, "told once"
     assert issued_anew(fleet, "g0.4")
     assert_law_one(fleet)
     await fleet.finish(1, "g0.0", admissible=0)  # its last word is on the way
@@ -73,7 +73,7 @@ async def test_what_had_told_no_tokens_is_only_interrupted_and_goes_on_elsewhere
     assert dropped(fleet) == {"g0.1": DropReason.HOST_LOST}
     reasons = [event.reason for event in fleet.log.events if isinstance(event, Interrupted)]
     assert reasons == ["replica_crashed"] * 4
-    assert fleet.scheduler.book.take_aborts() == {}, "nobody runs it any more"
+    assert fleet.scheduler.state.take_aborts() == {}, "nobody runs it any more"
     await fleet.report(1)
     assert set(fleet.running[1]) == {"g0.0", "g0.2", "g0.3", "g0.4"}
     assert {item.length for item in fleet.running[1].values()} == {0}
@@ -86,7 +86,7 @@ async def test_what_waits_is_finished_or_scored_is_dropped_and_begun_anew_while_
     await fleet.finish(0, "g0.1")
     await fleet.score_all()
     await fleet.finish(0, "g0.2")
-    live = fleet.scheduler.book.live
+    live = fleet.scheduler.state.live
     states = [live[f"g0.{index}"].status for index in range(4)]
     assert states == [Status.INTERRUPTED, Status.SCORED, Status.FINISHED, Status.RUNNING]
     await lose_host_of(fleet, 0)
@@ -121,7 +121,7 @@ async def test_ready_ones_leave_their_group_and_its_bins_and_the_last_takes_the_
     await fleet.scheduler.consumption.put_back(batch)
     await lose_host_of(fleet, 0)
     assert len(buffer) == 0
-    assert not fleet.scheduler.book.groups.keys() & {"g0", "g1"}
+    assert not fleet.scheduler.state.groups.keys() & {"g0", "g1"}
     assert_law_one(fleet)
 
 
@@ -146,7 +146,7 @@ async def test_a_restored_group_waits_for_no_reference_of_what_cannot_be_read():
         )  # as the reference model says
         assert [m.id for g in fleet.scheduler.consumption.buffer.first(1) for m in g.members] == members
         assert dropped(fleet) == dict.fromkeys(lost, DropReason.HOST_LOST)
-        assert ("g1" in fleet.scheduler.book.groups) == bool(members)
+        assert ("g1" in fleet.scheduler.state.groups) == bool(members)
 
 
 async def test_what_the_learner_has_in_hand_stays():
@@ -172,7 +172,7 @@ async def test_an_evaluation_of_which_an_answer_is_lost_fails():
     await fleet.score_all(lambda index: 1.0)
     with pytest.raises(EvaluationLostError):
         await done
-    assert not [one for one in fleet.scheduler.book.live.values() if one.kind is Kind.EVAL]
+    assert not [one for one in fleet.scheduler.state.live.values() if one.kind is Kind.EVAL]
 
 
 async def test_what_was_unreachable_and_is_lost_besides_is_dropped_once():
@@ -220,7 +220,7 @@ async def test_what_a_dead_replica_had_goes_on_where_its_journal_ends_under_that
     await fleet.report(1)
     items = fleet.running[1]
     assert {name: (item.length, item.version) for name, item in items.items()} == {"g0.0": (5, 0), "g0.1": (4, 0)}
-    assert covers(fleet.scheduler.book.live["g0.0"].token_spans, 0, 5)
+    assert covers(fleet.scheduler.state.live["g0.0"].token_spans, 0, 5)
 
 
 @pytest.mark.parametrize("start", [1, 3], ids=["told meanwhile", "a gap"])
@@ -230,7 +230,7 @@ async def test_what_does_not_go_on_where_the_record_ends_is_left_out(start):
     await fleet.grow(0, "g0.0", tokens=2)
     salvaged = [fleet.salvaged(0, "g0.0", tokens=3, start=start)]
     await fleet.lose_replica(0, salvaged=salvaged)
-    assert fleet.scheduler.book.live["g0.0"].length == 2
+    assert fleet.scheduler.state.live["g0.0"].length == 2
 
 
 async def test_what_is_known_of_a_replica_is_where_its_journal_is_to_go_on():
@@ -247,11 +247,11 @@ async def test_what_is_known_of_a_replica_is_where_its_journal_is_to_go_on():
 
 async def test_a_step_has_as_many_versions_as_its_trajectories_are_of_and_run_under():
     fleet = await one_group()
-    assert fleet.scheduler.book.versions_alive() == 1, "what runs has told no token"
+    assert fleet.scheduler.state.versions_alive() == 1, "what runs has told no token"
     await fleet.grow(0, "g0.0", tokens=2)
     fleet.versions[0] = 3
     await fleet.report(0, admissible=0)
-    assert fleet.scheduler.book.versions_alive() == 2
+    assert fleet.scheduler.state.versions_alive() == 2
 
 
 # ---- whatever happens
@@ -279,7 +279,7 @@ async def play(actions, without_signal):
             step = 0
             for name, number in actions:
                 step = await act(fleet, name, number, step)
-                account, live = ledger.accounting().train, fleet.scheduler.book.live.values()
+                account, live = ledger.accounting().train, fleet.scheduler.state.live.values()
                 assert account.live == sum(one.kind is Kind.TRAIN for one in live)
                 assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
                 assert not set(account.dropped) - {"host_lost", "no_signal"}
@@ -314,7 +314,7 @@ async def act(fleet, name, number, step):
         else:
             step += 1
             await consumption.commit(batch, step)
-    for replica, ids in fleet.scheduler.book.take_aborts().items():
+    for replica, ids in fleet.scheduler.state.take_aborts().items():
         for id in ids:
             fleet.running[replica].pop(id, None)
     return step

@@ -75,14 +75,14 @@ async def test_a_late_answer_of_the_source_counts_for_nothing():
     await fleet.finish(0, name, tokens=1, reason=FinishReason.ABORT)
     fleet.running[0][name] = late
     await fleet.finish(0, name, tokens=4, reason=FinishReason.STOP)
-    assert fleet.scheduler.book.live[name].status is Status.RUNNING
-    assert fleet.scheduler.book.live[name].length == 4
+    assert fleet.scheduler.state.live[name].status is Status.RUNNING
+    assert fleet.scheduler.state.live[name].length == 4
 
 
 async def test_one_that_finishes_before_it_is_asked_stays_and_the_destination_is_told():
     fleet, name = await moving()
     await fleet.finish(0, name)
-    assert fleet.scheduler.book.live[name].status is Status.FINISHED
+    assert fleet.scheduler.state.live[name].status is Status.FINISHED
     assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
@@ -119,7 +119,7 @@ async def test_a_group_past_its_deadline_ends_the_moves_of_its_members():
     await fleet.finish(0, "g0.1")
     fleet.clock.time = 2.0
     await fleet.scheduler.incoming.enforce_deadlines()
-    assert name not in fleet.scheduler.book.live
+    assert name not in fleet.scheduler.state.live
     assert fleet.scheduler.moves.take_called_off() == {1: ["g0.0"]}
     assert settled(fleet)
 
@@ -127,7 +127,7 @@ async def test_a_group_past_its_deadline_ends_the_moves_of_its_members():
 async def test_what_the_engine_refuses_ends_its_move():
     fleet, name = await moving()
     await fleet.refuse(0, name)
-    assert name not in fleet.scheduler.book.live
+    assert name not in fleet.scheduler.state.live
     assert DropReason.REFUSED in {event.reason for event in fleet.log.events if hasattr(event, "reason")}
     assert settled(fleet)
 
@@ -180,7 +180,7 @@ async def test_a_promised_replica_gets_no_work_of_another_version():
     await fleet.report(2, admissible=0)
 
     def taking(version):
-        return Router(fleet.scheduler.book).for_pinned(version)
+        return Router(fleet.scheduler.state).for_pinned(version)
 
     assert taking(1).index == 2
     await fleet.lose_replica(2)

@@ -41,7 +41,7 @@ async def test_a_group_that_teaches_nothing_waits_for_no_reference():
     assert dropped == [DropReason.NO_SIGNAL] * 4
     await fleet.refer_all()
     assert not ready(fleet)
-    assert not fleet.scheduler.book.live.keys() & {f"g0.{index}" for index in range(4)}
+    assert not fleet.scheduler.state.live.keys() & {f"g0.{index}" for index in range(4)}
 
 
 async def test_no_deadline_counts_while_only_the_reference_is_missing():

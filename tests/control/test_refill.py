@@ -70,12 +70,12 @@ async def test_async_waits_for_nobody_at_the_ceiling_and_goes_on_generating():
     fleet = refilling(schedule=Schedule.ASYNC)
     task = asks(fleet)
     await generate(fleet, SIGNAL, SOLVED, SOLVED, HOPELESS, HOPELESS)
-    issued = fleet.scheduler.book.next_prompt
+    issued = fleet.scheduler.state.next_prompt
     await fleet.report(0)
     batch = await asyncio.wait_for(task, PATIENCE_S)
     assert len(batch.groups) == 1
     assert fleet.running[0], "which are of later steps"
-    assert fleet.scheduler.book.next_prompt > issued
+    assert fleet.scheduler.state.next_prompt > issued
     await fleet.scheduler.consumption.commit(batch, 1)
     task = asks(fleet)
     await generate(fleet, SIGNAL, SIGNAL)
@@ -102,8 +102,8 @@ async def test_what_is_ready_ahead_of_the_next_step_is_not_held_against_it():
     fleet = refilling(schedule=Schedule.ASYNC)
     await generate(fleet, SIGNAL, SIGNAL, *[SOLVED] * 6)
     await fleet.report(0)
-    book = fleet.scheduler.book
-    assert (len(book.groups), book.num_generating) == (16, 14), "a full step has no ceiling"
+    state = fleet.scheduler.state
+    assert (len(state.groups), state.num_generating) == (16, 14), "a full step has no ceiling"
 
 
 @pytest.mark.parametrize(("schedule", "num_silent", "num_running"), [("sync", 4, 0), ("one_step", 5, 4)])
@@ -152,7 +152,7 @@ async def test_a_run_that_has_seen_one_reward_alone_tells_neither_solved_nor_hop
 async def test_a_step_without_any_group_comes_to_its_end(schedule):
     fleet = refilling(schedule=schedule)
     task = asks(fleet)
-    fleet.scheduler.book.rewards = 0.0, 1.0
+    fleet.scheduler.state.rewards = 0.0, 1.0
     async with asyncio.timeout(PATIENCE_S):
         while not task.done():
             await generate(fleet, HOPELESS)
@@ -187,7 +187,7 @@ async def test_a_full_step_has_no_event_and_a_batch_that_is_put_back_keeps_its_c
     batch = await asyncio.wait_for(task, PATIENCE_S)
     assert fleet.scheduler.consumption.refill_stopped(batch, 1) is None
     await fleet.scheduler.consumption.put_back(batch)
-    assert fleet.scheduler.book.refilled == [1.0, 1.0]
+    assert fleet.scheduler.state.refilled == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("masks", [True, False])

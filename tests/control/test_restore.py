@@ -88,11 +88,11 @@ async def test_a_running_one_goes_on_from_its_prefix_under_its_version():
 
 async def test_lengths_of_finished_siblings_are_known_again_and_counted_once():
     fleet = await restored(left("g1.0", Status.FINISHED, length=5), left("g1.1", Status.RUNNING))
-    assert list(fleet.scheduler.book.finished_beside("g1.1")) == [5]
+    assert list(fleet.scheduler.state.finished_beside("g1.1")) == [5]
     fleet.scheduler.continue_live()
     await fleet.report(0)
     await fleet.finish(0, "g1.1", tokens=4)
-    assert list(fleet.scheduler.book.groups["g1"].finished_lengths) == [5, 7]
+    assert list(fleet.scheduler.state.groups["g1"].finished_lengths) == [5, 7]
 
 
 async def test_the_cap_on_seconds_does_not_start_over():
@@ -119,7 +119,7 @@ async def test_a_running_one_goes_on_with_the_experts_it_has():
     fleet.scheduler.continue_live()
     (assignment,) = fleet.scheduler.dispatcher.for_starting(0)
     assert assignment.routed == 5
-    trajectory = fleet.scheduler.book.live["g1.0"]
+    trajectory = fleet.scheduler.state.live["g1.0"]
     last = Progress(
         trajectory_id="g1.0",
         epoch=3,
@@ -146,7 +146,7 @@ async def test_a_scored_group_is_closed_and_a_ready_one_is_buffered():
 
 async def test_an_evaluation_is_dropped_and_new_prompts_follow_the_last_one():
     fleet = await restored(left("e0.0", Status.RUNNING, kind=Kind.EVAL))
-    assert not fleet.scheduler.book.live
+    assert not fleet.scheduler.state.live
     fleet.scheduler.admit()
     await fleet.report(0)
     assert {name.split(".")[0] for name in fleet.running[0]} >= {"g9"}

@@ -125,7 +125,7 @@ async def test_a_skipped_group_counts_in_its_step_with_the_tokens_it_would_have_
     await fleet.finish(0, "g0.1", tokens=7, reason=FinishReason.LENGTH)
     await fleet.score_all(lambda index: 1.0)
     batch = await fleet.scheduler.next_batch(groups=1, version=0)
-    assert (batch.trajectories, batch.silent_tokens) == ([], counted)
+    assert (batch.trajectories, batch.tokens_without_signal) == ([], counted)
 
 
 @pytest.mark.parametrize(("rewards", "ready"), [([1.0, 1.0], 0), ([1.0, 0.0], 2)])
@@ -174,7 +174,7 @@ async def test_a_straggler_past_the_deadline_is_dropped_with_an_event_and_its_re
     fleet.clock.time = 11.0
     await fleet.scheduler.incoming.enforce_deadlines()
     assert names(fleet, Dropped) == [straggler]
-    assert fleet.scheduler.book.take_aborts() == {0: [straggler]}
+    assert fleet.scheduler.state.take_aborts() == {0: [straggler]}
     assert len(fleet.scheduler.consumption.buffer) == 1
 
 
@@ -189,7 +189,7 @@ async def test_a_group_with_too_few_survivors_is_dropped():
     await fleet.score_all()
     reasons = Counter(event.reason for event in fleet.log.events if isinstance(event, Dropped))
     assert reasons == {DropReason.REWARD_TIMEOUT: 1, DropReason.GROUP_LOST: 3}
-    assert not fleet.scheduler.book.groups
+    assert not fleet.scheduler.state.groups
 
 
 async def test_a_group_that_was_dropped_does_not_hold_up_the_next_batch():
@@ -216,9 +216,9 @@ async def test_a_replica_that_starts_is_given_an_evaluation_whose_version_nobody
 async def test_a_transition_that_is_not_allowed_ends_in_an_error_that_names_the_trajectory():
     fleet = Fleet(replicas=1, capacity=1)
     await fleet.report(0)
-    running = fleet.scheduler.book.live["g0.0"]
+    running = fleet.scheduler.state.live["g0.0"]
     with pytest.raises(IllegalEventError, match=r"g0\.0.* cannot happen: it is running"):
-        fleet.scheduler.book.record(running.consumed(step=1, version=0, staleness=0, weight=1.0))
+        fleet.scheduler.state.record(running.consumed(step=1, version=0, staleness=0, weight=1.0))
     assert running.status is Status.RUNNING
 
 
@@ -245,7 +245,7 @@ async def test_what_exceeds_the_bound_at_consumption_is_kept_reweighted_or_dropp
         assert [trajectory.weight for trajectory in take.result().trajectories] == weights
     else:
         assert {event.reason for event in fleet.log.events if isinstance(event, Dropped)} == {DropReason.STALE}
-        assert not fleet.scheduler.book.groups
+        assert not fleet.scheduler.state.groups
         take.cancel()
 
 
@@ -255,7 +255,7 @@ async def test_the_bound_counts_steps_that_the_learner_does_not_publish():
     await fleet.finish_all(0, admissible=0)
     await fleet.score_all()
     for _ in range(4):
-        fleet.scheduler.book.ages.record_step(learned=True)
+        fleet.scheduler.state.ages.record_step(learned=True)
     batch = await fleet.scheduler.consumption.next_batch(groups=1, version=0)
     assert [trajectory.weight for trajectory in batch.trajectories] == [0.4] * 4
     await fleet.scheduler.consumption.commit(batch, 5)
@@ -339,7 +339,7 @@ async def test_an_evaluation_is_greedy_and_never_trains():
         await fleet.finish_all(index)
     await fleet.score_all(lambda index: 1.0)
     assert [answer.reward for answer in (await done).answers.values()] == [1.0] * 6
-    assert not fleet.scheduler.book.live
+    assert not fleet.scheduler.state.live
 
 
 async def test_answers_that_could_not_be_scored_are_no_zeros_of_an_evaluation():
@@ -421,10 +421,10 @@ async def play(actions, without_signal, schedule):
 
 def assert_law_one(fleet):
     counts = Counter(event.__class__.__name__ for event in fleet.log.events)
-    live = sum(trajectory.kind is Kind.TRAIN for trajectory in fleet.scheduler.book.live.values())
+    live = sum(trajectory.kind is Kind.TRAIN for trajectory in fleet.scheduler.state.live.values())
     assert counts["Issued"] == counts["Consumed"] - counts["Undone"] + counts["Dropped"] + live
     on_replicas = fleet.scheduler.views.in_flight
-    assert on_replicas == sum(trajectory.runs_on is not None for trajectory in fleet.scheduler.book.live.values())
+    assert on_replicas == sum(trajectory.runs_on is not None for trajectory in fleet.scheduler.state.live.values())
     assert counts["Assigned"] - counts["Interrupted"] >= on_replicas
 
 

@@ -15,7 +15,7 @@ def test_what_has_no_signal_takes_its_part_of_a_step():
     item = make_finished("a", response=4)
     groups = [
         ReadyGroup(oldest_version=0, arrival=0, group_id="g0", members=[item]),
-        ReadyGroup(oldest_version=0, arrival=1, group_id="g1", silent_tokens=(3, 5)),
+        ReadyGroup(oldest_version=0, arrival=1, group_id="g1", tokens_without_signal=(3, 5)),
     ]
     batch = StepBatch(version=0, groups=groups, trajectories=[item], ages={0: 0})
     config = load_config(REPO / "configs/quickstart.yaml", ["algorithm.aggregation=token_mean"])

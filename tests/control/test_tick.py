@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from laminar_lab.simulate.virtual_loop import virtually
-from laminar_py.control.dispatcher import Tick
+from laminar_py.control.dispatcher import Throttle
 
 EVERY_S = 0.02
 
@@ -15,7 +15,7 @@ def acts_of(*asked):
 
     async def play():
         loop, acts = asyncio.get_running_loop(), []
-        tick = Tick(lambda: acts.append(loop.time()), every_s=EVERY_S)
+        tick = Throttle(lambda: acts.append(loop.time()), every_s=EVERY_S)
         running = asyncio.create_task(tick.run())
         for what in asked:
             if isinstance(what, str):
@@ -55,7 +55,7 @@ async def test_what_an_act_raises_ends_the_loop():
     def act():
         raise ValueError("of its own")
 
-    tick = Tick(act, every_s=EVERY_S)
+    tick = Throttle(act, every_s=EVERY_S)
     tick.wake()
     with pytest.raises(ValueError, match="of its own"):
         await tick.run()

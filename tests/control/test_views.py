@@ -72,8 +72,8 @@ def leaving_that_serve(scheduler, version):
 @settings(max_examples=examples(300), deadline=None)
 def test_new_trajectories_go_where_a_look_at_all_replicas_would_send_them(schedule, history, newest, size):
     scheduler = scheduler_of(schedule, history, newest=newest)
-    views, book = staying(scheduler), scheduler.book
-    admission, oldest = book.settings.admission, book.settings.admission.oldest(newest, book.ages)
+    views, state = staying(scheduler), scheduler.state
+    admission, oldest = state.settings.admission, state.settings.admission.oldest(newest, state.ages)
     groups = admission.share(max(1, sum(view.has_place for view in views)))
     fitting = [
         view
@@ -121,7 +121,7 @@ def test_members_of_a_pass_go_where_a_look_at_all_replicas_would_send_them(
     others = [view for view in serving if view.index not in holders] or idle
     last = leaving_that_serve(scheduler, version)
     held = holding or [view for view in last if view.index in holders]
-    is_full = num_out >= len(held) * scheduler.book.settings.batch_per_replica
+    is_full = num_out >= len(held) * scheduler.state.settings.batch_per_replica
     best = None if is_full else first(held, load)
     others = others or ([] if held else last)
     if others and len(holding) < most:

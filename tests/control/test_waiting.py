@@ -146,7 +146,7 @@ async def test_what_a_replica_that_never_starts_would_have_taken_goes_on_as_othe
         await fleet.finish(replica, random.choice(list(fleet.running[replica])), admissible=0)
         assert max(len(items) for items in fleet.running.values()) <= BATCH
         assert fleet.scheduler.views.in_flight == sum(len(items) for items in fleet.running.values())
-    live = fleet.scheduler.book.live.values()
+    live = fleet.scheduler.state.live.values()
     assert {trajectory.status for trajectory in live if trajectory.kind is Kind.TRAIN} == {Status.FINISHED}
 
 
@@ -177,7 +177,7 @@ async def test_evaluations_of_a_version_are_divided_among_the_replicas_that_star
 async def test_replicas_that_start_are_given_every_version_whose_evaluation_was_deferred():
     fleet = Fleet(replicas=2, batch_per_replica=4, group_size=8)
     fleet.scheduler.pause()
-    fleet.scheduler.book.newest_version = 50
+    fleet.scheduler.state.newest_version = 50
     for version in (10, 20, 30, 40, 50):
         for _ in range(2):
             fleet.scheduler.evaluations.request([make_prompt(place) for place in range(30)], version)

@@ -10,7 +10,7 @@ from laminar_py.records.engine import EngineStatus
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.sockets import PeerClient, PeerServer, generate_keys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub
-from laminar_py.runtime.link.messages import Down, Up
+from laminar_py.runtime.link.messages import CommandFrame, ReportFrame
 from laminar_py.runtime.link.replica_link import ReplicaLink
 
 KEYS = generate_keys()
@@ -144,7 +144,7 @@ class Hand:
 
     async def report(self, number, *, commands_received=0, answers=()):
         await self.say(
-            Up(
+            ReportFrame(
                 number=number,
                 commands_received=commands_received,
                 report=make_report(number),
@@ -154,7 +154,7 @@ class Hand:
 
     async def down(self):
         """The next word of the hub."""
-        return decode(Down, await self.peer.receive())
+        return decode(CommandFrame, await self.peer.receive())
 
     async def commands(self):
         """Numbers of the commands in the next word that has any."""

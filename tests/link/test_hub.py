@@ -10,7 +10,7 @@ from laminar_py.relay import sockets
 from laminar_py.relay.messages import RelayKeys
 from laminar_py.relay.sockets import generate_keys
 from laminar_py.runtime.link import hub as hub_module
-from laminar_py.runtime.link.messages import Abort, Follow, Reply, Up
+from laminar_py.runtime.link.messages import Abort, Follow, Reply, ReportFrame
 from tests.link.ends import KEYS, Commands, by_hand, linked, make_report, serving
 
 A, B = "replica-0-1-0", "replica-1-1-1"
@@ -291,7 +291,7 @@ async def test_a_frame_that_is_no_word_costs_nothing_but_itself():
                 await stranger.send(frame)
             await hand.peer._owner.send_multipart([b"two", b"frames"])
             await hand.say(
-                Up(
+                ReportFrame(
                     number=1,
                     commands_received=0,
                     report=make_report(1),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from laminar_py.records.codec import encode
 from laminar_py.relay.sockets import PeerClient, peer_sockets
-from laminar_py.runtime.link.messages import CallOff, Up
+from laminar_py.runtime.link.messages import CallOff, ReportFrame
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from tests.link.ends import KEYS, Commands, by_hand, make_report, serving
 
@@ -117,7 +117,7 @@ async def test_one_that_speaks_without_end_does_not_keep_others_waiting():
                 await hand.report(1)
                 await hand.told(1)
             for _ in range(50_000):
-                loud.peer.send(encode(Up(number=1, commands_received=0, report=make_report(1))))
+                loud.peer.send(encode(ReportFrame(number=1, commands_received=0, report=make_report(1))))
             for number in range(2, 12):
                 await low.report(number)
                 await low.told(number)

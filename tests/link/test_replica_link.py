@@ -13,7 +13,18 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.trajectory import Kind
 from laminar_py.relay.sockets import PeerServer
 from laminar_py.runtime.link import replica_link
-from laminar_py.runtime.link.messages import Abort, CallOff, Down, Expect, Follow, GiveUp, Look, Stop, Submit, Up
+from laminar_py.runtime.link.messages import (
+    Abort,
+    CallOff,
+    CommandFrame,
+    Expect,
+    Follow,
+    GiveUp,
+    Look,
+    ReportFrame,
+    Stop,
+    Submit,
+)
 from tests.link.ends import KEYS, LOOPBACK, PATIENCE_S, Commands, linked, make_report, serving
 
 A = "replica-0-1-0"
@@ -30,7 +41,7 @@ class ByHand:
         await self.post.wait()
         ((sender, frame),) = self.post.drain(1)
         assert sender == A.encode()
-        return decode(Up, frame)
+        return decode(ReportFrame, frame)
 
     async def report(self):
         """The next report that comes, and its number."""
@@ -39,7 +50,7 @@ class ByHand:
         return up
 
     def say(self, told, first=0, *commands):
-        data = encode(Down(told, first, tuple(msgspec.Raw(encode(command)) for command in commands)))
+        data = encode(CommandFrame(told, first, tuple(msgspec.Raw(encode(command)) for command in commands)))
         assert self.post.send(A.encode(), data)
 
 

@@ -9,7 +9,7 @@ from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.evaluations import pass_number, set_of
 from laminar_py.records.host import SystemClock
 from laminar_py.records.trajectory import Kind
-from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from tests.builders import make_evaluated, make_prompt
 from tests.control.fleet import Fleet, settle
 from tests.runs.runs import REPO
@@ -35,7 +35,7 @@ def make_evaluator(fleet, *settings):
         incarnation,
         scheduler=fleet.scheduler,
         replicas=SimpleNamespace(restart=lambda: None),
-        issuing=SimpleNamespace(wake=lambda: None),
+        issuer=SimpleNamespace(wake=lambda: None),
         hold=hold,
         publish=published.append,
         show_line=None,
@@ -47,11 +47,11 @@ def make_config(*settings):
     return load_config(REPO / "configs/quickstart.yaml", [SETS, *settings])
 
 
-def requests_of(config):
-    return config.eval.requests(config.rollout.sampling.params())
+def sampling_of(config):
+    return config.eval.sampling_by_set(config.rollout.sampling.params())
 
 
-ASKED = requests_of(make_config())
+ASKED = sampling_of(make_config())
 
 
 async def evaluate_until_done(fleet, work):
@@ -81,11 +81,11 @@ async def test_each_set_is_evaluated_at_its_own_interval_and_all_before_and_afte
     evaluator, published, _ = make_evaluator(fleet, "eval.every_steps=2")
     found = {}
     for step in range(1, 9):
-        await evaluator.stepped(Moment(0, step, float(step)), last=step == 8)
+        await evaluator.stepped(EvalPoint(0, step, float(step)), last=step == 8)
         if asked := await evaluate_all(fleet):
             found[step] = asked
     assert found == {2: ["often"], 4: ["often", "rare"], 6: ["often"]}
-    finish = asyncio.create_task(evaluator.finish(Moment(0, 8, 8.0)))
+    finish = asyncio.create_task(evaluator.finish(EvalPoint(0, 8, 8.0)))
     async with asyncio.timeout(PATIENCE_S):
         while not (asked := await evaluate_all(fleet)):  # until the figures of those before are there
             await settle()
@@ -100,7 +100,7 @@ async def test_deferred_versions_are_held_and_evaluated_with_their_sets_when_rl_
     fleet.scheduler.pause()
     evaluator, _, held = make_evaluator(fleet, "eval.every_steps=2", "eval.deferred=true")
     for step in range(1, 5):
-        await evaluator.stepped(Moment(step, step, float(step)), last=False)
+        await evaluator.stepped(EvalPoint(step, step, float(step)), last=False)
     assert held == [2, 4]
     assert fleet.scheduler.evaluations.progress == ""
 
@@ -111,7 +111,7 @@ async def test_a_result_is_of_the_step_whose_weights_answered():
     evaluator, published, _ = make_evaluator(fleet, "eval.every_steps=2")
     fleet.versions[0] = 1
     for step in (1, 2):
-        await evaluator.stepped(Moment(step, step, float(step)), last=False)
+        await evaluator.stepped(EvalPoint(step, step, float(step)), last=False)
     await evaluate_all(fleet)
     async with asyncio.timeout(PATIENCE_S):
         while not published:
@@ -129,8 +129,8 @@ async def test_a_resumed_run_goes_on_with_open_passes_as_of_their_moments_and_do
         OpenPass(id="e5-rare", version=None, step=None, answers={}),
         OpenPass(id="e6-gone", version=1, step=4, answers={}),  # a set that the config has no more
     ]
-    evaluator.restore(passes, results=[], requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={4: 40.0})
-    evaluator.version_came(Moment(1, 5, 51.0))
+    evaluator.restore(passes, results=[], sampling=ASKED, now=EvalPoint(-1, 5, 50.0), passed_s={4: 40.0})
+    evaluator.note_version(EvalPoint(1, 5, 51.0))
     assert await evaluate_all(fleet) == ["often", "rare"]
     async with asyncio.timeout(PATIENCE_S):
         while len(published) < 2:
@@ -139,7 +139,7 @@ async def test_a_resumed_run_goes_on_with_open_passes_as_of_their_moments_and_do
             ("e3-often", 1, 4, 40.0),
             ("e5-rare", 1, 5, 51.0),
         }
-        finish = asyncio.create_task(evaluator.finish(Moment(1, 5, 51.0)))
+        finish = asyncio.create_task(evaluator.finish(EvalPoint(1, 5, 51.0)))
         while not (asked := await evaluate_all(fleet)):
             await settle()
         await finish
@@ -151,12 +151,12 @@ async def test_a_resumed_run_does_no_pass_again_that_is_on_record_but_those_of_s
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()
     evaluator, _, _ = make_evaluator(fleet)
-    evaluator.restore([], results=results, requests=ASKED, now=Moment(-1, 5, 50.0), passed_s={})
-    evaluator.version_came(Moment(0, 5, 50.0))
-    assert await evaluate_until_done(fleet, evaluator.finish(Moment(0, 5, 50.0))) == ["rare"]
-    evaluator.version_came(Moment(1, 7, 70.0))
+    evaluator.restore([], results=results, sampling=ASKED, now=EvalPoint(-1, 5, 50.0), passed_s={})
+    evaluator.note_version(EvalPoint(0, 5, 50.0))
+    assert await evaluate_until_done(fleet, evaluator.finish(EvalPoint(0, 5, 50.0))) == ["rare"]
+    evaluator.note_version(EvalPoint(1, 7, 70.0))
     fleet.versions[0] = 1
-    assert await evaluate_until_done(fleet, evaluator.finish(Moment(1, 7, 70.0))) == ["often", "rare"]
+    assert await evaluate_until_done(fleet, evaluator.finish(EvalPoint(1, 7, 70.0))) == ["often", "rare"]
 
 
 async def test_a_run_that_was_stopped_in_its_first_evaluation_goes_on_with_that():
@@ -166,12 +166,12 @@ async def test_a_run_that_was_stopped_in_its_first_evaluation_goes_on_with_that(
     evaluator.restore(
         [OpenPass(id="e3-often", version=0, step=0, answers={})],
         results=[make_evaluated(set_name="rare", step=0)],
-        requests=ASKED,
-        now=Moment(-1, 0, 0.0),
+        sampling=ASKED,
+        now=EvalPoint(-1, 0, 0.0),
         passed_s={0: 0.0},
     )
-    evaluator.version_came(Moment(0, 0, 0.0))
-    assert await evaluate_until_done(fleet, evaluator.first(Moment(0, 0, 0.0))) == ["often"]
+    evaluator.note_version(EvalPoint(0, 0, 0.0))
+    assert await evaluate_until_done(fleet, evaluator.first(EvalPoint(0, 0, 0.0))) == ["often"]
     assert [(one.pass_id, one.rl_s) for one in published] == [("e3-often", 0.0)]
 
 
@@ -179,7 +179,7 @@ async def test_a_pass_of_a_set_that_is_asked_otherwise_now_is_left():
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()
     evaluator, _, _ = make_evaluator(fleet)
-    before = requests_of(make_config("eval.sets.often={path: often.jsonl, samples: 4, temperature: 1}"))
+    before = sampling_of(make_config("eval.sets.often={path: often.jsonl, samples: 4, temperature: 1}"))
     passes = [OpenPass(id=f"e{place}-{name}", version=0, step=4, answers={}) for place, name in enumerate(before)]
-    evaluator.restore(passes, results=[], requests=before, now=Moment(-1, 4, 40.0), passed_s={4: 40.0})
+    evaluator.restore(passes, results=[], sampling=before, now=EvalPoint(-1, 4, 40.0), passed_s={4: 40.0})
     assert await evaluate_all(fleet) == ["rare"]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.control.book import Phase
+from laminar_py.control.state import Phase
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Scaled
 from laminar_py.runtime.cluster.placement import Needs
@@ -44,7 +44,7 @@ async def test_a_smaller_fleet_loses_replicas_without_a_process_first_and_then_t
         scheduler=scheduler,
         replicas=SimpleNamespace(left={}, has_process=lambda index: index != 0, join=joined.append),
         scoring=SimpleNamespace(grow=lambda queue: None),
-        issuing=SimpleNamespace(wake=lambda: None),
+        issuer=SimpleNamespace(wake=lambda: None),
         show_line=print,
     )
     scheduler.views.send(2, "g0.0")
@@ -68,4 +68,4 @@ def test_nothing_is_handed_out_before_what_a_dead_controller_left_is_taken_up(nu
     scheduler = make_scheduler(
         incarnation, submit_score=lambda trajectory, prompt: None, reference=None, fail=print
     )
-    assert scheduler.book.phase is phase
+    assert scheduler.state.phase is phase

@@ -15,7 +15,7 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason
 from laminar_py.runtime.orchestrator import scoring as scoring_module
 from laminar_py.runtime.orchestrator.controller import collect_scores
-from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import Handoff
 from tests.builders import make_prompt
@@ -92,8 +92,8 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         end=ends.append,
     )
     await scoring.start()
-    issuing = SimpleNamespace(wake=fleet.woken.set)
-    loop = collect_scores(scores, scheduler=fleet.scheduler, scoring=scoring, issuing=issuing)
+    issuer = SimpleNamespace(wake=fleet.woken.set)
+    loop = collect_scores(scores, scheduler=fleet.scheduler, scoring=scoring, issuer=issuer)
     task = asyncio.gather(scoring.run(), loop)
     try:
         yield scoring, fleet, scorers, told, ends
@@ -169,7 +169,7 @@ async def test_a_response_that_no_scorer_can_read_is_begun_anew_and_is_no_failur
         (dropped,) = [event for event in fleet.log.events if isinstance(event, Dropped)]
         assert (dropped.trajectory_id, dropped.reason) == ("g0.0", DropReason.HOST_LOST)
         assert dropped.detail == "its segment is gone"
-        assert "g0.4" in fleet.scheduler.book.live
+        assert "g0.4" in fleet.scheduler.state.live
         assert (told, ends, scoring.failures.text) == ([], [], "")
 
 
@@ -223,12 +223,12 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
         incarnation,
         scheduler=fleet.scheduler,
         replicas=None,
-        issuing=SimpleNamespace(wake=lambda: None),
+        issuer=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         show_line=told.append,
     )
-    first = asyncio.create_task(evaluator.first(Moment(0, 0, 0.0)))
+    first = asyncio.create_task(evaluator.first(EvalPoint(0, 0, 0.0)))
     await asyncio.sleep(0)
     await fleet.report(0)
     await fleet.finish_all(0)

@@ -147,7 +147,7 @@ async def training(path, *settings, fails, admission, **options):
                 incarnation,
                 scheduler=fleet.scheduler,
                 replicas=None,
-                issuing=None,
+                issuer=None,
                 hold=None,
                 publish=None,
                 show_line=None,
@@ -174,7 +174,7 @@ def by_place(group, index):
 async def generate(fleet, wanted=lambda: True, reward=by_place):
     """What is handed out is finished and scored at once, by group and place, as long as that is wanted."""
     while wanted():
-        fleet.versions[0] = fleet.scheduler.book.newest_version
+        fleet.versions[0] = fleet.scheduler.state.newest_version
         await fleet.report(0)
         await fleet.finish_all(0)
         waiting, fleet.unscored = fleet.unscored, []
@@ -215,7 +215,7 @@ async def test_a_batch_of_which_tokens_are_lost_is_put_back_and_the_step_goes_on
         trained = set().union(*learner.trained)
         assert not trained & set(lost)
         assert {"g0.0", "g1.0", "g1.1"} - set(lost) <= trained
-        assert not {"g0.0", "g0.1"} & fleet.scheduler.book.live.keys()
+        assert not {"g0.0", "g0.1"} & fleet.scheduler.state.live.keys()
     with reading(tmp_path) as connection:
         dropped = connection.execute("SELECT id, drop_reason FROM trajectory WHERE status = 'dropped'").fetchall()
         (counted,) = connection.execute("SELECT count(*) FROM trajectory WHERE step = 1").fetchone()
@@ -226,8 +226,8 @@ async def test_a_batch_of_which_tokens_are_lost_is_put_back_and_the_step_goes_on
 
 async def test_a_task_without_any_signal_ends_the_run_with_one_line_and_an_event(tmp_path):
     async with training(tmp_path, "steps=9", fails={}, admission="sync") as (trainer, learner, fleet):
-        book = fleet.scheduler.book
-        book.settings = replace(book.settings, without_signal=WithoutSignal.REFILL)
+        state = fleet.scheduler.state
+        state.settings = replace(state.settings, without_signal=WithoutSignal.REFILL)
         async with generating(fleet, reward=lambda group, index: float(group % 4 == 0)):
             await asyncio.wait_for(train(trainer, scheduler=fleet.scheduler), PATIENCE_S)
         fault = trainer._stop.fault
@@ -252,12 +252,12 @@ async def test_a_run_where_one_group_in_a_hundred_has_signal_goes_on_to_its_last
 
     settings = ("steps=4", f"schedule={schedule}")
     async with training(tmp_path, *settings, fails={}, admission=schedule) as (trainer, learner, fleet):
-        book = fleet.scheduler.book
-        book.settings = replace(book.settings, without_signal=WithoutSignal.REFILL)
+        state = fleet.scheduler.state
+        state.settings = replace(state.settings, without_signal=WithoutSignal.REFILL)
         async with generating(fleet, reward=sparse):
             await asyncio.wait_for(train(trainer, scheduler=fleet.scheduler), PATIENCE_S)
         assert (trainer._stop.fault, trainer.step, learner.steps) == (None, 4, 4)
-        assert book.next_prompt > 300, "one group a step, out of a hundred"
+        assert state.next_prompt > 300, "one group a step, out of a hundred"
     with reading(tmp_path) as connection:
         (count,) = connection.execute("SELECT count(*) FROM event WHERE kind = 'refillstopped'").fetchone()
     assert count > 4
@@ -312,7 +312,7 @@ async def test_under_sync_a_stop_waits_for_no_batch_that_nobody_completes(tmp_pa
         for id in [id for id in fleet.running[0] if id.split(".")[0] in ("g0", "g1")]:
             await fleet.finish(0, id)
         await fleet.score_all()
-        assert len(fleet.scheduler.book.groups) > 2
+        assert len(fleet.scheduler.state.groups) > 2
         trainer._stop.asked.set()
         async with asyncio.timeout(PATIENCE_S):
             await train(trainer, scheduler=fleet.scheduler)
@@ -326,7 +326,7 @@ async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_check
         running = asyncio.create_task(train(trainer, scheduler=fleet.scheduler))
         await asyncio.wait_for(generate(fleet, wanted=lambda: trainer.step < 1), PATIENCE_S)
         await fleet.report(0)
-        assert fleet.scheduler.book.groups, "a batch has begun, and is never completed"
+        assert fleet.scheduler.state.groups, "a batch has begun, and is never completed"
         if interrupted:
             trainer._stop.asked.set()
             await settle()

@@ -189,7 +189,7 @@ def test_responses_left_out_for_want_of_signal_count_as_if_they_were_trained_on(
     items = trajectories([(1, 10), (2, 30), (1, 20)])
     bins = [fit_bins(some, max_tokens=128) for some in (items, items[:1])]
     whole = step_terms(bins[0], aggregation=aggregation, constant=50)
-    rest = step_terms(bins[1], silent_tokens=[30, 20], aggregation=aggregation, constant=50)
+    rest = step_terms(bins[1], tokens_without_signal=[30, 20], aggregation=aggregation, constant=50)
     assert rest.token_weights(items[0]).tolist() == whole.token_weights(items[0]).tolist()
 
 

@@ -210,7 +210,7 @@ def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
         (["7B", "--gpus", "1x8xH100", "--profile", "none.yaml"], "--profile=none.yaml: no such file"),
         (
             ["7B", "--gpus", "1x8xH100", "--profile", "configs/emulation/h100_32b_tp4.yaml"],
-            "--profile: is of a model of 64 layers 5120 wide, and Qwen2.5-7B has 28 of 3584;",
+            "--profile: it measured a model of 64 layers and width 5120, but Qwen2.5-7B has 28 layers",
         ),
         (
             ["7B", "--gpus", "1x1xH100", "--profile", "configs/emulation/h100_7b_tp2.yaml"],

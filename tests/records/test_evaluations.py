@@ -48,7 +48,7 @@ def test_the_interval_of_a_mean_is_that_of_problems_and_not_of_answers():
 def test_a_majority_is_over_what_answers_say_and_what_says_nothing_has_no_vote():
     rewards = [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]]
     said = [["7", "4", "4", "5"], ["3", "3", "4", ""], ["", "", "", "4"], ["9", "4", "", ""]]
-    figures = set_figures(make_answers(rewards, said=said), samples=4)
+    figures = set_figures(make_answers(rewards, answers=said), samples=4)
     assert figures.majority.value == pytest.approx((1 + 0 + 1 + 0.5) / 4)
     assert set_figures(make_answers(rewards), samples=4).majority is None
 

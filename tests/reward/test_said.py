@@ -36,7 +36,7 @@ async def test_an_evaluation_set_is_scored_by_its_own_terms_and_needs_no_columns
     ]
     async with scorer_of(tmp_path, reward, columns=(column,)) as scorer:
         scores = await score(scorer, *requests)
-    assert [(one.value, one.said) for one in scores] == [(1.0, "1/2"), (0.0, "0.5")]
+    assert [(one.value, one.answer) for one in scores] == [(1.0, "1/2"), (0.0, "0.5")]
 
 
 def test_terms_of_a_set_that_is_not_there_are_refused_by_name():

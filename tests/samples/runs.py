@@ -75,7 +75,7 @@ def write_sample(ledger, id, ids, *, reward=1.0, verdict="", columns=None, **ask
     ledger.append(Ready(id, 0.5))
 
 
-def end_sample(ledger, id, ids, spans, *, epoch=1, reward=1.0, verdict="", said="4", columns=None):
+def end_sample(ledger, id, ids, spans, *, epoch=1, reward=1.0, verdict="", answer="4", columns=None):
     """SCORED."""
     ledger.append(
         Finished(
@@ -91,7 +91,7 @@ def end_sample(ledger, id, ids, spans, *, epoch=1, reward=1.0, verdict="", said=
     )
     if columns:
         store_columns(ledger, id, columns)
-    terms = [TermValue(name="math", value=reward, elapsed_s=0.25, text=verdict, said=said)]
+    terms = [TermValue(name="math", value=reward, elapsed_s=0.25, text=verdict, answer=answer)]
     ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.3, terms=terms))
 
 

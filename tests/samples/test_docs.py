@@ -46,7 +46,7 @@ async def folder(tmp_path, monkeypatch):
         grow_sample(ledger, "g17.1", right, version=3)
         spans = (Span(3, 0, 10), Span(4, 10, len(right)))
         ledger.append(Restamped("g17.1", spans))
-        end_sample(ledger, "g17.1", right, spans, verdict="right: 42", said="42")
+        end_sample(ledger, "g17.1", right, spans, verdict="right: 42", answer="42")
         ledger.append(Ready("g17.1", 0.5))
         ledger.append_all(consume(5, 4, "g17.0", "g17.1", staleness=1))
     return tmp_path

@@ -29,7 +29,7 @@ def make_row(**other):
     return TrajectoryRow(**(fields | other))
 
 
-RIGHT = TermValue(name="math", value=1.0, elapsed_s=0.5, text="right", said="4")
+RIGHT = TermValue(name="math", value=1.0, elapsed_s=0.5, text="right", answer="4")
 
 
 def make_sample(*tokens, spans=None, logprobs=None, row=None, terms=(RIGHT,), ids_only="", **other):
@@ -145,7 +145,7 @@ def test_the_middle_of_a_long_text_is_left_out_and_the_version_behind_it_told():
 @pytest.mark.parametrize("colour", Colour)
 def test_hostile_text_comes_out_as_text(text, colour):
     row = make_row(prompt_id=text, drop_detail=text, drop_reason="stale")
-    terms = [TermValue(name=text, value=0.0, text=text, said=text)]
+    terms = [TermValue(name=text, value=0.0, text=text, answer=text)]
     sample = make_sample(*text, row=row, prompt=text, answer=text, task=text, terms=terms)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=40, highlight=False)

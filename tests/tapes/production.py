@@ -492,7 +492,7 @@ class Batch:
         bins = fit_bins(self.taken.trajectories, max_tokens=plan.max_tokens)
         terms = step_terms(
             bins,
-            silent_tokens=self.taken.silent_tokens,
+            tokens_without_signal=self.taken.tokens_without_signal,
             aggregation=Aggregation(plan.aggregation),
             ages=self.taken.ages,
             constant=plan.cap,
@@ -570,7 +570,7 @@ class Control:
             credit=Credit(group_advantages(Advantage(plan.advantage)), overlong_cost(plan.cap, plan.overlong)),
             clock=self.clock,
         )
-        self.listener.tokens_of = lambda id: self.scheduler.book.live[id].tokens
+        self.listener.tokens_of = lambda id: self.scheduler.state.live[id].tokens
         self._repacker = Repacker(plan.cap)
         self._migration: Migration | None = None
         self._evaluations: dict[int, asyncio.Future] = {}
@@ -649,7 +649,7 @@ class Control:
 
     def aborts(self) -> dict[int, list[str]]:
         """Trajectories that were dropped and that replicas still run."""
-        return self.scheduler.book.take_aborts()
+        return self.scheduler.state.take_aborts()
 
     def called_off(self) -> dict[int, list[str]]:
         """Trajectories that destinations need not expect any more."""
@@ -666,7 +666,7 @@ class Control:
 
     def _is_news(self, said: Said, lengths: dict[str, int]) -> bool:
         """True where it counts, after what the same report says of earlier tokens."""
-        trajectory = self.scheduler.book.live.get(said.id)
+        trajectory = self.scheduler.state.live.get(said.id)
         if trajectory is None or trajectory.kind is not Kind.TRAIN or trajectory.status is not Status.RUNNING:
             return False
         if (said.epoch, said.start) != (trajectory.epoch, lengths.get(said.id, trajectory.length)):
@@ -705,7 +705,7 @@ class Control:
             columns[name] = token_values(np.full(verdict.length, verdict.value / 4 - 0.5, np.float32))
         value, failure = verdict.value, None if verdict.failure is None else DropReason(verdict.failure)
         detail = "it raised" if failure else ""
-        if self._plan.teaches and value is not None and not columns and verdict.id in self.scheduler.book.live:
+        if self._plan.teaches and value is not None and not columns and verdict.id in self.scheduler.state.live:
             value, failure = None, DropReason.REWARD_FAILED  # what the scoring worker says of a missing column
             detail = "no score of each token from the teacher"
         await self.scheduler.incoming.on_score(
@@ -830,7 +830,7 @@ class Control:
         """Put on record what replicas have and a dead controller did not come to say; the newest version."""
         for orphan in self.ledger.unpublished():
             self.published(orphan.version, step=step, parent=None, incarnation=incarnation)
-            self.scheduler.book.ages.record_version(orphan.version)
+            self.scheduler.state.ages.record_version(orphan.version)
         return self.ledger.newest_version
 
     async def checkpoint(self, *, step: int, version: int) -> None:
@@ -894,29 +894,33 @@ class Control:
     def look(self) -> list:
         """Numbers of the moment."""
         scheduler, admission = self.scheduler, _admission(self._plan)
-        newest = scheduler.book.newest_version
+        newest = scheduler.state.newest_version
         return [
             scheduler.router.num_admitted > 0,
             len(self._versions_told()),
-            len(scheduler.book.live),
-            len(scheduler.book.groups),
+            len(scheduler.state.live),
+            len(scheduler.state.groups),
             len(scheduler.consumption.buffer),
-            scheduler.book.generated_tokens,
+            scheduler.state.generated_tokens,
             newest,
-            [admission.limit, admission.oldest(newest, scheduler.book.ages), admission.share(self._plan.replicas)],
+            [
+                admission.limit,
+                admission.oldest(newest, scheduler.state.ages),
+                admission.share(self._plan.replicas),
+            ],
             self.peers(),
         ]
 
     def _versions_told(self) -> set[int]:
         """Versions that live training trajectories are known to have tokens of."""
-        training = (one for one in self.scheduler.book.live.values() if one.kind is Kind.TRAIN)
+        training = (one for one in self.scheduler.state.live.values() if one.kind is Kind.TRAIN)
         return {span.version for one in training for span in one.token_spans}
 
     def siblings(self) -> object:
         """Lengths that are finished beside each one that goes on."""
-        book = self.scheduler.book
-        running = (name for name, one in book.live.items() if one.finish_reason is None)
-        return plain({name: sorted(beside) for name in running if (beside := book.finished_beside(name))})
+        state = self.scheduler.state
+        running = (name for name, one in state.live.items() if one.finish_reason is None)
+        return plain({name: sorted(beside) for name in running if (beside := state.finished_beside(name))})
 
 
 class _Fleet:
@@ -1002,7 +1006,7 @@ class Repacker:
         return self.moves(
             kind,
             looks,
-            scheduler.book.finished_beside,
+            scheduler.state.finished_beside,
             hungry=scheduler.router.num_admitted > 0,
             max_stall_s=max_stall_s,
             growth=6,

@@ -205,7 +205,7 @@ async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_t
             "part-0", "out of memory in step: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
         )
 
-    life = Life(monkeypatch, start_parts=start, max_restarts=9, spares_memory="lower packer.max_tokens")
+    life = Life(monkeypatch, start_parts=start, max_restarts=9, memory_advice="lower packer.max_tokens")
     told = r"part-0 ran out of memory twice, last: out of memory in step: .* 2.00 GiB; lower packer\.max_tokens"
     with pytest.raises(RunFailedError, match=told):
         await life.bring_up()
@@ -217,7 +217,7 @@ STARVES = PartCrashedError("part-0", "out of memory in step")
 
 def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_of_health(monkeypatch):
     async def starve():
-        life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens", forgives_s=3600.0)
+        life = Life(monkeypatch, max_restarts=9, memory_advice="lower packer.max_tokens", forgives_s=3600.0)
         await life.bring_up()
         await life.replace(STARVES)
         for _ in range(3):
@@ -234,7 +234,7 @@ def test_a_part_that_forgives_a_death_for_want_of_memory_does_so_after_its_time_
 
 def test_the_second_death_for_want_of_memory_ends_the_run_also_hours_after_the_first(monkeypatch):
     async def starve():
-        life = Life(monkeypatch, max_restarts=9, spares_memory="lower packer.max_tokens")
+        life = Life(monkeypatch, max_restarts=9, memory_advice="lower packer.max_tokens")
         await life.bring_up()
         await asyncio.sleep(70 * 60.0)
         await life.replace(STARVES)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.control.dispatcher import DISPATCH_S, Tick
+from laminar_py.control.dispatcher import DISPATCH_S, Throttle
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.stats import Stats, Totals
@@ -161,7 +161,7 @@ class World:
             return self.relay
 
         self.stats = Stats(SystemClock(), replicas=2, totals=Totals())
-        self.issuing = Tick(self._issue, every_s=every_s)
+        self.issuer = Throttle(self._issue, every_s=every_s)
         self.reports = Handoff()
         self.replicas = Replicas(
             make_incarnation(
@@ -179,19 +179,19 @@ class World:
                 keys=generate_keys(),
             ),
             segments=self.segments,
-            issuing=self.issuing,
+            issuer=self.issuer,
             on_reports=self.reports.hand_over,
         )
 
     def _issue(self):
-        issue(self.scheduler, replicas=self.replicas, issuing=self.issuing, stats=self.stats)
+        issue(self.scheduler, replicas=self.replicas, issuer=self.issuer, stats=self.stats)
 
     async def keep(self):
         """Keep the replicas, and run the loops of the controller that reach them."""
-        loop = {"replicas": self.replicas, "issuing": self.issuing, "stats": self.stats}
+        loop = {"replicas": self.replicas, "issuer": self.issuer, "stats": self.stats}
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.replicas.keep())
-            tasks.create_task(self.issuing.run())
+            tasks.create_task(self.issuer.run())
             tasks.create_task(process_reports(self.reports, scheduler=self.scheduler, **loop))
 
     def _make(self, name):
@@ -303,13 +303,13 @@ async def test_replicas_that_die_together_are_all_replaced_and_what_they_had_goe
 async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_is_up(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     aborts = {}
-    monkeypatch.setattr(world.scheduler.book, "take_aborts", lambda: {0: aborts.pop(0)} if aborts else {})
+    monkeypatch.setattr(world.scheduler.state, "take_aborts", lambda: {0: aborts.pop(0)} if aborts else {})
     async with kept(world) as (first, _):
         world.may_start.clear()
         first.die()
         third = await world.next()
         aborts[0] = ["g0.0"]
-        world.issuing.run_now()
+        world.issuer.run_now()
         await asyncio.sleep(0.1)
         assert third.actor.did.empty()
         world.may_start.set()

@@ -74,7 +74,7 @@ async def taken_up(run):
 async def test_what_ran_goes_on_at_the_length_and_under_the_version_that_its_journal_has(tmp_path):
     await play(tmp_path)
     fleet, events = await taken_up(tmp_path)
-    live = fleet.scheduler.book.live
+    live = fleet.scheduler.state.live
     assert [(live[name].length, live[name].last_version) for name in ("g0.0", "g0.1", "g0.3")] == [
         (5, 1),
         (4, 0),
@@ -96,7 +96,7 @@ async def test_what_is_gone_meanwhile_is_dropped_and_begun_anew(tmp_path):
         ["g0.2", "g1.0"], DropReason.HOST_LOST
     )
     assert all("is gone, or ends before" in event.detail for event in dropped.values())
-    live = fleet.scheduler.book.live
+    live = fleet.scheduler.state.live
     assert {"g0.4", "g1.4"} <= live.keys()
     assert live["g0.0"].length == 5, "of what is there nothing is lost"
 
@@ -108,7 +108,7 @@ async def test_a_segment_that_ends_too_early_has_lost_what_lay_behind(tmp_path):
         file.truncate(path.stat().st_size - 1)
     fleet, events = await taken_up(tmp_path)
     assert [event.trajectory_id for event in events if isinstance(event, Dropped)] == ["g1.0"]
-    assert fleet.scheduler.book.live["g0.2"].status is Status.FINISHED
+    assert fleet.scheduler.state.live["g0.2"].status is Status.FINISHED
 
 
 async def test_journals_go_once_what_they_had_is_on_record_and_a_dead_parts_own_alone(tmp_path):

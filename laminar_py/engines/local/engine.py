@@ -134,6 +134,7 @@ class LocalEngine(StreamingEngine[Scheduler]):
         self._posted = []
 
     async def _run(self, action: Callable[[], None]) -> None:
+        """Call `action` in the engine's thread and wait until it returns. Raises its error, or the engine's."""
         done: asyncio.Future[None] = self._loop.create_future()
         self._post(partial(self._execute, action, done))
         self._pending.add(done)

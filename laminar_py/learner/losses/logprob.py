@@ -31,7 +31,7 @@ FUSED_CHUNK = 2048  # in bf16 they take as much, and the embedding's gradient is
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The ids that each of T tokens was drawn from, `ids[starts[t]:starts[t + 1]]`; no ids: all."""
+    """Ids among which the engine sampled each of T tokens: `ids[starts[t]:starts[t + 1]]`; empty: all ids."""
 
     starts: list[int]  # [T + 1]
     ids: Tensor  # [starts[T]] int64

@@ -29,7 +29,7 @@ class ReadyGroup:
     arrival: int
     group_id: str = field(compare=False)
     members: list[TrajectoryRef] = field(compare=False, default_factory=list)
-    silent_tokens: tuple[int, ...] = field(
+    tokens_without_signal: tuple[int, ...] = field(
         compare=False, default=()
     )  # trained tokens of each member without signal
     passes: int = field(compare=False, default=0)  # how often a step took a later group in its place
@@ -64,7 +64,7 @@ class Buffer:
         members: list[TrajectoryRef],
         *,
         oldest_version: int,
-        silent_tokens: tuple[int, ...] = (),
+        tokens_without_signal: tuple[int, ...] = (),
     ) -> None:
         """Add a complete group."""
         self._num_arrivals += 1
@@ -74,7 +74,7 @@ class Buffer:
                 arrival=self._num_arrivals,
                 group_id=group_id,
                 members=members,
-                silent_tokens=silent_tokens,
+                tokens_without_signal=tokens_without_signal,
             )
         )
 

@@ -214,7 +214,7 @@ def pack(
 def step_terms(
     bins: Sequence[Bin[PackedT]],
     *,
-    silent_tokens: Sequence[int] = (),
+    tokens_without_signal: Sequence[int] = (),
     aggregation: Aggregation,
     ages: dict[int, int] | None = None,
     constant: int = 1,
@@ -223,16 +223,16 @@ def step_terms(
 ) -> StepTerms:
     """Compute the terms of a step with these bins; `normalises` its advantages by their mean and deviation.
 
-    `silent_tokens` are the trained tokens of dropped responses with advantage 0 (`algorithm.overlong_tokens` does
-    not count for them). Dropped zero-advantage responses stay in every denominator, so the gradient does not
-    change. Otherwise a group's weight would depend on which other groups finish at the same time.
+    `tokens_without_signal` are the trained tokens of dropped responses with advantage 0
+    (`algorithm.overlong_tokens` does not count for them). These responses stay in every denominator, so the
+    gradient does not change. Else a group's weight would depend on which other groups finish at the same time.
     """
     trajectories = [trajectory for item in bins for trajectory in item.trajectories]
     mean, scale = _normalisation(trajectories) if normalises else (0.0, 1.0)
     return StepTerms(
         aggregation=aggregation,
-        num_trajectories=len(trajectories) + len(silent_tokens),
-        num_trained=sum([item.num_trained for item in bins]) + sum(silent_tokens),
+        num_trajectories=len(trajectories) + len(tokens_without_signal),
+        num_trained=sum([item.num_trained for item in bins]) + sum(tokens_without_signal),
         ages=ages,
         constant=constant,
         advantage_mean=mean,

@@ -21,7 +21,16 @@ import msgspec
 from laminar_py.records.codec import encode
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.sockets import MAX_FRAME_BYTES, PeerServer, read_record
-from laminar_py.runtime.link.messages import MOST_LABEL, CallOff, Command, Down, Expect, Look, Reply, Up
+from laminar_py.runtime.link.messages import (
+    MOST_LABEL,
+    CallOff,
+    Command,
+    CommandFrame,
+    Expect,
+    Look,
+    Reply,
+    ReportFrame,
+)
 
 CHECK_S = 0.5  # at most, between two checks for silent connections and for commands to resend
 MOST_BEHIND_S = 5.0  # by which a check is postponed while more frames wait
@@ -89,7 +98,7 @@ class ReplicaConnection:
 
     # ---- what the hub calls
 
-    def receive(self, up: Up, now: float) -> bool:
+    def receive(self, up: ReportFrame, now: float) -> bool:
         """Process the acknowledgements in a frame; return True if its report is next in order."""
         self.last_frame_s = now
         received = min(up.commands_received, self._number)
@@ -104,7 +113,7 @@ class ReplicaConnection:
         self._came = up.number
         return True
 
-    def acknowledge(self, up: Up) -> None:
+    def acknowledge(self, up: ReportFrame) -> None:
         """Acknowledge a processed report, and pass its answers to the callers that wait for them."""
         self.reports_received = up.number
         for answer in up.answers:
@@ -118,23 +127,23 @@ class ReplicaConnection:
         """Return True if commands were sent long ago, and are not acknowledged."""
         return self._sent_s is not None and now > self._sent_s + RESEND_S
 
-    def next_frames(self, now: float) -> list[Down]:
+    def next_frames(self, now: float) -> list[CommandFrame]:
         """Return the frames to send now: commands that are not sent yet, or are overdue."""
         if self.is_overdue(now):
             self.mark_unsent()
-        frames, batch, size = list[Down](), list[msgspec.Raw](), 0
+        frames, batch, size = list[CommandFrame](), list[msgspec.Raw](), 0
         for number, command in self._unacknowledged:
             if number <= self._sent:
                 continue
             if batch and size + len(command) > FRAME_BYTES:
-                frames.append(Down(self.reports_received, number - len(batch), tuple(batch)))
+                frames.append(CommandFrame(self.reports_received, number - len(batch), tuple(batch)))
                 batch, size = [], 0
             batch.append(msgspec.Raw(command))
             size += len(command)
         if batch and self._sent_s is None:
             self._sent_s = now
         self._sent = self._number
-        return [*frames, Down(self.reports_received, self._number + 1 - len(batch), tuple(batch))]
+        return [*frames, CommandFrame(self.reports_received, self._number + 1 - len(batch), tuple(batch))]
 
     def mark_unsent(self) -> None:
         """Send all unacknowledged commands with the next frames, since the frames sent before may be lost."""
@@ -243,11 +252,11 @@ class ReplicaHub:
 
     async def _receive(self) -> None:
         """Receive at most `MOST_FRAMES` frames, and process their reports."""
-        frames: list[tuple[ReplicaConnection, Up]] = []
+        frames: list[tuple[ReplicaConnection, ReportFrame]] = []
         now = self._loop.time()
         for sender, frame in self._server.drain(MOST_FRAMES):
             connection = self._connections.get(sender)
-            up = None if connection is None else read_record(Up, frame)
+            up = None if connection is None else read_record(ReportFrame, frame)
             if connection is None or up is None:
                 continue
             if connection.receive(up, now):

@@ -3,9 +3,9 @@
 A replica sends the first frame. In one life of a replica, reports and commands are numbered from 1. Each side
 resends until the other acknowledges, and ignores duplicates and frames that follow a lost one.
 
-    Up(number, report)     -> Down(reports_received)   resent until acknowledged, one report at a time
-    Down(first, commands)  -> Up(commands_received)    resent until acknowledged, in order
-    Look(id), Expect(id)   -> Up(report, answers)      answers travel with a report that is sent at once
+    ReportFrame(number, report)   -> CommandFrame(reports_received)   until acknowledged, one report at a time
+    CommandFrame(first, commands) -> ReportFrame(commands_received)   until acknowledged, in order
+    Look(id), Expect(id)          -> ReportFrame(report, answers)     the report is sent at once
 """
 
 from typing import Annotated, TypeAlias
@@ -83,8 +83,8 @@ class Reply(msgspec.Struct, frozen=True):
     promised: bool = False
 
 
-class Up(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Frame of a replica, e.g. `Up(number=1, commands_received=0, report=report)`.
+class ReportFrame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Frame of a replica, e.g. `ReportFrame(number=1, commands_received=0, report=report)`.
 
     The sender's ZeroMQ identity is the label of the replica's life, which its segments have too.
     """
@@ -95,7 +95,7 @@ class Up(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     answers: tuple[Reply, ...] = ()
 
 
-class Down(msgspec.Struct, frozen=True, array_like=True):
+class CommandFrame(msgspec.Struct, frozen=True, array_like=True):
     """Frame of the controller: the number of the last accepted report, and commands numbered from `first`."""
 
     reports_received: Count

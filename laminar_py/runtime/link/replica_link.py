@@ -17,15 +17,15 @@ from laminar_py.runtime.link.messages import (
     Abort,
     CallOff,
     Command,
-    Down,
+    CommandFrame,
     Expect,
     Follow,
     GiveUp,
     Look,
     Reply,
+    ReportFrame,
     Stop,
     Submit,
-    Up,
 )
 
 UNSENT_S = 0.05  # before the first retry of a frame that could not be sent
@@ -82,7 +82,7 @@ class ReplicaLink:
         unsent_s, wait_s = UNSENT_S, RESEND_S
         while self._reports_received < self._number:
             self._acknowledged_event.clear()
-            up = Up(
+            up = ReportFrame(
                 number=self._number,
                 commands_received=self._commands_received,
                 report=report,
@@ -103,7 +103,7 @@ class ReplicaLink:
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         """Receive frames of the controller until cancelled, and start each command once, in order."""
         while True:
-            down = read_record(Down, await self._peer.receive())
+            down = read_record(CommandFrame, await self._peer.receive())
             if down is None:
                 continue
             self._reports_received = max(self._reports_received, down.reports_received)

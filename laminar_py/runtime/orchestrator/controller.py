@@ -44,7 +44,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import TypeAlias
 
-from laminar_py.control.dispatcher import DISPATCH_S, Tick
+from laminar_py.control.dispatcher import DISPATCH_S, Throttle
 from laminar_py.control.incoming import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler, check_scored
 from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
@@ -63,13 +63,13 @@ from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
-from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
     Handoff,
     Learning,
-    keep_pauses_short,
+    limit_gc_pauses,
     make_scheduler,
     record_start,
     seal,
@@ -103,10 +103,10 @@ PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 # ---- the loops
 
 
-def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, stats: Stats) -> None:
-    """Send commands to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuing`."""
+def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuer: Throttle, stats: Stats) -> None:
+    """Send commands to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuer`."""
     replicas.update_places()
-    for index, trajectory_ids in scheduler.book.take_aborts().items():
+    for index, trajectory_ids in scheduler.state.take_aborts().items():
         replicas.send_command(index, Abort(list(trajectory_ids)))
     for index, assignments in scheduler.dispatcher.dispatch().items():
         replicas.assign(index, assignments)
@@ -114,7 +114,7 @@ def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuing: Tick, 
         replicas.send_command(index, CallOff(list(trajectory_ids)))
     stats.set_generating(scheduler.views.in_flight > 0)
     if scheduler.dispatcher.has_more:
-        issuing.wake()
+        issuer.wake()
 
 
 async def process_reports(
@@ -122,7 +122,7 @@ async def process_reports(
     *,
     scheduler: TrajectoryScheduler,
     replicas: Replicas,
-    issuing: Tick,
+    issuer: Throttle,
     stats: Stats,
 ) -> None:
     """Process reports of replicas; finished responses go to the scorers and the reference.
@@ -142,13 +142,13 @@ async def process_reports(
             is_urgent |= views.by_index[index].idle or report.status.version != version
         stats.set_generating(scheduler.views.in_flight > 0)
         if is_urgent:
-            issuing.run_now()
+            issuer.run_now()
         else:
-            issuing.wake()
+            issuer.wake()
 
 
 async def collect_scores(
-    scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, issuing: Tick
+    scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, issuer: Throttle
 ) -> None:
     """Record scores. A group with all its scores goes to the learner, or is dropped and makes room for another."""
     async for batch in scores.items():
@@ -161,11 +161,11 @@ async def collect_scores(
                 await asyncio.sleep(0)
             if score.trajectory_id in lost:
                 continue
-            trajectory = scheduler.book.live.get(score.trajectory_id)
+            trajectory = scheduler.state.live.get(score.trajectory_id)
             if trajectory is not None:
                 scoring.count_score(score, trajectory)
             await scheduler.incoming.on_score(score)
-        issuing.wake()  # the last score of a batch makes room for another batch
+        issuer.wake()  # the last score of a batch makes room for another batch
 
 
 async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
@@ -223,7 +223,7 @@ class Controller:
         self._stop = StopRequest()
         self._reports: Handoff[Reports] = Handoff()
         self._scores: Handoff[Sequence[Score]] = Handoff()
-        self._issuing = Tick(self._issue, every_s=DISPATCH_S)
+        self._issuer = Throttle(self._issue, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._segments = segments = RunSegments(incarnation)
         self._reference = (
@@ -243,7 +243,7 @@ class Controller:
             scheduler=scheduler,
             relays=relays,
             segments=segments,
-            issuing=self._issuing,
+            issuer=self._issuer,
             on_reports=self._reports.hand_over,
         )
         self._scoring = self._make_scoring()
@@ -271,7 +271,7 @@ class Controller:
             self._incarnation,
             scheduler=self._scheduler,
             replicas=self._replicas,
-            issuing=self._issuing,
+            issuer=self._issuer,
             hold=self._hold,
             publish=self._evaluated,
             show_line=self._view.notice,
@@ -304,7 +304,7 @@ class Controller:
             scheduler=scheduler,
             replicas=replicas,
             scoring=self._scoring,
-            issuing=self._issuing,
+            issuer=self._issuer,
             show_line=self._view.notice,
         )
         return Learning(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
@@ -351,15 +351,15 @@ class Controller:
 
     def _loops(self) -> dict[str, Coroutine[object, object, None]]:
         """Return the loops that run from the start; `train` runs in the task of `lead`."""
-        scheduler, issuing, stats = self._scheduler, self._issuing, self._incarnation.stats
+        scheduler, issuer, stats = self._scheduler, self._issuer, self._incarnation.stats
         loops: dict[str, Coroutine[object, object, None]] = {
             "processes": self._keep_processes(),
-            "issue": issuing.run(),
+            "issue": issuer.run(),
             "process-reports": process_reports(
-                self._reports, scheduler=scheduler, replicas=self._replicas, issuing=issuing, stats=stats
+                self._reports, scheduler=scheduler, replicas=self._replicas, issuer=issuer, stats=stats
             ),
             "collect-scores": collect_scores(
-                self._scores, scheduler=scheduler, scoring=self._scoring, issuing=issuing
+                self._scores, scheduler=scheduler, scoring=self._scoring, issuer=issuer
             ),
             "housekeeping": self._keep_house(),
         }
@@ -375,7 +375,7 @@ class Controller:
         if self._reference is not None:
             await self._reference.start()
             yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
-        yield "pauses", keep_pauses_short()
+        yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks:
             speed = await self._replicas.speed()
             log.info("engine: %s", speed)
@@ -385,11 +385,11 @@ class Controller:
         """Evaluate, train, evaluate; return False if the run ends early."""
         stats, scheduler = self._incarnation.stats, self._scheduler
         if trainer.step == 0:
-            await self._unless_stopped(self._evaluator.first(trainer.moment))
+            await self._unless_stopped(self._evaluator.first(trainer.point))
         stats.set_rl_phase(True)
-        if scheduler.book.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
+        if scheduler.state.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
             scheduler.admit()
-            self._issuing.run_now()
+            self._issuer.run_now()
         await train(trainer, scheduler=scheduler)
         stats.set_rl_phase(False)
         scheduler.pause()
@@ -400,7 +400,7 @@ class Controller:
     async def _finish_evaluations(self, trainer: Trainer) -> None:
         """Finish the evaluations once all steps are done."""
         await self._replicas.stop(evaluations=False)
-        await self._evaluator.finish(trainer.moment)
+        await self._evaluator.finish(trainer.point)
 
     async def _lead_evaluation(self) -> bool:
         """Publish the weights and evaluate every set under them; return False if stopped.
@@ -415,10 +415,10 @@ class Controller:
         run, sets = self._incarnation.run, list(self._incarnation.inputs.sets)
         answers = await asyncio.to_thread(answers_on_record, run, sets, done=done) if self._recovered else {}
         passes = self._evaluator.every_set(
-            Moment(published.version, self._source.step, 0.0), done=done, answers=answers
+            EvalPoint(published.version, self._source.step, 0.0), done=done, answers=answers
         )
         await self._restore()
-        self._issuing.wake()
+        self._issuer.wake()
         return await self._unless_stopped(self._finish_passes(passes))
 
     async def _finish_passes(self, passes: "Sequence[asyncio.Task[None]]") -> None:
@@ -488,8 +488,8 @@ class Controller:
         self._evaluator.restore(
             await asyncio.to_thread(open_passes, run.ledger),
             results=self._evaluations,
-            requests=recovered.eval_requests,
-            now=Moment(version=-1, step=step, rl_s=self._incarnation.stats.rl_s),
+            sampling=recovered.eval_sampling,
+            now=EvalPoint(version=-1, step=step, rl_s=self._incarnation.stats.rl_s),
             passed_s={0: 0.0} | {row.step: row.rl_s for row in read_rows(run.metrics, StepRow)},
         )
 
@@ -511,14 +511,14 @@ class Controller:
 
     async def _keep_house(self) -> None:
         """Run the chores, each a loop with an interval, until cancelled."""
-        run, stats, book = self._incarnation.run, self._incarnation.stats, self._scheduler.book
+        run, stats, state = self._incarnation.run, self._incarnation.stats, self._scheduler.state
         shm = run.shm(self._incarnation.config.relay.shm)
         async with asyncio.TaskGroup() as chores:
             chores.create_task(self._keep_deadlines(), name="deadlines")
             chores.create_task(self._environments.sweep(self._is_followed), name="sweep-environments")
             chores.create_task(watch_memory(stats, shm), name="memory")
             if self._learning is not None:
-                rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: book.generated_tokens)
+                rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: state.generated_tokens)
                 chores.create_task(rows, name="fleet-rows")
                 chores.create_task(self._learning.fleet.run(), name="scale")
 
@@ -528,7 +528,7 @@ class Controller:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.incoming.enforce_deadlines()
-            self._issuing.wake()
+            self._issuer.wake()
             if self._learning is not None:
                 self._refresh(self._learning.trainer)
                 continue
@@ -560,7 +560,7 @@ class Controller:
     # ---- between the parts
 
     def _issue(self) -> None:
-        issue(self._scheduler, replicas=self._replicas, issuing=self._issuing, stats=self._incarnation.stats)
+        issue(self._scheduler, replicas=self._replicas, issuer=self._issuer, stats=self._incarnation.stats)
 
     def _finished(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Send a finished response to the scorers."""
@@ -587,6 +587,6 @@ class Controller:
 
     def _stepped(self, row: StepRow) -> None:
         """Show a recorded step, and wake `issue`, since the step makes room for groups."""
-        self._issuing.wake()
+        self._issuer.wake()
         self._view.step(row)
         self._trackers.step(row)

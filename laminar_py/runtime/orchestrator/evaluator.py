@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from laminar_py.control.dispatcher import Tick
+from laminar_py.control.dispatcher import Throttle
 from laminar_py.control.evaluation import Evaluation, EvaluationLostError
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.evaluations import OpenPass
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class EvalPoint:
     """A version, its step, and its time in the RL phase, in seconds."""
 
     version: int
@@ -45,7 +45,7 @@ class Evaluator:
         *,
         scheduler: TrajectoryScheduler,
         replicas: Replicas,
-        issuing: Tick,
+        issuer: Throttle,
         hold: Callable[[int], Awaitable[None]],
         publish: Callable[[Evaluated], None],
         show_line: Callable[[str], None],
@@ -54,21 +54,21 @@ class Evaluator:
         config = incarnation.config
         self._config = config.eval
         self._intervals = config.eval.intervals()
-        self._requests = config.eval.requests(config.rollout.sampling.params())
+        self._sampling = config.eval.sampling_by_set(config.rollout.sampling.params())
         self._inputs = incarnation.inputs
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
-        self._issuing = issuing
+        self._issuer = issuer
         self._trains = trains
         self._publish = publish
         self._show_line = show_line
         to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
         self._marks_s = sorted(to_come, reverse=True)
-        self._held: list[tuple[Moment, list[str]]] = []  # deferred: moment and sets
+        self._held: list[tuple[EvalPoint, list[str]]] = []  # deferred: point and sets
         self._running: set[asyncio.Task[None]] = set()
-        self._previous: Moment | None = None
-        self._moments: dict[int, Moment] = {}  # by version
+        self._previous: EvalPoint | None = None
+        self._points: dict[int, EvalPoint] = {}  # by version
         self._results: set[tuple[int, str]] = set()  # (step, set) of each
 
     @property
@@ -81,54 +81,54 @@ class Evaluator:
         passes: Iterable[OpenPass],
         *,
         results: Iterable[Evaluated],
-        requests: Mapping[str, str],
-        now: Moment,
+        sampling: Mapping[str, str],
+        now: EvalPoint,
         passed_s: Mapping[int, float],
     ) -> None:
         """Continue passes that were open when the run stopped, unless the settings of their set have changed.
 
-        `results` are on record; `requests` are the earlier settings, as in `EvalConfig.requests`; `passed_s` has
-        the seconds of RL by step.
+        `results` are on record, `sampling` has the earlier settings (see `EvalConfig.sampling_by_set`), and
+        `passed_s` has the seconds of RL by step.
         """
         self._results |= {(result.step, result.set_name) for result in results}
         for left in passes:
             name = set_of(left.id)
-            if name not in self._requests or self._requests[name] != requests.get(name):
+            if name not in self._sampling or self._sampling[name] != sampling.get(name):
                 continue
             step = now.step if left.step is None else left.step
             version = now.version if left.version is None else left.version
-            moment = Moment(version, step, passed_s.get(step, now.rl_s))
+            point = EvalPoint(version, step, passed_s.get(step, now.rl_s))
             self._running.add(
-                self._begin(moment, name, left.version, index=pass_number(left.id), answers=left.answers)
+                self._begin(point, name, left.version, index=pass_number(left.id), answers=left.answers)
             )
 
-    async def first(self, moment: Moment) -> None:
+    async def first(self, point: EvalPoint) -> None:
         """Evaluate the first version on every set, after the continued passes."""
         if self._running:  # continued passes
             await asyncio.wait(self._running)
-        under_way = [self._begin(moment, name, moment.version) for name in self._missing(moment)]
+        under_way = [self._begin(point, name, point.version) for name in self._missing(point)]
         await asyncio.gather(*under_way)
 
-    def version_came(self, moment: Moment) -> None:
+    def note_version(self, point: EvalPoint) -> None:
         """Note a new version, of a step or of a learner that starts; forget results of later, undone steps."""
-        self._moments.setdefault(moment.version, moment)
-        self._results = {(step, name) for step, name in self._results if step <= moment.step}
+        self._points.setdefault(point.version, point)
+        self._results = {(step, name) for step, name in self._results if step <= point.step}
 
-    async def stepped(self, moment: Moment, *, last: bool) -> None:
+    async def stepped(self, point: EvalPoint, *, last: bool) -> None:
         """Begin the evaluations that are due after a committed step; `finish` evaluates the last one."""
-        self.version_came(moment)
-        previous, self._previous = self._previous, moment
-        while self._marks_s and moment.rl_s >= self._marks_s[-1]:
+        self.note_version(point)
+        previous, self._previous = self._previous, point
+        while self._marks_s and point.rl_s >= self._marks_s[-1]:
             self._marks_s.pop()
-            await self._schedule(previous or moment, self._all)  # the weights that were in force at the mark
-        due = [name for name, every in self._intervals.items() if moment.step % every == 0]
+            await self._schedule(previous or point, self._all)  # the weights that were in force at the mark
+        due = [name for name, every in self._intervals.items() if point.step % every == 0]
         if due and not last:
-            await self._schedule(moment, due)
+            await self._schedule(point, due)
         for task in [task for task in self._running if task.done()]:
             self._running.discard(task)
             task.result()
 
-    async def finish(self, last: Moment) -> None:
+    async def finish(self, last: EvalPoint) -> None:
         """After RL, with idle replicas, run the deferred evaluations and evaluate the last version."""
         if not self._all:
             return
@@ -136,7 +136,7 @@ class Evaluator:
         rest = self._missing(last)
         held = [one for one in self._held if one[0].version != last.version]
         under_way = [
-            self._begin(moment, name, moment.version) for moment, names in [*held, (last, rest)] for name in names
+            self._begin(point, name, point.version) for point, names in [*held, (last, rest)] for name in names
         ]
         self._running |= set(under_way)
         if held:
@@ -145,13 +145,13 @@ class Evaluator:
             await evaluation
 
     def every_set(
-        self, moment: Moment, *, done: Container[str], answers: Mapping[str, Mapping[str, EvalAnswer]]
+        self, point: EvalPoint, *, done: Container[str], answers: Mapping[str, Mapping[str, EvalAnswer]]
     ) -> "list[asyncio.Task[None]]":
         """Begin a pass over each set, unless its pass is `done`; `answers` on record are kept, by pass."""
         begun = []
         for index, name in enumerate(self._all):
             if (id := pass_id(index, name)) not in done:
-                begun.append(self._begin(moment, name, moment.version, index=index, answers=answers.get(id)))
+                begun.append(self._begin(point, name, point.version, index=index, answers=answers.get(id)))
         self._running |= set(begun)
         return begun
 
@@ -160,22 +160,22 @@ class Evaluator:
         for task in self._running:
             task.cancel()
 
-    def _missing(self, moment: Moment) -> list[str]:
+    def _missing(self, point: EvalPoint) -> list[str]:
         """Return the sets without a result at this step."""
-        return [name for name in self._all if (moment.step, name) not in self._results]
+        return [name for name in self._all if (point.step, name) not in self._results]
 
-    async def _schedule(self, moment: Moment, names: list[str]) -> None:
+    async def _schedule(self, point: EvalPoint, names: list[str]) -> None:
         if not names:
             return
         if self._config.deferred:
-            await self._hold(moment.version)
-            self._held.append((moment, names))
+            await self._hold(point.version)
+            self._held.append((point, names))
             return
-        self._running |= {self._begin(moment, name, None) for name in names}
+        self._running |= {self._begin(point, name, None) for name in names}
 
     def _begin(
         self,
-        moment: Moment,
+        point: EvalPoint,
         name: str,
         version: int | None,
         *,
@@ -191,10 +191,10 @@ class Evaluator:
             samples=self._config.sets[name].samples,
             answers=answers,
         )
-        self._issuing.wake()
-        return asyncio.create_task(self._finish(moment, name, asked), name=f"evaluate-{name}-{moment.step}")
+        self._issuer.wake()
+        return asyncio.create_task(self._finish(point, name, asked), name=f"evaluate-{name}-{point.step}")
 
-    async def _finish(self, moment: Moment, name: str, requested: "asyncio.Future[Evaluation]") -> None:
+    async def _finish(self, point: EvalPoint, name: str, requested: "asyncio.Future[Evaluation]") -> None:
         """Wait for a requested pass, and publish its result.
 
         A pass that lost its trajectories is logged and left out; without training it raises `RunFailedError`.
@@ -204,20 +204,20 @@ class Evaluator:
         except EvaluationLostError as error:
             if not self._trains:
                 raise RunFailedError(f"{name}: {error} is lost; go on with --resume") from None
-            log.warning("evaluation of %s at step %d is left out: %s is lost", name, moment.step, error)
+            log.warning("evaluation of %s at step %d is left out: %s is lost", name, point.step, error)
             return
         if evaluation.replica is not None and evaluation.version is not None:  # its replica chose the version
-            moment = self._moments.get(evaluation.version, moment)
-        result = await _evaluated(evaluation, name, moment)
+            point = self._points.get(evaluation.version, point)
+        result = await _evaluated(evaluation, name, point)
         if result is None:
             none = f"none of {len(evaluation.answers)} answers could be scored"
-            self._show_line(f"{name}: no figures at step {moment.step}: {none}")
+            self._show_line(f"{name}: no figures at step {point.step}: {none}")
         else:
             self._results.add((result.step, name))
             self._publish(result)
 
 
-async def _evaluated(evaluation: Evaluation, name: str, moment: Moment) -> Evaluated | None:
+async def _evaluated(evaluation: Evaluation, name: str, point: EvalPoint) -> Evaluated | None:
     """Compute the result of a finished pass; None if no answer has a score."""
     figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
     if figures is None:
@@ -227,7 +227,7 @@ async def _evaluated(evaluation: Evaluation, name: str, moment: Moment) -> Evalu
         pass_id=evaluation.id,
         set_name=name,
         version=evaluation.version,
-        step=moment.step,
-        rl_s=moment.rl_s,
+        step=point.step,
+        rl_s=point.rl_s,
         figures=figures,
     )

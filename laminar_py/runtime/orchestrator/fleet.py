@@ -21,7 +21,7 @@ from laminar_py.config.loading import scaled
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.control.dispatcher import Tick
+from laminar_py.control.dispatcher import Throttle
 from laminar_py.control.incoming import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import max_groups
@@ -45,7 +45,7 @@ class ElasticFleet:
         scheduler: TrajectoryScheduler,
         replicas: Replicas,
         scoring: Scoring,
-        issuing: Tick,
+        issuer: Throttle,
         show_line: Callable[[str], None],
     ) -> None:
         self._incarnation = incarnation
@@ -54,7 +54,7 @@ class ElasticFleet:
         self._views = scheduler.views
         self._replicas = replicas
         self._scoring = scoring
-        self._issuing = issuing
+        self._issuer = issuer
         self._show_line = show_line
         self._config = incarnation.config  # with the present size of the fleet
         self._run = incarnation.run.path
@@ -112,7 +112,7 @@ class ElasticFleet:
             self._placement.needs, replicas=len(self._views.by_index), gone=frozenset(self._replicas.left)
         )
         await self._placement.scale(needs)
-        self._issuing.wake()
+        self._issuer.wake()
 
     async def _end_leaving(self) -> None:
         """Empty leaving replicas, end empty ones, and report replicas that never started."""
@@ -127,7 +127,7 @@ class ElasticFleet:
             if view.leaving and not self._replicas.is_ending(index)
         ]
         if leaving:
-            self._issuing.run_now()  # partial responses that only they can continue go to them first
+            self._issuer.run_now()  # partial responses that only they can continue go to them first
         drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
         for view in leaving:
             if view.in_flight and not drains:
@@ -144,7 +144,7 @@ def _check_room(config: RunConfig, joining: int) -> None:
     free = shutil.disk_usage(shm).free
     if needed > free:
         raise ConfigError(
-            f"rollout.replicas={config.rollout.replicas}: {joining} more may hold a weight version each,"
-            f" {needed / 2**30:.2f} GiB, and relay.shm={shm} has {free / 2**30:.2f} free; ask for fewer, or free"
-            " some (laminar clean)"
+            f"rollout.replicas={config.rollout.replicas}: the versions of {joining} further replicas need"
+            f" {needed / 2**30:.2f} GiB, and relay.shm={shm} has {free / 2**30:.2f} GiB free; ask for fewer,"
+            " or free memory with laminar clean"
         )

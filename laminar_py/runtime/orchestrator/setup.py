@@ -121,7 +121,7 @@ def seal(run: Path) -> None:
         log.warning("%s", error)
 
 
-async def keep_pauses_short() -> None:
+async def limit_gc_pauses() -> None:
     """Keep short the pauses of the event loop that Python would make, until cancelled.
 
     By itself Python looks for cycles among all objects whenever their number has grown by a quarter: with 10,000

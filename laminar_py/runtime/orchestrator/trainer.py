@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Mapping
 import msgspec
 
 from laminar_py.config.rollout import Schedule
-from laminar_py.control.book import Phase
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.state import Phase
 from laminar_py.control.steps import RefillWatch, pack_step, step_events
 from laminar_py.learner.packing.balance import attention_share
 from laminar_py.learner.packing.packer import Packed
@@ -24,7 +24,7 @@ from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
-from laminar_py.runtime.orchestrator.evaluator import Evaluator, Moment
+from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.learner import LearnerLink
@@ -110,9 +110,9 @@ class Trainer:
         return self.step >= self._config.steps
 
     @property
-    def moment(self) -> Moment:
+    def point(self) -> EvalPoint:
         """Present version, step and time."""
-        return Moment(self.version, self.step, self._stats.rl_s)
+        return EvalPoint(self.version, self.step, self._stats.rl_s)
 
     async def start(self) -> None:
         """Start the learner from the last checkpoint, publish its weights, and save a first checkpoint."""
@@ -122,7 +122,7 @@ class Trainer:
             except PartCrashedError as error:
                 await self._replace(await self._kill_and_settle(error))
             else:
-                self._evaluator.version_came(self.moment)
+                self._evaluator.note_version(self.point)
                 return
 
     async def close(self) -> None:
@@ -170,8 +170,8 @@ class Trainer:
         nor for a scheduler that is paused, since neither may complete a batch.
         """
         await self._stop.asked.wait()
-        book = self._scheduler.book
-        if self._config.schedule is Schedule.SYNC and book.groups and book.phase is not Phase.PAUSED:
+        state = self._scheduler.state
+        if self._config.schedule is Schedule.SYNC and state.groups and state.phase is not Phase.PAUSED:
             await self._stop.failed.wait()
         self._scheduler.pause()
 
@@ -194,7 +194,7 @@ class Trainer:
         if lost:
             raise BatchLostError(lost)
         step = self.step + 1
-        unpublished = 1 + self._scheduler.book.ages.age_of(self.version)  # steps, with this one
+        unpublished = 1 + self._scheduler.state.ages.age_of(self.version)  # steps, with this one
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         return await self._learner.step(packed.terms, version=self._versions.next_number() if publishes else None)
 
@@ -216,8 +216,8 @@ class Trainer:
             batch=batch.trajectories,
             staleness=batch.staleness,
             metrics=outcome.metrics if outcome else None,
-            generated_tokens=self._scheduler.book.generated_tokens,
-            versions_alive=self._scheduler.book.versions_alive(),
+            generated_tokens=self._scheduler.state.generated_tokens,
+            versions_alive=self._scheduler.state.versions_alive(),
             stall_s=outcome.stall_s if outcome else 0.0,
         )
         row = msgspec.structs.replace(row, order=self._stream.figures)
@@ -225,7 +225,7 @@ class Trainer:
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)
-        await self._evaluator.stepped(self.moment, last=self.is_done)
+        await self._evaluator.stepped(self.point, last=self.is_done)
         self._count_skipped(outcome)
 
     async def _record(self, batch: StepBatch, row: StepRow, outcome: StepOutcome | None) -> None:
@@ -321,7 +321,7 @@ class Trainer:
     async def _adopt(self) -> None:
         """Record versions that a crashed learner completed but did not report."""
         for version in await self._versions.adopt(step=self.step):
-            self._scheduler.book.ages.record_version(version)
+            self._scheduler.state.ages.record_version(version)
 
     async def go_back(self, error: PartCrashedError) -> None:
         """Restart a crashed learner from its last checkpoint; trajectories consumed since are ready again."""

@@ -27,7 +27,7 @@ class EnvironmentKeeper(Keeper):
     actor_class = "laminar_py.runtime.workers.processes.environment:EnvironmentActor"
     timeout_s = 30.0
     first_starts = 2
-    spares_memory = "lower environment.at_once or environment.most_kept, or raise environment.workers"
+    memory_advice = "lower environment.at_once or environment.most_kept, or raise environment.workers"
 
     def __init__(self, incarnation: Incarnation, index: int, keys: RelayKeys) -> None:
         super().__init__(incarnation, f"environment-{index}")

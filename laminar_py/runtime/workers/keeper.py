@@ -39,7 +39,7 @@ class Keeper:
     concurrency = 4  # calls at once in a process
     first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
     on_record = True  # whether its starts are events in the ledger
-    spares_memory = ""
+    memory_advice = ""
     """Advice for a message: which settings need less memory. A part with advice may run out of memory once."""
     forgives_s = math.inf  # after so long up, earlier crashes for want of memory are forgotten
 
@@ -164,11 +164,11 @@ class Keeper:
         await self._placement.refresh()  # a node may have gone meanwhile
 
     def _end_if_starved(self, crash: PartCrashedError) -> None:
-        if self.spares_memory and for_memory(crash.reason):
+        if self.memory_advice and for_memory(crash.reason):
             self._starved += 1
             if self._starved == STARVED:
                 raise RunFailedError(
-                    f"{crash.part} ran out of memory twice, last: {crash.reason}; {self.spares_memory}, and"
+                    f"{crash.part} ran out of memory twice, last: {crash.reason}; {self.memory_advice}, and"
                     f" --resume; see logs/{crash.part}.log"
                 )
 

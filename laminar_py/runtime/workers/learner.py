@@ -54,7 +54,7 @@ class LearnerLink(Keeper):
     actor_class = "laminar_py.runtime.workers.processes.learner:LearnerActor"
     concurrency = 6  # a step, a version, a checkpoint, and a call for the progress beside each
     timeout_s = START_S
-    spares_memory = "lower packer.max_tokens, set learner.recompute=all, or raise learner.world_size"
+    memory_advice = "lower packer.max_tokens, set learner.recompute=all, or raise learner.world_size"
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class ReferenceStage(Keeper):
 
     actor_class = "laminar_py.runtime.workers.processes.learner:ReferenceActor"
     timeout_s = START_S
-    spares_memory = "lower packer.max_tokens, or set algorithm.reference_pass=learner"
+    memory_advice = "lower packer.max_tokens, or set algorithm.reference_pass=learner"
 
     def __init__(self, incarnation: Incarnation, *, segments: RunSegments) -> None:
         super().__init__(incarnation, REFERENCE)

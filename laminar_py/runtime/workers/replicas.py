@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.control.dispatcher import Tick
+from laminar_py.control.dispatcher import Throttle
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.engine import StoreFullError
 from laminar_py.records.events import PartCrashed, ReplicaLeft, VersionLoaded
@@ -72,7 +72,7 @@ class ReplicaKeeper(Keeper):
     actor_class = "laminar_py.runtime.workers.processes.replica:ReplicaActor"
     concurrency = 16
     first_starts = 2  # a replica that joined and fails so often leaves; any other ends the run
-    spares_memory = "lower rollout.kv_capacity, rollout.max_batch or rollout.replicas"
+    memory_advice = "lower rollout.kv_capacity, rollout.max_batch or rollout.replicas"
     forgives_s = 3600.0
 
     def __init__(self, fleet: "Replicas", index: int) -> None:
@@ -92,7 +92,7 @@ class ReplicaKeeper(Keeper):
         self.kill()
 
     def places(self) -> Sequence[Place | None]:
-        """Return the replica's place; None if no plan has it yet. Raises `_LeftError` if the replica leaves."""
+        """Return the place of the one process; None if no plan has it yet. Raises `_LeftError` if it leaves."""
         if self.is_ending:
             raise _LeftError
         planned = self._placement.plan.replicas
@@ -147,7 +147,7 @@ class ReplicaKeeper(Keeper):
 
     async def rest(self, failures: int) -> None:
         """Have others continue the replica's trajectories, and wait."""
-        self._fleet.issuing.run_now()
+        self._fleet.issuer.run_now()
         await super().rest(failures)
 
     async def take_over(self) -> None:
@@ -177,7 +177,7 @@ class ReplicaKeeper(Keeper):
 class Replicas:
     """Keeps the processes of all replicas alive, sends commands to them, and passes their reports on.
 
-    `issuing` wakes the loop that sends assignments; `on_reports` is awaited with the reports that arrive together.
+    `issuer` wakes the loop that sends assignments; `on_reports` is awaited with the reports that arrive together.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Replicas:
         scheduler: TrajectoryScheduler,
         relays: Relays,
         segments: RunSegments,
-        issuing: Tick,
+        issuer: Throttle,
         on_reports: Callable[[Sequence[tuple[ReplicaConnection, ReplicaReport]]], Awaitable[None]],
     ) -> None:
         self.incarnation = incarnation
@@ -195,7 +195,7 @@ class Replicas:
         self.scheduler = scheduler
         self.relays = relays
         self.segments = segments
-        self.issuing = issuing
+        self.issuer = issuer
         self.servers = dict(enumerate(self.config.rollout.engine.servers))  # by replica: its URL
         self.left: dict[int, str] = {}  # replica that has left -> reason
         self._stats = incarnation.stats
@@ -326,7 +326,7 @@ class Replicas:
         self._stats.remove_replica(keeper.index)
         self.incarnation.ledger.append(ReplicaLeft(keeper.index, reason))
         self.left[keeper.index] = reason
-        self.issuing.run_now()  # its trajectories wait for others
+        self.issuer.run_now()  # its trajectories wait for others
 
     # ---- repacking
 

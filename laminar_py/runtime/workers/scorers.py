@@ -140,7 +140,7 @@ class ServerKeeper(Keeper):
         super().__init__(incarnation, server_name(pool, index))
         self.pool = pool
         self.address: ServerAddress | None = None  # of a server that is up
-        self.spares_memory = f"lower mem-fraction-static or max-total-tokens in reward.servers.{pool}.flags"
+        self.memory_advice = f"lower mem-fraction-static or max-total-tokens in reward.servers.{pool}.flags"
         self._place = place
         self._index = index
         self._publish = publish

@@ -1,8 +1,8 @@
 """State that the parts of `control` share: live trajectories and groups, replicas, moves, the phase of the run.
 
-`control.scheduler` owns the `Book`, which decides nothing. A trajectory is in `live` from its issue until it is
-consumed or dropped, and the same call records the event, so issued = consumed + dropped + live (law 1). A group is
-in `groups` until its step is committed or its last member is dropped.
+`control.scheduler` owns the `ControlState`, which decides nothing. A trajectory is in `live` from its issue until
+it is consumed or dropped, and the same call records the event, so issued = consumed + dropped + live (law 1). A
+group is in `groups` until its step is committed or its last member is dropped.
 """
 
 import math
@@ -72,7 +72,7 @@ class Phase(Enum):
         return self in (Phase.RESTORING, Phase.ENDING)
 
 
-class Book:
+class ControlState:
     """Live trajectories and groups, the controller's view of each replica, and the recorder of changes."""
 
     def __init__(self, settings: ControlSettings, recorder: Recorder) -> None:
@@ -86,9 +86,7 @@ class Book:
         self.phase = Phase.PAUSED
         self.newest_version = -1  # published by the learner
         self.ages = WeightAges()  # of weight versions; defines staleness
-        self.refilled: list[
-            float
-        ] = []  # one reward of each group without signal since the last step, under `refill`
+        self.refilled = list[float]()  # under `refill`: a reward of each group without signal since the last step
         self.rewards = (math.inf, -math.inf)  # the worst and the best so far
         self.next_prompt = 0  # place in the stream
         self.num_generating = 0  # groups that are not ready yet
