@@ -87,9 +87,7 @@ class AgentEnvironment:
         self._call_format = call_format
         self._session = session
         self._history = AgentHistory()
-        self._queue: asyncio.Queue[AgentRequest | None] = (
-            asyncio.Queue()
-        )  # `add_requests` bounds it; None: the end
+        self._queue = asyncio.Queue[AgentRequest | None]()  # `add_requests` bounds it; None: the end
         self._answers: dict[bytes, asyncio.Future[AgentAnswer]] = {}  # by the digest of the request
         self._current: AgentRequest | None = None  # the model's next turn answers it
         self._newest: AgentAnswer | None = None

@@ -141,7 +141,7 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
     for schedule in Schedule:
         depths = (
             DEPTHS if schedule is Schedule.ASYNC else (2,)
-        )  # a batch is one share of a step; the depth changes nothing
+        )  # no depth helps where a batch is a share of a step
         for admitted in sorted({max(math.ceil(depth * share), request.group_size) for depth in depths}):
             yield FleetPlacement(
                 schedule=schedule,

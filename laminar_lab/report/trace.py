@@ -202,9 +202,8 @@ def _arrows(drawn: Residences, lanes: Ints) -> Iterator[TraceEvent]:
     moved = np.flatnonzero(drawn.trajectory[1:] == drawn.trajectory[:-1]).tolist()
     for number, place in enumerate(moved, start=1):
         name = "repack" if drawn.end[place] == ResidenceEnd.MOVED else "interruption"
-        leaves = max(
-            _us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1
-        )  # within its slice, which binds the arrow
+        # within its slice, which binds the arrow
+        leaves = max(_us(drawn.start_s[place]), _us(drawn.end_s[place]) - 1)
         comes = max(leaves, _us(drawn.start_s[place + 1]))
         (pid, tid), (pid_to, tid_to) = (
             (REPLICAS + int(drawn.replica[at]), int(lanes[at]) + 1) for at in (place, place + 1)

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
     from laminar_py.observe.summary import EvaluationFigures, Summary
 
-
-ENDINGS = (
-    "laminar_py.run_endings"  # entry points: functions of a run's summary, and of whether Ctrl-C ended the run
-)
+# entry points: functions of a run's summary, and of whether Ctrl-C ended the run
+ENDINGS = "laminar_py.run_endings"
 
 
 class ExportDtype(StrEnum):

@@ -21,9 +21,8 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
 RESETTING = ("algorithm.name", "rollout.engine.kind")  # keys whose value decides the meaning of their section
-SOURCE = re.compile(
-    r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\."
-)  # sections that may be given as a path alone
+# sections that may be given as a path alone
+SOURCE = re.compile(r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\.")
 NEAR = 0.7  # likeness of two names (1: equal) that makes one a suggestion for the other
 Settings = TypeVar("Settings", bound=BaseModel)
 

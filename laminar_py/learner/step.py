@@ -33,9 +33,8 @@ from laminar_py.learner.sharding import shard
 from laminar_py.records.metrics import StepMetrics, TokenMetrics, Work
 from laminar_py.records.trajectory import MicroBatch
 
-DECAYS: dict[
-    Decay, Callable[[float], float]
-] = {  # factor on the learning rate, by the share of the decay that is past, in [0, 1]
+# factor on the learning rate, by the share of the decay that is past, in [0, 1]
+DECAYS: dict[Decay, Callable[[float], float]] = {
     Decay.NONE: lambda share: 1.0,
     Decay.LINEAR: lambda share: 1.0 - share,
     Decay.COSINE: lambda share: (1.0 + math.cos(math.pi * share)) / 2.0,

@@ -78,9 +78,7 @@ class Marks:
     number: int = 0  # of a trajectory
     incarnation: int = 0
     version: int = -1  # the highest published
-    unpublished: dict[int, Published] = field(
-        default_factory=dict
-    )  # versions above it that relays or replicas have
+    unpublished: dict[int, Published] = field(default_factory=dict)  # later versions on relays or replicas
     step: int = 0  # a rollback lowers it
 
     @property
@@ -126,9 +124,7 @@ class Machine:
 
     def __init__(self, *, recall: Callable[[str], LiveTrajectory | None] = lambda _: None) -> None:
         self.live: dict[str, LiveTrajectory] = {}
-        self._ended: WeakValueDictionary[str, LiveTrajectory] = (
-            WeakValueDictionary()
-        )  # consumed, still referenced somewhere
+        self._ended = WeakValueDictionary[str, LiveTrajectory]()  # consumed, still referenced somewhere
         self.counts = Accounting()  # without live ones, which are counted separately, so that law 1 can be checked
         self.marks = Marks()
         self.clock = RunClock()

@@ -97,9 +97,8 @@ def row_values(row: TrajectoryRow) -> tuple[object, ...]:
     return msgspec.structs.astuple(row)[: len(TRAJECTORY_COLUMNS)]
 
 
-EVENT_KINDS = frozenset(
-    str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)
-)  # names of event types in the log
+# names of event types in the log
+EVENT_KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))
 
 _events_decoder: msgspec.json.Decoder[list[AnyEvent]] = msgspec.json.Decoder(list[AnyEvent])
 _event_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

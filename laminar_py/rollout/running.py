@@ -100,9 +100,7 @@ class RunningTrajectory:
     prefix_logprobs: FloatArray = field(default_factory=lambda: _NO_LOGPROBS)  # [reported]
     ids: list[IntArray] = field(default_factory=list)  # unreported, an array for each delta
     logprobs: list[FloatArray] = field(default_factory=list)
-    spans: list[Span] = field(
-        default_factory=list
-    )  # unreported; reach back if the engine corrected earlier versions
+    spans: list[Span] = field(default_factory=list)  # unreported; reach back to versions that the engine corrected
     masks: list[SamplingMask | None] = field(default_factory=list)  # one for each of `ids`
     experts: list[RoutedExperts] = field(default_factory=list)
     journaled: int = 0  # leading unreported deltas that are in the journal

@@ -31,7 +31,7 @@ class ReadyGroup:
     members: list[TrajectoryRef] = field(compare=False, default_factory=list)
     tokens_without_signal: tuple[int, ...] = field(
         compare=False, default=()
-    )  # trained tokens of each member without signal
+    )  # trained tokens of each dropped member
     passes: int = field(compare=False, default=0)  # how often a step took a later group in its place
 
     @property

@@ -34,9 +34,7 @@ from laminar_py.runtime.link.messages import (
 
 CHECK_S = 0.5  # at most, between two checks for silent connections and for commands to resend
 MOST_BEHIND_S = 5.0  # by which a check is postponed while more frames wait
-RESEND_S = (
-    8.0  # after which commands are sent again: longer than a replica is quiet, since reports acknowledge them
-)
+RESEND_S = 8.0  # until commands are sent again: longer than a replica is quiet, since reports acknowledge them
 MOST_FRAMES = 128  # received at once: replicas resend frames that wait in the socket for long
 MOST_REPORTS = 16  # processed before the event loop gets its turn
 MOST_REST_S = 0.02  # in which reports gather, where there are many

@@ -19,7 +19,7 @@
           '----------------------> | publish | --> relays --> replicas
                                    +---------+
 
-Each loop is a function below. Each queue is bounded so that no circle of waits can form:
+Each loop is a function below. Each queue is bounded:
 
     queue      type                   owner                           bound
     waiting    LiveTrajectory         control.waiting                 live trajectories: `buffer.capacity`

@@ -125,9 +125,8 @@ class Relays:
         self._shm = incarnation.run.shm(incarnation.config.relay.shm)
         self._keepers: dict[int, RelayKeeper] = {}
         self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep nodes alive, after `start`
-        self._attached: dict[
-            int, tuple[int, str | None]
-        ] = {}  # replica -> its relay, and the relay's host at that time
+        # replica -> its relay, and the relay's host at that time
+        self._attached: dict[int, tuple[int, str | None]] = {}
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
         self._chunk_bytes = 0
 
