@@ -139,7 +139,7 @@ def _check(connection: sqlite3.Connection, stored: list[StoredPiece], row: Traje
 
 def _fault(stored: StoredPiece, row: TrajectoryRow) -> str:
     """Return the fault of a piece, "" if it is sound or if its trajectory was dropped for its loss."""
-    if stored.piece is None and row.drop_reason == DropReason.HOST_LOST:
+    if stored.piece is None and row.drop_reason == DropReason.TOKENS_LOST:
         return ""
     if stored.piece is not None and stored.piece.trajectory_id != row.id:
         return stored.fault or "was changed"

@@ -179,7 +179,7 @@ class CoinScorerActor(PartActor):
             try:
                 self._reader.load(ref.at for ref in response.tokens)
             except PayloadLostError as error:
-                score = replace(score, value=None, failure=DropReason.HOST_LOST, detail=str(error))
+                score = replace(score, value=None, failure=DropReason.TOKENS_LOST, detail=str(error))
             self._scores.put_nowait(score)
 
     async def next_scores(self, wait_s: float) -> list[Score]:

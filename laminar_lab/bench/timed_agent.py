@@ -26,13 +26,10 @@ def run(problem: dict[str, Any]) -> None:
         began = time.monotonic()
         connection.request("POST", f"{url.path}/chat/completions", body, headers)
         response = connection.getresponse()
-        line = response.readline()
+        first = response.readline()
         first_s.append(time.monotonic() - began)
         assert response.status == 200, response.read()
-        answer = []
-        while line:
-            if line.startswith(b"data: {"):
-                answer.append(json.loads(line[6:])["choices"][0]["delta"].get("content") or "")
-            line = response.readline()
+        events = [line[6:] for line in [first, *response.read().splitlines()] if line.startswith(b"data: {")]
+        answer = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events]
         messages.append({"role": "assistant", "content": "".join(answer)})
     Path(problem["fields"]["out"]).write_text(json.dumps(first_s))

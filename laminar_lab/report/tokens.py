@@ -15,7 +15,7 @@ from laminar_py.records.codec import BoolArray
 from laminar_py.records.trajectory import DropReason, Status
 
 _LOSSES = {  # name of a loss: its drop reasons; `_without_signal` divides groups without signal
-    "generated again": (DropReason.VERSION_LOST, DropReason.REFUSED, DropReason.HOST_LOST),
+    "generated again": (DropReason.VERSION_LOST, DropReason.REFUSED, DropReason.TOKENS_LOST),
     "group deadline": (DropReason.GROUP_DEADLINE,),
     "group lost": (DropReason.GROUP_LOST,),
     "scoring failed": (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT),

@@ -249,7 +249,7 @@ class Consumption:
             group = self.buffer[place]
             gone = [member for member in group.members if member.id in lost]
             for member in gone:
-                self._state.drop([self._state.live[member.id]], DropReason.HOST_LOST, lost[member.id])
+                self._state.drop([self._state.live[member.id]], DropReason.TOKENS_LOST, lost[member.id])
             if not gone or self._shrink(group, without=gone):
                 place += 1
 

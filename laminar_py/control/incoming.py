@@ -145,7 +145,7 @@ class Incoming:
             self._failures.failed(progress.failure, progress.detail, in_flight=len(state.live))
             await self._settle(trajectory)
         elif progress.lost:
-            await self._drop_and_reissue(trajectory, DropReason.HOST_LOST, progress.detail)
+            await self._drop_and_reissue(trajectory, DropReason.TOKENS_LOST, progress.detail)
         elif progress.finish_reason is FinishReason.ABORT:  # the replica handed it back
             moving = state.moves.destination(trajectory.id) is not None
             state.record(trajectory.interrupted("repacked" if moving else "returned"))
@@ -378,10 +378,10 @@ class Incoming:
             if trajectory.status is not Status.READY:
                 state.moves.ends(trajectory.id)
                 state.abort(trajectory)
-                await self._drop_and_reissue(trajectory, DropReason.HOST_LOST, detail)
+                await self._drop_and_reissue(trajectory, DropReason.TOKENS_LOST, detail)
             elif self._awaits_reference([trajectory]):
                 group = state.groups[trajectory.group_id]
-                state.drop([trajectory], DropReason.HOST_LOST, detail)
+                state.drop([trajectory], DropReason.TOKENS_LOST, detail)
                 del group.members[trajectory.id]
                 await self._put(group)
 

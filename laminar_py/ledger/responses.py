@@ -59,7 +59,7 @@ class StoredResponses:
             if number == row.number:
                 tokens = split_columns(list(pieces))[0]
                 number, pieces = next(groups, (0, iter(())))
-            was_lost = row.drop_reason is DropReason.HOST_LOST
+            was_lost = row.drop_reason is DropReason.TOKENS_LOST
             response = join([]) if was_lost else _joined(row, tokens)
             yield row, read_prompt(self._connection, row.prompt_id, index=row.prompt_index), response
 

@@ -68,7 +68,7 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"  # more tokens than a microbatch holds
     REFUSED = "refused"  # the engine refused its request
     VERSION_LOST = "version_lost"  # no relay has the weights that it must continue under
-    HOST_LOST = "host_lost"  # the only host with its tokens is gone, or the tokens changed there
+    TOKENS_LOST = "tokens_lost"  # its stored tokens are missing or damaged
     GROUP_DEADLINE = "group_deadline"  # its group closed without it
     GROUP_LOST = "group_lost"  # too few members of its group are left
     ENVIRONMENT_FAILED = "environment_failed"  # the environment raised, or its answer was invalid

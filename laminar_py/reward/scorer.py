@@ -330,7 +330,7 @@ class Scorer:
             score = await self._score_request(await self._load(unscored))
             self._done.append(score)
         except PayloadLostError as error:
-            lost = DropReason.HOST_LOST
+            lost = DropReason.TOKENS_LOST
             name = unscored.request.trajectory_id
             self._done.append(Score(trajectory_id=name, value=None, failure=lost, detail=str(error)))
         finally:

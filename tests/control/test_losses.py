@@ -57,7 +57,7 @@ async def test_what_runs_elsewhere_with_tokens_of_a_lost_host_is_dropped_and_its
     await fleet.report(1, admissible=1)
     assert "g0.0" in fleet.running[1], "with its first tokens on the host of replica 0"
     await lose_host_of(fleet, 0)
-    assert dropped(fleet) == {"g0.0": DropReason.HOST_LOST}
+    assert dropped(fleet) == {"g0.0": DropReason.TOKENS_LOST}
     assert fleet.scheduler.state.take_aborts() == {1: ["g0.0"]}
     assert fleet.scheduler.state.take_aborts() == {}, "told once"
     assert issued_anew(fleet, "g0.4")
@@ -70,7 +70,7 @@ async def test_what_had_told_no_tokens_is_only_interrupted_and_goes_on_elsewhere
     fleet = await one_group()
     await fleet.grow(0, "g0.1", tokens=2)
     await lose_host_of(fleet, 0)
-    assert dropped(fleet) == {"g0.1": DropReason.HOST_LOST}
+    assert dropped(fleet) == {"g0.1": DropReason.TOKENS_LOST}
     reasons = [event.reason for event in fleet.log.events if isinstance(event, Interrupted)]
     assert reasons == ["replica_crashed"] * 4
     assert fleet.scheduler.state.take_aborts() == {}, "nobody runs it any more"
@@ -90,7 +90,7 @@ async def test_what_waits_is_finished_or_scored_is_dropped_and_begun_anew_while_
     states = [live[f"g0.{index}"].status for index in range(4)]
     assert states == [Status.INTERRUPTED, Status.SCORED, Status.FINISHED, Status.RUNNING]
     await lose_host_of(fleet, 0)
-    assert dropped(fleet) == dict.fromkeys(["g0.0", "g0.1", "g0.2"], DropReason.HOST_LOST)
+    assert dropped(fleet) == dict.fromkeys(["g0.0", "g0.1", "g0.2"], DropReason.TOKENS_LOST)
     assert issued_anew(fleet, "g0.4", "g0.5", "g0.6")
     await fleet.score_all()  # its score comes for nobody
     fleet.scheduler.admit()
@@ -114,7 +114,7 @@ async def test_ready_ones_leave_their_group_and_its_bins_and_the_last_takes_the_
     buffer = fleet.scheduler.consumption.buffer
     assert [len(group.members) for group in buffer.first(2)] == [2, 2]
     await lose_host_of(fleet, 1)
-    assert dropped(fleet) == {"g1.1": DropReason.HOST_LOST}
+    assert dropped(fleet) == {"g1.1": DropReason.TOKENS_LOST}
     assert sorted(len(group.members) for group in buffer.first(2)) == [1, 2]
     batch = await asyncio.wait_for(fleet.scheduler.next_batch(groups=2, version=0), 5)
     assert not {trajectory.id for trajectory in batch.trajectories} & dropped(fleet).keys()
@@ -131,7 +131,7 @@ async def test_a_column_that_is_lost_takes_its_response_along():
     await fleet.score_all()
     await fleet.refer_all()
     await fleet.lose_segment(REFERENCE, HOST)
-    assert dropped(fleet) == dict.fromkeys([f"g0.{index}" for index in range(4)], DropReason.HOST_LOST)
+    assert dropped(fleet) == dict.fromkeys([f"g0.{index}" for index in range(4)], DropReason.TOKENS_LOST)
 
 
 async def test_a_restored_group_waits_for_no_reference_of_what_cannot_be_read():
@@ -145,7 +145,7 @@ async def test_a_restored_group_waits_for_no_reference_of_what_cannot_be_read():
             dict.fromkeys(lost, "its segment is gone")
         )  # as the reference model says
         assert [m.id for g in fleet.scheduler.consumption.buffer.first(1) for m in g.members] == members
-        assert dropped(fleet) == dict.fromkeys(lost, DropReason.HOST_LOST)
+        assert dropped(fleet) == dict.fromkeys(lost, DropReason.TOKENS_LOST)
         assert ("g1" in fleet.scheduler.state.groups) == bool(members)
 
 
@@ -167,7 +167,7 @@ async def test_an_evaluation_of_which_an_answer_is_lost_fails():
     await fleet.report(0)
     await fleet.finish(0, "e0.0")
     await fleet.scheduler.incoming.drop_lost({"e0.0": HOST})
-    assert dropped(fleet) == {"e0.0": DropReason.HOST_LOST}
+    assert dropped(fleet) == {"e0.0": DropReason.TOKENS_LOST}
     await fleet.finish(0, "e0.1")
     await fleet.score_all(lambda index: 1.0)
     with pytest.raises(EvaluationLostError):
@@ -187,7 +187,7 @@ async def test_what_was_unreachable_and_is_lost_besides_is_dropped_once():
     fleet.hand_out()  # finds that nobody serves version 0 any more
     await fleet.lose_segment(segment_of(0), HOST)
     await fleet.scheduler.incoming.enforce_deadlines()
-    assert dropped(fleet) == dict.fromkeys(["g0.0", "g0.1"], DropReason.HOST_LOST)
+    assert dropped(fleet) == dict.fromkeys(["g0.0", "g0.1"], DropReason.TOKENS_LOST)
 
 
 async def test_a_prefix_that_a_replica_cannot_read_is_dropped_and_begun_anew():
@@ -195,7 +195,7 @@ async def test_a_prefix_that_a_replica_cannot_read_is_dropped_and_begun_anew():
     await fleet.finish(0, "g0.0", reason=FinishReason.ABORT, admissible=0)
     await fleet.report(1, admissible=1)
     await fleet.miss(1, "g0.0")
-    assert dropped(fleet) == {"g0.0": DropReason.HOST_LOST}
+    assert dropped(fleet) == {"g0.0": DropReason.TOKENS_LOST}
     assert "g0.0" not in fleet.scheduler.views.by_index[1].in_flight
     assert issued_anew(fleet, "g0.4")
 
@@ -282,7 +282,7 @@ async def play(actions, without_signal):
                 account, live = ledger.accounting().train, fleet.scheduler.state.live.values()
                 assert account.live == sum(one.kind is Kind.TRAIN for one in live)
                 assert account.issued == account.consumed + sum(account.dropped.values()) + account.live
-                assert not set(account.dropped) - {"host_lost", "no_signal"}
+                assert not set(account.dropped) - {"tokens_lost", "no_signal"}
                 assert fleet.scheduler.views.in_flight == sum(one.runs_on is not None for one in live)
 
 

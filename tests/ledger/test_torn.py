@@ -42,6 +42,6 @@ async def test_a_response_that_was_cut_is_a_finding_unless_it_was_dropped_for_th
             with segment.open("r+b") as file:
                 file.truncate(size)
             assert {(one.rule, one.subject) for one in verify(tmp_path)} == {(Rule.SPANS, "g1.0")}, size
-        ledger.append(Dropped("g1.0", DropReason.HOST_LOST, "its segment ends too early"))
+        ledger.append(Dropped("g1.0", DropReason.TOKENS_LOST, "its segment ends too early"))
     assert len(read_response(tmp_path, "g0.0").ids) == 5
     assert verify(tmp_path) == []

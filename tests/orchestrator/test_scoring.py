@@ -55,7 +55,7 @@ class Scorers:
 
     def _scored(self, request, value):
         if value is LOST:
-            lost = {"failure": DropReason.HOST_LOST, "detail": "its segment is gone"}
+            lost = {"failure": DropReason.TOKENS_LOST, "detail": "its segment is gone"}
             return Score(trajectory_id=request.trajectory_id, value=None, **lost)
         failure = DropReason.REWARD_FAILED if value is None else None
         detail = "" if failure is None else "KeyError: 4 (at mine.py:2)"
@@ -167,7 +167,7 @@ async def test_a_response_that_no_scorer_can_read_is_begun_anew_and_is_no_failur
             await fleet.finish(0, f"g0.{index}")
         await score_all(scoring, fleet)
         (dropped,) = [event for event in fleet.log.events if isinstance(event, Dropped)]
-        assert (dropped.trajectory_id, dropped.reason) == ("g0.0", DropReason.HOST_LOST)
+        assert (dropped.trajectory_id, dropped.reason) == ("g0.0", DropReason.TOKENS_LOST)
         assert dropped.detail == "its segment is gone"
         assert "g0.4" in fleet.scheduler.state.live
         assert (told, ends, scoring.failures.text) == ([], [], "")

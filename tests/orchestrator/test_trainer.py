@@ -219,7 +219,7 @@ async def test_a_batch_of_which_tokens_are_lost_is_put_back_and_the_step_goes_on
     with reading(tmp_path) as connection:
         dropped = connection.execute("SELECT id, drop_reason FROM trajectory WHERE status = 'dropped'").fetchall()
         (counted,) = connection.execute("SELECT count(*) FROM trajectory WHERE step = 1").fetchone()
-    assert dropped == [(id, "host_lost") for id in lost]
+    assert dropped == [(id, "tokens_lost") for id in lost]
     assert counted == len(learner.trained[0]), "what was put back is consumed once"
     assert verify(tmp_path) == []
 

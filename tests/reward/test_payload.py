@@ -109,7 +109,7 @@ async def test_a_lost_piece_is_a_score_of_a_lost_host_and_costs_no_other(tmp_pat
         if index % 3:
             assert (score.value, score.failure) == (1.0, None)
         else:
-            assert (score.value, score.failure) == (None, DropReason.HOST_LOST)
+            assert (score.value, score.failure) == (None, DropReason.TOKENS_LOST)
             assert "replica-0-1-0" in score.detail
     assert after.value == 1.0
 

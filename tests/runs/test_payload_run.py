@@ -61,7 +61,7 @@ def test_a_replica_whose_disk_is_full_is_replaced_and_costs_nobody_else(tmp_path
     assert code == 0, output
     assert any("StoreFullError" in body for body in events(train.run, "partcrashed"))
     assert '"restarts": {}' in (train.run / "summary.json").read_text(), "a full disk is no death that counts"
-    assert not list(listing(train.run, Filters(reason=DropReason.HOST_LOST)))
+    assert not list(listing(train.run, Filters(reason=DropReason.TOKENS_LOST)))
     assert_whole(train.run)
 
 
@@ -81,7 +81,7 @@ def test_what_lay_in_deleted_segments_is_dropped_by_name_and_its_prompts_are_iss
         os.kill(replica, signal.SIGKILL)  # readers may have had its segment open; the next one is new to them
         code, output = train.finish()
     assert code == 0, output
-    assert list(listing(train.run, Filters(reason=DropReason.HOST_LOST)))
+    assert list(listing(train.run, Filters(reason=DropReason.TOKENS_LOST)))
     assert len((train.run / "metrics.jsonl").read_text().splitlines()) == 4, "all steps are made"
     assert {one.rule for one in verify(train.run)} <= {Rule.SPANS, Rule.ROWS}, "of trajectories that ended before"
     assert accounting(train.run).balanced

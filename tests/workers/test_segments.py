@@ -93,7 +93,7 @@ async def test_what_is_gone_meanwhile_is_dropped_and_begun_anew(tmp_path):
     fleet, events = await taken_up(tmp_path)
     dropped = {event.trajectory_id: event for event in events if isinstance(event, Dropped)}
     assert {name: event.reason for name, event in dropped.items()} == dict.fromkeys(
-        ["g0.2", "g1.0"], DropReason.HOST_LOST
+        ["g0.2", "g1.0"], DropReason.TOKENS_LOST
     )
     assert all("is gone, or ends before" in event.detail for event in dropped.values())
     live = fleet.scheduler.state.live

@@ -153,7 +153,7 @@ async def collect_scores(
     """Record scores. A group with all its scores goes to the learner, or is dropped and makes room for another."""
     async for batch in scores.items():
         of_responses = scoring.without_trials(batch)
-        lost = {it.trajectory_id: it.detail for it in of_responses if it.failure is DropReason.HOST_LOST}
+        lost = {it.trajectory_id: it.detail for it in of_responses if it.failure is DropReason.TOKENS_LOST}
         if lost:
             await scheduler.incoming.drop_lost(lost)
         for number, score in enumerate(of_responses, 1):
