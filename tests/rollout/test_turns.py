@@ -270,22 +270,22 @@ class EndsItsTurn:
     async def generate(self, request):
         self.streams += 1
         self.began.set()
-        await self.point.wait()
+        await self.moment.wait()
         ids, reason = np.array([STOP_IDS[0]], np.int32), FinishReason.STOP
         yield Delta(rid=request.rid, ids=ids, logprobs=np.zeros(1, np.float32), version=0, finish_reason=reason)
 
     async def pause(self, mode):
-        self.point.set()
+        self.moment.set()
 
     async def abort(self, rid):
-        self.point.set()
+        self.moment.set()
 
 
 class BreaksOff:
     """An engine that gives two tokens and no more of its first stream, and of others all that they may have."""
 
     def __init__(self):
-        self.point, self.began = asyncio.Event(), asyncio.Event()
+        self.moment, self.began = asyncio.Event(), asyncio.Event()
         self.requests = []
 
     async def generate(self, request):
@@ -296,7 +296,7 @@ class BreaksOff:
             return
         yield self.delta(request, 2, None)
         self.began.set()
-        await self.point.wait()
+        await self.moment.wait()
         yield self.delta(request, 0, FinishReason.ABORT)
 
     def delta(self, request, count, reason):
@@ -304,10 +304,10 @@ class BreaksOff:
         return Delta(rid=request.rid, ids=ids, logprobs=logprobs, version=0, finish_reason=reason)
 
     async def pause(self, mode):
-        self.point.set()
+        self.moment.set()
 
     async def abort(self, rid):
-        self.point.set()
+        self.moment.set()
 
 
 class NoStore:

@@ -42,6 +42,8 @@ class Slots:
 
     def __init__(self, num_slots: int, *, max_len: int) -> None:
         self._max_len = max_len
+        # Tokens that the slots hold in the KV cache, or will hold after their prefill; other threads read it.
+        self.kv_used = 0
         self.state: npt.NDArray[np.int8] = np.zeros(num_slots, np.int8)
         self.num_prompt: Indices = np.zeros(num_slots, np.int64)
         self.num_response: Indices = np.zeros(num_slots, np.int64)  # a resumed prefix included
@@ -65,6 +67,7 @@ class Slots:
         self.state[slot] = State.PREFILLING
         self.num_prompt[slot] = len(request.prompt_ids)
         self.num_response[slot] = self.num_sent[slot] = length
+        self.kv_used += len(request.prompt_ids) + length - 1
         self.limit[slot] = response_limit(request, max_len=self._max_len)
         self.last_ids[slot] = response[-1] if length else request.prompt_ids[-1]
         self.ids[slot, :length] = response
@@ -82,8 +85,9 @@ class Slots:
 
     def vacate(self, slot: int) -> None:
         """Free the slot."""
+        self.kv_used -= int(self.num_prompt[slot] + self.num_response[slot]) - 1
         self.num_prompt[slot] = self.num_response[slot] = 0
-        self.state[slot] = State.FREE  # last, so that `kv_used` is never too high in another thread's eyes
+        self.state[slot] = State.FREE
 
     def decoding(self) -> Rows:
         """Collect the decoding slots and their sampler, for steps until a slot changes."""
@@ -111,6 +115,7 @@ class Slots:
         self.logprobs[rows, places] = logprobs
         self.last_ids[rows] = ids
         self.num_response[rows] = places + 1
+        self.kv_used += len(rows)
         if mask is not None:
             for slot, support in zip(rows.tolist(), np.split(mask.ids, mask.counts.cumsum()[:-1]), strict=True):
                 self.masks[slot].append(support)
@@ -130,9 +135,3 @@ class Slots:
         support, self.masks[slot] = self.masks[slot], []
         counts = np.array([len(ids) for ids in support], np.int32)
         return SamplingMask(counts, np.concatenate([np.empty(0, np.int32), *support]))
-
-    @property
-    def kv_used(self) -> int:
-        """Tokens that the slots hold in the KV cache, or will hold after their prefill."""
-        num_occupied = np.count_nonzero(self.state)
-        return int(self.num_prompt.sum() + self.num_response.sum() - num_occupied)
