@@ -49,7 +49,8 @@ class EvalConfig(Section):
     every_steps: Count | None = None
     """Learner steps between two evaluations during RL; None: only before and after."""
     at_seconds: tuple[Seconds, ...] = ()
-    """Seconds of RL, ascending; at each, the weights of that moment are evaluated too."""
+    """Seconds of RL, ascending; at each, the newest weights that replicas serve are evaluated. With `deferred`,
+    exactly the weights of that time are evaluated."""
     deferred: bool = False
     """Keep the weights in shared memory and evaluate them after RL instead of during it."""
 

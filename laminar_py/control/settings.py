@@ -26,7 +26,7 @@ class Admission:
     max_staleness: int | None = None
     wait: bool = True
     publish_every: int = 1  # steps; the newest version is up to publish_every - 1 steps old
-    drops_silent: bool = True  # groups without signal leave at once, so live groups do not count a batch
+    refills: bool = True  # groups without signal leave at once, so live groups do not count a batch
 
     @property
     def limit(self) -> int:
@@ -69,7 +69,7 @@ class Admission:
         """
         room = max(0, self.limit - live)
         if self.schedule is Schedule.ONE_STEP:
-            rest = 0 if self.drops_silent else -live % self.batch
+            rest = 0 if self.refills else -live % self.batch
             return min(room, rest if generating else self.batch)
         return room
 
@@ -123,6 +123,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
     """Return the scheduler's settings from a run's config."""
     rollout, staleness = config.rollout, config.staleness
     sampling = rollout.sampling.params(stop_ids=stop_ids)
+    without_signal = WithoutSignal.TRAIN if config.algorithm.normalises_step else rollout.without_signal
     return ControlSettings(
         seed=config.seed,
         replicas=rollout.replicas,
@@ -130,7 +131,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         group_size=rollout.group_size,
         sampling=sampling,
         of_sets={name: settings.sampling(sampling) for name, settings in config.eval.sets.items()},
-        without_signal=WithoutSignal.TRAIN if config.algorithm.normalises_step else rollout.without_signal,
+        without_signal=without_signal,
         max_refill=rollout.max_refill,
         masks_truncated=config.algorithm.truncated is Truncated.MASK,
         one_version=rollout.on_new_weights is OnNewWeights.DRAIN,
@@ -141,7 +142,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
             max_staleness=staleness.max_staleness,
             wait=StalePolicy.WAIT in staleness.policies,
             publish_every=config.learner.publish_every,
-            drops_silent=rollout.without_signal is WithoutSignal.REFILL,
+            refills=without_signal is WithoutSignal.REFILL,
         ),
         bound=StalenessBound(staleness.max_staleness, staleness.policies),
         group_deadline_s=rollout.group_deadline_s,

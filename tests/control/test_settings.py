@@ -26,3 +26,9 @@ def test_what_is_normalised_over_a_step_sees_all_groups_whatever_is_said_of_thos
     rollout = {"without_signal": said}
     assert settings_of(algorithm={"name": "reinforce_pp"}, rollout=rollout).without_signal is WithoutSignal.TRAIN
     assert settings_of(algorithm={"name": "grpo"}, rollout=rollout).without_signal is said
+
+
+def test_a_batch_is_refilled_only_where_groups_without_signal_leave():
+    refill = {"without_signal": WithoutSignal.REFILL}
+    assert settings_of(algorithm={"name": "grpo"}, rollout=refill).admission.refills
+    assert not settings_of(algorithm={"name": "reinforce_pp"}, rollout=refill).admission.refills

@@ -49,7 +49,7 @@ def test_one_step_opens_a_batch_only_when_the_one_before_is_generated():
 
 
 def test_one_step_completes_a_batch_that_some_replicas_were_late_for():
-    admission = Admission(schedule=Schedule.ONE_STEP, batch=32, capacity=1000, drops_silent=False)
+    admission = Admission(schedule=Schedule.ONE_STEP, batch=32, capacity=1000, refills=False)
     assert admission.allowed(live=40, generating=8) == 24, "32 are in the learner"
     assert admission.allowed(live=8, generating=8) == 24
     assert admission.allowed(live=32, generating=4) == 0

@@ -95,6 +95,27 @@ async def test_each_set_is_evaluated_at_its_own_interval_and_all_before_and_afte
     assert len(published) == 6
 
 
+async def test_a_step_after_a_second_and_at_an_interval_begins_one_pass_of_each_set():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, _, _ = make_evaluator(fleet, "eval.every_steps=2", "eval.at_seconds=[3.5, 3.7]")
+    found = {}
+    for step in range(1, 6):
+        await evaluator.stepped(EvalPoint(0, step, float(step)), last=False)
+        found[step] = await evaluate_all(fleet)
+    assert found == {1: [], 2: ["often"], 3: [], 4: ["often", "rare"], 5: []}
+
+
+async def test_deferred_marks_hold_the_version_that_was_the_newest_then():
+    fleet = Fleet(replicas=1)
+    fleet.scheduler.pause()
+    evaluator, _, held = make_evaluator(fleet, "eval.at_seconds=[2.5]", "eval.deferred=true")
+    for step in range(1, 5):
+        await evaluator.stepped(EvalPoint(step, step, float(step)), last=False)
+    assert 2 in held
+    assert 3 not in held
+
+
 async def test_deferred_versions_are_held_and_evaluated_with_their_sets_when_rl_is_over():
     fleet = Fleet(replicas=1)
     fleet.scheduler.pause()

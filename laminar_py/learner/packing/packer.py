@@ -1,9 +1,9 @@
 """Packs finished trajectories into microbatches of variable lengths. Pure.
 
-The controller decides from token counts which trajectories share a microbatch (`assign_bins`). The rank that
-trains on them reads their tokens and writes the arrays (`microbatches`). No microbatch exceeds `max_tokens`, all
-ranks get equally many, and each trained token is in exactly one. The loss weights of all microbatches sum to 1, or
-less where staleness reweights or groups without signal are left out (law 5;
+The controller decides from token counts which trajectories share a microbatch (`balance.fit_bins`), and which rank
+trains on it (`assign_bins`). The rank reads their tokens and writes the arrays (`microbatches`). No microbatch
+exceeds `max_tokens`, all ranks get equally many, and each trained token is in exactly one. The loss weights of all
+microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
 
 A trajectory is one sequence, or several where its response is a tree (`records.spans`); its sequences are

@@ -63,8 +63,7 @@ class Evaluator:
         self._trains = trains
         self._publish = publish
         self._show_line = show_line
-        to_come = (mark for mark in self._config.at_seconds if mark > incarnation.stats.rl_s)
-        self._marks_s = sorted(to_come, reverse=True)
+        self._marks_s = [mark_s for mark_s in self._config.at_seconds if mark_s > incarnation.stats.rl_s]
         self._held: list[tuple[EvalPoint, list[str]]] = []  # deferred: point and sets
         self._running: set[asyncio.Task[None]] = set()
         self._previous: EvalPoint | None = None
@@ -117,11 +116,13 @@ class Evaluator:
     async def stepped(self, point: EvalPoint, *, last: bool) -> None:
         """Begin the evaluations that are due after a committed step; `finish` evaluates the last one."""
         self.note_version(point)
-        previous, self._previous = self._previous, point
-        while self._marks_s and point.rl_s >= self._marks_s[-1]:
-            self._marks_s.pop()
-            await self._schedule(previous or point, self._all)  # the weights that were in force at the mark
+        previous, self._previous = self._previous or point, point
         due = [name for name, every in self._intervals.items() if point.step % every == 0]
+        to_come = [mark_s for mark_s in self._marks_s if mark_s > point.rl_s]
+        if to_come != self._marks_s:
+            self._marks_s = to_come
+            await self._schedule(previous, self._all)  # when the mark passed, these weights were the newest
+            due = due if self._config.deferred else []  # replicas would evaluate the same weights twice
         if due and not last:
             await self._schedule(point, due)
         for task in [task for task in self._running if task.done()]:
