@@ -122,10 +122,6 @@ class PackerConfig(Section):
 
     max_tokens: Count = 8192
     """Most tokens of one microbatch."""
-    look_ahead: Annotated[int, Field(ge=0)] = 0
-    """Ready groups beyond the step's own that may replace older ones, so that a step fills whole microbatches on
-    all ranks. No group is passed over more than twice. 0: oldest groups first. It helps if a step has few
-    microbatches."""
 
 
 def check_microbatches(packer: PackerConfig, rollout: RolloutConfig) -> None:

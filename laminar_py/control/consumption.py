@@ -13,7 +13,7 @@ import msgspec
 
 from laminar_py.control.groups import Group
 from laminar_py.control.state import ControlState
-from laminar_py.learner.packing.buffer import Buffer, ReadyGroup, choose_groups
+from laminar_py.learner.packing.buffer import Buffer, ReadyGroup
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
 from laminar_py.records.spans import num_sampled, packed_tokens, versions_of
@@ -82,10 +82,10 @@ class Consumption:
         """
         while True:
             await self.buffer.wait_until(lambda: len(self.buffer) >= groups or self._ends_refill)
-            self._drop_stale(groups + self._look_ahead)
+            self._drop_stale(groups)
             if last_call is not None and len(self.buffer) >= groups:
                 await last_call()
-                self._drop_stale(groups + self._look_ahead)
+                self._drop_stale(groups)
             if len(self.buffer) >= groups or self._ends_refill:
                 batch = self._take(min(groups, len(self.buffer)), version)
                 batch.wanted, batch.refilled = groups, tuple(self._state.refilled)
@@ -169,40 +169,15 @@ class Consumption:
         comes = len(state.groups) - len(self.buffer) - state.num_in_step
         return state.at_ceiling and not (comes and state.settings.admission.by_batch)
 
-    @property
-    def _look_ahead(self) -> int:
-        return self._packing.look_ahead if self._packing else 0
-
     def _take(self, count: int, version: int) -> StepBatch:
-        """Remove `count` groups from the buffer, and return them as the batch of a learner at `version`.
-
-        Counts a pass for each older group that the choice skips, so that no group waits forever.
-        """
-        if not count:
-            return StepBatch(version=version)
-        window = self.buffer.first(count + self._look_ahead)
-        places = self._choose(window, count)
-        groups = [window[place] for place in places]
+        """Remove the oldest `count` groups from the buffer; return them as the batch of a learner at `version`."""
+        groups = self.buffer.first(count)
         if self._packing and self._packing.by_id:
             groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
-        for place in set(range(places[-1])) - set(places):
-            window[place].passes += 1
         self.buffer.remove_groups(groups)
         trajectories = [t for group in groups for t in self._weighted(group)]
         ages = {v: self._state.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
         return StepBatch(version=version, groups=groups, trajectories=trajectories, ages=ages)
-
-    def _choose(self, window: Sequence[ReadyGroup], count: int) -> list[int]:
-        """Return the places in `window` of the groups for a step: the oldest, or with packing the best fit."""
-        packing = self._packing
-        if packing is None or len(window) == count:
-            return list(range(count))
-        return choose_groups(
-            [group.num_tokens for group in window],
-            due=[group.passes >= packing.max_passes or self._exceeds_next_step(group) for group in window],
-            count=count,
-            unit=packing.ranks * packing.max_tokens,
-        )
 
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Members of a group with the loss weight of their staleness."""
@@ -265,8 +240,3 @@ class Consumption:
     def _weights(self, group: ReadyGroup) -> list[float | None]:
         """Loss weight that the staleness bound gives each member; None drops it."""
         return [self._bound.weight(self._state.ages.age_of(member.oldest_version)) for member in group.members]
-
-    def _exceeds_next_step(self, group: ReadyGroup) -> bool:
-        """Whether some member would exceed the staleness bound in the step after this one."""
-        bound, ages = self._bound.max_staleness, self._state.ages
-        return bound is not None and any(ages.age_of(t.oldest_version) >= bound for t in group.members)

@@ -151,7 +151,6 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         packing=Packing(
             max_tokens=config.packer.max_tokens,
             ranks=config.learner.world_size,
-            look_ahead=config.packer.look_ahead,
             by_id=config.schedule is Schedule.SYNC,
         ),
     )

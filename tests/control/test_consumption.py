@@ -1,4 +1,4 @@
-"""Batches: order, staleness, what is too long, look-ahead; and that none of it favours a length."""
+"""Batches: order, staleness, what is too long; and that none of it favours a length."""
 
 import asyncio
 import heapq
@@ -23,11 +23,9 @@ PATIENCE_S = 5.0
 MAX_TOKENS = 128
 
 
-def make_fleet(
-    *, groups=4, group_size=2, capacity=16, look_ahead=0, max_passes=2, max_tokens=MAX_TOKENS, **kwargs
-):
+def make_fleet(*, groups=4, group_size=2, capacity=16, max_tokens=MAX_TOKENS, **kwargs):
     """One replica; steps of so many groups are packed."""
-    packing = Packing(max_tokens=max_tokens, look_ahead=look_ahead, max_passes=max_passes)
+    packing = Packing(max_tokens=max_tokens)
     return Fleet(replicas=1, group_size=group_size, batch=groups, capacity=capacity, packing=packing, **kwargs)
 
 
@@ -199,20 +197,6 @@ async def test_a_reweighted_trajectory_takes_its_factor_to_the_learner():
     assert [event.weight for event in fleet.log.events if isinstance(event, Consumed)] == [0.4, 0.4]
 
 
-async def test_look_ahead_takes_a_later_group_that_fits_and_passes_over_none_too_often():
-    fleet = make_fleet(groups=2, look_ahead=2, max_passes=1)
-    await make_ready(fleet, [30, 27, 27, 27, 27, 27])  # 66 tokens a group, then 60: two of 60 fill a microbatch
-    assert taken(await take(fleet, 2)) == ["g1", "g2"]
-    assert taken(await take(fleet, 2)) == ["g0", "g3"], "g0 was passed over once"
-
-
-async def test_look_ahead_passes_over_nothing_that_would_be_too_old_for_the_next_step():
-    fleet = make_fleet(groups=2, look_ahead=2, max_staleness=1, policies=(StalePolicy.DROP,))
-    await make_ready(fleet, [30, 27, 27, 27])
-    fleet.learned(1)
-    assert taken(await take(fleet, 2, version=1)) == ["g0", "g1"]
-
-
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["finish", "finish", "step", "fail", "die", "publish"]), st.integers(1, MAX_TOKENS)),
     min_size=20,
@@ -221,14 +205,14 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(ACTIONS, st.integers(0, 3), st.sampled_from([None, 1, 2]))
-def test_every_batch_is_packed_whole_and_nothing_is_lost_whatever_happens(actions, look_ahead, max_staleness):
-    asyncio.run(play(actions, look_ahead, max_staleness))
+@given(ACTIONS, st.sampled_from([None, 1, 2]))
+def test_every_batch_is_packed_whole_and_nothing_is_lost_whatever_happens(actions, max_staleness):
+    asyncio.run(play(actions, max_staleness))
 
 
-async def play(actions, look_ahead, max_staleness):
+async def play(actions, max_staleness):
     """Responses of random lengths, some too long; batches that are consumed, fail or are undone; versions."""
-    fleet = make_fleet(groups=2, look_ahead=look_ahead, max_staleness=max_staleness, policies=(StalePolicy.DROP,))
+    fleet = make_fleet(groups=2, max_staleness=max_staleness, policies=(StalePolicy.DROP,))
     consumption, step, version = fleet.scheduler.consumption, 0, 0
     for action, number in actions:
         fleet.versions[0] = version
@@ -298,11 +282,9 @@ def equally_distributed(some, all_of_them):
     return True
 
 
-@pytest.mark.parametrize("look_ahead", [0, 8])
-async def test_quantiles_of_consumed_lengths_equal_those_of_issued_ones(look_ahead):
-    fleet = make_fleet(groups=8, capacity=40, look_ahead=look_ahead)
+async def test_quantiles_of_consumed_lengths_equal_those_of_issued_ones():
+    fleet = make_fleet(groups=8, capacity=40)
     consumed, issued = await lengths_through(fleet, steps=200, groups=8, ready=16, seed=3)
-    assert any(group.passes for batch in consumed for group in batch.groups) == (look_ahead > 0)
     settled = response_lengths(consumed[10:])
     assert equally_distributed(settled, issued)
     assert not equally_distributed(response_lengths(consumed[:3]), issued), "at first short ones come alone"

@@ -31,8 +31,6 @@ class Plan:
     packs: bool = True
     max_tokens: int = 160
     ranks: int = 2
-    look_ahead: int = 0
-    max_passes: int = 2
     by_id: bool = False
     repack: str = "none"  # paper, predictive: plans carried out by the script; migration-*: by the real rounds
     repack_s: float = 0.9
@@ -107,14 +105,12 @@ _PLANS = [
         ticks=110,
         **HARD,
     ),
-    Plan(replicas=2, max_staleness=0, policies=DROP, takes=24, look_ahead=4, ranks=1, p_learner=0.15),
+    Plan(replicas=2, max_staleness=0, policies=DROP, takes=24, ranks=1, p_learner=0.15),
     Plan(
         replicas=5,
         max_staleness=2,
         policies=REWEIGHT,
         repack="paper",
-        look_ahead=6,
-        max_passes=1,
         p_death=0.03,
         p_betray=0.5,
         publish_every=2,
@@ -297,7 +293,6 @@ _PLANS = [
         overlong=30,
         advantage="batch_std",
         aggregation="constant",
-        look_ahead=3,
         repack="predictive",
         controller_deaths=(66,),
         evaluations=((64, None),),

@@ -22,7 +22,7 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.learner.packing.balance import attention_share, fit_bins
-from laminar_py.learner.packing.buffer import Packing, choose_groups
+from laminar_py.learner.packing.buffer import Packing
 from laminar_py.learner.packing.packer import Packed, assign_bins, pack, step_terms
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
@@ -459,7 +459,7 @@ class Batch:
     def write(self, tape: Tape, plan: Plan) -> None:
         """Put down groups, trajectories with weights, bins and which rank gets what."""
         taken = self.taken
-        groups = [[group.group_id, group.oldest_version, group.passes] for group in taken.groups]
+        groups = [[group.group_id, group.oldest_version] for group in taken.groups]
         weights = [[t.id, number(t.weight), number(t.advantage)] for t in taken.trajectories]
         reweighted = sorted(t.id for t in taken.trajectories if t.weight != 1.0)
         tape.write("batch", taken.version, groups, weights, reweighted)
@@ -971,8 +971,6 @@ def _packing(plan: Plan) -> Packing:
     return Packing(
         max_tokens=plan.max_tokens,
         ranks=plan.ranks,
-        look_ahead=plan.look_ahead,
-        max_passes=plan.max_passes,
         by_id=plan.by_id,
     )
 
@@ -1042,11 +1040,6 @@ class Repacker:
             previous_kv=self._previous,
         )
         return PLANNERS.get(kind)(context).plan([survey(look) for look in looks])
-
-
-def chosen(tokens: Sequence[int], due: Sequence[bool], *, count: int, unit: int) -> list[int]:
-    """Groups of a window that make up a step."""
-    return choose_groups(tokens, due=due, count=count, unit=unit)
 
 
 def made(

@@ -1,4 +1,4 @@
-"""Planners and packers on states that no fleet comes to by itself: random surveys, steps and windows."""
+"""Planners and packers on states that no fleet comes to by itself: random surveys and steps."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -6,7 +6,7 @@ from random import Random
 
 from tests.tapes.plain import Look, Tape, luck
 from tests.tapes.plans import Plan
-from tests.tapes.production import Repacker, chosen, made, move_line, packed_lines, shares
+from tests.tapes.production import Repacker, made, move_line, packed_lines, shares
 
 ROUNDS = 4
 TAILS = 14
@@ -20,7 +20,6 @@ def write_pure(plan: Plan, tape: Tape) -> None:
     _write_plans(random, tape, rounds=TAILS, tails=True)
     _write_steps(random, replace(plan, ranks=1 + plan.seed % 4, max_tokens=120), tape)
     tape.write("shares", shares([(64, 2, 90_000), (4096, 32, 7_000_000_000)]))
-    _write_windows(random, tape)
 
 
 def _write_plans(random: Random, tape: Tape, *, rounds: int, tails: bool) -> None:
@@ -87,12 +86,3 @@ def _write_steps(random: Random, plan: Plan, tape: Tape) -> None:
             for place in range(count)
         ]
         packed_lines(tape, plan, step, version=5)
-
-
-def _write_windows(random: Random, tape: Tape) -> None:
-    for _ in range(12):
-        count = random.randint(1, 6)
-        tokens = [random.choice([0, random.randint(5, 160)]) for _ in range(count + random.randint(0, 6))]
-        due = [random.random() < 0.15 for _ in tokens]
-        unit = random.choice([100, 240])
-        tape.write("choose", count, chosen(tokens, due, count=count, unit=unit))

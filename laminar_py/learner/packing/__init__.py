@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from laminar_py.learner.packing.balance import PackedT as PackedT
     from laminar_py.learner.packing.balance import attention_share as attention_share
     from laminar_py.learner.packing.balance import sequence_cost as sequence_cost
-    from laminar_py.learner.packing.buffer import choose_groups as choose_groups
     from laminar_py.learner.packing.packer import Packed as Packed
     from laminar_py.learner.packing.packer import assign_bins as assign_bins
     from laminar_py.learner.packing.packer import microbatches as microbatches
