@@ -85,7 +85,7 @@ class GeneratorActor(PartActor):
             self._config = open_part(spec, f"generator-{spec.index}")
             self._weights = SharedWeights(spec.relay, name=f"generator-{spec.index}", keys=spec.keys)
             self._wire = peer_sockets(spec.keys)
-            self._reader = open_reader(spec)
+            self._reader = open_reader(spec, self._config)
             self._tasks = [asyncio.create_task(self._weights.run(), name="subscriber")]
         rollout = self._config.rollout
         logs = Path(spec.run_dir) / "logs"
@@ -164,8 +164,7 @@ class CoinScorerActor(PartActor):
 
     async def start(self, spec: ScorerSpec) -> int:
         """Start; return how many responses it takes at a time."""
-        open_part(spec, f"scorer-{spec.index}")
-        self._reader = open_reader(spec)
+        self._reader = open_reader(spec, open_part(spec, f"scorer-{spec.index}"))
         self._scores: asyncio.Queue[Score] = asyncio.Queue()
         return 256
 

@@ -1,8 +1,8 @@
 """Start, call and end processes that run user code or model code, with fences or without.
 
-Processes of reward functions (`reward.calls`), the launcher of agents and the zygotes of sandbox slots
-are each a `HostedProcess`. A hosted process has no standard input and prints into a log. A call
-ends with an answer, a timeout, or `ProcessLostError` with the last line of the log.
+Processes of reward functions (`reward.calls`), the launcher of agents and the zygotes of sandbox slots are each a
+`HostedProcess`. A hosted process has no standard input and prints into a log. A call ends with an answer, a
+timeout, or `ProcessLostError` with the last line of the log.
 """
 
 import asyncio
@@ -141,7 +141,7 @@ class HostedProcess:
         self.is_lost = True
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(ProcessLostError(why, last_line(self._log)))
+                answer.set_exception(ProcessLostError(why, last_line(self._log) or "it wrote nothing"))
                 answer.exception()  # mark it as retrieved: a cancelled caller does not await it
         self._waiting.clear()
 
@@ -203,10 +203,10 @@ def _start_process(
 
 
 def last_line(log: Path | None) -> str:
-    """Return the last line of a log that is not blank."""
+    """Return the last line of a log that is not blank; "" if there is none."""
     if log is None or not log.is_file():
-        return "it wrote nothing"
+        return ""
     with log.open("rb") as file:
         file.seek(-min(TAIL_BYTES, log.stat().st_size), os.SEEK_END)
-        lines = file.read(TAIL_BYTES).decode(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+        lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from laminar_py.relay.messages import VersionPulled as VersionPulled
     from laminar_py.relay.node import RelayNode as RelayNode
     from laminar_py.relay.publisher import Publisher as Publisher
-    from laminar_py.relay.sockets import IPC as IPC
     from laminar_py.relay.sockets import PeerClient as PeerClient
     from laminar_py.relay.sockets import generate_keys as generate_keys
     from laminar_py.relay.sockets import peer_sockets as peer_sockets

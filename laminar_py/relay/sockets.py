@@ -1,6 +1,6 @@
 """ZeroMQ sockets: of the relay tree (`Listener`, `Connection`), and for short frames of many peers.
 
-Nodes, subscribers, link-speed measurements and `runtime/link` use them. Every socket speaks CURVE with the run's
+Nodes, subscribers and `runtime/link` use them. Every socket speaks CURVE with the run's
 one keypair, refuses all other keys, bounds a frame before it allocates memory for it, and does not linger when it
 is closed (law 7). Without keys, which benchmarks compare with, a node listens on loopback or `ipc://` only. A send
 never waits: a record is dropped if nobody takes it. Parties repeat their state on each connect and every few
@@ -167,11 +167,11 @@ class Connection:
             raise error
         return error is None
 
-    def close(self, *, linger_s: float = 0.0) -> None:
-        """End the connection, after at most `linger_s` for the last record to leave."""
+    def close(self) -> None:
+        """End the connection."""
         self._socket.disable_monitor()
         self._monitor.close()
-        self._socket.close(linger=int(linger_s * 1000))
+        self._socket.close()
 
 
 class SocketFactory:
@@ -331,9 +331,9 @@ class _PeerSocket:
 class PeerServer(_PeerSocket):
     """The socket that all peers connect to."""
 
-    def __init__(self, keys: RelayKeys, host: str, port: int = 0) -> None:
+    def __init__(self, keys: RelayKeys, host: str) -> None:
         self._sockets = peer_sockets(keys)
-        socket = self._sockets.bind(host, port, max_queue=MAX_QUEUED, max_frame_bytes=MAX_FRAME_BYTES)
+        socket = self._sockets.bind(host, 0, max_queue=MAX_QUEUED, max_frame_bytes=MAX_FRAME_BYTES)
         socket.set(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again need not wait for its old connection
         self.endpoint = _endpoint(socket)
         super().__init__(socket)

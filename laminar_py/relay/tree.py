@@ -14,7 +14,7 @@ most one pace too long where the last chunk is shorter.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +98,7 @@ class Topology:
         return self._serving_order[replica % self.num_nodes]
 
 
+@lru_cache
 def grow_tree(num_nodes: int, *, fanout: int) -> Topology:
     """The tree in which each node has up to `fanout` children, filled level by level; 1 makes a chain.
 

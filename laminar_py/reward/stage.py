@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 AHEAD_S = 0.5  # seconds of work that a scorer has queued beyond its running calls
 MOST_IN_HAND = 256
+MESSAGE_BYTES = 4 * 2**20  # fields of problems, e.g. tests of programs, after which a message is full
 GATHER_S = 0.05  # a scorer with work and room waits so long, so that one call sends more responses
 SMOOTHING = 0.1  # weight of the newest score in the mean time of a score
 MOST_CRASHES = 4  # of scorers that had a response, before it fails
@@ -176,13 +177,15 @@ class ScoringStage:
         most = 1 if self._one_by_one() else load.most
         crashes = max((self._crashes[name] for name in load.requests), default=0)
         requests: list[Unscored] = []
-        while self._waiting and len(requests) < fair:
+        num_bytes = 0
+        while self._waiting and len(requests) < fair and num_bytes < MESSAGE_BYTES:
             crashes = max(crashes, self._crashes[self._waiting[0].id])
             if len(load.requests) + len(requests) >= max(1, most // NARROWER**crashes):
                 break
             request = self._waiting.popleft()
             if self._is_wanted(request):
                 requests.append(request)
+                num_bytes += len(request.request.fields_json)
         return requests
 
     def _is_wanted(self, unscored: Unscored) -> bool:

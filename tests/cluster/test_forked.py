@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 
 import psutil
 import pytest
 
+from laminar_py.records.codec import decode
+from laminar_py.runtime.cluster import forked
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.errors import PartBugError, PartCrashedError
 from laminar_py.runtime.cluster.forked import SHARED
@@ -140,3 +143,16 @@ async def test_a_temporary_folder_with_a_long_name_is_no_obstacle(monkeypatch, t
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     with host(monkeypatch):
         assert await seeing().call("gpus") == ""
+
+
+async def test_a_process_whose_answer_cannot_be_read_ends_and_gives_its_gpus_back(monkeypatch):
+    with host(monkeypatch, "0"):
+        part = seeing(1)
+        await part.call("gpus")
+        monkeypatch.setattr(forked, "read_answer", partial(decode, int))
+        await part.call("gpus")  # its reader was chosen before
+        with pytest.raises(PartCrashedError, match="sent no answer"):
+            await part.call("gpus")
+        monkeypatch.undo()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert await seeing(1).call("gpus") == "0"

@@ -236,3 +236,11 @@ async def test_a_response_that_crashes_each_scorer_fails_alone_after_few_crashes
     assert f"crashed {MOST_CRASHES} times" in failed[0].detail
     assert restarts == [0] * MOST_CRASHES
     assert (stage.num_unscored, stage._crashes) == (0, {})
+
+
+async def test_long_fields_of_problems_fill_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laminar_py.reward.stage.MESSAGE_BYTES", 1)
+    scorer = GatedScorer(concurrency=3)
+    async with running(make_stage([scorer], Inbox()), "a", "b", "c"):
+        await settle()
+        assert scorer.batches == [["a"], ["b"], ["c"]]

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,13 +18,12 @@ from experiments.kill_test.handovers import handovers
 from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
 from laminar_py.config.data import ModelConfig
-from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.model import load_policy
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.spans import decode_spans, num_turns
-from tests.engines.sglang.rig import make_spec, running_server, sglang_python
+from tests.engines.sglang.rig import running_server, sglang_python
 from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
 
 pytestmark = pytest.mark.sglang
@@ -155,21 +152,6 @@ def test_servers_of_the_reward_are_launched_and_one_that_is_killed_comes_back(tm
     assert [event.part for event in deaths] == ["server-prm-0"]
     assert not verify(run.run)
     assert accounting(run.run).balanced
-
-
-@asynccontextmanager
-async def servers_of_one_key(*models: Path):
-    """A server of each model, started side by side."""
-    spec = {"max_len": 456, "max_batch": 64, "kv_capacity": 65536}
-    there = []
-    for place, model in enumerate(models):
-        folder = models[0].parent / f"server-{place}"
-        folder.mkdir()
-        there.append(SGLangServer(make_spec(model, folder, **spec)))
-        there[-1].api_key = there[0].api_key
-    async with AsyncExitStack() as stack:
-        await asyncio.gather(*(stack.enter_async_context(server) for server in there))
-        yield there
 
 
 def tokens_of(run: TrainProcess, replica: int) -> int:

@@ -1,11 +1,12 @@
 """Salvage of tokens that a crashed replica had not reported, from its journals.
 
-The controller calls it after the crash (`workers.payload`). It writes the tokens to a new segment and syncs them.
+The controller calls it after the crash (`workers.segments`). It writes the tokens to a new segment and syncs them.
 The controller deletes the journals when the tokens are on record. Salvaged tokens continue exactly where the
 record ends; other tokens are left out (`tests/segments/test_salvage.py`).
 """
 
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -84,7 +85,7 @@ def merge(pieces: Sequence[Piece]) -> Piece:
 
 def _entries(path: Path) -> Iterator[Piece]:
     with path.open("rb") as file:
-        if path.stat().st_size:
+        if os.fstat(file.fileno()).st_size:  # of the open file, since a network folder caches sizes
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 yield from (piece for piece in whole_frames(memoryview(data)) if isinstance(piece, Piece))
 

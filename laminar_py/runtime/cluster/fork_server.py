@@ -32,6 +32,7 @@ from typing import NoReturn
 import msgspec
 
 from laminar_py.children import kernel
+from laminar_py.children.wire import exactly
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.calls import HEAD, Shell, serve, set_title, write_frame
 
@@ -157,18 +158,11 @@ def _guard(connection: socket.socket) -> socket.socket:
 
 
 def _request(connection: socket.socket) -> StartProcess:
-    (size,) = HEAD.unpack(_exactly(connection, HEAD.size))
-    return decode(StartProcess, _exactly(connection, size))
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(size - len(parts))
-        if not part:
-            raise ValueError("a request that ends early")
-        parts += part
-    return bytes(parts)
+    head = exactly(connection, HEAD.size)
+    body = None if head is None else exactly(connection, *HEAD.unpack(head))
+    if body is None:
+        raise ValueError("a request that ends early")
+    return decode(StartProcess, body)
 
 
 def _become(start: StartProcess, connection: socket.socket, guard: socket.socket) -> NoReturn:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_py.children.hosted import last_line
 from laminar_py.records.codec import decode, encode
 from laminar_py.runtime.cluster.calls import (
     HEAD,
@@ -40,7 +41,6 @@ LOOPBACK = "127.0.0.1"
 SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server for several runs, e.g. of a test session
 START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
-LAST_BYTES = 4096  # of a file, among which its last line is searched
 BUFFER_BYTES = 1 << 20  # of a connection
 MAX_FOLDER = 60  # characters of a temporary folder: a socket's path has 107 at most
 
@@ -230,6 +230,13 @@ class ForkedProcess:
             except (asyncio.IncompleteReadError, OSError, NoAnswerError) as error:  # a timeout is an `OSError` too
                 if not self.is_up:
                     self._fail_start(error)
+            except Exception as error:  # noqa: BLE001 - a frame that is no answer: the process ends, and all calls
+                if self.is_up:
+                    self._end = NoAnswerError(f"its process sent no answer but {error!r}")
+                    self._shut_guard()
+                    self._writer.close()
+                else:
+                    self._fail_start(error)
             await self._see_end()
         except asyncio.CancelledError:  # the event loop ends; `ForkedCluster.close` waits for the process
             self._shut_guard()
@@ -255,7 +262,7 @@ class ForkedProcess:
 
     def _fail_start(self, error: Exception) -> None:
         self._shut_guard()
-        last = _last_line(Path(self._start.errors)) or _last_line(self._cluster.server_errors) or str(error)
+        last = last_line(Path(self._start.errors)) or last_line(self._cluster.server_errors) or str(error)
         self._end = NoAnswerError(f"its process did not start: {last}")
         self._ready.set_exception(self._end)
         self._ready.exception()  # perhaps no caller waits for it
@@ -267,7 +274,7 @@ class ForkedProcess:
         except OSError:
             status = b""
         if self._end is None:
-            last = "" if self.is_killed else _last_line(Path(self._start.errors))
+            last = "" if self.is_killed else last_line(Path(self._start.errors))
             self._end = NoAnswerError(_exit_reason(status) + (f"; it last wrote: {last}" if last else ""))
             self._writer.close()
         for waiting in self._waiting.values():
@@ -290,17 +297,6 @@ def _exit_reason(status: bytes) -> str:
 def _errors_of(server: Path) -> Path:
     """Return the file for the standard error of a fork server."""
     return server.with_suffix(".err")
-
-
-def _last_line(path: Path) -> str:
-    """Return the last line of a file that is not blank; "" if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _visible_gpus() -> list[str]:

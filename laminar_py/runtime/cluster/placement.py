@@ -401,11 +401,6 @@ class Placement:
         return len(nodes) + (self._here is not None and self._here not in nodes) > 1
 
     @property
-    def alive(self) -> list[str]:
-        """Nodes that were alive when last listed, the controller's first."""
-        return sorted(self._known, key=lambda node: (not self._known[node].here, node))
-
-    @property
     def here(self) -> Place:
         """The controller's own node, on its CPUs."""
         return Place(next(node.id for node in self._known.values() if node.here))

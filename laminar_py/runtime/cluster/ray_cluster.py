@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
@@ -33,6 +33,7 @@ from laminar_py.runtime.cluster.placement import Node, Place
 from laminar_py.runtime.cluster.variables import WORKERS_READ
 
 CONNECT_S = 5.0
+END_S = 30.0  # for the last calls, e.g. to end processes
 
 
 class RayCluster:
@@ -49,14 +50,15 @@ class RayCluster:
         """
         path = path_of(actor_class)
         # Ray shows the name of a function's process in place of the class that calls it
-        options = _ray_class(path.rpartition(":")[2] if path != path_of(FunctionCalls) else title).options(
+        name = title if path == path_of(FunctionCalls) else path.rpartition(":")[2]
+        options = _ray_class(name).options(
             num_cpus=0,
             num_gpus=place.gpus,
             max_restarts=0,
             max_concurrency=concurrency,
-            scheduling_strategy=(
-                NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "DEFAULT"
-            ),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False)
+            if place.node
+            else "DEFAULT",
         )
         return RayProcess(self._calls, self._calls.submit(options.remote, path, title, concurrency))
 
@@ -77,8 +79,9 @@ class RayCluster:
         return sorted(nodes, key=lambda node: (not node.here, node.ip, node.id))
 
     def close(self) -> None:
-        """Leave the cluster, after all calls: a later call would start Ray again."""
-        self._calls.shutdown()
+        """Leave the cluster, after all calls that end in time: a later call would start Ray again."""
+        wait([self._calls.submit(bool)], timeout=END_S)
+        self._calls.shutdown(wait=False, cancel_futures=True)
         ray.shutdown()
 
 

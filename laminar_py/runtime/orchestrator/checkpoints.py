@@ -52,10 +52,8 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
     try:
         read_marker(run.path / newest.path)
     except ConfigError as error:
-        older = next(
-            (checkpoint.path for checkpoint in recorded[recorded.index(newest) + 1 :] if run.has(checkpoint)), None
-        )
-        without = f"{older} is taken" if older else "there is none, start a new run"
+        older = [other.path for other in recorded[recorded.index(newest) + 1 :] if run.has(other)]
+        without = f"{older[0]} is taken" if older else "there is none, start a new run"
         raise ConfigError(f"{error}; without it {without}") from None
     return newest
 

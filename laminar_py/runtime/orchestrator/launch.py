@@ -241,9 +241,9 @@ async def _lead(controller: Controller) -> Result:
             controller.interrupt()
         elif number is signal.SIGINT and (first_signal[0] is number or loop.time() - first_signal[1] > SAME_S):
             task.cancel()
-            for each in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(each)
-                signal.signal(each, signal.SIG_IGN)  # a third signal must not interrupt the end
+            loop.remove_signal_handler(signal.SIGTERM)  # ends the process from now on, in case the end hangs
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one must not interrupt the end
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)

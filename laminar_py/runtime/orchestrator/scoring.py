@@ -39,7 +39,7 @@ def max_scored(config: RunConfig, inputs: Inputs) -> int:
     """Return how many trajectories can wait for a score: live ones, evaluated ones, and a trial."""
     sets = inputs.sets
     answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
-    evaluations = (2 + config.num_evaluations) * answers + len(inputs.first_of_tasks)
+    evaluations = (2 + config.num_evaluations) * answers
     return config.capacity + config.rollout.group_size + evaluations + 1
 
 

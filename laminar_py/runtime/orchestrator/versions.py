@@ -66,9 +66,8 @@ class Versions:
             await self._until(lambda: bool(self._copied))
             first = self._copied[0]
             try:
-                record_version(
-                    self._incarnation, await self._completed(first.version), step=first.step, parent=first.parent
-                )
+                published = await self._completed(first.version)
+                record_version(self._incarnation, published, step=first.step, parent=first.parent)
                 self._copied.popleft()
             except PartCrashedError as error:
                 log.warning("version %d was left unfinished: %s", first.version, error)

@@ -129,7 +129,7 @@ class Inputs:
 
 
 def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
-    """Run `data.prepare` if it is set, check files, reward, ports and memory, and return the inputs.
+    """Run `data.prepare` if it is set, check files, reward and memory, and return the inputs.
 
     Training data is read only if the run `trains`. Raises `ConfigError`.
     """
@@ -347,15 +347,15 @@ def _check_room(config: RunConfig) -> None:
 # ---- room for segments
 
 
-def room_fault(folder: Path, *, where: str = "") -> str | None:
-    """Return an error line if this host cannot use the folder of runs, else None; `where` names the host."""
+def room_fault(folder: Path) -> str | None:
+    """Return an error line if this host cannot use the folder of runs, else None."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        return f"runs={folder}: cannot be written{where}; make it writable, or name another folder"
+        return f"runs={folder}: cannot be written; make it writable, or name another folder"
     free = shutil.disk_usage(place).free
     if free >= LEAST_FREE:
         return None
     return (
-        f"runs={folder}: {free / 2**20:.0f} MiB are free{where}, and responses are stored there; make room for"
+        f"runs={folder}: {free / 2**20:.0f} MiB are free, and responses are stored there; make room for"
         f" {LEAST_FREE / 2**20:.0f} MiB at least, or name another folder"
     )

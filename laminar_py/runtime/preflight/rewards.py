@@ -8,7 +8,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,10 +34,9 @@ def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandb
     also have to reach the servers of judges.
     """
     check_problems(reward, problems)
-    terms = {term.model_dump_json(): term for term in reward.terms}
     if sandbox is not None:
         check_terms(reward, sandbox)
-    made = [term for term in terms.values() if REWARDS.get(term.kind).make is not None]
+    made = [term for term in _distinct_terms(reward) if REWARDS.get(term.kind).make is not None]
     asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
 
 
@@ -74,9 +73,13 @@ def check_problem(reward: RewardConfig, problem: Prompt, *, place: str, set_name
 
 def check_terms(reward: RewardConfig, sandbox: SandboxConfig) -> None:
     """Refuse terms that cannot run on this host. Raises `ConfigError`."""
-    for term in {term.model_dump_json(): term for term in reward.terms}.values():
+    for term in _distinct_terms(reward):
         with REWARDS.naming_package(term.kind):
             REWARDS.get(term.kind).check(term, sandbox)
+
+
+def _distinct_terms(reward: RewardConfig) -> Collection[TermConfig]:
+    return {term.model_dump_json(): term for term in reward.terms}.values()
 
 
 @contextmanager

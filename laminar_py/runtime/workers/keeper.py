@@ -45,7 +45,7 @@ class Keeper:
 
     def __init__(self, incarnation: Incarnation, *names: str) -> None:
         self.parts: Sequence[Part] = ()
-        self.up = asyncio.Event()  # set while the part is up
+        self.is_up = False  # from the start of the part to its crash
         self._names = names  # of its processes
         self._incarnation = incarnation
         self._config = incarnation.config
@@ -81,11 +81,6 @@ class Keeper:
 
     # ---- the same for every kind
 
-    @property
-    def is_up(self) -> bool:
-        """True from the start of the part to its crash."""
-        return self.up.is_set()
-
     def spawn(self) -> bool:
         """Start the processes if there are none and the plan has room; return True if there are processes."""
         if not self.parts:
@@ -113,7 +108,7 @@ class Keeper:
             pids = await asyncio.gather(*(part.call("pid") for part in self.parts))
             self.has_served, self._failures = True, 0
             self._up_s = asyncio.get_running_loop().time()
-            self.up.set()
+            self.is_up = True
             for part, pid in zip(self.parts, pids, strict=True):
                 assert isinstance(pid, int)
                 if self.on_record:
@@ -122,7 +117,6 @@ class Keeper:
 
     async def bring_up(self) -> Sequence[Part]:
         """Start the part, again if processes crash meanwhile; return them. Raises RunFailedError, ConfigError."""
-
         while not self.is_up:
             try:
                 await self.begin()
@@ -152,7 +146,7 @@ class Keeper:
         if self.is_up and asyncio.get_running_loop().time() - self._up_s >= self.forgives_s:
             self._starved = 0
         self.parts = ()
-        self.up.clear()
+        self.is_up = False
         crash = await self.clean_up(error)
         if crash is not None:
             self._supervisor.crashed(crash)

@@ -1,7 +1,7 @@
 """The processes of the relay tree: placed, started root first, restarted. Owned by the controller.
 
-A relay that crashed restarts on another port. Nodes below learn the new address with their next ping, replicas by
-a command, and the publisher by a note that the root leaves in its store.
+A relay that crashed restarts on another port. Nodes below learn the new address with their next ping, and replicas
+by a command. The publisher needs none: it writes versions into the root's store, and inotify wakes the root.
 
 If all parts are on one node, the tree has `relay.nodes` processes there. On several nodes, the root is beside the
 learner, and every host with replicas has a relay. After the loss of a host, the plan may place its relay, or the
@@ -98,6 +98,7 @@ class RelayKeeper(Keeper):
         endpoint = await part.call("start", spec)
         assert isinstance(endpoint, str)
         self.endpoint, self.host = endpoint, host
+        self._relays.notify()
 
     async def watch(self, parts: Sequence[Part]) -> None:
         """Ping the relay, with its parents, and record its events.
@@ -107,8 +108,10 @@ class RelayKeeper(Keeper):
         self._relays.notify()
         while True:
             parents = self._relays.parents_of(self._node)
-            for event in await parts[0].call_for(list[RelayEvent], "ping", parents):
-                self._incarnation.ledger.append(on_record(event, self._relays.names))
+            events = await parts[0].call_for(list[RelayEvent], "ping", parents)
+            names = self._relays.names if events else {}
+            for event in events:
+                self._incarnation.ledger.append(on_record(event, names))
             if self.planned_host not in (None, self.host):
                 raise PartCrashedError(f"relay-{self._node}", "it is needed on another host")
             await asyncio.sleep(PING_S)
@@ -128,6 +131,7 @@ class Relays:
         # replica -> its relay, and the relay's host at that time
         self._attached: dict[int, tuple[int, str | None]] = {}
         self._changed = asyncio.Event()  # set, and replaced, when a relay comes up
+        self._parents: dict[int, tuple[str, ...]] = {}  # result of `parents_of` by node, until the next `notify`
         self._chunk_bytes = 0
 
     @property
@@ -284,14 +288,18 @@ class Relays:
                 await keeper.replace(error)
 
     def notify(self) -> None:
-        """Wake the callers that wait for a relay."""
+        """Wake the callers that wait for a relay; nodes below learn where it is."""
+        self._parents.clear()
         self._changed.set()
         self._changed = asyncio.Event()
 
     def parents_of(self, node: int) -> tuple[str, ...]:
         """Return the endpoints of the relays above a node, nearest first."""
-        above = (self._keepers.get(parent) for parent in self.tree.ancestors(node))
-        return tuple(keeper.endpoint for keeper in above if keeper and keeper.planned_host and keeper.endpoint)
+        if node not in self._parents:
+            above = (self._keepers.get(parent) for parent in self.tree.ancestors(node))
+            found = (keeper.endpoint for keeper in above if keeper and keeper.planned_host and keeper.endpoint)
+            self._parents[node] = tuple(found)
+        return self._parents[node]
 
 
 def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:

@@ -6,7 +6,9 @@ writes under the label that it was started with, so the name of a segment tells 
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -60,17 +62,24 @@ class RunSegments:
 
     def find_missing(self, live: Iterable[LiveTrajectory]) -> dict[str, str]:
         """Return the trajectories whose segments are gone or too short, each with a reason."""
-        sizes = {path.stem: path.stat().st_size for path in self._folder.glob(f"*{SEGMENT}")}
         missing = {}
+        size_of = cache(_size)
         for entry in live:
-            for ref in (
-                *(tokens.at for tokens in entry.tokens),
-                *(column.at for column in entry.columns.values()),
-            ):
+            refs = [tokens.at for tokens in entry.tokens] + [column.at for column in entry.columns.values()]
+            for ref in refs:
                 end = ref.offset + ref.num_bytes
-                if sizes.get(ref.segment, 0) < end:
+                if size_of(self._folder / f"{ref.segment}{SEGMENT}") < end:
                     missing[entry.id] = f"segment {ref.segment} is gone, or ends before byte {end}"
         return missing
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file, opened first since a network folder caches sizes; 0 if the file is gone."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
 
 
 async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: TrajectoryScheduler) -> None:

@@ -77,14 +77,14 @@ def open_part(spec: PartStart, name: str) -> RunConfig:
     return read_config(spec.config)
 
 
-def open_reader(spec: PartStart) -> PayloadReader:
+def open_reader(spec: PartStart, config: RunConfig) -> PayloadReader:
     """Open a reader of the run's segments."""
-    return PayloadReader(open_folder(spec), patience_s=PATIENCE_S if has_several_hosts(spec) else 0.0)
+    return PayloadReader(open_folder(spec), patience_s=PATIENCE_S if has_several_hosts(config) else 0.0)
 
 
-def open_writer(spec: WriterStart) -> SegmentWriter:
+def open_writer(spec: WriterStart, config: RunConfig) -> SegmentWriter:
     """Open the writer of this part's segment."""
-    return SegmentWriter(open_folder(spec), spec.label, shared=has_several_hosts(spec))
+    return SegmentWriter(open_folder(spec), spec.label, shared=has_several_hosts(config))
 
 
 def open_folder(spec: PartStart) -> Path:
@@ -92,9 +92,9 @@ def open_folder(spec: PartStart) -> Path:
     return segments_path(Path(spec.run_dir))
 
 
-def has_several_hosts(spec: PartStart) -> bool:
+def has_several_hosts(config: RunConfig) -> bool:
     """Return whether parts of the run may be on other hosts, which see the segments over a network."""
-    return read_config(spec.config).cluster.address is not None
+    return config.cluster.address is not None
 
 
 def log_to(run_dir: str, part: str) -> None:

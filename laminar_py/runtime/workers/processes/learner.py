@@ -79,7 +79,7 @@ class LearnerActor(ComputingActor):
         config = open_part(spec, f"learner-{spec.rank}")
         compute_on(learner_threads(config, num_cores=len(os.sched_getaffinity(0)), ranks_here=spec.ranks_here))
         allow_many_files()
-        return self.load(config, spec, open_reader(spec))
+        return self.load(config, spec, open_reader(spec, config))
 
     def load(self, config: RunConfig, spec: LearnerSpec, reader: PayloadReader) -> LearnerStarted:
         """Make the learner and the publisher; `reader` reads the tokens of its steps."""
@@ -219,9 +219,9 @@ class WeightsActor(PartActor):
             manifest = msgspec.json.decode((store / folder_name(VERSION) / MANIFEST).read_bytes(), type=Manifest)
             return Published(VERSION, manifest.digest, manifest.num_bytes, 0.0)
         allow_many_files()
-        self._publisher = Publisher(store, chunk_bytes=spec.chunk_bytes)  # holds the pages of the version
-        self._publisher.publish(VERSION, folder_tensors(model, served_dtype(model)))
-        return self._publisher.completed(VERSION)
+        publisher = Publisher(store, chunk_bytes=spec.chunk_bytes)
+        publisher.publish(VERSION, folder_tensors(model, served_dtype(model)))
+        return publisher.completed(VERSION)
 
 
 def folder_tensors(model: Path, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -245,7 +245,7 @@ class ReferenceActor(ComputingActor):
         """Load the model."""
         compute_on(1)
         config = open_part(spec, "reference-0")
-        self._reader, self._writer = open_reader(spec), open_writer(spec)
+        self._reader, self._writer = open_reader(spec, config), open_writer(spec, config)
         self._model = ReferenceModel(
             config.algorithm.reference or start_model(config).path,
             vocab_size=read_sizes(config.model.path).vocab_size,

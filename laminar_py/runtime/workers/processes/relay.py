@@ -19,7 +19,6 @@ class RelayActor(PartActor):
         allow_many_files()
         relay = open_part(spec, f"relay-{spec.node}").relay
         self._events: list[RelayEvent] = []
-
         self._node = RelayNode(
             f"relay-{spec.node}",
             store=Path(spec.store),

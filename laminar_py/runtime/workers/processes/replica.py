@@ -1,13 +1,13 @@
 """The process of a rollout replica and its engine.
 
-It keeps the measured speeds of engines in `.cache/engine_speed`, by host and all settings that a speed depends on.
+It keeps the measured speeds of engines in `.cache/engine_speed`, by hardware and all settings that matter to it.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import socket
+import platform
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -70,7 +70,9 @@ class ReplicaActor(PartActor):
             spec.index,
             engine=engine,
             weights=self._weights,
-            store=SegmentStore(open_folder(spec), spec.label, open_reader(spec), shared=has_several_hosts(spec)),
+            store=SegmentStore(
+                open_folder(spec), spec.label, open_reader(spec, config), shared=has_several_hosts(config)
+            ),
             clock=SystemClock(),
             on_new_weights=OnNewWeights(rollout.on_new_weights),
             batch=rollout.batch_per_replica,
@@ -156,10 +158,13 @@ def _store_speed(path: Path, speed: EngineSpeed) -> None:
 
 
 def _speed_key(config: RunConfig) -> str:
-    """Return a digest of the host and of all settings that a speed depends on."""
+    """Return a digest of the GPUs' model, the CPUs, and all settings that a speed depends on."""
     rollout = config.rollout
+    described = (path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    models = {line for text in described for line in text.splitlines() if line.startswith("Model:")}
     parts = (
-        socket.gethostname(),
+        *sorted(models),
+        platform.machine(),
         str(os.cpu_count()),
         (config.model.path / "config.json").read_text(),
         rollout.engine.model_dump_json(),

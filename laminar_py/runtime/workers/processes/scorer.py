@@ -29,7 +29,7 @@ class ScorerActor(PartActor):
             record=Path(spec.run_dir),
             name=name,
             launched=self._launched,
-            payload=ScoredPayload(open_reader(spec), open_writer(spec)),
+            payload=ScoredPayload(open_reader(spec, config), open_writer(spec, config)),
         )
         await self._scorer.__aenter__()  # until `stop`; its resources end with the process too
         return self._scorer.concurrency
