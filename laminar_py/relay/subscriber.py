@@ -29,14 +29,7 @@ class Subscriber:
     def __init__(self, endpoint: str, name: str, keys: RelayKeys | None, *, heartbeat_s: float = 5.0) -> None:
         self.name = name
         self._sockets = SocketFactory(keys, heartbeat_s=heartbeat_s)
-        self._uplink = Uplink(
-            name,
-            [endpoint],
-            self,
-            sockets=self._sockets,
-            timeout_s=heartbeat_s,
-            chunk_bytes=0,
-        )
+        self._uplink = Uplink(name, [endpoint], self, sockets=self._sockets, timeout_s=heartbeat_s, chunk_bytes=0)
         self._changed = asyncio.Event()  # set, and replaced, when one of the next four changes
         self._newest = -1
         self._failure: m.Failed | None = None  # why the node has no version at all

@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable
 import laminar_py.relay.messages as m
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.downlink import Downlink, LocalSubscribers
-from laminar_py.relay.downloads import (
-    BrokenVersionError,
-    ChunkOutcome,
-    Decision,
-    Download,
-    decide,
-    window_of,
-)
+from laminar_py.relay.downloads import BrokenVersionError, ChunkOutcome, Decision, Download, decide, window_of
 from laminar_py.relay.uplink import Uplink
 from laminar_py.relay.version_store import NoRoomError, StoredVersion, VersionStore
 

@@ -14,13 +14,7 @@ from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import set_of
-from laminar_py.records.scoring import (
-    NO_IDS,
-    NO_LOGPROBS,
-    Score,
-    ScoringRequest,
-    Unscored,
-)
+from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
 from laminar_py.records.spans import num_turns
 from laminar_py.records.trajectory import Prompt, TrajectoryRef
 from laminar_py.reward.failures import ScoreFailures, trials

@@ -153,7 +153,8 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         for pool in config.reward.servers:
             check_pool(config.reward, pool)
         check_shared_memory(config)
-        _check_room(config)
+        if (fault := room_fault(config.runs)) is not None:
+            raise ConfigError(fault)
     return Inputs(
         tokenizer=encoder.tokenizer,  # with messages, the end of a turn also ends a response
         stream=PromptStream(problems.train, config.data, seed=config.seed),
@@ -336,12 +337,6 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
         f" versions (at each of {share.num_relays} relays relay.keep_versions={relay.keep_versions}, 1 arriving"
         f" and 1 that deltas build on or a slow child fetches; {holders}); enlarge it, or lower one of these"
     )
-
-
-def _check_room(config: RunConfig) -> None:
-    """Raise `ConfigError` if this host has no room for responses."""
-    if (fault := room_fault(config.runs)) is not None:
-        raise ConfigError(fault)
 
 
 # ---- room for segments

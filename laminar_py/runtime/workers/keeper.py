@@ -24,7 +24,7 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 T = TypeVar("T")
 RETRY_S = 2.0  # after a first failed start; it grows with each failure
 MAX_PATIENCE = 15  # times `RETRY_S`, at most
-WATCH_S = 5.0  # length of one call that watches a process
+WATCH_S = 5.0  # length of one call that watches a process, or pause between two
 STARVED = 2  # crashes for want of memory after which the run ends
 
 

@@ -25,7 +25,7 @@ from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError, R
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import Place
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.keeper import Keeper
+from laminar_py.runtime.workers.keeper import WATCH_S, Keeper
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.segments import RunSegments
 from laminar_py.runtime.workers.specs import (
@@ -43,7 +43,6 @@ T = TypeVar("T")
 START_S = 600.0  # a rank does not answer while it imports and loads
 PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
-WATCH_S = 5.0
 REFERENCE = "reference-0"
 PUBLISH_S = 3600.0  # a large model on a slow disk
 
