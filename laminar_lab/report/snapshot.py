@@ -187,9 +187,7 @@ def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
     It leaves out events of kinds that only a later release knows.
     """
     known = ", ".join(f"'{kind}'" for kind in _KINDS)
-    rows = connection.execute(
-        f"SELECT seq, mono, body FROM event WHERE kind IN ({known}) ORDER BY seq"
-    ).fetchall()
+    rows = connection.execute(f"SELECT seq, mono, body FROM event WHERE kind IN ({known}) ORDER BY seq").fetchall()
     seq, mono, bodies = zip(*rows, strict=True) if rows else ((), (), ())
     at = times.at(seq, mono).tolist() if rows else []
     events = tuple(Happened(at_s, decode_event(body)) for at_s, body in zip(at, bodies, strict=True))
