@@ -35,10 +35,8 @@ STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much a
     "learner.world_size": StepStage.LEARNER,
     "packer.max_tokens": StepStage.LEARNER,
 }
-IN_FLIGHT_SETTINGS = (
-    "rollout.batch_per_replica",
-    "rollout.max_batch",
-)  # shorten waits for environments, if these are the bottleneck
+# shorten waits for environments, if these are the bottleneck
+IN_FLIGHT_SETTINGS = ("rollout.batch_per_replica", "rollout.max_batch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,12 @@ def half_width(values: Sequence[float]) -> float | None:
     return quantile * stdev(values) / sqrt(len(values))
 
 
-def format_mean(values: Sequence[float], *, digits: int = 3) -> str:
+def format_mean(values: Sequence[float]) -> str:
     """Return the mean with half of its 95 % t-interval, e.g. "0.412 ± 0.031"; without interval for one value."""
     if not values:
         return "–"
     half = half_width(values)
-    return f"{fmean(values):,.{digits}f}" + ("" if half is None else f" ± {half:,.{digits}f}")
+    return f"{fmean(values):,.3f}" + ("" if half is None else f" ± {half:,.3f}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,17 +51,13 @@ LIBRARIES = {  # heavy library: where it may be imported
     ),
     "transformers": ("data/chat.py", "learner/"),
     "peft": ("learner/lora.py",),
-    "aiohttp": (
-        "engines/sglang/",
-        "ledger/segments/store.py",
-    ),
+    "aiohttp": ("engines/sglang/",),
     "plotly": (),
     "prometheus_client": (),
     "sqlite3": ("ledger/", "observe/summary.py"),
     "tensorboard": (),
     "wandb": (),
     "mlflow": (),
-    "pickle": (),
 }
 MODULES = sorted((ROOT / CORE).rglob("*.py"))
 
@@ -191,6 +187,11 @@ def test_heavy_libraries_stay_in_their_rooms():
         if rooms is not None and not where.startswith(rooms):
             wrong.append(f"{where} imports {name}")
     assert not wrong
+
+
+def test_nothing_imports_pickle():
+    for package in (CORE, *SATELLITES):
+        assert not [where for where, _, name in all_imports(package) if name.split(".")[0] == "pickle"]
 
 
 def test_there_is_no_import_cycle():

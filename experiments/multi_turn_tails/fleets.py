@@ -13,8 +13,8 @@ from laminar_lab.simulate.run import simulate
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "paper"))
-from baselines import Baseline, simulate_baseline
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from experiments.paper.baselines import Baseline, simulate_baseline
 
 CONFIG = Path(__file__).parent / "fleet.yaml"
 ASYNC = "async"  # this project's schedule, with repacking

@@ -109,7 +109,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one fleet and one seed")
     args = parser.parse_args()
-    sources = [HERE / "fleets.py", CONFIG, *sorted(Path("configs/emulation").glob("h100_7b_tp1.yaml"))]
+    profile = Path("configs/emulation/h100_7b_tp1.yaml")
+    sources = [HERE / "fleets.py", HERE.parent / "paper/baselines.py", CONFIG, profile]
     kept = KeptResults(KEPT, sources=sources, settings="")
 
     def measured(cell: Cell) -> SimulatedFigures:

@@ -224,7 +224,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one fleet, one split")
     args = parser.parse_args()
     parameters = read_parameters()
-    sources = [HERE / "cells.py", HERE / "parameters.yaml", BASE, *sorted(BASE.parent.glob("h100_*.yaml"))]
+    own = [HERE / name for name in ("baselines.py", "cells.py", "parameters.yaml")]
+    sources = [*own, BASE, *sorted(BASE.parent.glob("h100_*.yaml"))]
     kept = KeptResults(KEPT, sources=sources, settings="")
 
     def measured(cell: Cell) -> CellFigures:

@@ -48,9 +48,8 @@ def learn(seed: int) -> Learned:
     torch.manual_seed(seed)
     piles = [pile for pile in PILES for _ in range(GAMES)]
     with tempfile.TemporaryDirectory() as out:
-        untrained, trained = (
-            player(path, Path(out) / path.name) for path in (checkpoints[0], checkpoints[max(checkpoints)])
-        )
+        untrained = player(checkpoints[0], Path(out) / "untrained")
+        trained = player(checkpoints[max(checkpoints)], Path(out) / "trained")
     as_first, as_second = wins(trained, untrained, piles), wins(untrained, trained, piles)
     return Learned(
         folder=str(done.folder), wall_s=wall_s, as_first=fmean(as_first), as_second=1 - fmean(as_second)

@@ -53,15 +53,12 @@ def learn(seed: int) -> LearnedCode:
 
 def point(run: Path, evaluation: EvaluationFigures) -> CurvePoint:
     """Read the shares of an evaluation; a program without a verdict counts as wrong."""
+    query = (
+        "SELECT avg(coalesce(reward, 0) = 1) FROM trajectory JOIN prompt ON prompt.id = prompt_id"
+        " WHERE kind = 'eval' AND newest_version = ? AND task = ?"
+    )
     with reading(run) as connection:
-        plain, composed = (
-            connection.execute(
-                "SELECT avg(coalesce(reward, 0) = 1) FROM trajectory JOIN prompt ON prompt.id = prompt_id"
-                " WHERE kind = 'eval' AND newest_version = ? AND task = ?",
-                (evaluation.version, task),
-            ).fetchone()[0]
-            for task in TASKS
-        )
+        plain, composed = (connection.execute(query, (evaluation.version, task)).fetchone()[0] for task in TASKS)
     return CurvePoint(rl_s=evaluation.rl_s, plain=plain, composed=composed)
 
 

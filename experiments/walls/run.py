@@ -81,10 +81,9 @@ def try_remedy(plant: Plant, *, seed: int, steps: int) -> Trial:
 
 def rows(plant: Plant, trials: Sequence[Trial]) -> list[Row]:
     """Make the rows of one bottleneck, means over the seeds."""
-    before, predicted, seen = (
-        fmean(seconds)
-        for seconds in zip(*((one.before.measured_s, one.predicted_s, one.seen_s) for one in trials), strict=True)
-    )
+    before = fmean(one.before.measured_s for one in trials)
+    predicted = fmean(one.predicted_s for one in trials)
+    seen = fmean(one.seen_s for one in trials)
     busy = fmean(one.before.use.cpu if one.before.use is not None else 0.0 for one in trials)
     change, values = trials[0].change, "/".join(dict.fromkeys(one.change.new for one in trials))
     conditions = f"{plant.name}: {change.key} {change.old} -> {values}, {len(trials)} seeds"

@@ -189,10 +189,9 @@ class Replay:
     def _compare_tables(self) -> Iterator[Violation]:
         """Yield a violation for each row of a side table that the replay does not give."""
         for table in SIDE_TABLES:
-            stored, replayed = (
-                {row[0]: row for row in connection.execute(f"SELECT * FROM {table}")}
-                for connection in (self._connection, self._again)
-            )
+            query = f"SELECT * FROM {table}"
+            stored = {row[0]: row for row in self._connection.execute(query)}
+            replayed = {row[0]: row for row in self._again.execute(query)}
             for seq in sorted(stored.keys() | replayed.keys()):
                 value, expected = stored.get(seq), replayed.get(seq)
                 if value != expected:

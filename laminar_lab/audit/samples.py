@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from laminar_lab.audit.queries import Filters, condition, row_record
-from laminar_lab.audit.stories import Story, read_story_from
+from laminar_lab.audit.stories import Story, read_story
 from laminar_py.config.section import ConfigError
 from laminar_py.data import Tokenizer, load_tokenizer
 from laminar_py.ledger import (
@@ -165,7 +165,7 @@ def read_samples(run: Path, trajectory_ids: Sequence[str], *, model: Path | None
     tokenizer, why = find_tokenizer(ledger_path(run).parent, model)
     with reading(run) as connection:
         responses = StoredResponses(run, connection)
-        stories = [read_story_from(connection, responses, trajectory_id) for trajectory_id in trajectory_ids]
+        stories = [read_story(connection, responses, trajectory_id) for trajectory_id in trajectory_ids]
         same_group = list(_rows_among(connection, "group_id", {story.row.group_id for story in stories}))
         return [
             Sample(

@@ -1,13 +1,12 @@
 """Life of a trajectory, from its prompt to the step that used it, for `laminar audit RUN show` and samples.
 
-Reads only. `run` is a run folder (or a ledger file).
+It only reads.
 """
 
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 
@@ -19,7 +18,6 @@ from laminar_py.ledger import (
     TrajectoryRow,
     decode_event,
     read_prompt,
-    reading,
     trajectory_rows,
 )
 from laminar_py.ledger.segments import Payload, join
@@ -86,13 +84,7 @@ class Story:
         ]
 
 
-def read_story(run: Path, trajectory_id: str) -> Story:
-    """Read the story of one trajectory. Raises `ConfigError` if it does not exist."""
-    with reading(run) as connection:
-        return read_story_from(connection, StoredResponses(run, connection), trajectory_id)
-
-
-def read_story_from(connection: sqlite3.Connection, responses: StoredResponses, trajectory_id: str) -> Story:
+def read_story(connection: sqlite3.Connection, responses: StoredResponses, trajectory_id: str) -> Story:
     """Read the story of one trajectory over an open connection. Raises `ConfigError` if it does not exist."""
     row = next(iter(trajectory_rows(connection, "id = ?", (trajectory_id,))), None)
     if row is None:

@@ -1,8 +1,8 @@
 """Harness of experiments: options, training runs over seeds, results that are kept on disk, curves.
 
 A run is the command line in a process of its own; its results are read as typed records. A kept result is used
-again only on the same machine, with the same settings, and with the same source of this package and of the
-experiment (`tests/bench/test_runs.py::test_other_settings_or_another_source_are_measured_anew`).
+again only on the same machine, with the same settings, and with the same source of the three packages and of
+the experiment (`tests/bench/test_runs.py::test_other_settings_or_another_source_are_measured_anew`).
 """
 
 import argparse
@@ -105,7 +105,8 @@ def read_run(folder: Path) -> FinishedRun:
     )
 
 
-PACKAGE = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
+PACKAGES = ("laminar_py", "laminar_lab", "laminar_contrib")
 KEY_BYTES = 8
 
 Result = TypeVar("Result")
@@ -118,7 +119,7 @@ class KeptResults:
     """
 
     def __init__(self, out: Path, *, sources: Sequence[Path], settings: str) -> None:
-        self._folder = out / _key([PACKAGE, *sources], f"{machine()}\n{settings}")
+        self._folder = out / _key([*(PROJECT / name for name in PACKAGES), *sources], f"{machine()}\n{settings}")
 
     def run(self, name: str, begin: Callable[[], FinishedRun]) -> FinishedRun:
         """Return the training run of that name; keeps its folder, and begins another run if that was deleted."""

@@ -76,7 +76,6 @@ def plan(
 
 
 def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | None":
-
     if profile is not None and mfu is not None:
         raise ConfigError(f"--mfu={mfu:g}: --profile also has the speed of the learner; leave out one of the two")
     return None if profile is None else read_profile(profile, setting="--profile")

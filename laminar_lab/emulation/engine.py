@@ -39,8 +39,7 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
     It runs up to `max_batch` requests at a time in a KV cache of `kv_capacity` tokens. Prompt and response have at
     most `max_len` tokens. A request gets its first token at once, and later tokens every `delta_interval_s`
     seconds of the event loop's clock. The first load takes `late_s` emulated seconds more. `checksum` hashes the
-    weights in a folder. Raises `ConfigError` if the cache cannot
-    hold one request.
+    weights in a folder. Raises `ConfigError` if the cache cannot hold one request.
     """
 
     def __init__(

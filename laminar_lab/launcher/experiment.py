@@ -24,6 +24,7 @@ HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 OWN_KEYS = {"name": "name", "seed": "seeds", "runs": "the folder of the file"}  # setting -> where it comes from
 MOST_SEEDS = 1000  # a larger `seeds` is a seed by mistake, e.g. 20260101
+MOST_NAME = 200  # characters; files are named after runs, with an ending, and a file name has at most 255
 UNTELLING = ("name", "kind")  # last words of keys that mean nothing without their section
 ONLY_VARIANT = "base"  # its name, if an experiment has neither `grid` nor `variants`
 
@@ -164,6 +165,11 @@ def read_experiment(file: Path) -> Experiment:
     planned = []
     for seed, (variant, changes) in itertools.product(settings.seeds, _variants(settings)):
         name = f"{settings.name}-{variant}-s{seed}"
+        if len(name) > MOST_NAME:
+            raise ConfigError(
+                f"name={name[:40]}...: this run's name has {len(name)} characters, and {MOST_NAME} are the most;"
+                " shorten the experiment's name, or list variants with short names"
+            )
         overrides = to_overrides(settings.set | changes)
         config = _load(settings.base, f"variant {variant}", [*overrides, *to_overrides(_own(name, seed, runs))])
         planned.append(

@@ -1,7 +1,7 @@
 """Simulation of a placement: the production policies on a fleet that is shrunk in proportion.
 
-Called by the planner. Replicas, learner GPUs and groups of a step shrink together; a
-replica keeps its load, and the learner keeps its speed per replica
+The planner calls it. Replicas, learner GPUs and groups of a step shrink together; a replica keeps its load, and
+the learner keeps its speed per replica
 (`tests/plan/test_planner.py::test_a_shrunk_fleet_keeps_the_learners_speed_for_each_replica`).
 """
 

@@ -59,10 +59,8 @@ class PlacementEstimate:
     @property
     def binds_next(self) -> Bottleneck:
         """The bottleneck that binds after the first bottleneck is gone."""
-        relieved, others = (
-            self._relieved(self.binds, 1e9),
-            [bottleneck for bottleneck in _BOTTLENECKS if bottleneck is not self.binds],
-        )
+        relieved = self._relieved(self.binds, 1e9)
+        others = [bottleneck for bottleneck in _BOTTLENECKS if bottleneck is not self.binds]
         return min(others, key=lambda bottleneck: relieved._relieved(bottleneck).step_s)
 
     def _relieved(self, bottleneck: Bottleneck, times: float = 2.0) -> "PlacementEstimate":

@@ -63,10 +63,13 @@ class Reader:
             if drawn is not None and (time.monotonic() < self._next_s or self._last_seq() == drawn.seq):
                 return drawn
             began_s = time.monotonic()
-            report = RunReport(read_snapshot(self._run))
-            drawn = DrawnPage(report.snapshot.seq, encode_page(make_page(report)), metrics_text(report))
-            self._drawn, now_s = drawn, time.monotonic()
-            self._next_s = now_s + max(LEAST_S, (now_s - began_s) * (1 / SHARE - 1))
+            try:
+                report = RunReport(read_snapshot(self._run))
+                drawn = DrawnPage(report.snapshot.seq, encode_page(make_page(report)), metrics_text(report))
+            finally:
+                now_s = time.monotonic()
+                self._next_s = now_s + max(LEAST_S, (now_s - began_s) * (1 / SHARE - 1))
+            self._drawn = drawn
             return drawn
         finally:
             self._lock.release()

@@ -1,7 +1,5 @@
 """The page kit: parts of a page, and HTML in one file without network.
 
-Pages of the core and of packages use it.
-
 `web/kit.js` draws the parts. Text of runs reaches a page as JSON and is shown as text, so it cannot become markup
 or script. A content security policy names the page's own scripts by digest, and the browser runs no other script.
 The maker of a page bounds its parts.
@@ -31,7 +29,6 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     y: list[float] | list[str]
     kind: str = "line"  # line, points, bar; row: a horizontal bar, `x` long, from `base` on
     colour: str = "accent"  # of the style: accent, second, third, quiet, alarm, ink
-    colours: list[str] | None = None  # [N] of single bars
     base: list[float] | None = None  # [N]
     width: list[float] | None = None  # [N] of bars
     low: list[float] | None = None  # [N] bounds of an interval
@@ -62,14 +59,11 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_empty: bool = False
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Table of texts; the first column and the last `words` columns are words, the others numbers."""
+class Table(msgspec.Struct, frozen=True):
+    """Table of texts; the first column is words, the others numbers."""
 
-    name: str = ""
-    note: str = ""
     head: list[str]
     rows: list[list[str]]
-    words: int = 0
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -82,7 +76,7 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lines: list[str] = []
     charts: list[Chart] = []
     tables: list[Table] = []
-    choose: str = ""  # name of a choice among the charts and tables; "": show all
+    choose: str = ""  # name of a choice among the charts; "": show all
     text: str = ""  # in a box that a click opens
     is_wide: bool = False  # else it shares its row with the next panel
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.trajectories import REASONS, STATUSES
 from laminar_py.observe import flat_row
+from laminar_py.records.events import VersionPublished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -33,6 +34,8 @@ class _RunCollector(Collector):
         yield _gauge("live", "1 until the run records its end", float(history.live))
         yield _gauge("last_event_timestamp_seconds", "since 1970; long ago after a kill", snapshot.heard_s)
         yield _gauge("goodput_tokens_per_second", "useful tokens over seconds of RL", report.tokens.goodput)
+        for _, event in list(history.of_kind(VersionPublished))[-1:]:
+            yield _gauge("published_version", "the last published version", event.version)
         by_status = np.bincount(train.status, minlength=len(STATUSES))
         yield _labelled("trajectories", "training trajectories", "status", zip(STATUSES, by_status, strict=True))
         by_reason = np.bincount(train.drop[train.drop >= 0], minlength=len(REASONS))

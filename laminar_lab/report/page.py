@@ -117,22 +117,21 @@ def bottleneck_panel(diagnosis: Diagnosis) -> Panel:
 def timeline_panel(snapshot: Snapshot) -> Panel:
     """Return the panel of replicas over time, by their number of trajectories, with the learner steps."""
     residences, end_s = snapshot.residences, max(snapshot.end_s, 1e-3)
-    replicas = np.unique(residences.replica).tolist()
-    bins = max(1, min(MOST_TIMES, MOST_CELLS // max(1, len(replicas))))
+    bins = max(1, min(MOST_TIMES, MOST_CELLS // max(1, len(np.unique(residences.replica)))))
     edges = np.linspace(0.0, end_s, bins + 1)
-    running = [occupancy(residences, replica=replica, edges=edges)[0] for replica in replicas]
+    running = {replica: mean for replica, mean, _ in occupancy(residences, edges=edges)}
     heat = Heat(
         name="trajectories",
         x=np.round((edges[1:] + edges[:-1]) / 2, 3).tolist(),
-        y=[f"replica {replica}" for replica in replicas],
-        z=[[round(value, 2) for value in row.tolist()] for row in running],
+        y=[f"replica {replica}" for replica in running],
+        z=[[round(value, 2) for value in row.tolist()] for row in running.values()],
     )
     chart = Chart(
         x="time since the first trajectory (s)",
         y="",
         heat=heat,
         series=list(_step_bars(snapshot)),
-        is_empty=not replicas,
+        is_empty=not running,
     )
     note = (
         f"{len(snapshot.all_trajectories):,} trajectories. The colour of a replica is its number of trajectories;"

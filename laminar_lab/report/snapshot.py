@@ -113,8 +113,8 @@ def with_last_fleet(config: RunConfig, happened: Iterable[Happened]) -> RunConfi
     return config.model_copy(update={"rollout": rollout})
 
 
-_TRAJECTORY_KINDS = [
-    kind.__struct_config__.tag for kind in get_args(AnyEvent) if "trajectory_id" in kind.__struct_fields__
+_KINDS = [  # of events that are not about one trajectory
+    kind.__struct_config__.tag for kind in get_args(AnyEvent) if "trajectory_id" not in kind.__struct_fields__
 ]
 EventKind = TypeVar("EventKind")
 
@@ -156,11 +156,8 @@ class History:
     @property
     def undone_tokens(self) -> int:
         """Tokens of steps that were rolled back."""
-        done, standing = (
-            (step.num_tokens for _, step in self.of_kind(Stepped)),
-            (step.num_tokens for _, step in self.steps),
-        )
-        return sum(done) - sum(standing)
+        done = sum(step.num_tokens for _, step in self.of_kind(Stepped))
+        return done - sum(step.num_tokens for _, step in self.steps)
 
     @property
     def evaluations(self) -> list[Evaluated]:
@@ -185,11 +182,12 @@ class History:
 
 
 def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
-    """Read the events of a run that are not about one trajectory, by one scan of the log."""
-    left_out = ", ".join(f"'{kind}'" for kind in _TRAJECTORY_KINDS)
-    rows = connection.execute(
-        f"SELECT seq, mono, body FROM event WHERE kind NOT IN ({left_out}) ORDER BY seq"
-    ).fetchall()
+    """Read the events of a run that are not about one trajectory, by one scan of the log.
+
+    It leaves out events of kinds that only a later release knows.
+    """
+    known = ", ".join(f"'{kind}'" for kind in _KINDS)
+    rows = connection.execute(f"SELECT seq, mono, body FROM event WHERE kind IN ({known}) ORDER BY seq").fetchall()
     seq, mono, bodies = zip(*rows, strict=True) if rows else ((), (), ())
     at = times.at(seq, mono).tolist() if rows else []
     events = tuple(Happened(at_s, decode_event(body)) for at_s, body in zip(at, bodies, strict=True))

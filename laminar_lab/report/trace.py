@@ -41,17 +41,19 @@ def lanes_of(replica: Ints, start_s: Times, end_s: Times) -> Ints:
     return lanes
 
 
-def occupancy(residences: Residences, *, replica: int, edges: Times) -> tuple[Times, Times]:
-    """Return the mean number of trajectories on a replica, and of these in environments, both [B].
+def occupancy(residences: Residences, *, edges: Times) -> Iterator[tuple[int, Times, Times]]:
+    """Yield each replica, its mean number of trajectories, and how many of these are in environments, both [B].
 
-    Bins lie between `edges` [B + 1]. The first number is exact; for the second a trajectory is in its environment
-    at any moment by the share of its time there.
+    Replicas ascend, and bins lie between `edges` [B + 1]. The first number is exact; for the second a trajectory
+    is in its environment at any moment by the share of its time there.
     """
-    mine, width = residences.where(residences.replica == replica), np.diff(edges)
-    bins = edges[:-1], edges[1:]
-    at, running = step_function(mine.start_s, mine.end_s)
-    area, away = integral(at, running, *bins), area_of(mine.start_s, mine.end_s, mine.away, *bins)
-    return area / width, away / width
+    width, bins = np.diff(edges), (edges[:-1], edges[1:])
+    order = np.argsort(residences.replica, kind="stable")
+    replicas, firsts = np.unique(residences.replica[order], return_index=True)
+    for replica, mine in zip(replicas.tolist(), np.split(order, firsts)[1:], strict=True):
+        start_s, end_s = residences.start_s[mine], residences.end_s[mine]
+        area = integral(*step_function(start_s, end_s), *bins)
+        yield replica, area / width, area_of(start_s, end_s, residences.away[mine], *bins) / width
 
 
 TRACE_NAME = "trace.json"
@@ -274,8 +276,7 @@ def _loads(snapshot: Snapshot) -> Iterator[TraceEvent]:
 
 def _running(snapshot: Snapshot) -> Iterator[TraceEvent]:
     edges = np.linspace(0.0, max(snapshot.end_s, 1e-3), MOST_COUNTS + 1)
-    for replica in np.unique(snapshot.residences.replica).tolist():
-        running, away = occupancy(snapshot.residences, replica=replica, edges=edges)
+    for replica, running, away in occupancy(snapshot.residences, edges=edges):
         for at_s, value in zip(edges.tolist(), running.tolist(), strict=False):
             yield _count(REPLICAS + replica, "running", at_s, {"running": round(value, 2)})
         for at_s, value in zip(edges.tolist(), away.tolist(), strict=False) if away.any() else ():

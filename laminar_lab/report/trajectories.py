@@ -121,11 +121,8 @@ _TYPES: dict[str, type] = {  # of numeric columns
     **dict.fromkeys(("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s"), np.float64),
 }
 _CODES = {"kind": KINDS, "status": STATUSES, "finish": FINISHES, "cap": CAPS, "drop": REASONS}
-_IN_SQL = {
-    "prompt": "prompt_index",
-    "finish": "finish_reason",
-    "drop": "drop_reason",
-}  # columns with another name there
+# columns with another name there
+_IN_SQL = {"prompt": "prompt_index", "finish": "finish_reason", "drop": "drop_reason"}
 
 
 def read_trajectories(connection: sqlite3.Connection, *, has_environment: bool = False) -> Trajectories:
@@ -227,10 +224,8 @@ class Residences:
         """
         if not all_trajectories.has_turns:
             return self
-        places, known = (
-            np.searchsorted(all_trajectories.number, self.trajectory),
-            ~np.isnan(all_trajectories.environment_s),
-        )
+        places = np.searchsorted(all_trajectories.number, self.trajectory)
+        known = ~np.isnan(all_trajectories.environment_s)
         spent_s = np.bincount(places, weights=self.end_s - self.start_s, minlength=len(all_trajectories))
         environment_s = np.where(known, all_trajectories.environment_s.astype(np.float64), 0.0)
         mean = environment_s.sum() / max(float(spent_s[known].sum()), 1e-9)

@@ -311,10 +311,8 @@ class SimulatedFleet:
 
     async def _until_failure(self, life: ReplicaLife, draw: random.Random) -> None:
         """Wait until the replica crashes; write its journal at the last regular time before the crash."""
-        mtbf_s, interval_s = (
-            self._emulation.simulation.replica_mtbf_s,
-            self._config.rollout.partial_interval_s,
-        )
+        mtbf_s = self._emulation.simulation.replica_mtbf_s
+        interval_s = self._config.rollout.partial_interval_s
         await self._rl.wait()
         lives_s = NEVER_S if mtbf_s is None else draw.expovariate(1.0 / mtbf_s)
         noted_s = math.floor(lives_s / interval_s) * interval_s

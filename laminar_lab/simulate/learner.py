@@ -41,6 +41,7 @@ class SimulatedLearner:
         self._stats = parts.stats
         self._show = parts.show
         self._attention_share = attention_share_of(times)
+        # a baseline of `experiments/paper/baselines.py` takes a part of a step at once
         self._groups_at_once = config.rollout.prompts_per_step
         self.step, self.version = 0, -1
         solved = self._emulation.simulation.solved

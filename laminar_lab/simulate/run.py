@@ -52,8 +52,8 @@ def simulate(
 ) -> SimulatedRun:
     """Simulate a run from its first step to its last. Raises `ConfigError`.
 
-    `run` gets a record, and `show` receives each step's row. `profile` replaces the config's profile, and
-    `learner` replaces the learner of the production schedule.
+    `run` gets a record, and `show` receives each step's row. `profile` replaces the config's profile. A
+    baseline, as in `experiments/paper/baselines.py`, gives a `learner` in place of the production schedule's.
     """
     check(config)
     times = profile or read_profile(emulation_of(config).profile)
@@ -108,12 +108,8 @@ def check(config: RunConfig) -> None:
 
 def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
     """Raise `ConfigError` for lengths at which most responses would be cut."""
-    most = emulation.most_sampled(config.rollout.sampling.max_new_tokens)
-    prompt, cap, max_len = (
-        emulation.simulation.prompt_tokens,
-        config.rollout.sampling.max_new_tokens,
-        config.rollout.max_len,
-    )
+    cap, max_len = config.rollout.sampling.max_new_tokens, config.rollout.max_len
+    prompt, most = emulation.simulation.prompt_tokens, emulation.most_sampled(cap)
     if prompt + cap > max_len:
         raise ConfigError(
             f"rollout.engine.simulation.prompt_tokens={prompt}: with rollout.sampling.max_new_tokens={cap} above"

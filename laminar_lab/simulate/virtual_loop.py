@@ -131,7 +131,6 @@ def _next_tick(seconds: float) -> float:
 
 def virtually(coroutine: Coroutine[Any, Any, T], *, limit_s: float | None = DAY_S) -> T:
     """Run a coroutine to its end in virtual time and return its result. Raises `TimeoutError` after `limit_s`."""
-
     found: list[T] = []  # as the task's result, the runner would convert it to a string at the end
 
     async def limited() -> None:

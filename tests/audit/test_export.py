@@ -7,7 +7,7 @@ import pytest
 
 from laminar_lab.audit.export import export
 from laminar_lab.audit.queries import select
-from laminar_lab.audit.stories import read_story
+from laminar_lab.audit.samples import read_sample
 from laminar_py.ledger.rows import TRAJECTORY_COLUMNS
 from laminar_py.records.events import Dropped, Restamped
 from laminar_py.records.spans import Span
@@ -53,7 +53,7 @@ async def test_an_export_has_every_trajectory_once_with_what_the_ledger_says_of_
     found = {record["id"]: record for record in read(out)}
     assert sorted(found) == ["g0.0", "g1.0", "g2.0", "g2.1"]
     for id, record in found.items():
-        told = read_story(tmp_path, id)
+        told = read_sample(tmp_path, id).story
         assert [record[name] for name in TRAJECTORY_COLUMNS] == msgspec.to_builtins(told.row)
         assert record["response_ids"] == told.response.ids.tolist()
         assert record["logprobs"] == pytest.approx(told.response.logprobs.tolist())

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 
 from laminar_lab.audit.rescoring import RecordedScore, recorded_scores
-from laminar_lab.audit.stories import describe_events, read_story
+from laminar_lab.audit.samples import read_sample
+from laminar_lab.audit.stories import describe_events
 from laminar_py.config.reward import RewardConfig
 from laminar_py.records.events import Scored
 from laminar_py.records.scoring import Score, TermValue
@@ -72,4 +73,4 @@ async def test_terms_are_those_on_record_and_the_story_tells_a_reward_in_short(t
         finish(ledger, "g0.0", [(0, 0, 5)], reward=0.46599999999999997)
         make_ready(ledger, "g1.0", index=1)
     assert [found.terms for found in recorded_scores(tmp_path)] == [{"length": 0.5}] * 2
-    assert "reward 0.466 " in "\n".join(describe_events(read_story(tmp_path, "g0.0")))
+    assert "reward 0.466 " in "\n".join(describe_events(read_sample(tmp_path, "g0.0").story))

@@ -1,6 +1,7 @@
 """One trajectory's life, as the audit tells it."""
 
-from laminar_lab.audit.stories import ReplicaSpan, describe_events, read_story
+from laminar_lab.audit.samples import read_sample
+from laminar_lab.audit.stories import ReplicaSpan, describe_events
 from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamCut
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
@@ -16,7 +17,7 @@ async def test_a_story_tells_a_trajectory_from_issue_to_use(tmp_path):
         ledger.append(Cut("g0.0", "tokens", 5))
         finish(ledger, "g0.0", [(0, 0, 3), (1, 3, 5)])
         ledger.append_all(consume(1, 2, "g0.0", staleness=2))
-    told = read_story(tmp_path, "g0.0")
+    told = read_sample(tmp_path, "g0.0").story
     kinds = [type(item.event).__name__ for item in told.events]
     assert kinds == ["Issued", "Assigned", "Cut", "Finished", "Scored", "Ready", "Consumed"]
     times = [item.since_s for item in told.events]
@@ -36,7 +37,7 @@ async def test_a_story_tells_what_was_recorded_and_corrected(tmp_path):
         ledger.append(StreamCut("g0.0", 0, 5))
         ledger.append(Restamped("g0.0", spans))
         await ledger.commit()
-        told = read_story(tmp_path, "g0.0")
+        told = read_sample(tmp_path, "g0.0").story
     assert [type(item.event).__name__ for item in told.events] == ["Issued", "Assigned", "StreamCut", "Restamped"]
     assert told.spans == [
         ReplicaSpan(version=0, replica=0, start=0, end=2),
@@ -59,7 +60,7 @@ async def test_a_story_tells_a_move_and_who_made_which_tokens(tmp_path):
         run_to(ledger, "g0.0", [(0, 3, 5)], replica=1, epoch=2, start=3)
         finish(ledger, "g0.0", [(0, 0, 5)], epoch=2)
         ledger.append_all(consume(1, 2, "g0.0", staleness=2))
-    told = read_story(tmp_path, "g0.0")
+    told = read_sample(tmp_path, "g0.0").story
     assert told.spans == [
         ReplicaSpan(version=0, replica=2, start=0, end=3),
         ReplicaSpan(version=0, replica=1, start=3, end=5),

@@ -54,6 +54,7 @@ def test_a_large_step_is_filled_and_balanced_as_promised():
 def test_the_sizes_of_a_record_are_within_bounds():
     found = figures(ledger, ledger.rows(trajectories=6000))
     assert 1 < found["ledger_bytes"] < 5
+    assert 0.8 < found["segment_bytes"] < 1.2, "8 bytes a token, and a frame around each piece"
 
 
 def left() -> set[Path]:

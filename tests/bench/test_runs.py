@@ -45,6 +45,17 @@ def test_other_settings_or_another_source_are_measured_anew(tmp_path, source):
     assert KeptResults(tmp_path, sources=[source], settings="").get("seed-0", float, measure) == 3.0
 
 
+@pytest.mark.parametrize("package", ["laminar_py", "laminar_lab", "laminar_contrib"])
+def test_another_source_of_a_package_is_measured_anew(tmp_path, source, monkeypatch, package):
+    monkeypatch.setattr(runs, "PROJECT", tmp_path)
+    for name in runs.PACKAGES:
+        (tmp_path / name).mkdir()
+    measure = Measurement()
+    KeptResults(tmp_path, sources=[source], settings="").get("seed-0", float, measure)
+    (tmp_path / package / "module.py").write_text("SPEED = 2\n")
+    assert KeptResults(tmp_path, sources=[source], settings="").get("seed-0", float, measure) == 2.0
+
+
 def test_a_measurement_that_fails_is_not_kept(tmp_path, source):
     def fail():
         raise subprocess.CalledProcessError(1, "train")

@@ -69,6 +69,7 @@ def test_what_is_set_reaches_the_command_line_unchanged(tmp_path_factory, value)
         ({"variants": [{"name": "a b"}]}, "variants.0.name='a b': string should match pattern"),
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml: no such file"),
         ({"set": {"steps": "many"}}, "base="),
+        ({"grid": {"data.train": ["x" * 300]}}, f"name=e-train-{'x' * 32}...: this run's name has 311 characters"),
         ({"seeds": [1, 1]}, "seeds=[1, 1]: must be different numbers"),
         ({"seeds": []}, "seeds=[]: must be different numbers"),
         ({"seeds": 20260101}, "seeds=20260101: is no number of seeds from 1 to 1000"),

@@ -151,17 +151,22 @@ def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0
         )
     )
     for version in versions:
-        ledger.append(
-            VersionPublished(
-                version=version,
-                step=version,
-                incarnation=incarnation,
-                parent=None,
-                digest=f"digest{version}",
-                num_bytes=10,
-                stall_s=0.1,
-            )
+        publish(ledger, version, incarnation=incarnation)
+
+
+def publish(ledger, version, *, incarnation=1, stall_s=0.1):
+    """A version, as the learner published it."""
+    ledger.append(
+        VersionPublished(
+            version=version,
+            step=version,
+            incarnation=incarnation,
+            parent=None,
+            digest=f"digest{version}",
+            num_bytes=10,
+            stall_s=stall_s,
         )
+    )
 
 
 def tokens(id, start, end):
@@ -234,7 +239,7 @@ def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):
     finish(ledger, id, spans)
 
 
-def consume(step, version, *ids, staleness=None, weight=1.0):
+def consume(step, version, *ids, staleness=None, weight=1.0, elapsed_s=0.3, waited_s=0.0, reference_s=0.0):
     """The events of one learner step; of trajectories that version 0 drew, if no staleness is given."""
     age = max(0, step - 1) if staleness is None else staleness
     used = [Consumed(trajectory_id=id, step=step, version=version, staleness=age, weight=weight) for id in ids]
@@ -247,7 +252,9 @@ def consume(step, version, *ids, staleness=None, weight=1.0):
             loss=0.1,
             grad_norm=0.2,
             reward=1.0,
-            elapsed_s=0.3,
+            elapsed_s=elapsed_s,
+            waited_s=waited_s,
+            reference_s=reference_s,
         ),
         *used,
     ]

@@ -4,8 +4,9 @@ import sqlite3
 
 import pytest
 
-from laminar_lab.audit.stories import read_story
+from laminar_lab.audit.samples import read_sample
 from laminar_lab.audit.verify import prove
+from laminar_lab.report.snapshot import read_snapshot
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, LedgerError, open_writer
 from laminar_py.ledger.recovery import recover
 from tests.ledger.runs import begin, make_ready, open_ledger
@@ -39,7 +40,8 @@ async def test_an_event_of_a_later_release_is_passed_over_and_said(tmp_path):
         append_unknown(connection, "praised", "g0.0")
         connection.execute("UPDATE trajectory SET last_seq = last_seq + 1")
     connection.close()
-    assert read_story(tmp_path, "g0.0").events[-1].event == "praised"
+    assert read_sample(tmp_path, "g0.0").story.events[-1].event == "praised"
+    assert len(read_snapshot(tmp_path).history.happened) == 2, "the start and version 0"
     verdict = prove(tmp_path)
     assert "skipped events of a later release: 1 praised" in verdict.notes
     assert {found.rule for found in verdict.violations} == {"rows"}, "its last event is one that nobody knows"

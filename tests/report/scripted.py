@@ -6,25 +6,19 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from laminar_py.config.loading import dump_config, load_config
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.records.events import (
     Assigned,
-    Consumed,
     Dropped,
     Finished,
-    Issued,
     Ready,
-    RunStarted,
     Scored,
-    Stepped,
     VersionLoaded,
-    VersionPublished,
 )
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind
-from tests.builders import make_prompt
-from tests.ledger.runs import digest_of, payload_of, store
+from tests.ledger.runs import begin, consume, digest_of, issue, payload_of, publish, store
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 WITH_ENVIRONMENT = "environment={kind: class, path: guess.py:Guess, at_once: 8}"
@@ -45,20 +39,9 @@ class Script:
 
     def issue(self, second, id, *, replica=0, index=0, kind=Kind.TRAIN):
         """Issued and handed to a replica at once."""
-        group, _, sample = id.partition(".")
-        self._ledger.store_prompt(make_prompt(index))
-        self.at(
-            second,
-            Issued(
-                trajectory_id=id,
-                group_id=group,
-                prompt_id=f"p{index}",
-                prompt_index=index,
-                sample_index=int(sample),
-                kind=kind,
-            ),
-            Assigned(id, replica, 1, 0),
-        )
+        self._clock.second = second
+        issue(self._ledger, id, kind=kind, index=index)
+        self.at(second, Assigned(id, replica, 1, 0))
 
     def finish(self, second, id, *, length=5, version=0, spans=None, epoch=1, **times):
         """All its tokens come at once."""
@@ -88,45 +71,18 @@ class Script:
 
     def step(self, second, number, *ids, elapsed_s=1.0, waited_s=0.0, reference_s=0.0, version=0):
         """Committed now."""
-        stepped = Stepped(
-            step=number,
-            incarnation=1,
-            num_trajectories=len(ids),
-            num_tokens=5 * len(ids),
-            loss=0.1,
-            grad_norm=0.2,
-            reward=1.0,
-            elapsed_s=elapsed_s,
-            waited_s=waited_s,
-            reference_s=reference_s,
-        )
-        self.at(
-            second,
-            stepped,
-            *(
-                Consumed(trajectory_id=id, step=number, version=version, staleness=version, weight=1.0)
-                for id in ids
-            ),
-        )
+        took = {"elapsed_s": elapsed_s, "waited_s": waited_s, "reference_s": reference_s}
+        self.at(second, *consume(number, version, *ids, staleness=version, **took))
 
     def publish(self, second, version, *, stall_s=0.0):
         """On record now."""
-        self.at(
-            second,
-            VersionPublished(
-                version=version,
-                step=version,
-                incarnation=1,
-                parent=None,
-                digest=f"d{version}",
-                num_bytes=10,
-                stall_s=stall_s,
-            ),
-        )
+        self._clock.second = second
+        publish(self._ledger, version, stall_s=stall_s)
 
     def load(self, second, version, *, replica=0, elapsed_s=0.0):
         """Served by a replica from now on."""
-        self.at(second, VersionLoaded(replica=replica, version=version, digest=f"d{version}", elapsed_s=elapsed_s))
+        digest = f"digest{version}"
+        self.at(second, VersionLoaded(replica=replica, version=version, digest=digest, elapsed_s=elapsed_s))
 
 
 class Clock:
@@ -149,18 +105,7 @@ async def scripted(run, *overrides):
     wall = patch("laminar_py.ledger.ledger.time", SimpleNamespace(time=lambda: clock.second))
     wall.start()
     try:
-        script.at(
-            0.0,
-            RunStarted(
-                incarnation=1,
-                host="host-1",
-                pid=7,
-                schema=SCHEMA_VERSION,
-                config_digest="c0",
-                drain=False,
-                max_staleness=None,
-            ),
-        )
+        begin(ledger, versions=())
         script.publish(0.0, 0)
         yield script
     finally:

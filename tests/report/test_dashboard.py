@@ -24,7 +24,7 @@ from laminar_lab.report.snapshot import read_snapshot
 from laminar_lab.report.tails import NAMES, OF_TURNS, Measure
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
-from laminar_py.records.events import PartCrashed
+from laminar_py.records.events import PartCrashed, VersionPublished
 from laminar_py.records.trajectory import Status
 from tests.ledger.runs import make_ready, open_ledger
 from tests.report.browser import PATIENCE_S, browsing, slow_in_browser
@@ -131,6 +131,20 @@ async def test_the_record_is_read_again_only_when_it_has_grown_and_a_reading_is_
     assert reader.newest() is before
 
 
+async def test_after_a_failed_reading_the_earlier_page_is_served_until_the_next_is_due(run, monkeypatch):
+    monkeypatch.setattr("laminar_lab.report.dashboard.LEAST_S", 0.0)
+    monkeypatch.setattr("laminar_lab.report.dashboard.SHARE", 1.0)
+    reader = Reader(run)
+    before = reader.newest()
+    async with open_ledger(run) as ledger:
+        ledger.append(PartCrashed("replica-0", "a test"))
+    (run / "metrics.jsonl").write_text('{"step": "one"}\n{}\n')
+    monkeypatch.setattr("laminar_lab.report.dashboard.LEAST_S", 60.0)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 1"):
+        reader.newest()
+    assert reader.newest() is before
+
+
 async def test_metrics_agree_with_the_ledger(run):
     report = RunReport(read_snapshot(run))
     train, found = report.snapshot.trajectories, samples(metrics_text(report).decode())
@@ -138,6 +152,8 @@ async def test_metrics_agree_with_the_ledger(run):
         assert found["laminar_trajectories", status] == train.is_status(status).sum()
     assert found[("laminar_run_trained_tokens",)] == report.snapshot.samples.steps[-1].trained_tokens
     assert found[("laminar_run_step",)] == 5
+    published = [event.version for _, event in report.snapshot.history.of_kind(VersionPublished)]
+    assert found[("laminar_published_version",)] == published[-1]
     assert found["laminar_bottleneck", report.diagnosis.binding.bottleneck] == 1
     assert found[("laminar_live",)] == 0
     assert found[("laminar_last_event_timestamp_seconds",)] == pytest.approx(report.snapshot.heard_s)

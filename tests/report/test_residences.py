@@ -53,11 +53,13 @@ def test_a_lane_has_one_stay_at_a_time_and_there_are_as_few_as_can_be(rows):
 @given(st.lists(residence(), max_size=40))
 def test_occupancy_is_the_mean_of_what_runs_in_each_bin(rows):
     edges = np.arange(0.0, 45.0, 3.0)
-    running, away = occupancy(make_residences(rows), replica=1, edges=edges)
-    assert not away.any()
-    for bin, (low, high) in enumerate(pairwise(edges)):
-        total = sum(max(0, min(high, row[3]) - max(low, row[2])) for row in rows if row[0] == 1)
-        assert np.isclose(running[bin], total / 3, atol=1e-5)
+    found = list(occupancy(make_residences(rows), edges=edges))
+    assert [replica for replica, _, _ in found] == sorted({row[0] for row in rows})
+    for replica, running, away in found:
+        assert not away.any()
+        for bin, (low, high) in enumerate(pairwise(edges)):
+            total = sum(max(0, min(high, row[3]) - max(low, row[2])) for row in rows if row[0] == replica)
+            assert np.isclose(running[bin], total / 3, atol=1e-5)
 
 
 async def test_a_stay_that_ends_in_words_of_an_environment_has_the_version_of_the_turn_before(tmp_path):
@@ -129,7 +131,7 @@ async def test_what_runs_at_a_moment_is_what_the_events_say(tmp_path):
     await simulate(tmp_path / "run", steps=4)
     snapshot = read_snapshot(tmp_path / "run")
     edges = np.linspace(0.0, snapshot.end_s, 50)
-    areas = sum(occupancy(snapshot.residences, replica=r, edges=edges)[0].sum() for r in range(3)) * edges[1]
+    areas = sum(running.sum() for _, running, _ in occupancy(snapshot.residences, edges=edges)) * edges[1]
     lasted = (snapshot.residences.end_s - snapshot.residences.start_s).sum()
     assert np.isclose(areas, lasted, rtol=1e-4)
     assert (snapshot.residences.end == ResidenceEnd.MOVED).any()

@@ -13,9 +13,8 @@ from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxTier
 from laminar_py.children import landlock
 
-TIGHT = SandboxLimits(
-    cpu_s=1.0, wall_s=5.0, memory_bytes=128 << 20, file_bytes=4 << 20, output_bytes=1 << 16
-)  # a busy machine may give a program no core for seconds
+# a busy machine may give a program no core for seconds
+TIGHT = SandboxLimits(cpu_s=1.0, wall_s=5.0, memory_bytes=128 << 20, file_bytes=4 << 20, output_bytes=1 << 16)
 BOUND_S = 60.0
 SONG = "unchanged"
 

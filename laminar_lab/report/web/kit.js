@@ -74,7 +74,7 @@ function logTicks(low, high) {
 }
 
 function trace(one) {
-  const colour = one.colours ? one.colours.map(css) : css(one.colour || "accent"), name = plain(one.name), kind = one.kind || "line";
+  const colour = css(one.colour || "accent"), name = plain(one.name), kind = one.kind || "line";
   const hover = one.words ? { text: one.words.map(plain), hovertemplate: "%{text}<extra></extra>", textposition: kind === "row" ? "outside" : "none" } : { hovertemplate: `${name} %{y:.4~g}<br>%{x:,.4~r}<extra></extra>` };
   const shared = { name, x: one.x, y: one.y, ...hover };
   if (kind === "row") return { ...shared, type: "bar", orientation: "h", base: one.base, width: 0.62, marker: { color: colour }, textposition: "none" };
@@ -110,8 +110,8 @@ function drawChart(box, chart) {
   });
 }
 
-function table({ head, rows, words = 0 }) {
-  const made = element("table"), kind = (i) => (i === 0 ? "" : i >= head.length - words ? "words" : "number");
+function table({ head, rows }) {
+  const made = element("table"), kind = (i) => (i === 0 ? "" : "number");
   const line = (cells, tag) => {
     const row = element("tr");
     row.append(...cells.map((text, i) => element(tag, oneLine(text), kind(i))));
@@ -122,20 +122,10 @@ function table({ head, rows, words = 0 }) {
   return made;
 }
 
-// A table with its name and note.
 function tableBox(found) {
-  const box = element("div"), frame = element("div", undefined, "scroll");
-  if (found.name) box.append(element("h3", found.name));
-  if (found.note) box.append(element("p", found.note, "note"));
+  const frame = element("div", undefined, "scroll");
   frame.append(table(found));
-  if (found.rows.length) box.append(frame);
-  return box;
-}
-
-function sheet(found) {
-  const panel = element("section", undefined, "panel");
-  panel.append(element("h2", found.title), tableBox(found));
-  return panel;
+  return frame;
 }
 
 // Draw a panel into `parent`, or again into the one that is there, so that a choice and a zoom stay.
@@ -152,20 +142,20 @@ function drawPanel(panel, parent) {
     parent.append(box);
   }
   const above = box.querySelector(".above"), frame = box.querySelector(".charts"), below = box.querySelector(".below"), select = box.querySelector("select");
-  const list = element("ul"), all = [...charts, ...tables];
+  const list = element("ul");
   list.append(...(panel.lines || []).map((line) => element("li", line)));
   above.replaceChildren(...(panel.lead ? [element("p", panel.lead, "lead")] : []), ...(panel.note ? [element("p", panel.note, "note")] : []), ...(panel.lines ? [list] : []));
-  fillSelect(select, panel.choose ? all.map((one) => [one.name, one.name]) : []);
+  fillSelect(select, panel.choose ? charts.map((one) => [one.name, one.name]) : []);
   select.parentElement.hidden = select.options.length < 2;
   const show = () => {
-    const shows = (one) => !panel.choose || one.name === select.value, drawn = charts.filter(shows);
+    const drawn = charts.filter((one) => !panel.choose || one.name === select.value);
     while (frame.children.length > drawn.length) frame.lastChild.remove();
     while (frame.children.length < drawn.length) frame.appendChild(element("div")).append(element("h3"), element("div", undefined, "chart"));
     drawn.forEach((chart, i) => { // into cells that have their sizes
       frame.children[i].firstChild.textContent = panel.choose ? "" : chart.name || "";
       drawChart(frame.children[i].lastChild, chart);
     });
-    below.replaceChildren(...tables.filter(shows).map((one) => tableBox(panel.choose ? { ...one, name: "" } : one)));
+    below.replaceChildren(...tables.map(tableBox));
     if (!charts.length && !tables.length && !panel.lines) below.append(element("p", "Nothing yet.", "empty"));
     if (!panel.text) return;
     const details = element("details");
