@@ -14,7 +14,7 @@ from blake3 import blake3
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import CHECKSUM_BYTES, FileEntry
 
-TASK_BYTES = 64 * 2**20  # at least, that one task hashes
+TASK_BYTES = 16 * 2**20  # at least, that one task hashes
 # Where cores are short the learner must win. At a still lower priority a hashing thread on busy cores would starve
 # while it holds the interpreter's lock, and stop the learner.
 NICENESS = 10
