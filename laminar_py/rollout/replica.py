@@ -197,7 +197,8 @@ class Replica:
     async def next_report(self, timeout_s: float) -> ReplicaReport:
         """Wait for news, at most `timeout_s`, and return the next report.
 
-        Raises `EngineLostError` after the last report of a lost engine, `StoreFullError` if the disk is full.
+        Raises `EngineLostError` after the last report of a lost engine, `StoreFullError` if the disk is full; that
+        report is lost, and its trajectories continue from the journal in a later epoch.
         """
         if self._admission.loss is not None and not self._out.urgent.is_set():
             self._loss_raised.set()

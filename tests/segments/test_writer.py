@@ -1,6 +1,7 @@
 """Writers: each reference can be read, files end at their size, and a full disk costs no frame that was whole."""
 
 import asyncio
+import errno
 import os
 import resource
 import subprocess
@@ -81,6 +82,20 @@ async def test_one_sync_serves_all_callers_that_wait_and_no_later_piece(tmp_path
     await shared.synced()
     assert syncs[0] < syncs[1] == shared.size
     assert len(syncs) == 2
+
+
+async def test_after_a_failed_sync_no_later_one_succeeds(tmp_path, monkeypatch):
+    faults = [OSError(errno.EIO, "Input/output error")]  # the kernel tells of lost bytes once
+    monkeypatch.setattr(os, "fdatasync", lambda file: faults and raise_(faults.pop()))
+    writer = SegmentWriter(tmp_path, "replica-3", shared=True)
+    writer.write(make_piece("a"))
+    for sync in (writer.on_disk, writer.synced):
+        with pytest.raises(OSError, match="Input/output error"):
+            await sync()
+
+
+def raise_(error):
+    raise error
 
 
 def test_a_segment_is_its_owners_alone(tmp_path):
