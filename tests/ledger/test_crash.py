@@ -10,7 +10,7 @@ import pytest
 
 from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
-from laminar_py.ledger.database import LEDGER_NAME, reading
+from laminar_py.ledger.database import reading
 
 KILLS = 6
 

@@ -8,7 +8,15 @@ import pytest
 
 from laminar_lab.audit.verify import verify
 from laminar_py.ledger import database
-from laminar_py.ledger.database import LEDGER_NAME, SEAL_NAME, LedgerError, logs_of, on_network, open_writer, reading
+from laminar_py.ledger.database import (
+    LEDGER_NAME,
+    SEAL_NAME,
+    LedgerError,
+    logs_of,
+    on_network,
+    open_writer,
+    reading,
+)
 from laminar_py.ledger.seal import seal_run
 from tests.ledger.runs import begin, make_ready, open_ledger
 

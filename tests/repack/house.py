@@ -243,7 +243,7 @@ class House:
         running, label = self.scheduler.incoming.running_on(index), self._labels.get(index)
         if label is None:
             return []
-        found = salvage(self.segments, f"{label}.*", f"salvage-{label}", running).found
+        found = salvage(self.segments, label, running).found
         self.num_salvaged += len(found)
         return found
 

@@ -25,7 +25,7 @@ def full(pieces):
 def salvaged(story, **running):
     """What the journals of a replica have of these: known tokens by trajectory."""
     known = {name: Known(1, length) for name, length in running.items()}
-    found = salvage(story.folder, f"{story.label}.*", "salvage-0", known).found
+    found = salvage(story.folder, story.label, known).found
     return {one.trajectory_id: one for one in found}
 
 
