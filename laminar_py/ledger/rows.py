@@ -120,10 +120,13 @@ def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
 Kinds = TypeVar("Kinds", bound=Event)
 
 
-def read_events(connection: sqlite3.Connection, *kinds: type[Kinds]) -> Iterator[Kinds]:
+def read_events(
+    connection: sqlite3.Connection, *kinds: type[Kinds], newest_first: bool = False
+) -> Iterator[Kinds]:
     """Iterate over the events of some types in the order of the log, by one scan of it."""
     tags = [kind.__struct_config__.tag for kind in kinds]
     query = f"SELECT body FROM event WHERE kind IN ({', '.join('?' * len(tags))}) ORDER BY seq"
+    query += " DESC" if newest_first else ""
     for (body,) in connection.execute(query, tags):
         event = decode_event(body)
         assert isinstance(event, kinds), f"{body} is of another type"

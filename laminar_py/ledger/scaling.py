@@ -28,20 +28,21 @@ def write_wanted(run: Path, replicas: int) -> None:
 
 
 def take_wanted(run: Path) -> int | None:
-    """Return and delete the wanted number of replicas; None if no command wrote one."""
+    """Return and delete the wanted number of replicas; None without one, or if it cannot be read."""
+    taken = run / f"{WANTED}.taken"
     try:
-        wanted = msgspec.json.decode((run / WANTED).read_bytes(), type=int)
-    except (FileNotFoundError, msgspec.DecodeError):
+        (run / WANTED).replace(taken)  # a number that is written from now on is the next
+        written = taken.read_bytes()
+        taken.unlink()
+        return msgspec.json.decode(written, type=int)
+    except (OSError, msgspec.DecodeError):  # the network may fail for a moment
         return None
-    (run / WANTED).unlink(missing_ok=True)
-    return wanted
 
 
 def last_fleet(run: Path) -> Scaled | None:
     """Return the last fleet on record, None without any. Raises `ConfigError`."""
     with reading(run) as connection:
-        fleets = list(read_events(connection, Scaled))
-    return fleets[-1] if fleets else None
+        return next(read_events(connection, Scaled, newest_first=True), None)
 
 
 def fleet_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:

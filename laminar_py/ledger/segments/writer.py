@@ -72,7 +72,7 @@ class SegmentWriter:
                 raise
 
     async def synced(self) -> None:
-        """Return when other hosts can read all pieces written so far; at once without `shared`. Raises `OSError`."""
+        """Return when other hosts, if there are any, can read all pieces written so far. Raises `OSError`."""
         if self.shared:
             await self.on_disk()
 
