@@ -39,7 +39,7 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     digest: str | None = None  # hash of the finished response
     queue_s: float | None = None
     generate_s: float | None = None
-    cap: str | None = None  # the cap that cut it: `tokens` or `seconds`
+    cap: str | None = None  # value of the `Cap` that cut it
     reward: float | None = None
     advantage: float | None = None
     advantage_scale: float | None = None

@@ -45,6 +45,7 @@ from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
 PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
+log = logging.getLogger(__name__)
 
 
 class WeightLoader:
@@ -114,9 +115,6 @@ class WeightLoader:
             )
         )
         log.info("replica %d serves version %d after %.3f s", self._out.index, pulled.version, elapsed)
-
-
-log = logging.getLogger(__name__)
 
 
 class Replica:

@@ -131,13 +131,6 @@ class Journal:
         for writer in unneeded:
             writer.path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Delete all journals, since the process ends and has reported everything."""
-        for writer, _ in self._files:
-            writer.close(sync=False)
-            writer.path.unlink(missing_ok=True)
-        self._files.clear()
-
 
 def tokens_ref(piece: Piece, at: PieceRef) -> TokensRef:
     """Return the reference to tokens that were written at a place."""
