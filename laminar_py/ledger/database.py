@@ -105,7 +105,8 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
     """Open a read-only connection that sees one state of the ledger while others write."""
     path = ledger_path(run)
-    with closing(open_reader(path, immutable=_is_fixed(path))) as connection, _complaints(path):
+    is_sealed = (path.parent / SEAL_NAME).is_file() and not logs_of(path)  # and unchanged, so nobody writes to it
+    with closing(open_reader(path, immutable=is_sealed)) as connection, _complaints(path):
         connection.execute("BEGIN")
         yield connection
 
@@ -124,11 +125,6 @@ def unlike_schema(connection: sqlite3.Connection) -> list[str]:
 
 def _plain(sql: str) -> str:
     return " ".join(re.sub(r"--[^\n]*", "", sql).split())
-
-
-def _is_fixed(ledger: Path) -> bool:
-    """Whether nobody writes to a ledger: it is sealed and unchanged since."""
-    return not logs_of(ledger) and (ledger.parent / SEAL_NAME).is_file()
 
 
 def on_network(folder: Path, mounts: str | None = None) -> bool:

@@ -39,16 +39,12 @@ def take_wanted(run: Path) -> int | None:
         return None
 
 
-def last_fleet(run: Path) -> Scaled | None:
-    """Return the last fleet on record, None without any. Raises `ConfigError`."""
-    with reading(run) as connection:
-        return next(read_events(connection, Scaled, newest_first=True), None)
-
-
 def fleet_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:
     """Return settings that restore the last recorded fleet, none if `changes` name a fleet."""
-    names_fleet = any(change.startswith(FLEET_SETTINGS) for change in changes)
-    fleet = last_fleet(run.path) if run.has_ledger and not names_fleet else None
+    if not run.has_ledger or any(change.startswith(FLEET_SETTINGS) for change in changes):
+        return []
+    with reading(run.ledger) as connection:
+        fleet = next(read_events(connection, Scaled, newest_first=True), None)
     if fleet is None:
         return []
     urls = [f"rollout.engine.urls=[{','.join(fleet.servers)}]"] if fleet.servers else []

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
@@ -288,11 +288,6 @@ class Replica:
         self._expected_passes.difference_update(names)
         self._weights_wanted.set()
 
-    @property
-    def expected(self) -> frozenset[str]:
-        """Ids of trajectories for which it keeps its version."""
-        return frozenset(self._expected)
-
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
         """Abort trajectories that move elsewhere, wait for the ends of their streams, and report at once."""
         self._hand_back_pinned(trajectory_ids)
@@ -324,17 +319,17 @@ class Replica:
             async with asyncio.TaskGroup() as tasks:
                 self._streams.open(tasks)
                 self.start_assignments(self._initial)
-                tasks.create_task(self._watch_engine(), name="watch-engine")
+                tasks.create_task(self._until_lost(self._engine.watch()), name="watch-engine")
                 tasks.create_task(self._follow_relay(), name="follow-relay")
                 tasks.create_task(self.serve(), name="serve")
                 tasks.create_task(self._watch_partials(), name="watch-partials")
-                tasks.create_task(self._keep_synced(), name="keep-synced")
+                tasks.create_task(self._until_lost(self._store.keep_synced()), name="keep-synced")
         finally:
             self._streams.close()
 
-    async def _watch_engine(self) -> None:
+    async def _until_lost(self, work: Awaitable[None]) -> None:
         with self._watching_for_loss():
-            await self._engine.watch()
+            await work
 
     async def _follow_relay(self) -> None:
         while True:
@@ -350,10 +345,6 @@ class Replica:
                     await self._streams.cut_overdue(self._max_seconds)
             with self._watching_for_loss():
                 self._streams.save_partials()
-
-    async def _keep_synced(self) -> None:
-        with self._watching_for_loss():
-            await self._store.keep_synced()
 
     def _on_left(self) -> None:
         """After a trajectory left: wake the loading of weights if it is due; report at once if idle."""

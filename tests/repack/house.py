@@ -197,7 +197,7 @@ class House:
     @property
     def promises(self):
         """Trajectories that replicas still expect."""
-        return sum(len(replica.expected) for replica in self.replicas.values())
+        return sum(len(replica._expected) for replica in self.replicas.values())
 
     def kill(self, index):
         """Its process is gone, with all that is not in its journal."""
