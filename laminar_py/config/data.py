@@ -9,16 +9,8 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from laminar_py.config.section import ConfigError, Count, Section, Share
 
 PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
-FILES = {
-    ".jsonl",
-    ".json",
-    ".parquet",
-    ".arrow",
-    ".csv",
-    ".tsv",
-    ".txt",
-    *PACKED,
-}  # ends that no name on the hub has
+# ends that no name on the hub has
+FILES = {".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", *PACKED}
 
 
 class SourceConfig(Section):

@@ -24,6 +24,7 @@ RESETTING = ("algorithm.name", "rollout.engine.kind")  # keys whose value decide
 # sections that may be given as a path alone
 SOURCE = re.compile(r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\.")
 NEAR = 0.7  # likeness of two names (1: equal) that makes one a suggestion for the other
+WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -194,9 +195,6 @@ def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in get_args(annotation):
         yield from _sections_in(argument)
-
-
-WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 
 
 def flatten(config: RunConfig) -> dict[str, object]:

@@ -6,14 +6,13 @@ announces `my_name = "my_package.module:OBJECT"` in the entry point group of a r
 every node of a run, and import without torch.
 """
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
@@ -184,10 +183,10 @@ def load_from_file(given: str, *, field: str) -> Callable[..., object]:
 def _import(given: str, path: Path, *, field: str) -> ModuleType:
     """Execute a user's Python file as a module. Raises `ConfigError` if `path` is no Python file or raises."""
     name = f"laminar_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{field}={given}: {path} is no Python file; give it a name that ends in .py")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)

@@ -109,12 +109,7 @@ class RunConfig(Section):
         check_evaluation(self.eval, rollout)
         check_sets(self.reward, self.eval.sets)
         kinds = {term.kind for term in self.reward.terms}
-        check_environment(
-            self.environment,
-            kinds,
-            in_flight=self._in_flight,
-            sandbox=self.sandbox,
-        )
+        check_environment(self.environment, kinds, in_flight=self._in_flight, sandbox=self.sandbox)
         with BACKENDS.naming_package(rollout.engine.kind):
             BACKENDS.get(rollout.engine.kind).check(self)
         return self

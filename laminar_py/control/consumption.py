@@ -181,7 +181,7 @@ class Consumption:
 
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Members of a group with the loss weight of their staleness."""
-        pairs = zip(group.members, self._weights(group), strict=True)
+        pairs = [(item, self._bound.weight(self._age(item))) for item in group.members]
         return [msgspec.structs.replace(item, weight=item.weight * (weight or 0.0)) for item, weight in pairs]
 
     # ---- dropped and masked trajectories
@@ -206,37 +206,34 @@ class Consumption:
 
     def _drop_stale(self, count: int) -> None:
         """Drop stale members until the first `count` groups, or all there are, may be consumed."""
-        place = 0
-        while place < min(count, len(self.buffer)):
-            group = self.buffer[place]
-            weights = self._weights(group)
-            stale = [t for t, weight in zip(group.members, weights, strict=True) if weight is None]
-            for trajectory in stale:
-                detail = f"staleness {self._state.ages.age_of(trajectory.oldest_version)}"
-                self._state.drop([self._state.live[trajectory.id]], DropReason.STALE, detail)
-            if not stale or self._shrink(group, without=stale):
-                place += 1
+
+        def staleness(member: TrajectoryRef) -> str | None:
+            age = self._age(member)
+            return f"staleness {age}" if self._bound.weight(age) is None else None
+
+        self._drop_members(DropReason.STALE, staleness, most=count)
 
     def drop_lost(self, lost: Mapping[str, str]) -> None:
         """Drop ready trajectories whose stored tokens are lost; `lost` says for each id which part."""
+        self._drop_members(DropReason.TOKENS_LOST, lambda member: lost.get(member.id), most=len(self.buffer))
+
+    def _drop_members(
+        self, reason: DropReason, detail_of: Callable[[TrajectoryRef], str | None], *, most: int
+    ) -> None:
+        """Drop members with a detail until the first `most` groups have none; an empty group leaves the buffer."""
         place = 0
-        while place < len(self.buffer):
+        while place < min(most, len(self.buffer)):
             group = self.buffer[place]
-            gone = [member for member in group.members if member.id in lost]
-            for member in gone:
-                self._state.drop([self._state.live[member.id]], DropReason.TOKENS_LOST, lost[member.id])
-            if not gone or self._shrink(group, without=gone):
+            gone = {member.id: detail for member in group.members if (detail := detail_of(member)) is not None}
+            for trajectory_id, detail in gone.items():
+                self._state.drop([self._state.live[trajectory_id]], reason, detail)
+            group.members = [member for member in group.members if member.id not in gone]
+            if group.members or not gone:
                 place += 1
+            else:
+                self.buffer.remove_groups([group])
+                del self._state.groups[group.group_id]
 
-    def _shrink(self, group: ReadyGroup, *, without: Sequence[TrajectoryRef]) -> bool:
-        """Take members out of a group, and the group out of the buffer if none is left; return whether any is."""
-        gone = {member.id for member in without}
-        group.members = [member for member in group.members if member.id not in gone]
-        if not group.members:
-            self.buffer.remove_groups([group])
-            del self._state.groups[group.group_id]
-        return bool(group.members)
-
-    def _weights(self, group: ReadyGroup) -> list[float | None]:
-        """Loss weight that the staleness bound gives each member; None drops it."""
-        return [self._bound.weight(self._state.ages.age_of(member.oldest_version)) for member in group.members]
+    def _age(self, member: TrajectoryRef) -> int:
+        """Return the staleness of a ready trajectory."""
+        return self._state.ages.age_of(member.oldest_version)

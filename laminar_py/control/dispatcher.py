@@ -13,7 +13,7 @@ import msgspec
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.moves import Round
 from laminar_py.control.state import ControlState
-from laminar_py.control.waiting import Router, WaitingQueue
+from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.replica import Assignment, Move
 from laminar_py.records.trajectory import Kind, Prompt, Status
@@ -28,13 +28,12 @@ class Dispatcher:
         self,
         state: ControlState,
         *,
-        router: Router,
         waiting: WaitingQueue,
         evaluations: Evaluations,
         prompt_at: Callable[[int], Prompt],
     ) -> None:
         self._state = state
-        self._router = router
+        self._router = waiting.router
         self._waiting = waiting
         self._evaluations = evaluations
         self._prompt_at = prompt_at

@@ -29,11 +29,6 @@ class Group:
     finished_lengths: list[int] = field(default_factory=list)  # tokens; each repack round reads them
 
     @property
-    def is_pending(self) -> bool:
-        """Whether some member is still queued, running, interrupted or unscored."""
-        return any(member.status not in SETTLED for member in self.members.values())
-
-    @property
     def pending(self) -> list[LiveTrajectory]:
         """Members that are still queued, running, interrupted or unscored."""
         return [member for member in self.members.values() if member.status not in SETTLED]
@@ -52,7 +47,7 @@ class Group:
         """Whether members are pending more than `deadline_s` after the first member finished."""
         if self.first_finished_s is None:
             return False
-        return now - self.first_finished_s > deadline_s and self.is_pending
+        return now - self.first_finished_s > deadline_s and bool(self.pending)
 
 
 SETTLED = frozenset({Status.SCORED, Status.READY, Status.CONSUMED, Status.DROPPED})
@@ -85,14 +80,11 @@ class Credit:
         for role in {role: None for rewards in returns for role in rewards}:
             places = [place for place, rewards in enumerate(returns) if role in rewards]
             costs = [self.length_cost(members[place].length) for place in places]
-            credited = self._among([returns[i][role].minus(cost) for i, cost in zip(places, costs, strict=True)])
-            for place, credit in zip(places, credited, strict=True):
-                found[place][role] = credit
+            net = [returns[place][role].minus(cost) for place, cost in zip(places, costs, strict=True)]
+            advantages, scale = self.advantages(net)
+            for place, advantage in zip(places, advantages.tolist(), strict=True):
+                found[place][role] = MemberCredit(advantage, scale)
         return [_joined(member, by_role) for member, by_role in zip(members, found, strict=True)]
-
-    def _among(self, returns: Sequence[Returns]) -> list[MemberCredit]:
-        advantages, scale = self.advantages(returns)
-        return [MemberCredit(advantage, scale) for advantage in advantages.tolist()]
 
 
 def has_signal(members: Sequence[LiveTrajectory]) -> bool:

@@ -276,7 +276,7 @@ class Incoming:
             await self._close_if_settled(self._state.groups[trajectory.group_id])
 
     async def _close_if_settled(self, group: Group) -> None:
-        if not group.is_pending:
+        if not group.pending:
             await self._close(group)
 
     async def _close(self, group: Group) -> None:
@@ -349,13 +349,10 @@ class Incoming:
             late, survivors = group.pending, group.survivors
             if len(survivors) < self._state.settings.min_group_survivors:
                 continue
-            if late and all(map(self._is_late, late)) and any(map(self._ages_out, survivors)):
+            only_scores = all(member.status is Status.FINISHED for member in late)
+            if late and only_scores and all(map(self._ages_out, late)) and any(map(self._ages_out, survivors)):
                 self._state.drop(late, DropReason.STALE, "its score did not come in time")
                 await self._close(group)
-
-    def _is_late(self, member: LiveTrajectory) -> bool:
-        """Whether only the score is missing and would come too late for any step."""
-        return member.status is Status.FINISHED and self._ages_out(member)
 
     def _ages_out(self, member: LiveTrajectory) -> bool:
         """Whether a finished response would exceed the staleness bound after the next step."""

@@ -68,7 +68,9 @@ class Moves:
         for trajectory_id, destination in moving.open.items():
             self._rounds[trajectory_id] = moving
             self._promised[destination] += 1
-            self._keep_promise(destination, trajectory_id)
+            called_off = self._called_off.pop(destination, [])
+            if others := [name for name in called_off if name != trajectory_id]:  # it is expected again
+                self._called_off[destination] = others
         if not moving.open:
             moving.settled.set()
 
@@ -118,11 +120,6 @@ class Moves:
     def refuse(self, replica: int, name: str) -> None:
         """Queue a message that a replica need not wait for a promised trajectory or pass."""
         self._called_off.setdefault(replica, []).append(name)
-
-    def _keep_promise(self, replica: int, trajectory_id: str) -> None:
-        """Withdraw an unsent call-off of a trajectory that the replica expects again."""
-        if names := [name for name in self._called_off.pop(replica, []) if name != trajectory_id]:
-            self._called_off[replica] = names
 
     def take_called_off(self) -> dict[int, list[str]]:
         """Return trajectories and passes that each replica need not wait for, and forget them."""

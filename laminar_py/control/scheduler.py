@@ -21,7 +21,7 @@ from laminar_py.control.groups import Credit
 from laminar_py.control.incoming import Incoming
 from laminar_py.control.settings import ControlSettings
 from laminar_py.control.state import ControlState, Phase, Recorder
-from laminar_py.control.waiting import Router, WaitingQueue
+from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
@@ -66,10 +66,10 @@ class TrajectoryScheduler:
     ) -> None:
         self.state = state = ControlState(settings, recorder)
         self.views, self.moves = state.views, state.moves
-        self.router = Router(state)
         self.evaluations = Evaluations(state)
         self.consumption = Consumption(state)
-        waiting = WaitingQueue(state, router=self.router, evaluations=self.evaluations)
+        waiting = WaitingQueue(state, evaluations=self.evaluations)
+        self.router = waiting.router
         self.incoming = Incoming(
             state,
             waiting=waiting,
@@ -82,9 +82,7 @@ class TrajectoryScheduler:
             on_rewards=on_rewards,
             on_failing=on_failing,
         )
-        self.dispatcher = Dispatcher(
-            state, router=self.router, waiting=waiting, evaluations=self.evaluations, prompt_at=prompt_at
-        )
+        self.dispatcher = Dispatcher(state, waiting=waiting, evaluations=self.evaluations, prompt_at=prompt_at)
 
     # ---- phases
 

@@ -17,6 +17,11 @@ from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkip
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 
+log = logging.getLogger(__name__)
+
+MIN_CEILINGS = 3  # empty steps in a row that end a run, with
+MIN_GROUPS = 1000  # groups in a row without signal; by chance once in 23,000 if one in a hundred has signal
+
 
 def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
     """Return the microbatches of each rank."""
@@ -58,12 +63,6 @@ def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: in
         return [stepped]
     ids = tuple(trajectory.id for trajectory in batch.trajectories)
     return [stepped, StepSkipped(row.step, incarnation, skipped, ids)]
-
-
-log = logging.getLogger(__name__)
-
-MIN_CEILINGS = 3  # empty steps in a row that end a run, with
-MIN_GROUPS = 1000  # groups in a row without signal; by chance once in 23,000 if one in a hundred has signal
 
 
 class RefillWatch:

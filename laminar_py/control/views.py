@@ -9,7 +9,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import islice
 from typing import TypeAlias
 
 Entry: TypeAlias = tuple[int, int]  # load and index of a replica
@@ -211,12 +210,9 @@ class ReplicaViews:
         """Return the least loaded replica that loads nothing, of version `oldest` or newer."""
         self._settle()
         lists = (entries for version, entries in self._serving.by_version.items() if version >= oldest)
-        firsts = [
-            entry
-            for entries in lists
-            for entry in islice((entry for entry in entries if self.by_index[entry[1]].loading is None), 1)
-        ]
-        return self.by_index[min(firsts)[1]] if firsts else None
+        firsts = [next((one for one in ranked if self.by_index[one[1]].loading is None), None) for ranked in lists]
+        found = min(filter(None, firsts), default=None)
+        return self.by_index[found[1]] if found else None
 
     def that_serve(self, version: int) -> Iterator[ReplicaView]:
         """Iterate over replicas whose next assignment runs under `version`, least loaded first."""

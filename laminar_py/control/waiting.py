@@ -1,9 +1,9 @@
 """The waiting queue: interrupted trajectories, replacements and evaluations that need a replica.
 
-`control.scheduler` owns the queue and its `Router`; the dispatcher hands trajectories over. Trajectories wait in
-lanes, one per need (a version, a pass, a move). If the first of a lane finds no place, neither does any behind it,
-so a dispatch costs one look per lane. A trajectory leaves the queue once: to a replica, or as unreachable if no
-replica will serve its version again (`tests/control/test_waiting.py`).
+`control.scheduler` owns the queue; the dispatcher hands trajectories over. Trajectories wait in lanes, one per
+need (a version, a pass, a move). If the first of a lane finds no place, neither does any behind it, so a dispatch
+costs one look per lane. A trajectory leaves the queue once: to a replica, or as unreachable if no replica will
+serve its version again (`tests/control/test_waiting.py`).
 
 The `Router` chooses the replica. It gives a replica no more new samples than the replica admits. A trajectory
 pinned to a version goes only to a replica that serves it, or to an idle replica that can load it, since an
@@ -120,9 +120,9 @@ class Lane:
 class WaitingQueue:
     """Trajectories that wait, first come first served; trajectories of a crashed replica go first."""
 
-    def __init__(self, state: ControlState, *, router: Router, evaluations: Evaluations) -> None:
+    def __init__(self, state: ControlState, *, evaluations: Evaluations) -> None:
+        self.router = Router(state)
         self._state = state
-        self._router = router
         self._evaluations = evaluations
         self._lanes: dict[Need, Lane] = {}  # without empty lanes
         self._arrivals = count()
@@ -176,7 +176,7 @@ class WaitingQueue:
         """
         displaced, self._displaced = self._displaced, []
         for trajectory in displaced:
-            view = self._router.for_displaced() if self._is_free(trajectory) else None
+            view = self.router.for_displaced() if self._is_free(trajectory) else None
             if view is None:
                 self.append(trajectory)
             else:
@@ -274,7 +274,7 @@ class WaitingQueue:
     def _is_unserved(self, version: int, pinned: Mapping[int, list[Need]]) -> bool:
         """Whether a lane pinned to a version finds no replica that serves it or can load it."""
         lanes = (self._lanes[need] for need in pinned[version])
-        return any(self._router.for_pinned(version, limit=self._limit(lane)) is None for lane in lanes)
+        return any(self.router.for_pinned(version, limit=self._limit(lane)) is None for lane in lanes)
 
     # ---- lanes
 
@@ -310,8 +310,8 @@ class WaitingQueue:
         if trajectory.kind is Kind.EVAL and self._evaluations.pass_of(trajectory).replica is not None:
             return self._place_beside_training(self._evaluations.pass_of(trajectory), lane), pin
         if pin is not None:
-            return self._router.for_pinned(pin, limit=self._limit(lane)), pin
-        return self._router.for_new(1), None
+            return self.router.for_pinned(pin, limit=self._limit(lane)), pin
+        return self.router.for_new(1), None
 
     def _place_beside_training(self, evaluation: Evaluation, lane: Lane) -> ReplicaView | None:
         """Return a replica for a member of a pass that runs beside training.
@@ -327,9 +327,7 @@ class WaitingQueue:
             view = replica if num_out < batch and replica.version >= 0 else None
         else:
             most = -(-evaluation.num_members // batch)
-            view = self._router.for_pass(
-                evaluation.version, holders=evaluation.holders, most=most, num_out=num_out
-            )
+            view = self.router.for_pass(evaluation.version, holders=evaluation.holders, most=most, num_out=num_out)
         if view is not None:
             evaluation.holders.add(view.index)
         return view

@@ -52,9 +52,10 @@ def segments_path(run: Path) -> Path:
     return run / SEGMENTS_NAME
 
 
-def log_path(ledger: Path) -> Path:
-    """Return SQLite's write-ahead log of a ledger."""
-    return ledger.with_name(f"{ledger.name}-wal")
+def logs_of(ledger: Path) -> list[Path]:
+    """Return SQLite's write-ahead log and rollback journal of a ledger, each if it has bytes."""
+    paths = [ledger.with_name(f"{ledger.name}-{kind}") for kind in ("wal", "journal")]
+    return [path for path in paths if path.is_file() and path.stat().st_size]
 
 
 def open_writer(path: Path) -> sqlite3.Connection:
@@ -92,7 +93,7 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
         raise LedgerError(f"ledger={path}: no such file; name the folder of a run")
     with _complaints(path):
         # only a connection that may write can roll back a transaction of a killed controller
-        mode = "rw" if _has_bytes(path.with_name(f"{path.name}-journal")) else "ro"
+        mode = "rw" if any(log.name.endswith("-journal") for log in logs_of(path)) else "ro"
         uri = f"file:{quote(str(path.resolve()))}?mode={mode}{'&immutable=1' if immutable else ''}"
         connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA query_only = ON")
@@ -104,7 +105,8 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
     """Open a read-only connection that sees one state of the ledger while others write."""
     path = ledger_path(run)
-    with closing(open_reader(path, immutable=_is_fixed(path))) as connection, _complaints(path):
+    is_sealed = (path.parent / SEAL_NAME).is_file() and not logs_of(path)  # and unchanged, so nobody writes to it
+    with closing(open_reader(path, immutable=is_sealed)) as connection, _complaints(path):
         connection.execute("BEGIN")
         yield connection
 
@@ -123,15 +125,6 @@ def unlike_schema(connection: sqlite3.Connection) -> list[str]:
 
 def _plain(sql: str) -> str:
     return " ".join(re.sub(r"--[^\n]*", "", sql).split())
-
-
-def _is_fixed(ledger: Path) -> bool:
-    """Whether nobody writes to a ledger: it is sealed and unchanged since."""
-    return not _has_bytes(log_path(ledger)) and (ledger.parent / SEAL_NAME).is_file()
-
-
-def _has_bytes(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
 
 
 def on_network(folder: Path, mounts: str | None = None) -> bool:
@@ -171,6 +164,8 @@ def _complaints(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            raise LedgerError(f"ledger={path}: another process holds it; try again when that ends") from error
         reason = " ".join(str(error).split())  # it may quote damaged text
         raise LedgerError(
             f"ledger={path}: cannot be read ({reason}); restore the file with its -wal file, or start a new run"

@@ -81,14 +81,11 @@ def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
     """
     known = list(evaluations)
     graded = {evaluation.set_name for evaluation in known if not evaluation.figures.is_accuracy}
-    return [
-        msgspec.structs.replace(
-            evaluation, figures=msgspec.structs.replace(evaluation.figures, is_accuracy=False, pass_at={})
-        )
-        if evaluation.set_name in graded
-        else evaluation
-        for evaluation in known
-    ]
+    for place, evaluation in enumerate(known):
+        if evaluation.set_name in graded:
+            figures = msgspec.structs.replace(evaluation.figures, is_accuracy=False, pass_at={})
+            known[place] = msgspec.structs.replace(evaluation, figures=figures)
+    return known
 
 
 def of_first_set(evaluations: Iterable[Evaluated], names: Iterable[str]) -> list[Evaluated]:

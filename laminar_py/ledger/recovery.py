@@ -38,6 +38,8 @@ from laminar_py.records.spans import decode_spans, replace_spans
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 from laminar_py.records.weights import Published
 
+_UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
@@ -214,9 +216,6 @@ def unpublished(connection: sqlite3.Connection) -> list[Published]:
         " AND spoken > (SELECT coalesce(max(version), -1) FROM version) GROUP BY spoken"
     )
     return [Published(version, digest, num_bytes, 0.0) for version, digest, num_bytes in rows]
-
-
-_UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 
 
 def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:

@@ -39,7 +39,7 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     digest: str | None = None  # hash of the finished response
     queue_s: float | None = None
     generate_s: float | None = None
-    cap: str | None = None  # the cap that cut it: `tokens` or `seconds`
+    cap: str | None = None  # value of the `Cap` that cut it
     reward: float | None = None
     advantage: float | None = None
     advantage_scale: float | None = None
@@ -120,10 +120,13 @@ def decode_events(bodies: Sequence[bytes]) -> list[AnyEvent]:
 Kinds = TypeVar("Kinds", bound=Event)
 
 
-def read_events(connection: sqlite3.Connection, *kinds: type[Kinds]) -> Iterator[Kinds]:
+def read_events(
+    connection: sqlite3.Connection, *kinds: type[Kinds], newest_first: bool = False
+) -> Iterator[Kinds]:
     """Iterate over the events of some types in the order of the log, by one scan of it."""
     tags = [kind.__struct_config__.tag for kind in kinds]
     query = f"SELECT body FROM event WHERE kind IN ({', '.join('?' * len(tags))}) ORDER BY seq"
+    query += " DESC" if newest_first else ""
     for (body,) in connection.execute(query, tags):
         event = decode_event(body)
         assert isinstance(event, kinds), f"{body} is of another type"

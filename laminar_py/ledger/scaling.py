@@ -28,26 +28,23 @@ def write_wanted(run: Path, replicas: int) -> None:
 
 
 def take_wanted(run: Path) -> int | None:
-    """Return and delete the wanted number of replicas; None if no command wrote one."""
+    """Return and delete the wanted number of replicas; None without one, or if it cannot be read."""
+    taken = run / f"{WANTED}.taken"
     try:
-        wanted = msgspec.json.decode((run / WANTED).read_bytes(), type=int)
-    except (FileNotFoundError, msgspec.DecodeError):
+        (run / WANTED).replace(taken)  # a number that is written from now on is the next
+        written = taken.read_bytes()
+        taken.unlink()
+        return msgspec.json.decode(written, type=int)
+    except (OSError, msgspec.DecodeError):  # the network may fail for a moment
         return None
-    (run / WANTED).unlink(missing_ok=True)
-    return wanted
-
-
-def last_fleet(run: Path) -> Scaled | None:
-    """Return the last fleet on record, None without any. Raises `ConfigError`."""
-    with reading(run) as connection:
-        fleets = list(read_events(connection, Scaled))
-    return fleets[-1] if fleets else None
 
 
 def fleet_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:
     """Return settings that restore the last recorded fleet, none if `changes` name a fleet."""
-    names_fleet = any(change.startswith(FLEET_SETTINGS) for change in changes)
-    fleet = last_fleet(run.path) if run.has_ledger and not names_fleet else None
+    if not run.has_ledger or any(change.startswith(FLEET_SETTINGS) for change in changes):
+        return []
+    with reading(run.ledger) as connection:
+        fleet = next(read_events(connection, Scaled, newest_first=True), None)
     if fleet is None:
         return []
     urls = [f"rollout.engine.urls=[{','.join(fleet.servers)}]"] if fleet.servers else []

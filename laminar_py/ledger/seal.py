@@ -18,7 +18,7 @@ from laminar_py.ledger.database import (
     LEDGER_NAME,
     SEAL_NAME,
     LedgerError,
-    log_path,
+    logs_of,
     open_reader,
     open_writer,
     segments_path,
@@ -106,8 +106,7 @@ def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
             yield name, "was changed: its digest differs from the seal"
     for name in sorted(found - seal.files.keys()):
         yield name, "was added after the run was sealed"
-    log = log_path(run / LEDGER_NAME)
-    if log.is_file() and log.stat().st_size:
+    for log in logs_of(run / LEDGER_NAME):
         yield log.name, "was added after the run was sealed: somebody wrote to the ledger"
 
 

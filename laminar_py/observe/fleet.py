@@ -17,6 +17,7 @@ from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import Stats
 
 MEMORY_EVERY_S = 10.0
+FLEET_EVERY_S = 1.0
 
 
 def processes() -> list[psutil.Process]:
@@ -58,9 +59,6 @@ async def watch_memory(stats: Stats, shm: Path) -> None:
         await asyncio.sleep(MEMORY_EVERY_S)
 
 
-EVERY_S = 1.0
-
-
 def cpu_use(cores: set[int]) -> float:
     """Return the share of these cores that any process kept busy since the previous call."""
     busy = [use for core, use in enumerate(psutil.cpu_percent(percpu=True)) if core in cores]
@@ -95,7 +93,7 @@ async def watch_fleet(
     use = own_use = None
     with open_rows(path) as file:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(FLEET_EVERY_S)
             if has_processes:
                 use = cpu_use(cores)  # also before RL, since each call measures from the previous one
                 own_use = await asyncio.to_thread(own.use, len(cores))

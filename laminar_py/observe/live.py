@@ -91,22 +91,19 @@ class View:
         if self._live is not None:
             return
         if row.step % LINE_EVERY_STEPS == 0 or row.step in (1, self._steps):
-            turns = row.turns
-            words = (
-                f"  turns {turns.mean:.1f}, environments p95 {turns.environment_p95_s:.2f} s" if turns.mean else ""
-            )
+            turns = f"  turns {row.turns.mean:.1f}, environments p95 {row.turns.environment_p95_s:.2f} s"
+            staleness = f"staleness {row.staleness_mean:.1f} max {row.staleness_max}"
             self.notice(
                 f"step {row.step}/{self._steps}  reward {row.reward:.3f}  tokens p50 {row.length_p50} p95"
-                f" {row.length_p95}{words}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+                f" {row.length_p95}{turns if row.turns.mean else ''}  {staleness}"
                 f"  trained {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting"
                 f" {row.learner_waiting_share:.0%}  {row.rl_s:.1f} s"
             )
 
     def evaluated(self, result: Evaluated) -> None:
         """Print a line about an evaluation."""
-        self._evaluated[result.set_name] = (
-            f"{result.set_name} {result.figures.mean.value:.3f} (step {result.step})"
-        )
+        name, mean = result.set_name, result.figures.mean.value
+        self._evaluated[name] = f"{name} {mean:.3f} (step {result.step})"
         self.notice(evaluation_line(result))
 
     def notice(self, line: str) -> None:

@@ -90,9 +90,8 @@ class Stats:
     def __init__(self, clock: Clock, *, replicas: int, totals: Totals) -> None:
         self.totals = totals
         self._generated_before = totals.generated_tokens
-        self.replicas = {
-            index: ReplicaActivity() for index in range(replicas)
-        }  # in the fleet, starting ones included
+        # of the fleet, starting ones included
+        self.replicas = {index: ReplicaActivity() for index in range(replicas)}
         self.peak_memory_bytes = 0
         self.next_report = asyncio.Event()
         self._clock = clock

@@ -5,7 +5,7 @@ The controller writes it at the end of a run; `laminar train`, trackers and the 
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import msgspec
@@ -17,12 +17,12 @@ from laminar_py.ledger.rows import read_accounting, read_events, read_turns
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, quantile, turn_figures
 from laminar_py.records.evaluations import SetFigures
-from laminar_py.records.events import Checkpointed, Evaluated, Relayed, Repacked, VersionPublished
+from laminar_py.records.events import Checkpointed, Evaluated, Event, Relayed, Repacked, VersionPublished
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 ROOT = "relay-0"  # reads the learner's files, so it receives no bytes over the wire
-UNSCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
+SCORING_FAILED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
 
 
 class LengthFigures(msgspec.Struct, frozen=True):
@@ -136,10 +136,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unscored: UnscoredFigures
 
 
-def relay_figures(connection: sqlite3.Connection) -> RelayFigures:
+def relay_figures(events: Sequence[Event]) -> RelayFigures:
     """Return the figures of weight versions; a version whose learner crashed while publishing has no stall."""
-    published = list(read_events(connection, VersionPublished))
-    relayed = [event for event in read_events(connection, Relayed) if event.node != ROOT]
+    published = [event for event in events if isinstance(event, VersionPublished)]
+    relayed = [event for event in events if isinstance(event, Relayed) and event.node != ROOT]
     spreads: dict[int, float] = {}
     for event in relayed:
         spreads[event.version] = max(event.elapsed_s, spreads.get(event.version, 0.0))
@@ -153,9 +153,9 @@ def relay_figures(connection: sqlite3.Connection) -> RelayFigures:
     )
 
 
-def repack_figures(connection: sqlite3.Connection) -> RepackFigures:
+def repack_figures(events: Sequence[Event]) -> RepackFigures:
     """Return the figures of repacking."""
-    rounds = list(read_events(connection, Repacked))
+    rounds = [event for event in events if isinstance(event, Repacked)]
     return RepackFigures(
         rounds=len(rounds),
         running=sum(event.num_running for event in rounds),
@@ -165,13 +165,13 @@ def repack_figures(connection: sqlite3.Connection) -> RepackFigures:
     )
 
 
-def checkpoint_figures(connection: sqlite3.Connection) -> CheckpointFigures:
+def checkpoint_figures(events: Sequence[Event]) -> CheckpointFigures:
     """Return the figures of checkpoints, with deleted and rolled-back ones."""
-    events = list(read_events(connection, Checkpointed))
-    if not events:
+    saved = [event for event in events if isinstance(event, Checkpointed)]
+    if not saved:
         return CheckpointFigures(0, None, None)
     return CheckpointFigures(
-        len(events), median(event.stall_s for event in events), median(event.elapsed_s for event in events)
+        len(saved), median(event.stall_s for event in saved), median(event.elapsed_s for event in saved)
     )
 
 
@@ -188,10 +188,10 @@ def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigur
 def _unscored_figures(connection: sqlite3.Connection) -> UnscoredFigures:
     failed = "drop_reason IN (?, ?)"
     count, scored = connection.execute(
-        f"SELECT count(*) FILTER (WHERE {failed}), count(reward) FROM trajectory", UNSCORED
+        f"SELECT count(*) FILTER (WHERE {failed}), count(reward) FROM trajectory", SCORING_FAILED
     ).fetchone()
     query = f"SELECT drop_detail FROM trajectory WHERE {failed} ORDER BY ended_s LIMIT 1"
-    first = connection.execute(query, UNSCORED).fetchone() if count else None
+    first = connection.execute(query, SCORING_FAILED).fetchone() if count else None
     return UnscoredFigures(count, scored + count, "" if first is None else first[0])
 
 
@@ -242,6 +242,7 @@ def summarise(
     totals = stats.totals
     with reading(run.ledger) as connection:
         evaluations = evaluations_on_record(connection)
+        events = list(read_events(connection, VersionPublished, Relayed, Repacked, Checkpointed))
         first_set = of_first_set(evaluations, sets)
         (steps,) = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()
         summary = Summary(
@@ -264,10 +265,10 @@ def summarise(
             peak_memory_bytes=stats.peak_memory_bytes,
             restarts=restarts,
             evaluations=evaluation_figures(evaluations),
-            relay=relay_figures(connection),
-            checkpoints=checkpoint_figures(connection),
+            relay=relay_figures(events),
+            checkpoints=checkpoint_figures(events),
             kv_use=stats.kv_use,
-            repack=repack_figures(connection),
+            repack=repack_figures(events),
             unscored=_unscored_figures(connection),
         )
     write_summary(run, summary)

@@ -115,7 +115,7 @@ class Interrupted(Event, frozen=True, kw_only=True):
     trajectory_id: str
     epoch: int
     length: int  # response tokens so far
-    reason: str  # `new_weights`, `replica_crashed`, `controller_crashed` or `stopped`
+    reason: str  # new_weights, repacked, returned, replica_crashed, controller_crashed or version_lost
     used_s: float = 0.0  # seconds of generation so far, on all replicas, as last reported
 
 

@@ -1,6 +1,6 @@
 """Pieces of responses as they are stored, references to them, and the recordings that engines add to tokens.
 
-Replicas, scorers and the reference model write pieces to segments (`segments.writer`), which are files of a host.
+Replicas, scorers and the reference model write pieces to segments (`segments.writer`) in the run's folder.
 Controller and ledger keep references alone: where a piece lies, its size and its digest. L is the number of
 response tokens.
 
@@ -26,7 +26,7 @@ from laminar_py.records.spans import Span
 
 
 class PayloadLostError(Exception):
-    """A piece cannot be read: its host, its file or its bytes are gone. The message says which."""
+    """A piece cannot be read: its file or its bytes are gone. The message says which."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False, tag="tokens"):

@@ -9,9 +9,6 @@ if TYPE_CHECKING:
     from laminar_py.repack.migration import MigrationSettings as MigrationSettings
     from laminar_py.repack.planner import PlanningContext as PlanningContext
     from laminar_py.repack.planner import move_of as move_of
-    from laminar_py.repack.predictive import PredictivePlanner as PredictivePlanner
     from laminar_py.repack.signals import EngineSpeed as EngineSpeed
-    from laminar_py.repack.signals import GroupForecast as GroupForecast
-    from laminar_py.repack.signals import RemainingTokens as RemainingTokens
 else:
     __getattr__ = public_names(__name__)

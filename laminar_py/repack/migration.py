@@ -60,9 +60,9 @@ class ReplicaFleet(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationSettings:
-    """Settings of `config.repack.RepackConfig`, with the cap on responses and the hold time of a version."""
+    """Settings of `config.rollout.RepackConfig`, with the cap on responses and the hold time of a version."""
 
-    planner: str  # a name in `config.repack.PLANNERS`
+    planner: str  # a name in `config.rollout.PLANNERS`
     interval_s: float
     max_stall_s: float
     max_new_tokens: int

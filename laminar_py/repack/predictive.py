@@ -22,9 +22,9 @@ class PredictivePlanner:
        emptiest first, and spreads their trajectories evenly. A destination has room until reading KV caches takes
        `CACHE_READS` times as long as reading weights; more would slow down its batch for little gain. Emptying a
        replica gains the time until its longest response would end. It costs prefill and slower steps at the
-       destinations. The planner empties a replica if the gain exceeds the cost and there are prompts for it
-       (`has_demand`). It always empties a replica that has kept its version longer than `hold_s` while all its
-       trajectories wait for environments.
+       destinations. The planner empties a replica if the gain exceeds the cost, or if the replica has kept its
+       version longer than `hold_s` while all its trajectories wait for environments. It empties none if there are
+       no prompts for it (`has_demand`).
     """
 
     def __init__(self, context: PlanningContext) -> None:

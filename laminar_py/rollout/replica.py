@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
@@ -45,6 +45,7 @@ from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
 
 PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
+log = logging.getLogger(__name__)
 
 
 class WeightLoader:
@@ -114,9 +115,6 @@ class WeightLoader:
             )
         )
         log.info("replica %d serves version %d after %.3f s", self._out.index, pulled.version, elapsed)
-
-
-log = logging.getLogger(__name__)
 
 
 class Replica:
@@ -197,7 +195,8 @@ class Replica:
     async def next_report(self, timeout_s: float) -> ReplicaReport:
         """Wait for news, at most `timeout_s`, and return the next report.
 
-        Raises `EngineLostError` after the last report of a lost engine, `StoreFullError` if the disk is full.
+        Raises `EngineLostError` after the last report of a lost engine, `StoreFullError` if the disk is full; that
+        report is lost, and its trajectories continue from the journal in a later epoch.
         """
         if self._admission.loss is not None and not self._out.urgent.is_set():
             self._loss_raised.set()
@@ -289,11 +288,6 @@ class Replica:
         self._expected_passes.difference_update(names)
         self._weights_wanted.set()
 
-    @property
-    def expected(self) -> frozenset[str]:
-        """Ids of trajectories for which it keeps its version."""
-        return frozenset(self._expected)
-
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
         """Abort trajectories that move elsewhere, wait for the ends of their streams, and report at once."""
         self._hand_back_pinned(trajectory_ids)
@@ -325,17 +319,17 @@ class Replica:
             async with asyncio.TaskGroup() as tasks:
                 self._streams.open(tasks)
                 self.start_assignments(self._initial)
-                tasks.create_task(self._watch_engine(), name="watch-engine")
+                tasks.create_task(self._until_lost(self._engine.watch()), name="watch-engine")
                 tasks.create_task(self._follow_relay(), name="follow-relay")
                 tasks.create_task(self.serve(), name="serve")
                 tasks.create_task(self._watch_partials(), name="watch-partials")
-                tasks.create_task(self._keep_synced(), name="keep-synced")
+                tasks.create_task(self._until_lost(self._store.keep_synced()), name="keep-synced")
         finally:
             self._streams.close()
 
-    async def _watch_engine(self) -> None:
+    async def _until_lost(self, work: Awaitable[None]) -> None:
         with self._watching_for_loss():
-            await self._engine.watch()
+            await work
 
     async def _follow_relay(self) -> None:
         while True:
@@ -351,10 +345,6 @@ class Replica:
                     await self._streams.cut_overdue(self._max_seconds)
             with self._watching_for_loss():
                 self._streams.save_partials()
-
-    async def _keep_synced(self) -> None:
-        with self._watching_for_loss():
-            await self._store.keep_synced()
 
     def _on_left(self) -> None:
         """After a trajectory left: wake the loading of weights if it is due; report at once if idle."""

@@ -95,7 +95,7 @@ class SegmentStore:
         while True:
             await asyncio.sleep(SYNC_S)
             with self._writing():
-                await asyncio.to_thread(self._segment.sync)
+                await self._segment.on_disk()
 
     def _read(self, assignment: Assignment) -> Payload:
         """Read the response that an assignment continues. Raises `PayloadLostError` if it has another length."""

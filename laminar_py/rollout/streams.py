@@ -34,6 +34,8 @@ from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import RunningTrajectory, StreamState, begin, handed_back
 from laminar_py.rollout.storing import ResponseStore
 
+log = logging.getLogger(__name__)
+
 
 class Callbacks:
     """Guards callbacks of an engine or the event loop: a task of a task group raises their first exception."""
@@ -69,9 +71,6 @@ class Callbacks:
 
 async def _raise(mistake: asyncio.Future[None]) -> None:
     await mistake
-
-
-log = logging.getLogger(__name__)
 
 
 class Streams:

@@ -124,7 +124,7 @@ class Streams:
             await self._report(end)
         if end in ("cut", "killed"):
             running = self.fleet.scheduler.incoming.running_on(0)
-            found = salvage(self._folder, "replica-0.*", "salvage-0", running).found
+            found = salvage(self._folder, "replica-0", running).found
             await self.fleet.lose_replica(0, salvaged=found)
             self.fleet.received[0] = 0
         if end != "new_weights":

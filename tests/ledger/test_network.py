@@ -2,12 +2,21 @@
 
 import shutil
 import sqlite3
+from contextlib import closing
 
 import pytest
 
 from laminar_lab.audit.verify import verify
 from laminar_py.ledger import database
-from laminar_py.ledger.database import LEDGER_NAME, log_path, on_network, reading
+from laminar_py.ledger.database import (
+    LEDGER_NAME,
+    SEAL_NAME,
+    LedgerError,
+    logs_of,
+    on_network,
+    open_writer,
+    reading,
+)
 from laminar_py.ledger.seal import seal_run
 from tests.ledger.runs import begin, make_ready, open_ledger
 
@@ -24,7 +33,7 @@ async def test_readers_see_what_is_committed_and_no_log_is_made(tmp_path, networ
         begin(ledger)
         make_ready(ledger, "g0.0")
         await ledger.commit()
-        assert not log_path(tmp_path / LEDGER_NAME).exists()
+        assert not list(tmp_path.glob("*-wal"))
         assert verify(tmp_path) == []
         make_ready(ledger, "g1.0", index=1)
         await ledger.commit()
@@ -50,9 +59,20 @@ async def test_a_reader_rolls_back_what_a_killed_writer_had_begun(tmp_path, netw
             shutil.copy(f"{path}{end}", killed)
         writer.execute("ROLLBACK")
         writer.close()
+    (killed / SEAL_NAME).touch()  # the writer had just continued a finished run
+    assert logs_of(killed / LEDGER_NAME) == [killed / f"{LEDGER_NAME}-journal"]
     with reading(killed) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'large'").fetchone()
+
+
+def test_a_ledger_that_another_process_holds_is_not_called_damaged(tmp_path, network, monkeypatch):
+    monkeypatch.setattr(database, "_SHARED_BUSY_S", 0.01)
+    path = tmp_path / LEDGER_NAME
+    with closing(open_writer(path)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(LedgerError, match="another process holds it; try again"):
+            open_writer(path)
 
 
 @pytest.mark.parametrize(

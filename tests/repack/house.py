@@ -197,7 +197,7 @@ class House:
     @property
     def promises(self):
         """Trajectories that replicas still expect."""
-        return sum(len(replica.expected) for replica in self.replicas.values())
+        return sum(len(replica._expected) for replica in self.replicas.values())
 
     def kill(self, index):
         """Its process is gone, with all that is not in its journal."""
@@ -243,7 +243,7 @@ class House:
         running, label = self.scheduler.incoming.running_on(index), self._labels.get(index)
         if label is None:
             return []
-        found = salvage(self.segments, f"{label}.*", f"salvage-{label}", running).found
+        found = salvage(self.segments, label, running).found
         self.num_salvaged += len(found)
         return found
 

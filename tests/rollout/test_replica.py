@@ -571,7 +571,7 @@ async def test_a_promise_keeps_the_version_until_all_have_come_or_are_called_off
         assert story.loads == [0]
         assert story.versions("b") == {0}
         story.replica.start_assignments([assignment("e", version=1)])
-        assert story.replica.expected == {"c"}, "others that come are not those"
+        assert story.replica._expected == {"c"}, "others that come are not those"
         story.replica.call_off(["c"])
         await story.until(lambda s: s.loads == [0, 1])
 

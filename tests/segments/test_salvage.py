@@ -16,9 +16,9 @@ from laminar_py.records.spans import Span
 from tests.segments.pieces import make_piece
 
 
-def salvaged(folder, running, *, pattern="replica-3.*"):
+def salvaged(folder, running):
     """What is found of these, by id, and the pieces; and the journals."""
-    answer = salvage(folder, pattern, "salvage-9", {id: Known(*known) for id, known in running.items()})
+    answer = salvage(folder, "replica-3", {id: Known(*known) for id, known in running.items()})
     loaded = PayloadReader(folder).load([one.tokens.at for one in answer.found])
     return {one.trajectory_id: (one, loaded.piece(one.tokens.at)) for one in answer.found}, answer.journals
 
@@ -36,7 +36,7 @@ def test_it_goes_on_where_the_record_ends_over_all_files(tmp_path, journal):
     one, piece = found["a"]
     assert piece == make_piece("a", start=20, tokens=30, used_s=45.0)
     assert (one.tokens.start, one.tokens.end, one.spans, one.used_s) == (20, 50, (Span(7, 20, 50),), 45.0)
-    assert one.tokens.at.segment.startswith("salvage-9.")
+    assert one.tokens.at.segment.startswith("salvage-replica-3.")
     assert found["b"][1] == make_piece("b", tokens=50)
     assert len(journals) > 1
     assert journals == sorted(tmp_path.glob("*.journal")), "they stay"
@@ -66,11 +66,17 @@ def test_journals_of_other_parts_are_not_read(tmp_path, journal):
     Journal(tmp_path, "replica-33").write([make_piece("a")])
     Journal(tmp_path, "replica-4").write([make_piece("a")])
     assert salvaged(tmp_path, {"a": (1, 0)}) == ({}, [])
-    assert set(salvaged(tmp_path, {"a": (1, 0)}, pattern="*")[0]) == {"a"}
+
+
+def test_a_journal_that_goes_meanwhile_costs_no_other(tmp_path, journal):
+    journal.write([make_piece("a")])
+    gone = tmp_path / "replica-3.0.journal"
+    gone.symlink_to("nowhere")  # as if deleted once it was listed
+    assert set(salvaged(tmp_path, {"a": (1, 0)})[0]) == {"a"}
 
 
 def test_a_folder_that_is_not_there_has_nothing(tmp_path):
-    assert salvage(tmp_path / "none", "*", "salvage-9", {"a": Known(1, 0)}) == Salvage([], [])
+    assert salvage(tmp_path / "none", "replica-3", {"a": Known(1, 0)}) == Salvage([], [])
 
 
 def mask(*rows):

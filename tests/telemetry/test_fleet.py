@@ -51,7 +51,7 @@ async def test_every_sample_has_the_use_of_the_cores(tmp_path, monkeypatch):
         written.set()
 
     monkeypatch.setattr(fleet, "append_row", append)
-    monkeypatch.setattr(fleet, "EVERY_S", 0.01)
+    monkeypatch.setattr(fleet, "FLEET_EVERY_S", 0.01)
     monkeypatch.setattr(fleet, "cpu_use", lambda cores: 0.97)
     stats = Stats(SystemClock(), replicas=2, totals=Totals())
     stats.set_rl_phase(True)

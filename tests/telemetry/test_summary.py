@@ -3,7 +3,6 @@
 import pytest
 
 from laminar_lab.report.closing import checkpoint_summary, relay_summary
-from laminar_py.ledger.database import reading
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import (
@@ -41,26 +40,28 @@ def relayed(node, version, wire_bytes, elapsed_s):
     )
 
 
-async def test_the_relay_is_summed_up_from_the_ledger(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger, versions=())
-        for version, stall_s in enumerate((0.1, 0.3, 0.0, 0.2)):  # the learner died over version 2
-            ledger.append(
-                VersionPublished(
-                    version=version,
-                    step=version,
-                    incarnation=1,
-                    parent=None,
-                    digest=f"digest{version}",
-                    num_bytes=1000,
-                    stall_s=stall_s,
-                )
-            )
-            ledger.append(relayed(0, version, 0, 0.0))
-            ledger.append(relayed(1, version, 10 if version else 1000, 1.0 + version))
-            ledger.append(relayed(2, version, 10 if version else 1000, 2.0))
-    with reading(tmp_path) as connection:
-        figures = relay_figures(connection)
+def published(version, stall_s):
+    return VersionPublished(
+        version=version,
+        step=version,
+        incarnation=1,
+        parent=None,
+        digest=f"digest{version}",
+        num_bytes=1000,
+        stall_s=stall_s,
+    )
+
+
+def test_the_relay_is_summed_up():
+    events = []
+    for version, stall_s in enumerate((0.1, 0.3, 0.0, 0.2)):  # the learner died over version 2
+        events += [
+            published(version, stall_s),
+            relayed(0, version, 0, 0.0),
+            relayed(1, version, 10 if version else 1000, 1.0 + version),
+            relayed(2, version, 10 if version else 1000, 2.0),
+        ]
+    figures = relay_figures(events)
     assert figures == RelayFigures(4, 0.2, 2.5, 2060 / 8000)
     assert relay_summary(figures) == (
         "4 versions, the learner stood still 200.0 ms for one, 2.50 s until the last relay had it, 25.8% of whole"
@@ -72,27 +73,19 @@ def test_where_nothing_could_be_left_out_whole_versions_travelled():
     assert relay_summary(RelayFigures(3, None, None, 1.0)) == "3 versions, whole versions travelled"
 
 
-async def test_a_lone_root_has_nothing_to_say_of_the_wire(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger, versions=(0,))
-        ledger.append(relayed(0, 0, 0, 0.0))
-    with reading(tmp_path) as connection:
-        figures = relay_figures(connection)
+def test_a_lone_root_has_nothing_to_say_of_the_wire():
+    figures = relay_figures([published(0, 0.1), relayed(0, 0, 0, 0.0)])
     assert figures == RelayFigures(1, 0.1, None, None)
     assert relay_summary(figures) == "1 versions, the learner stood still 100.0 ms for one"
 
 
-async def test_checkpoints_are_summed_up_from_the_ledger(tmp_path):
-    async with open_ledger(tmp_path) as ledger:
-        begin(ledger)
-        for step, stall_s in enumerate((0.1, 0.002, 0.003)):
-            ledger.append(
-                Checkpointed(
-                    step=step, version=0, path=f"checkpoints/step-{step}", stall_s=stall_s, elapsed_s=0.5 + step
-                )
-            )
-    with reading(tmp_path) as connection:
-        figures = checkpoint_figures(connection)
+def test_checkpoints_are_summed_up():
+    figures = checkpoint_figures(
+        [
+            Checkpointed(step=step, version=0, path="checkpoints/step", stall_s=stall_s, elapsed_s=0.5 + step)
+            for step, stall_s in enumerate((0.1, 0.002, 0.003))
+        ]
+    )
     assert figures == CheckpointFigures(3, 0.003, 1.5)
     assert checkpoint_summary(figures) == "3, the learner stood still 3.0 ms for one, 1.50 s until it was on disk"
 

@@ -81,6 +81,7 @@ async def test_what_ran_goes_on_at_the_length_and_under_the_version_that_its_jou
         (0, None),
     ]
     assert {event.reason for event in events if isinstance(event, Interrupted)} == {"controller_crashed"}
+    assert not list(segments_path(tmp_path).glob(f"*{JOURNAL}")), "the next start need not read them"
     assert not [event for event in events if isinstance(event, Dropped)]
     assert [trajectory.id for trajectory in fleet.unscored] == ["g0.2"]
     assert verify(tmp_path) == []

@@ -19,7 +19,7 @@ from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError, 
 from laminar_py.records.spans import sampled_mask
 from laminar_py.records.trajectory import BaseTrajectory, Trajectory, TrajectoryRef
 
-OPEN_FILES = 64  # kept open per reader
+OPEN_FILES = 256  # kept open per reader
 PATIENCE_S = 60.0  # with several hosts: longer than NFS caches a file's size
 RETRY_S = 0.2  # between two tries
 
@@ -73,7 +73,8 @@ class PayloadReader:
     def load(self, refs: Iterable[PieceRef]) -> Loaded:
         """Read pieces; the result has an error for each piece that cannot be read."""
         deadline = time.monotonic() + self._patience_s
-        return Loaded({ref: self._read_until(ref, deadline) for ref in refs})
+        in_file_order = sorted(refs, key=lambda ref: (ref.segment, ref.offset))
+        return Loaded({ref: self._read_until(ref, deadline) for ref in in_file_order})
 
     def close(self) -> None:
         """Close all files."""

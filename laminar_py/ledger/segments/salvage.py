@@ -8,6 +8,7 @@ record ends; other tokens are left out (`tests/segments/test_salvage.py`).
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -43,15 +44,14 @@ class Salvage(msgspec.Struct, frozen=True):
     journals: list[Path]
 
 
-def salvage(folder: Path, pattern: str, label: str, running: Mapping[str, Known]) -> Salvage:
-    """Salvage tokens of trajectories that ran on crashed replicas, from the journals that match a pattern.
+def salvage(folder: Path, label: str, running: Mapping[str, Known]) -> Salvage:
+    """Salvage tokens of trajectories that ran on a crashed replica, from the journals under its label.
 
-    `running` has the recorded state of each trajectory, by id. The tokens go to a segment under `label`. Raises
-    `OSError`.
+    `running` has the recorded state of each trajectory, by id. The tokens go to a new segment. Raises `OSError`.
     """
-    journals = sorted(folder.glob(f"{pattern}{JOURNAL}"))
+    journals = sorted(folder.glob(f"{label}.*{JOURNAL}"))
     merged = continuations(chain.from_iterable(map(_entries, journals)), running)
-    writer = SegmentWriter(folder, label)
+    writer = SegmentWriter(folder, f"salvage-{label}")
     refs = writer.write_all(merged)
     writer.close()
     return Salvage([salvaged(piece, ref) for piece, ref in zip(merged, refs, strict=True)], journals)
@@ -84,7 +84,7 @@ def merge(pieces: Sequence[Piece]) -> Piece:
 
 
 def _entries(path: Path) -> Iterator[Piece]:
-    with path.open("rb") as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:  # a replica that still runs may delete it
         if os.fstat(file.fileno()).st_size:  # of the open file, since a network folder caches sizes
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 yield from (piece for piece in whole_frames(memoryview(data)) if isinstance(piece, Piece))

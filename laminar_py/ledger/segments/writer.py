@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from laminar_py.ledger.segments.frames import AnyPiece, Buffer, make_frame
@@ -32,9 +33,11 @@ class SegmentWriter:
     def __init__(self, folder: Path, part: str, *, shared: bool = False, suffix: str = SEGMENT) -> None:
         self.size = 0  # bytes
         self.path = folder / f"{new_name(part)}{suffix}"
-        self._shared = shared
-        self._num_synced = 0  # bytes that `synced` has brought to disk
+        self.shared = shared
+        self._num_synced = 0  # bytes that `on_disk` has brought to disk
         self._syncing = asyncio.Lock()
+        self._sync_thread = ThreadPoolExecutor(1, "sync")  # patient readers may use up the loop's threads
+        self._fault: OSError | None = None  # of a failed sync
         self._file: int | None = None
 
     def write(self, piece: AnyPiece) -> PieceRef:
@@ -58,21 +61,32 @@ class SegmentWriter:
         return refs
 
     def sync(self) -> None:
-        """Sync all written pieces to disk; another thread may write meanwhile. Raises `OSError`."""
+        """Sync all written pieces to disk; another thread may write meanwhile. Raises `OSError`, then always."""
+        if self._fault is not None:
+            raise self._fault
         if self._file is not None:
-            os.fdatasync(self._file)
+            try:
+                os.fdatasync(self._file)
+            except OSError as error:
+                self._fault = error  # Linux reports lost bytes once; the next sync would succeed
+                raise
 
     async def synced(self) -> None:
-        """Return when other hosts can read all pieces written so far; at once without `shared`. Raises `OSError`.
+        """Return when other hosts, if there are any, can read all pieces written so far. Raises `OSError`."""
+        if self.shared:
+            await self.on_disk()
+
+    async def on_disk(self) -> None:
+        """Return when all pieces written so far are on disk. Raises `OSError`.
 
         One sync at a time runs, in a thread, and serves all callers that wait for it.
         """
         written = self.size
-        if self._shared and self._num_synced < written:
+        if self._num_synced < written:
             async with self._syncing:
                 if self._num_synced < written:
                     size = self.size
-                    await asyncio.to_thread(self.sync)
+                    await asyncio.get_running_loop().run_in_executor(self._sync_thread, self.sync)
                     self._num_synced = size
 
     def close(self, *, sync: bool = True) -> None:
@@ -116,13 +130,6 @@ class Journal:
         self._files = [entry for entry in self._files if entry[0] not in unneeded]
         for writer in unneeded:
             writer.path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Delete all journals, since the process ends and has reported everything."""
-        for writer, _ in self._files:
-            writer.close(sync=False)
-            writer.path.unlink(missing_ok=True)
-        self._files.clear()
 
 
 def tokens_ref(piece: Piece, at: PieceRef) -> TokensRef:

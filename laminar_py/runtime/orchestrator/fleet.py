@@ -60,8 +60,7 @@ class ElasticFleet:
         self._run = incarnation.run.path
 
     async def run(self) -> None:
-        """Follow the wanted number of replicas until cancelled; forget a number from before the start."""
-        await asyncio.to_thread(take_wanted, self._run)
+        """Follow the wanted number of replicas until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             if (wanted := await asyncio.to_thread(take_wanted, self._run)) is not None:

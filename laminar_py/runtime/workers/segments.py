@@ -28,7 +28,7 @@ class RunSegments:
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._ledger = incarnation.ledger
-        self._folder = incarnation.run.segments
+        self.folder = incarnation.run.segments
         self._incarnation = incarnation.number
         self._starts = count()
 
@@ -36,18 +36,14 @@ class RunSegments:
         """Return a label for a part that starts, e.g. `replica-3-2-17`: the 17th start of incarnation 2."""
         return f"{part}-{self._incarnation}-{next(self._starts)}"
 
-    async def salvage(self, label: str | None, running: Mapping[str, Known]) -> Salvage:
-        """Rescue unreported tokens of these trajectories from the journals of a crashed part.
-
-        Without a label, read the journals of all parts. The result is empty if they cannot be read.
-        """
+    async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
+        """Rescue unreported tokens of these trajectories from a crashed part's journals, if they can be read."""
         if not running:
             return Salvage([], [])
-        pattern, own_label = ("*", "salvage-all") if label is None else (f"{label}.*", f"salvage-{label}")
         try:
-            return await asyncio.to_thread(salvage, self._folder, pattern, self.new_label(own_label), running)
+            return await asyncio.to_thread(salvage, self.folder, label, running)
         except OSError as error:
-            log.error("no tokens are salvaged from %s: %s", pattern, error)
+            log.error("no tokens are salvaged from %s: %s", label, error)
             return Salvage([], [])
 
     async def discard(self, journals: Iterable[Path]) -> None:
@@ -58,7 +54,7 @@ class RunSegments:
 
     async def close(self) -> None:
         """Delete all journals; called when all trajectories have ended and are reported."""
-        await self.discard(self._folder.glob(f"*{JOURNAL}"))
+        await self.discard(self.folder.glob(f"*{JOURNAL}"))
 
     def find_missing(self, live: Iterable[LiveTrajectory]) -> dict[str, str]:
         """Return the trajectories whose segments are gone or too short, each with a reason."""
@@ -68,7 +64,7 @@ class RunSegments:
             refs = [tokens.at for tokens in entry.tokens] + [column.at for column in entry.columns.values()]
             for ref in refs:
                 end = ref.offset + ref.num_bytes
-                if size_of(self._folder / f"{ref.segment}{SEGMENT}") < end:
+                if size_of(self.folder / f"{ref.segment}{SEGMENT}") < end:
                     missing[entry.id] = f"segment {ref.segment} is gone, or ends before byte {end}"
         return missing
 
@@ -90,5 +86,9 @@ async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: T
         for entry in recovered.live
         if entry.status is Status.RUNNING
     }
-    await scheduler.restore(recovered, salvaged=(await segments.salvage(None, running)).found)
+    journals = list(segments.folder.glob(f"*{JOURNAL}"))
+    labels = {path.name.partition(".")[0] for path in journals}
+    found = [one for label in sorted(labels) for one in (await segments.salvage(label, running)).found]
+    await scheduler.restore(recovered, salvaged=found)
     await scheduler.incoming.drop_lost(missing)
+    await segments.discard(journals)

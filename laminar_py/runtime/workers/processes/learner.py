@@ -268,5 +268,6 @@ class ReferenceActor(ComputingActor):
         ]
         refs = zip(pieces, self._writer.write_all(pieces), strict=True)
         columns = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
-        self._writer.sync()  # other hosts may read them
+        if self._writer.shared:
+            self._writer.sync()
         return ReferenceAnswer(columns, lost, time.perf_counter() - started)
