@@ -23,7 +23,7 @@ class SlowCalculator:
     """The counterpart of tool_calculator's model, log-normal in its latency."""
 
     def __init__(self, log: str) -> None:
-        self._log = Path()
+        self._log = Path(log)
         self._name, self._turn, self._taken = uuid.uuid4().hex, 0, ""
 
     def reset(self, problem: Problem) -> Observation:
