@@ -112,8 +112,8 @@ def _check_lengths(config: RunConfig, emulation: EmulationConfig) -> None:
     prompt, most = emulation.simulation.prompt_tokens, emulation.most_sampled(cap)
     if prompt + cap > max_len:
         raise ConfigError(
-            f"rollout.engine.simulation.prompt_tokens={prompt}: with rollout.sampling.max_new_tokens={cap} above"
-            f" rollout.max_len={max_len}; lower one of the first two, or raise max_len"
+            f"rollout.engine.simulation.prompt_tokens={prompt} plus rollout.sampling.max_new_tokens={cap}"
+            f" is above rollout.max_len={max_len}; lower one of the first two, or raise max_len"
         )
     if emulation.median_tokens > most:
         raise ConfigError(

@@ -56,7 +56,7 @@ def limit(kind: int, bound: int, *, most: int | None = None) -> None:
 
 
 def keep_capabilities(mask: int) -> None:
-    """Drop all capabilities but these. A capability that this process does not hold stays away."""
+    """Drop the capabilities that are not in `mask`; add none that this process lacks."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()  # low halves of effective, permitted, inheritable; then the high halves
     call("capget", header, sets)

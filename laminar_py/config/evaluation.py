@@ -91,6 +91,7 @@ def check_evaluation(evaluation: EvalConfig, rollout: RolloutConfig) -> None:
         wider = run.top_k > 0 and not 0 < sampling.top_k <= run.top_k
         if Recording.SAMPLING_MASK in rollout.record and (whole or wider):
             raise ConfigError(
-                f"eval.sets.{name}.top_k={sampling.top_k}: rollout.record=sampling_mask has room for"
-                f" rollout.sampling.top_k={run.top_k} tokens; lower it to that, or leave it out"
+                f"eval.sets.{name} samples top_k={sampling.top_k}, top_p={sampling.top_p:g}, but"
+                f" rollout.record=sampling_mask has room for rollout.sampling.top_k={run.top_k} tokens (0: only"
+                f" top_p or min_p cuts); set the set's top_k or top_p to the run's, or record no sampling_mask"
             )

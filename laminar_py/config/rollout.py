@@ -109,7 +109,7 @@ class WithoutSignal(StrEnum):
 
 
 class SamplingConfig(Section):
-    """How responses are sampled in training; an evaluation set may override each setting."""
+    """How responses are sampled in training; an evaluation set may override all but `min_p`."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits; 0 is greedy."""

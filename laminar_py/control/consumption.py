@@ -196,7 +196,7 @@ class Consumption:
         return self._state.settings.masks_truncated and reason is FinishReason.LENGTH
 
     def _too_long(self, member: LiveTrajectory) -> bool:
-        """Whether a member fits no microbatch and was dropped; the config check prevents nearly all such cases."""
+        """Drop a member that fits no microbatch and return True, else False; the config check makes this rare."""
         packing, num_tokens = self._packing, packed_tokens(len(member.prompt.ids), member.token_spans)
         if packing is None or num_tokens <= packing.max_tokens:
             return False

@@ -84,7 +84,7 @@ class ReplicaView:
 
 
 class ReplicaViews:
-    """Views of all replicas, `by_index`; `sizes` are the numbers of trajectories assigned together."""
+    """Views of all replicas, `by_index`; `sizes` holds how many trajectories an assignment can have."""
 
     def __init__(self, replicas: int, *, sizes: Collection[int]) -> None:
         self.by_index = {index: ReplicaView(index=index) for index in range(replicas)}

@@ -32,7 +32,7 @@ class Demonstration:
 
     @property
     def num_tokens(self) -> int:
-        """P + L."""
+        """Number of prompt and response tokens, P + L."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 

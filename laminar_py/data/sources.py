@@ -155,7 +155,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
     try:
         yield from _json_rows(ParquetFile(path).iter_batches(batch_size=BATCH))
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{field}={path}: no Parquet file ({_in_one_line(error)}); fix it") from None
+        raise ConfigError(f"{field}={path}: not readable as Parquet ({_in_one_line(error)}); rewrite it") from None
 
 
 def _json_rows(tables: Iterable[Any]) -> Iterator[tuple[int, bytes]]:

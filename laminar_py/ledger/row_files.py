@@ -70,7 +70,7 @@ def read_last(path: Path, kind: type[Row]) -> Row | None:
 
 
 def read_tail(path: Path) -> list[bytes]:
-    """Return the whole lines in the last `TAIL_BYTES` of a file, none if it is missing."""
+    """Return the lines in the last `TAIL_BYTES` of a file, none if it is missing; the last may be torn."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -189,7 +189,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
 def live_rows(
     connection: sqlite3.Connection, where: str, values: tuple[object, ...] = ()
 ) -> Iterator[LiveTrajectory]:
-    """Iterate over trajectories whose rows meet an SQL condition, without tokens and prompt."""
+    """Iterate over trajectories whose rows meet the SQL condition `where`; tokens and prompts stay empty."""
     return (LiveTrajectory(**msgspec.structs.asdict(row)) for row in trajectory_rows(connection, where, values))
 
 

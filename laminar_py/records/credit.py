@@ -85,7 +85,7 @@ class Returns:
 
 
 def returns_of(total: float, earned: Earned | None = None) -> Returns:
-    """Returns of a response whose rewards sum to `total`; `earned` is None where only the whole has a reward."""
+    """Returns of a response whose rewards sum to `total`; `earned` is None if only the whole is scored."""
     if earned is None:
         return Returns(total=total, mean=total)
     gross = earned.gross + abs(total - earned.last)
@@ -109,7 +109,7 @@ class RoleCredit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def credits_of(rewards: Mapping[str, float], roles: Sequence[str]) -> tuple[RoleCredit, ...]:
-    """Credit of each role in `rewards`; `roles` has the role of each turn. Raises ValueError for one without."""
+    """Credit of each role in `rewards`; `roles` names each turn's role. Raises ValueError for a missing reward."""
     if missing := sorted(set(roles) - set(rewards)):
         raise ValueError(f"role {missing[0]!r} has turns and no reward; give one to each of {sorted(set(roles))}")
     turns: dict[str, list[int]] = {role: [] for role in rewards}

@@ -179,7 +179,7 @@ class NodeVersions:
                 self._compare_digests(announce.manifest)
 
     def handle_chunk(self, chunk: m.Chunk) -> None:
-        """Store a chunk that the parent sent, and complete the version with its last chunk."""
+        """Store a chunk that the parent sent. The last completes the version; an error gives it up."""
         download = self._downloads.get(chunk.version)
         if download is None:
             return  # the version was overtaken while the chunk was in flight

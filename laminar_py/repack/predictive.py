@@ -169,7 +169,7 @@ class PredictivePlanner:
 
 
 class _Rooms:
-    """Destinations, ordered by the KV tokens that each may still receive in this round, most first."""
+    """Destination replicas; the replica that may receive the most KV tokens in this round comes first."""
 
     def __init__(self, surveys: Sequence[Survey], free: Sequence[int], stall_tokens: int) -> None:
         # (minus KV tokens it may still receive, minus free KV tokens, replica, free slots): a heap of the most

@@ -434,9 +434,9 @@ class Replica:
     # ---- its state
 
     def _admissible(self, status: EngineStatus) -> int:
-        """Training trajectories that may begin.
+        """Return how many training trajectories may begin.
 
-        `away` ones free no place while the engine's queue is not empty.
+        Trajectories in `away` free their places only while the engine's queue is empty.
         """
         num_away = 0 if status.waiting else len(self.away)
         return self._admission.admissible(num_running=len(self._running), num_away=num_away)

@@ -85,7 +85,7 @@ def faults(tmp_path: Path) -> dict[str, tuple[DataSource, str]]:
     folder.mkdir()
     written(folder / "train.jsonl", '{"prompt": "a"}')
     return {
-        "parquet": (source(tmp_path / "t.parquet"), r"t\.parquet: no Parquet file .*; fix it"),
+        "parquet": (source(tmp_path / "t.parquet"), r"t\.parquet: not readable as Parquet .*; rewrite it"),
         "split": (
             source(tmp_path / "t.jsonl", split="test"),
             r"data\.train\.split: .* is one file.*; leave it",

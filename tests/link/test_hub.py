@@ -174,7 +174,7 @@ async def test_a_line_that_falls_silent_is_lost_and_one_that_speaks_is_not():
         with by_hand(desk.hub.endpoint, A, B) as (first, second):
             await first.report(1)
             speaking = asyncio.create_task(_speak(second))
-            assert await silent.lost == "no report in 0.8 s"
+            assert await silent.lost == "no report in supervisor.heartbeat_timeout_s=0.8 s"
             await asyncio.sleep(0.4)
             assert not speaks.lost.done()
             speaking.cancel()
@@ -191,7 +191,7 @@ async def test_a_line_that_never_spoke_is_lost_once_its_process_runs_and_not_whi
     async with serving(patience_s=0.5) as desk:
         runs, starts = desk.hub.open(A, 0), desk.hub.open(B, 1)
         desk.hub.mark_started(runs)
-        assert await runs.lost == "no report in 0.5 s"
+        assert await runs.lost == "no report in supervisor.heartbeat_timeout_s=0.5 s"
         assert not starts.lost.done()
 
 

@@ -75,7 +75,7 @@ async def test_a_hub_that_stood_still_does_not_take_its_replicas_for_silent():
                 time.sleep(still_s)  # noqa: ASYNC251
                 await asyncio.sleep(0.3)
                 assert not any(connection.lost.done() for connection in connections), still_s
-        assert await connections[0].lost == "no report in 1 s"
+        assert await connections[0].lost == "no report in supervisor.heartbeat_timeout_s=1 s"
 
 
 async def test_a_thousand_lines_are_all_served_and_cost_little_while_nothing_is_said():

@@ -29,7 +29,7 @@ class Fences:
 
     def __init__(self, *, walls: bool) -> None:
         if walls and not seccomp.offered():
-            raise OSError(f"seccomp is not known of {kernel.MACHINE}")
+            raise OSError(f"no seccomp filter is known for machine {kernel.MACHINE}")
         if walls and not landlock.version():
             raise OSError("this kernel has no Landlock, or it is disabled at boot")
         self._walls = walls

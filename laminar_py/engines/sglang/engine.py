@@ -269,8 +269,8 @@ class SGLangEngine:
             )
         if adapted and running and self._paused is not PauseMode.ABORT:
             raise RuntimeError(
-                f"version {version} is an adapter, and {len(running)} requests keep the one they began with; abort"
-                " them"
+                f"version {version} is an adapter, but {len(running)} requests would keep their old adapter;"
+                " abort them before the load"
             )
         self._gate.clear()  # requests that arrive during the load run under the new version
         try:

@@ -184,7 +184,7 @@ def decode_routed_experts(text: str, *, start: int, positions: int, top_k: int) 
         raise WireError(f"{len(experts)} routed experts for {positions} positions of top {top_k}")
     lowest, highest = int(experts.min()), int(experts.max())
     if lowest < 0 or highest >= MAX_EXPERTS:
-        raise WireError(f"routed experts {lowest} to {highest}")
+        raise WireError(f"routed experts {lowest} to {highest} are outside 0 to {MAX_EXPERTS - 1}")
     width = 1 if highest < 256 else 2
     return RoutedExperts(
         start=start, layers=layers, top_k=top_k, width=width, data=experts.astype(f"<u{width}").tobytes()

@@ -60,8 +60,8 @@ class Loaded:
 class PayloadReader:
     """Reads pieces from the segments in `folder`.
 
-    With `patience_s`, for a run on several hosts, the reader opens a file again for so long until it sees a piece
-    that another host wrote: a network file system may show an open file as it was seconds ago.
+    If a piece of another host is missing, the reader reopens the file for up to `patience_s` seconds: a network
+    file system may show an open file as it was seconds ago.
     """
 
     def __init__(self, folder: Path, *, patience_s: float = 0.0) -> None:

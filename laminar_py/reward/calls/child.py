@@ -82,7 +82,7 @@ def main() -> None:
     number, body, _ = first
     spec = decode(CallSpec, body)
     if spec.record is not None and not forbid_writes(Path(spec.record)):
-        log.warning("no Landlock here: functions may write to %s and read our environment", spec.record)
+        log.warning("no Landlock here: functions may write to %s and read our environment variables", spec.record)
     try:
         function = _load(spec)
     except ConfigError as error:

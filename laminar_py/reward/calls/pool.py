@@ -135,7 +135,7 @@ class CallPool:
             await worker.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
-        """Wait for a free worker, call the function for a response, and return its outcome."""
+        """Return the function's outcome for a response; retry after a crash, `MOST_CRASHES` calls in all."""
         crashes = 0
         while crashes < MOST_CRASHES:
             try:
@@ -210,7 +210,7 @@ class CallPool:
                 if not self._workers:
                     raise
                 self._starts_at = asyncio.get_running_loop().time() + STARTS_AGAIN_S
-                log.warning("%s: no further worker: %s", self._name, error)
+                log.warning("%s: cannot start another worker, so the running ones go on: %s", self._name, error)
 
     async def _reserve_worker(self, late: float) -> RewardWorker | None:
         """Wait for a worker with room and reserve it; None once it is `late` and another worker may start."""

@@ -280,12 +280,12 @@ class ReplicaHub:
                 if stalled:
                     connection.last_frame_s = now
                 elif now > connection.last_frame_s + self._patience_s:
-                    connection.lose(f"no report in {self._patience_s:g} s")
+                    connection.lose(f"no report in supervisor.heartbeat_timeout_s={self._patience_s:g} s")
             if connection.is_overdue(now):
                 self.send_soon(connection)
 
     def _send_due(self) -> None:
-        """Send the due frames; the frames of a replica without a connection wait for its next frame."""
+        """Send the due frames; commands for a replica without a connection wait until it sends a frame again."""
         self._due = False
         connections, self._to_send = self._to_send, {}
         for connection in connections:

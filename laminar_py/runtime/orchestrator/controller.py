@@ -483,7 +483,7 @@ class Controller:
     # ---- a resume
 
     async def _ask_for_open_passes(self, recovered: Recovered) -> None:
-        """Continue evaluations that were under way when the earlier controller ended."""
+        """Ask again for the evaluation passes that the ledger holds open from an earlier controller."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.restore(
             await asyncio.to_thread(open_passes, run.ledger),

@@ -114,7 +114,7 @@ class Evaluator:
         self._results = {(step, name) for step, name in self._results if step <= point.step}
 
     async def stepped(self, point: EvalPoint, *, last: bool) -> None:
-        """Begin the evaluations that are due after a committed step; `finish` evaluates the last one."""
+        """Begin evaluations due after a committed step, and raise the errors of evaluations that ended."""
         self.note_version(point)
         previous, self._previous = self._previous or point, point
         due = [name for name, every in self._intervals.items() if point.step % every == 0]

@@ -196,7 +196,7 @@ class Scoring:
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
-        """Deliver scores, then pause in an outage; the scorer gets no other response meanwhile."""
+        """Deliver scores. In an outage, then wait for the next good delivery, at most `OUTAGE_REST_S`."""
         await self._deliver_to(scores)
         if not self.failures.is_outage:
             self._scored.set()

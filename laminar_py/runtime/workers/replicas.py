@@ -163,7 +163,7 @@ class ReplicaKeeper(Keeper):
             await segments.discard(salvage.journals)
 
     async def _until_lost(self) -> None:
-        """Wait until the connection of a started replica is lost, and raise PartCrashedError."""
+        """Start the hub's heartbeat check of a replica, wait until it is lost, and raise PartCrashedError."""
         assert self.connection is not None, "a started replica has a connection"
         self._fleet.hub.mark_started(self.connection)
         raise PartCrashedError(f"replica-{self.index}", await self.connection.lost)

@@ -102,7 +102,7 @@ class ScorerSpec(WriterStart, frozen=True, kw_only=True):
 
 
 class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
-    """Start of an environment process; with `messages` the chat template writes answers."""
+    """Start of an environment process; `messages`: the chat template renders observations."""
 
     index: int
     messages: bool

@@ -91,7 +91,7 @@ async def test_requests_that_run_keep_their_adapter_and_a_partial_goes_on_under_
         streams = [Caught(engine, make_request(f"r{i}", prompt=(3, 4, i), length=1900)) for i in range(8)]
         await streams[0].running()
         await engine.pause(PauseMode.RETRACT)
-        with pytest.raises(RuntimeError, match="keep the one they began with"):
+        with pytest.raises(RuntimeError, match="would keep their old adapter"):
             await engine.load_weights(served.adapters[1], 2)
         await engine.pause(PauseMode.ABORT)
         await engine.load_weights(served.adapters[1], 2)
