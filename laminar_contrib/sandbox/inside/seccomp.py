@@ -2,10 +2,10 @@
 
 The filter refuses calls that reach out of the sandbox, new processes, and rarely used parts of the kernel. It
 refuses calls that reserve space or flush all disks, and files without a name, which the size of the folder does
-not count. A refused socket answers "network is down" and a refused process "try again", so labels can tell them from other
-refusals. The filter also refuses what Landlock does not know of: changes of times, modes, owners and extended
-attributes, leases, the access mode 3 of `open` and, before its version 3, truncation. Calls that set times and modes have no effect but report success,
-since `shutil.copy` and others do not expect a refusal.
+not count. A refused socket answers "network is down" and a refused process "try again", so labels can tell them
+from other refusals. The filter also refuses what Landlock does not know of: changes of times, modes, owners and
+extended attributes, leases, the access mode 3 of `open` and, before its version 3, truncation. Calls that set
+times and modes have no effect but report success, since `shutil.copy` and others do not expect a refusal.
 """
 
 import ctypes
@@ -54,8 +54,8 @@ BY_MACHINE = {
         "fremovexattr": 16, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88,
         "timer_create": 107, "truncate": 45, "openat": 56,
         "io_setup": 0, "lookup_dcookie": 18, "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "umount2": 39,
-        "mount": 40, "pivot_root": 41, "nfsservctl": 42, "fallocate": 47, "chroot": 51, "quotactl": 60, "vmsplice": 75,
-        "sync": 81, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
+        "mount": 40, "pivot_root": 41, "nfsservctl": 42, "fallocate": 47, "chroot": 51, "quotactl": 60,
+        "vmsplice": 75, "sync": 81, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
         "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "sched_setparam": 118,
         "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131,
         "rt_sigqueueinfo": 138, "setpriority": 140, "reboot": 142, "sethostname": 161, "setdomainname": 162,
