@@ -1,9 +1,9 @@
 """Messages between a slot and its zygote, as bodies of calls (`laminar_py.children`), in JSON.
 
-The first call is a `SlotSetup`, each further one a `SlotCommand`, or a `SlotPause` while a session runs. Each answer
-is a `SlotNews`: `ready`, `fault` (and it exits), `end` (of a run), `paused`. Input and output of a program lie in files of their own, whose
-descriptors come with the command. So a program cannot write into this socket, and the zygote reads nothing that
-a program wrote.
+The first call is a `SlotSetup`, each further one a `SlotCommand`, or a `SlotPause` while a session runs. Each
+answer is a `SlotNews`: `ready`, `fault` (and it exits), `end` (of a run), `paused`. Input and output of a program
+lie in files of their own, whose descriptors come with the command. So a program cannot write into this socket, and
+the zygote reads nothing that a program wrote.
 """
 
 import json
