@@ -24,6 +24,7 @@ from laminar_py.records.credit import credits_of
 KEY_BYTES = 24
 ENDED = "the trajectory has ended"
 MAX_WAITING = 16  # requests of one agent in its queue
+MAX_REQUESTS = 64  # of one agent that are read or answered at the same time
 MAX_BODIES = 4  # request bodies of one agent that are read at the same time
 
 
@@ -81,6 +82,7 @@ class AgentEnvironment:
         session: PythonSession | None = None,
     ) -> None:
         self.deterministic = deterministic
+        self.request_slots = asyncio.Semaphore(MAX_REQUESTS)  # the endpoint refuses instead of waiting
         self.body_slots = asyncio.Semaphore(MAX_BODIES)
         self._starter = starter
         self._agents = agents

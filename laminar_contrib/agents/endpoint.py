@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from blake3 import blake3
 
-from laminar_contrib.agents.agent import AgentEnvironment
+from laminar_contrib.agents.agent import MAX_REQUESTS, AgentEnvironment
 from laminar_contrib.agents.api import (
     MODEL,
     ChatRequest,
@@ -71,21 +71,27 @@ class AgentEndpoint:
         return app
 
     async def _admit(self, handler: AgentHandler, request: web.Request) -> web.Response:
-        """Read and handle a request of an agent. Refuse a request without a known key before reading its body."""
+        """Read and handle a request of an agent.
+
+        Refuse a request without a known key, or beyond `MAX_REQUESTS` of its agent, before reading its body.
+        """
         agent = self._agents.get(_key_of(request))
         if agent is None:
             raise web.HTTPUnauthorized(text="no running trajectory has this key")
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise web.HTTPUnsupportedMediaType(text="a body is to be plain JSON")
+        if agent.request_slots.locked():
+            raise web.HTTPTooManyRequests(text=f"{MAX_REQUESTS} requests are being answered; try again")
         read_s = self._connections.bounds.read_s
         with self._connections.serving(_connection_of(request)):
-            async with agent.body_slots:
-                try:
-                    async with asyncio.timeout(read_s):
-                        await request.read()
-                except TimeoutError:
-                    raise web.HTTPRequestTimeout(text=f"the body took longer than {read_s:g} s") from None
-            return await handler(agent, request)
+            async with agent.request_slots:
+                async with agent.body_slots:
+                    try:
+                        async with asyncio.timeout(read_s):
+                            await request.read()
+                    except TimeoutError:
+                        raise web.HTTPRequestTimeout(text=f"the body took longer than {read_s:g} s") from None
+                return await handler(agent, request)
 
     # ---- routes
 

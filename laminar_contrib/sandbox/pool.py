@@ -25,7 +25,7 @@ from laminar_py.children import ProcessLostError
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.section import ConfigError
 
-REMEDY = "run where Landlock (Linux 5.13) and seccomp are allowed, or set it to none on a machine without secrets"
+REMEDY = "allow Landlock (Linux 5.13) and seccomp, or set sandbox.require to none on a machine without secrets"
 ATTEMPTS = 3  # of a run whose program or zygote was killed although it broke no limit
 
 
@@ -36,7 +36,7 @@ class SandboxPool:
             result = await pool.run("print(int(input()) + 1)", stdin="41")
 
     Opening the pool raises `ConfigError` if this machine has no fences of the tier `require`. With the tier `none`
-    the pool uses fences where the machine has them, unless `fenced` is False. A call waits until a slot is idle.
+    the pool uses fences where the machine has them. A call waits until a slot is idle.
     """
 
     def __init__(
@@ -45,13 +45,10 @@ class SandboxPool:
         slots: int,
         require: SandboxTier = SandboxTier.LANDLOCK,
         limits: SandboxLimits | None = None,
-        fenced: bool = True,
     ) -> None:
         assert slots > 0, slots
-        assert fenced or require is SandboxTier.NONE, require
         self._number = slots
         self._require = require
-        self._tiers = list(SandboxTier) if fenced else [SandboxTier.NONE]
         self._limits = limits or SandboxLimits()
         self._folder: Path | None = None
         self._slots: list[SandboxSlot] = []
@@ -201,7 +198,7 @@ class SandboxPool:
 
     async def _choose(self, folder: Path) -> None:
         """Make the slots of the strongest tier in which a first slot starts. Raises `ConfigError` if none does."""
-        for tier in self._tiers:
+        for tier in SandboxTier:
             self._slots = [SandboxSlot(folder, f"{number}", tier=tier) for number in range(self._number)]
             try:
                 await self._slots[0].start()

@@ -10,6 +10,7 @@ from enum import Enum
 
 import msgspec
 
+from laminar_contrib.sandbox.inside.fences import MOST_THREADS
 from laminar_contrib.sandbox.inside.home import MOST_ENTRIES
 from laminar_contrib.sandbox.inside.messages import SandboxLimits
 from laminar_contrib.sandbox.inside.program import DETAIL_CHARS, Claim
@@ -39,6 +40,8 @@ class SandboxLabel(Enum):
     """Seconds of CPU or of the wall used up."""
     FILES = "files"
     """A file was too large, or the folder was full."""
+    THREADS = "threads"
+    """More threads than allowed."""
     OUTPUT = "output"
     """Output, errors or the returned value were longer than allowed."""
     CRASH = "crash"
@@ -56,7 +59,6 @@ class SandboxResult:
     exit_code: int | None = None  # negative: the signal that ended it; None: a session that lives on
     elapsed_s: float = 0.0
     cpu_s: float = 0.0  # of a session's call its own claim
-    finished: bool = False  # claim: the program's last line was reached, not left early by `exit`
     value_json: str | None = None  # returned by the function that was called; the program may return anything
 
     @property
@@ -84,7 +86,7 @@ def label(
     """Return the label of a run, and one line that says why.
 
     `status` is that of `waitpid`; None for a session that lives on. `ended` is the zygote's reason to end the run:
-    `wall`, `folder`, `asked`. `too_long` is True for output, errors or a report above the limit.
+    `wall`, `folder`, `threads`, `asked`. `too_long` is True for output, errors or a report above the limit.
     """
     number = exit_code(status)
     stopped = _signal_name(-number) if number is not None and number < 0 else ""
@@ -92,6 +94,8 @@ def label(
         return SandboxLabel.OUTPUT, f"more than {limits.output_bytes} bytes"
     if ended == "folder":
         return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes or {MOST_ENTRIES} names"
+    if ended == "threads":
+        return SandboxLabel.THREADS, f"more than {MOST_THREADS} threads"
     if stopped == "SIGXFSZ":
         return SandboxLabel.FILES, f"more than {limits.file_bytes} bytes"
     if ended == "wall":

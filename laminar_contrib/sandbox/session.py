@@ -7,7 +7,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from laminar_contrib.sandbox.inside.messages import HEADER, SandboxLimits, SlotCommand, SlotNews
+from laminar_contrib.sandbox.inside.messages import HEADER, SandboxLimits, SlotCommand, SlotNews, SlotPause
 from laminar_contrib.sandbox.records import SandboxLabel, SandboxResult
 from laminar_contrib.sandbox.slot import GRACE_S, RunFiles, SandboxSlot, read_news
 from laminar_py.children import HostedCall, ProcessLostError
@@ -29,9 +29,9 @@ class LiveProgram:
 class SandboxSession:
     """A program that runs its code piece by piece, e.g. `session.run("x = 1")`, then `session.run("x")`.
 
-    Threads of the program run between calls, too. A piece that breaks a limit ends the program, and the next piece
-    starts without variables. The kernel bounds the CPU time, but code can raise that limit; the limit on wall time
-    of a call always holds.
+    The zygote stops the program between calls, its threads included. A piece that breaks a limit ends the program,
+    and the next piece starts without variables. The kernel bounds the CPU time, but code can raise that limit; the
+    limit on wall time of a call always holds.
     """
 
     def __init__(self, slot: SandboxSlot, *, packed: bytes, limits: SandboxLimits) -> None:
@@ -81,6 +81,7 @@ class SandboxSession:
         live = await self._program()
         files, end = live.files, live.end
         files.clear()
+        self._slot.send_command(SlotPause(paused=False))
         start = time.monotonic()
         call = asyncio.create_task(_call(live, code.encode("utf-8", "replace"), self._limits.output_bytes))
         try:
@@ -91,6 +92,7 @@ class SandboxSession:
             call.cancel()
             await asyncio.wait({call})
         if answered:
+            self._slot.send_command(SlotPause(paused=True))
             result = self._slot.result(files, self._limits, news=None)
         else:
             if not timed_out:  # the program seems to exit by itself: let its own status be the result
@@ -118,10 +120,8 @@ class SandboxSession:
         with theirs:
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
-            files, command = (
-                RunFiles(self._packed, b""),
-                SlotCommand(limits=self._limits, session=True),
-            )
+            files = RunFiles(self._packed, b"")
+            command = SlotCommand(limits=self._limits, session=True)
             try:
                 run = self._slot.send_command(command, [*files.descriptors, theirs.fileno()])
             except ProcessLostError:

@@ -21,7 +21,14 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from laminar_contrib.sandbox.inside.messages import HEADER, SandboxLimits, SlotCommand, SlotNews, SlotSetup
+from laminar_contrib.sandbox.inside.messages import (
+    HEADER,
+    SandboxLimits,
+    SlotCommand,
+    SlotNews,
+    SlotPause,
+    SlotSetup,
+)
 from laminar_contrib.sandbox.inside.program import ProgramPayload
 from laminar_contrib.sandbox.records import (
     SandboxError,
@@ -113,7 +120,9 @@ class SandboxSlot:
         self._name = name
         self._numbers = count()  # of zygotes: the home of an abandoned one may still be in use
         self._zygote: HostedProcess | None = None
-        self._old: HostedProcess | None = None  # an abandoned zygote, until `_end` has ended it
+        self._old: HostedProcess | None = None  # an abandoned zygote, until `_abandon_and_wait` has ended it
+        self._starting = asyncio.Lock()
+        self._closed = False
 
     @property
     def ready(self) -> bool:
@@ -121,20 +130,25 @@ class SandboxSlot:
         return self._zygote is not None
 
     async def start(self) -> None:
-        """Start a zygote and run a first program in it. Raises `SandboxError` if the fences cannot be put up."""
+        """Start a zygote and run a first program in it.
+
+        Raises `SandboxError` if the fences cannot be put up, or if the slot is closed.
+        """
         lost: BaseException | None = None
-        for _ in range(STARTS):
-            self.abandon()
-            await self._end()
-            try:
-                async with asyncio.timeout(START_S):
-                    return await self._start()
-            except (ProcessLostError, TimeoutError) as error:  # e.g. killed for lack of memory: try again
-                lost = error
-            except SandboxError:
-                self.abandon()
-                raise
-        self.abandon()
+        async with self._starting:
+            for _ in range(STARTS):
+                await self._abandon_and_wait()
+                if self._closed:
+                    raise SandboxError("the pool is closed")
+                try:
+                    async with asyncio.timeout(START_S):
+                        return await self._start()
+                except (ProcessLostError, TimeoutError) as error:  # e.g. killed for lack of memory: try again
+                    lost = error
+                except SandboxError:
+                    await self._abandon_and_wait()
+                    raise
+            await self._abandon_and_wait()
         raise SandboxError(f"slot {self._name} does not start: {lost}") from lost
 
     async def run(
@@ -176,11 +190,12 @@ class SandboxSlot:
             exit_code=exit_code(status),
             elapsed_s=0.0 if news is None else news.elapsed_s,
             cpu_s=claim.cpu_s if news is None else news.cpu_s,
-            finished=claim.finished,
             value_json=claim.value_json if named is SandboxLabel.OK else None,
         )
 
-    def send_command(self, command: SlotCommand | SlotSetup, descriptors: Sequence[int] = ()) -> HostedCall:
+    def send_command(
+        self, command: SlotCommand | SlotPause | SlotSetup, descriptors: Sequence[int] = ()
+    ) -> HostedCall:
         """Send a command to the zygote. Raises `ProcessLostError` if the slot has abandoned it."""
         if self._zygote is None:
             raise ProcessLostError("the slot abandoned it", "it ends")
@@ -196,9 +211,11 @@ class SandboxSlot:
             self._old, self._zygote = self._zygote, None
 
     async def close(self) -> None:
-        """Abandon the zygote and wait until all processes of the slot have ended."""
-        self.abandon()
-        await self._end()
+        """Abandon the zygote and wait until all processes of the slot have ended. The slot starts no more."""
+        self._closed = True
+        self.abandon()  # ends a start, too
+        async with self._starting:
+            await self._abandon_and_wait()
 
     async def _start(self) -> None:
         """Start the slot's zygote, and run a trial program in it.
@@ -216,8 +233,9 @@ class SandboxSlot:
         if result.stdout != "ready\n":
             raise SandboxError(f"it runs nothing: {result.detail} {result.stderr.strip()}")
 
-    async def _end(self) -> None:
-        """Wait until the last zygote has ended; kill it after `END_S`."""
+    async def _abandon_and_wait(self) -> None:
+        """Abandon the zygote and wait until it has ended; kill it after `END_S`."""
+        self.abandon()
         old, self._old = self._old, None
         if old is not None:
             await old.end(patience_s=END_S)

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping
 from enum import StrEnum
 from typing import Annotated, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-from pydantic import Field, JsonValue, Strict
+from pydantic import BeforeValidator, Field, JsonValue, Strict
 from pydantic.dataclasses import dataclass
 
 from laminar_py.records.codec import FloatArray, IntArray
@@ -29,11 +29,20 @@ from laminar_py.records.environment import Problem as Problem
 MAX_TURN_TOKENS = 2**31 - 1  # that an environment may name as the limit of a turn
 MAX_REWARD = 1e30  # differences of rewards must stay finite in float32
 
+
+def _refuse_text(value: object) -> object:
+    if isinstance(value, str | bytes):
+        raise ValueError("a reward is a number, not a text")
+    return value
+
+
 Text: TypeAlias = Annotated[str, Strict()]
 TurnNumber: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 TurnLimit: TypeAlias = Annotated[int, Field(ge=1, le=MAX_TURN_TOKENS, strict=True)]
 RoleName: TypeAlias = Annotated[str, Field(max_length=ROLE_CHARS, pattern=r"^\P{C}*$")]  # printable
-RewardValue: TypeAlias = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+RewardValue: TypeAlias = Annotated[  # any number, e.g. of numpy, but no text of one
+    float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False), BeforeValidator(_refuse_text)
+]
 RoleRewards: TypeAlias = Annotated[dict[RoleName, RewardValue], Field(min_length=1, max_length=MOST_ROLES)]
 Speaker: TypeAlias = Literal["system", "assistant", "user", "tool"]
 TemplateMessage: TypeAlias = dict[str, JsonValue]

@@ -171,10 +171,8 @@ class ChatWriter(PlainWriter):
         """Say why messages of a role cannot follow a turn; "" if they can."""
         answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
-            (_, first), (_, second) = (
-                self._text_between_turns(PROBE, answer),
-                self._text_between_turns(OTHER_MARK, answer),
-            )
+            _, first = self._text_between_turns(PROBE, answer)
+            _, second = self._text_between_turns(OTHER_MARK, answer)
         except TemplateError as error:
             return str(error)
         return "" if first == second else "the chat template writes an answer in dependence of what came before"

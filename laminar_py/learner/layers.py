@@ -26,6 +26,7 @@ from laminar_py.records.trajectory import MicroBatch
 
 PRODUCTS = {"aten::mm", "aten::addmm"}
 ATTENTION = {
+    "flash_attn::_flash_attn_varlen_forward",
     "torch_attn::_varlen_attn",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
@@ -68,9 +69,7 @@ def _selective_contexts() -> tuple[object, object]:
             return CheckpointPolicy.MUST_SAVE
         if op.name() in PRODUCTS:
             products[context.is_recompute] += 1
-            if (
-                products[context.is_recompute] % 2 == 0
-            ):  # the last product has an odd number and is never recomputed
+            if products[context.is_recompute] % 2 == 0:  # the last one has an odd number: it is never recomputed
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -123,8 +122,7 @@ class RouterReplay:
         self._routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         self._name = model.config.model_type
         self._renormalises = bool(getattr(model.config, "norm_topk_prob", self._name == "mixtral"))
-        # [T, layers, k], -1: the router's own choice. Kept after the forward pass for recomputation in the
-        # backward.
+        # [T, layers, k], -1: the router's own choice. It stays for recomputation in the backward pass.
         self._forced: Tensor | None = None
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(self._hook(layer))

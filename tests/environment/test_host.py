@@ -216,6 +216,8 @@ BAD = {  # what an environment makes as its answer, and a part of the reason
     "bytes": (lambda: Observation(b"4"), "Input should be a valid string"),
     "a stranger": (lambda: Observation("4", role="system"), "role: Input should be 'user' or 'tool'"),
     "no number": (lambda: End(float("nan")), "Input should be a finite number"),
+    "a number as text": (lambda: End("1.0"), "a reward is a number, not a text"),
+    "a role's number as text": (lambda: End({"a": "2"}, roles=("a",)), "a reward is a number, not a text"),
     "a number of 400 digits": (lambda: End(10**400), "Input should be a valid number"),
     "no role": (lambda: End({}), "should have at least 1 item"),
     "a role by number": (lambda: End({1: 1.0}, roles=(1,)), "Input should be a valid string"),

@@ -1,5 +1,6 @@
 """Pools of the tiers that this machine offers, and what must not be left of them."""
 
+import asyncio
 import os
 import socket
 import tempfile
@@ -11,6 +12,7 @@ import pytest_asyncio
 from laminar_contrib.sandbox.inside.messages import SandboxLimits
 from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxTier
+from laminar_contrib.sandbox.slot import SandboxSlot
 from laminar_py.children import landlock
 
 # a busy machine may give a program no core for seconds
@@ -40,9 +42,17 @@ def tier(request):
     return request.param
 
 
+class UnfencedPool(SandboxPool):
+    """A pool that uses no fences even where the machine has them."""
+
+    async def _choose(self, folder):
+        self._slots = [SandboxSlot(folder, f"{number}", tier=SandboxTier.NONE) for number in range(self._number)]
+        await self._slots[0].start()
+
+
 def pool_of(tier, **options):
     """A pool that uses this tier."""
-    return SandboxPool(require=tier, fenced=tier is not SandboxTier.NONE, **options)
+    return (UnfencedPool if tier is SandboxTier.NONE else SandboxPool)(**options)
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +80,12 @@ def canary():
         file.parent.chmod(0o777)
         file.chmod(0o666)
         yield file
+
+
+async def until(true):
+    async with asyncio.timeout(BOUND_S):
+        while not true():  # noqa: ASYNC110 - processes tell nobody that they are there
+            await asyncio.sleep(0.01)
 
 
 def metadata(file):

@@ -10,15 +10,14 @@ import psutil
 import pytest
 
 from laminar_contrib.sandbox.records import SandboxError, SandboxLabel
-from tests.sandbox.conftest import BOUND_S, TIGHT, left_since, pool_of, traces
+from tests.sandbox.conftest import BOUND_S, TIGHT, left_since, pool_of, traces, until
 
 OWNER = """
 import asyncio, sys
-from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxTier
+from tests.sandbox.conftest import pool_of
 async def main():
-    tier = SandboxTier(sys.argv[1])
-    async with SandboxPool(slots=2, require=tier, fenced=tier is not SandboxTier.NONE) as pool:
+    async with pool_of(SandboxTier(sys.argv[1]), slots=2) as pool:
         run = asyncio.create_task(pool.run("import time; print('x' * 9, flush=True); time.sleep(99)"))
         await pool.run("1")
         print("here", flush=True)
@@ -30,12 +29,6 @@ asyncio.run(main())
 def zygotes():
     """Processes of pools below this one, the outermost first."""
     return psutil.Process().children(recursive=True)
-
-
-async def until(true):
-    async with asyncio.timeout(BOUND_S):
-        while not true():  # noqa: ASYNC110 - processes tell nobody that they are there
-            await asyncio.sleep(0.01)
 
 
 async def test_each_process_of_a_pool_may_be_killed_and_the_pool_goes_on(tier):
@@ -83,6 +76,17 @@ async def test_a_pool_that_is_closed_says_so(tier):
     with pytest.raises(SandboxError, match="closed"):
         async with asyncio.timeout(BOUND_S):
             await waiting
+
+
+async def test_a_slot_that_starts_while_its_pool_closes_is_ended(tier):
+    before = traces()
+    async with pool_of(tier, slots=1) as pool:
+        pool._slots[0].abandon()
+        run = asyncio.create_task(pool.run("print(1)"))
+        await until(lambda: pool._slots[0].ready)
+    with pytest.raises(SandboxError, match="closed"):
+        await run
+    assert left_since(before) == {}
 
 
 def test_nothing_outlives_an_owner_that_is_killed(tier):

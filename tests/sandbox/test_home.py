@@ -15,6 +15,19 @@ def test_a_folder_with_more_names_than_a_command_takes_is_emptied(tmp_path):
     assert os.listdir(home.path) == []
 
 
+def test_the_folder_above_stays_until_the_end(tmp_path):
+    home = Home(str(tmp_path / "pool" / "home"))
+    home.reset()
+    before = (tmp_path / "pool").stat().st_ino
+    (tmp_path / "pool" / "home" / "file").touch()
+    (tmp_path / "pool").chmod(0o700)
+    assert home.reset()
+    assert (tmp_path / "pool").stat().st_ino == before
+    assert (tmp_path / "pool").stat().st_mode & 0o777 == 0o700
+    home.remove()
+    assert not (tmp_path / "pool").exists()
+
+
 def test_a_folder_that_vanishes_at_each_look_counts_as_full(tmp_path, monkeypatch):
     home = Home(str(tmp_path))
     (tmp_path / "inner").mkdir()

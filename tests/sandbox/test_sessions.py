@@ -8,7 +8,7 @@ import pytest
 
 from laminar_contrib.sandbox.inside.messages import SandboxLimits
 from laminar_contrib.sandbox.records import SandboxLabel
-from tests.sandbox.conftest import pool_of
+from tests.sandbox.conftest import pool_of, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -19,6 +19,15 @@ async def test_variables_live_from_one_call_to_the_next(pool):
         second = await session.run("print('y is', y)\nf(int(open('x.txt').read()))")
     assert (first.label, first.stdout, first.alive) == (SandboxLabel.OK, "", True)
     assert (second.label, second.stdout, second.alive) == (SandboxLabel.OK, "y is 2\n8\n", True)
+
+
+async def test_threads_of_a_session_stand_still_between_its_calls(tier):
+    count = "import threading\ndef f():\n    global n\n    while True: n += 1\nn = 0\n"
+    async with pool_of(tier, slots=1) as own, own.session() as session:
+        await session.run(count + "threading.Thread(target=f, daemon=True).start()")
+        (program,) = psutil.Process(own._slots[0]._zygote.pid).children()
+        await until(lambda: program.status() == psutil.STATUS_STOPPED)
+        assert (await session.run("n > 0")).stdout == "True\n"
 
 
 async def test_an_exception_does_not_end_a_session(pool):

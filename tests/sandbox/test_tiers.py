@@ -1,13 +1,17 @@
 """Tiers: a machine without fences says why, and none weaker than asked for is taken."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from laminar_contrib.sandbox.doctor import find_sandbox
 from laminar_contrib.sandbox.inside import seccomp
 from laminar_contrib.sandbox.pool import SandboxPool
-from laminar_contrib.sandbox.records import SandboxError, SandboxTier
+from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 from laminar_contrib.sandbox.slot import SandboxSlot
 from laminar_py.config.section import ConfigError
+from tests.sandbox.conftest import left_since, traces, until
 
 
 @pytest.fixture
@@ -26,6 +30,18 @@ def no_fences(monkeypatch):
 async def test_fences_are_used_wherever_they_can_be_had(tier):
     async with SandboxPool(slots=1, require=SandboxTier.NONE) as pool:
         assert pool.tier is not SandboxTier.NONE
+
+
+async def test_a_slot_that_does_not_start_leaves_no_process(tier, monkeypatch):
+    async def fail(slot, *args, **options):
+        return SandboxResult(label=SandboxLabel.ERROR, detail="no Landlock")
+
+    monkeypatch.setattr(SandboxSlot, "run", fail)
+    before = traces()
+    for _ in range(2):
+        with pytest.raises(SandboxError, match="it runs nothing: no Landlock"):
+            await SandboxSlot(Path(tempfile.gettempdir()) / "pool", "0", tier=tier).start()
+    await until(lambda: left_since(before) == {})
 
 
 async def test_a_pool_without_the_fences_that_it_needs_does_not_open(no_fences):

@@ -16,6 +16,7 @@ from laminar_contrib.sandbox.inside.messages import SandboxLimits
 from laminar_py.children import kernel, landlock
 
 NUM_DESCRIPTORS = 64
+MOST_THREADS = 256
 HIDDEN = ("site-packages", "dist-packages")  # installed packages, in a folder of the standard library
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")  # that extension modules may load
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -44,6 +45,14 @@ class Fences:
         file = os.open("self/statm", os.O_RDONLY, dir_fd=self._processes)
         self._space = int(os.read(file, 100).split()[0]) * resource.getpagesize()
         os.close(file)
+
+    def has_too_many_threads(self, process: int) -> bool:
+        """Return True if a process has more than `MOST_THREADS`; False if /proc hides the process."""
+        try:
+            links = os.stat(f"{process}/task", dir_fd=self._processes).st_nlink  # two, and one for each thread
+        except OSError:
+            return False
+        return links - 2 > MOST_THREADS
 
     def allow_home(self, path: str) -> None:
         """Let programs write into the folder `path`, and read Python and its libraries."""

@@ -1,6 +1,7 @@
 """The private folder of a program: the only folder it may write to, empty at the start of each run.
 
-The kernel does not bound the size of the folder, so the zygote measures it while a program runs.
+The kernel does not bound the size of the folder, so the zygote measures it while a program runs. It measures files
+that have a name: a program can hold further files that it has unlinked, until it ends.
 """
 
 import contextlib
@@ -27,17 +28,20 @@ class Home:
         if os.path.exists(self.path):
             if self._changed == os.stat(self.path).st_ctime_ns and not os.listdir(self.path):
                 return False
-            self.remove()
+            self._delete()
         os.makedirs(self.path, 0o700)
         self._changed = os.stat(self.path).st_ctime_ns
         return True
 
     def remove(self) -> None:
         """Remove the folder, and the folder above it if that is empty then."""
-        subprocess.run(["/bin/chmod", "-R", "u+rwx", self.path], check=False, capture_output=True)
-        subprocess.run(["/bin/rm", "-rf", "--", self.path], check=True, capture_output=True)
+        self._delete()
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(self.path))
+
+    def _delete(self) -> None:
+        subprocess.run(["/bin/chmod", "-R", "u+rwx", self.path], check=False, capture_output=True)
+        subprocess.run(["/bin/rm", "-rf", "--", self.path], check=True, capture_output=True)
 
     def is_full(self, file_bytes: int) -> bool:
         """Return True if the folder holds more than `file_bytes`, or is too deep or unreadable to measure."""

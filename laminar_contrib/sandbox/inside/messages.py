@@ -1,9 +1,9 @@
 """Messages between a slot and its zygote, as bodies of calls (`laminar_py.children`), in JSON.
 
-The first call is a `SlotSetup`, each further one a `SlotCommand`. Each answer is a `SlotNews`: `ready`, `fault`
-(and it exits), `end` (of a run). Input and output of a program lie in files of their own, whose
-descriptors come with the command. So a program cannot write into this socket, and the zygote reads nothing that
-a program wrote.
+The first call is a `SlotSetup`, each further one a `SlotCommand`, or a `SlotPause` while a session runs. Each
+answer is a `SlotNews`: `ready`, `fault` (and it exits), `end` (of a run), `paused`. Input and output of a program
+lie in files of their own, whose descriptors come with the command. So a program cannot write into this socket, and
+the zygote reads nothing that a program wrote.
 """
 
 import json
@@ -58,13 +58,20 @@ class SlotCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPause:
+    """Command to the zygote to stop the program of a session between two calls, or to continue it."""
+
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNews:
     """Answer of the zygote, e.g. `SlotNews(kind="end", status=0, cpu_s=0.002, elapsed_s=0.004)`."""
 
     kind: str
     detail: str = ""
     status: int = 0  # of the program, as `waitpid` has it
-    ended: str = ""  # by the zygote: `wall`, `folder` (it is full) or `asked`
+    ended: str = ""  # by the zygote: `wall`, `folder` (it is full), `threads` (too many) or `asked`
     cpu_s: float = 0.0  # of the program
     elapsed_s: float = 0.0
 
@@ -74,9 +81,11 @@ def read_setup(body: bytes) -> SlotSetup:
     return SlotSetup(**json.loads(body))
 
 
-def read_command(body: bytes) -> SlotCommand:
+def read_command(body: bytes) -> SlotCommand | SlotPause:
     """Decode a command of the owner."""
     command = json.loads(body)
+    if "paused" in command:
+        return SlotPause(**command)
     return SlotCommand(**{**command, "limits": SandboxLimits(**command["limits"])})
 
 

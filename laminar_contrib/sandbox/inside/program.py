@@ -44,7 +44,6 @@ class ProgramPayload:
 class Claim:
     """Report of a child about itself. A program can forge all of it."""
 
-    finished: bool = False  # the program ran to its last line
     detail: str = ""  # its exception
     value_json: str | None = None  # returned by the function that was called
     cpu_s: float = 0.0  # a call of a session
@@ -103,7 +102,6 @@ def _execute(payload: ProgramPayload, claim: Claim) -> None:
     if payload.function:
         value = _find_function(space, payload.function)(*json.loads(payload.args_json))
         claim.value_json = json.dumps(value, default=_to_json)
-    claim.finished = True
 
 
 def _run_piece(code: str, space: dict[str, object], claim: Claim) -> None:
@@ -116,7 +114,6 @@ def _run_piece(code: str, space: dict[str, object], claim: Claim) -> None:
         value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), space)
         if value is not None:
             sys.stdout.write(f"{value!r}\n")
-    claim.finished = True
 
 
 def _run_guarded(claim: Claim, body: Callable[[], None]) -> int:

@@ -1,10 +1,11 @@
 """Seccomp: a filter of the system calls that a program may make, assembled here.
 
-The filter refuses calls that reach out of the sandbox, new processes, and rarely used parts of the kernel. A
-refused socket answers "network is down" and a refused process "try again", so labels can tell them from other
-refusals. The filter also refuses changes of files that Landlock does not know of: times, modes, owners, extended
-attributes and, before its version 3, truncation. Calls that set times and modes have no effect but report success,
-since `shutil.copy` and others do not expect a refusal.
+The filter refuses calls that reach out of the sandbox, new processes, and rarely used parts of the kernel. It
+refuses calls that reserve space or flush all disks, and files without a name, which the size of the folder does
+not count. A refused socket answers "network is down" and a refused process "try again", so labels can tell them
+from other refusals. The filter also refuses what Landlock does not know of: changes of times, modes, owners and
+extended attributes, leases, the access mode 3 of `open` and, before its version 3, truncation. Calls that set
+times and modes have no effect but report success, since `shutil.copy` and others do not expect a refusal.
 """
 
 import ctypes
@@ -35,39 +36,39 @@ BY_MACHINE = {
         "fcntl": 72, "ptrace": 101, "syslog": 103, "rt_sigqueueinfo": 129, "uselib": 134, "personality": 135,
         "ustat": 136, "sysfs": 139, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
         "modify_ldt": 154, "pivot_root": 155, "_sysctl": 156, "prctl": 157, "adjtimex": 159, "chroot": 161,
-        "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168,
+        "sync": 162, "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168,
         "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173,
         "create_module": 174, "init_module": 175, "delete_module": 176, "quotactl": 179, "nfsservctl": 180,
         "tkill": 200, "sched_setaffinity": 203, "io_setup": 206, "lookup_dcookie": 212, "semtimedop": 220,
         "clock_settime": 227, "tgkill": 234, "mbind": 237, "set_mempolicy": 238, "mq_open": 240,
         "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251,
-        "migrate_pages": 256, "unshare": 272, "vmsplice": 278, "move_pages": 279, "accept4": 288,
-        "rt_tgsigqueueinfo": 297, "perf_event_open": 298, "fanotify_init": 300, "prlimit64": 302,
-        "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308,
-        "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
+        "migrate_pages": 256, "unshare": 272, "vmsplice": 278, "move_pages": 279, "fallocate": 285,
+        "accept4": 288, "rt_tgsigqueueinfo": 297, "perf_event_open": 298, "fanotify_init": 300, "prlimit64": 302,
+        "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "syncfs": 306,
+        "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
         "sched_setattr": 314, "seccomp": 317, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321,
         "userfaultfd": 323,
     },
     "aarch64": {
         "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15,
         "fremovexattr": 16, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88,
-        "timer_create": 107, "truncate": 45, "openat": 56,
-        "io_setup": 0, "lookup_dcookie": 18, "fcntl": 25, "ioctl": 29, "ioprio_set": 30, "umount2": 39,
-        "mount": 40, "pivot_root": 41, "nfsservctl": 42, "chroot": 51, "quotactl": 60, "vmsplice": 75,
-        "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
-        "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "sched_setparam": 118,
-        "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131,
-        "rt_sigqueueinfo": 138, "setpriority": 140, "reboot": 142, "sethostname": 161, "setdomainname": 162,
-        "prctl": 167, "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "msgget": 186, "msgctl": 187,
-        "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193,
-        "shmget": 194, "shmctl": 195, "shmat": 196, "socket": 198, "socketpair": 199, "bind": 200,
-        "listen": 201, "accept": 202, "connect": 203, "add_key": 217, "request_key": 218, "keyctl": 219,
-        "clone": 220, "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237,
-        "migrate_pages": 238, "move_pages": 239, "rt_tgsigqueueinfo": 240, "perf_event_open": 241,
-        "accept4": 242, "prlimit64": 261, "fanotify_init": 262, "name_to_handle_at": 264,
-        "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270,
-        "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "sched_setattr": 274, "seccomp": 277,
-        "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+        "timer_create": 107, "truncate": 45, "openat": 56, "io_setup": 0, "lookup_dcookie": 18, "fcntl": 25,
+        "ioctl": 29, "ioprio_set": 30, "umount2": 39, "mount": 40, "pivot_root": 41, "nfsservctl": 42,
+        "fallocate": 47, "chroot": 51, "quotactl": 60, "vmsplice": 75, "sync": 81, "acct": 89,
+        "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106,
+        "clock_settime": 112, "syslog": 116, "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119,
+        "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138,
+        "setpriority": 140, "reboot": 142, "sethostname": 161, "setdomainname": 162, "prctl": 167,
+        "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "msgget": 186, "msgctl": 187, "msgrcv": 188,
+        "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193, "shmget": 194,
+        "shmctl": 195, "shmat": 196, "socket": 198, "socketpair": 199, "bind": 200, "listen": 201,
+        "accept": 202, "connect": 203, "add_key": 217, "request_key": 218, "keyctl": 219, "clone": 220,
+        "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237, "migrate_pages": 238,
+        "move_pages": 239, "rt_tgsigqueueinfo": 240, "perf_event_open": 241, "accept4": 242, "prlimit64": 261,
+        "fanotify_init": 262, "name_to_handle_at": 264, "open_by_handle_at": 265, "clock_adjtime": 266,
+        "syncfs": 267, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
+        "finit_module": 273, "sched_setattr": 274, "seccomp": 277, "memfd_create": 279, "bpf": 280,
+        "userfaultfd": 282, "kexec_file_load": 294,
     },
 }  # fmt: skip
 NETWORK = ("socket", "connect", "accept", "accept4", "bind", "listen")
@@ -77,11 +78,14 @@ MODES = ("chmod", "fchmod", "fchmodat")
 OPENS = {"open": 1, "openat": 2}  # argument that has the flags
 NAMESPACES = 0x7E020080  # flags of clone that make one
 THREAD = 0x00010000
-OWNERS = (8, 10, 15)  # commands of fcntl that send signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX
+# Commands of fcntl that send signals to others, or make them wait: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE.
+FILE_OWNERS = (8, 10, 15, 1024)
+SETTINGS = (15, 16, 0x53564D41)  # of prctl that programs need: PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
 TERMINAL = (0x5412, 0x541C, 0x8901, 0x8902)  # of ioctl: TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
 FLAGS = (0x40086602, 0x401C5820, 0x40087602)  # of ioctl: FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION
 UNIX, STREAM = 1, 1
-TRUNCATES, WRITES = 0x200, 3  # flags of open: O_TRUNC, which truncates even if the file is opened for reading
+UNNAMED, TRUNCATES, ACCESS = 0x400000, 0x200, 3  # flags of open: O_TMPFILE, O_TRUNC, O_ACCMODE
+RIGHTLESS = (3, 3 | TRUNCATES, TRUNCATES)  # these change a file without a right to write; 3 needs no right at all
 OWN_PROCESS = 0x0A5E1F00  # stands for the process id in a filter, until `for_process`
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, MASK, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -104,6 +108,7 @@ def assemble() -> bytes:
     answers = dict.fromkeys(calls, errno.EPERM) | dict.fromkeys(NETWORK, errno.ENETDOWN)
     answers |= dict.fromkeys((*TIMES, *MODES), 0) | dict.fromkeys(("fork", "vfork"), errno.EAGAIN)
     answers["openat2"] = errno.ENOSYS  # its flags lie in memory: callers fall back to openat
+    answers["fallocate"] = errno.EOPNOTSUPP  # callers write zeros instead
     bodies = {name: [_refuse(number)] for name, number in answers.items()} | _conditional()
     code = [
         _op(LOAD, ARCHITECTURE),
@@ -142,9 +147,9 @@ def _conditional() -> dict[str, list[bytes]]:
             _refuse(errno.EAGAIN),
             _op(RETURN, ALLOW),
         ],
-        "fcntl": _refuse_values(1, OWNERS),
+        "fcntl": _refuse_values(1, FILE_OWNERS),
         "ioctl": _refuse_values(1, (*TERMINAL, *FLAGS)),
-        "prctl": _refuse_values(0, (kernel.PR_SET_SECCOMP, kernel.PR_SET_PDEATHSIG)),
+        "prctl": _only(0, *SETTINGS),
         "prlimit64": _only(0, 0),
         "socketpair": [
             *_argument(0),
@@ -159,11 +164,9 @@ def _conditional() -> dict[str, list[bytes]]:
         **{
             name: [
                 *_argument(index),
-                _op(ANY_BIT, TRUNCATES, 1, 0),
-                _op(RETURN, ALLOW),
-                _op(ANY_BIT, WRITES, 1, 0),
-                _refuse(errno.EPERM),
-                _op(RETURN, ALLOW),
+                _op(ANY_BIT, UNNAMED, 0, 1),
+                _refuse(errno.EOPNOTSUPP),  # callers create a file with a name instead
+                *_refuse_values(index, RIGHTLESS, mask=ACCESS | TRUNCATES),
             ]
             for name, index in OPENS.items()
         },
@@ -180,13 +183,14 @@ def _argument(index: int) -> list[bytes]:
     return [_op(LOAD, ARGUMENTS + 8 * index)]  # the low half: the arguments that we check have 32 bits
 
 
-def _only(index: int, value: int) -> list[bytes]:
-    return [*_argument(index), _op(EQUAL, value, 1, 0), _refuse(errno.EPERM), _op(RETURN, ALLOW)]
+def _only(index: int, *values: int) -> list[bytes]:
+    tests = [part for value in values for part in (_op(EQUAL, value, 0, 1), _op(RETURN, ALLOW))]
+    return [*_argument(index), *tests, _refuse(errno.EPERM)]
 
 
-def _refuse_values(index: int, values: tuple[int, ...]) -> list[bytes]:
+def _refuse_values(index: int, values: tuple[int, ...], *, mask: int = 0xFFFFFFFF) -> list[bytes]:
     tests = [part for value in values for part in (_op(EQUAL, value, 0, 1), _refuse(errno.EPERM))]
-    return [*_argument(index), *tests, _op(RETURN, ALLOW)]
+    return [*_argument(index), _op(MASK, mask), *tests, _op(RETURN, ALLOW)]
 
 
 def _refuse(number: int) -> bytes:

@@ -4,6 +4,7 @@ A slot starts it with a socket to the owner. It never reads data of a program, s
 It ends when its owner ends. Its states, by commands of the owner:
 
     setting up -> idle -> (a command) running -> idle     a program ends, is ended at its wall time, or cancelled
+    running -> (pause) stopped -> (pause) running         a session, between two calls
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from laminar_contrib.sandbox.inside.home import Home
 from laminar_contrib.sandbox.inside.messages import (
     SlotCommand,
     SlotNews,
+    SlotPause,
     news_frame,
     read_command,
     read_setup,
@@ -70,8 +72,10 @@ class Zygote:
             while True:
                 if self._wait(None):
                     number, command, descriptors = self._receive()
-                    if command is not None:  # else its program has ended before
+                    if isinstance(command, SlotCommand):  # else its program has ended before
                         self._run(number, command, descriptors)
+                    elif command is not None:
+                        self._answer(number, SlotNews(kind="paused"))
 
     def _run(self, number: int, command: SlotCommand, descriptors: list[int]) -> None:
         """Fork a program, wait for its end within its limits, kill it, and report the outcome.
@@ -110,8 +114,13 @@ class Zygote:
             if left <= 0:
                 return "wall"
             if self._wait(min(left, LOOK_S)):
-                self._receive()  # the owner sends nothing but a cancellation during a run
-                return "asked"
+                number, command_now, _ = self._receive()
+                if not isinstance(command_now, SlotPause):  # a cancellation
+                    return "asked"
+                os.kill(child, signal.SIGSTOP if command_now.paused else signal.SIGCONT)
+                self._answer(number, SlotNews(kind="paused"))
+            if self._fences.has_too_many_threads(child):
+                return "threads"
             if self._home.is_full(command.limits.file_bytes):
                 return "folder"
         return ""
@@ -128,7 +137,7 @@ class Zygote:
             os.read(self._woken, 4096)
         return self._control.fileno() in ready
 
-    def _receive(self) -> tuple[int, SlotCommand | None, list[int]]:
+    def _receive(self) -> tuple[int, SlotCommand | SlotPause | None, list[int]]:
         """Receive the next call; it has no command if it cancels the run. Raises `OwnerGoneError`."""
         call = receive_call(self._control)
         if call is None:

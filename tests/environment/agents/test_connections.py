@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
-from laminar_contrib.agents.agent import MAX_BODIES
+from laminar_contrib.agents.agent import MAX_BODIES, MAX_REQUESTS
 from tests.environment.agents.served import served_here
 
 MANY = 10_000
@@ -219,3 +219,12 @@ async def test_slow_bodies_of_an_agent_delay_its_further_requests_alone():
         assert (await endpoint.ask(session))[0] == 200
         for reader, _ in slow:
             assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_an_agent_with_many_open_requests_is_refused_further_ones():
+    async with served() as endpoint, aiohttp.ClientSession() as session:
+        many = [await endpoint.begin(HEAD.format(endpoint.key, 9)) for _ in range(MAX_REQUESTS)]
+        await endpoint.answers(429, session)
+        for _, writer in many:
+            writer.close()
+        await endpoint.answers(200, session)
