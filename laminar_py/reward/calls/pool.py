@@ -135,7 +135,7 @@ class CallPool:
             await worker.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
-        """Return the function's outcome for a response; retry after a crash, `MOST_CRASHES` calls in all."""
+        """Call the function for a response and return its outcome; a call is repeated after its worker crashed."""
         crashes = 0
         while crashes < MOST_CRASHES:
             try:
