@@ -27,13 +27,13 @@ from laminar_py.ledger import (
     row_values,
 )
 from laminar_py.records.codec import CHAIN_START, event_hash
-from laminar_py.records.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamCut
+from laminar_py.records.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamLost
 from laminar_py.records.trajectory import Status
 
 _BLOCK = 4096  # events that are decoded at once
 _AT_ONCE = 256  # rows
 _FROM_PIECES = frozenset({"length", "oldest_version", "newest_version"})  # known from events once finished
-_WITH_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamCut, Finished, Restamped})
+_WITH_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamLost, Finished, Restamped})
 
 
 def check_hashes(connection: sqlite3.Connection, first: int, last: int | None) -> Iterator[Violation]:
@@ -161,7 +161,7 @@ class Replay:
         row = self.row_before(event)
         if row is None:
             return
-        if isinstance(event, Interrupted | StreamCut | Finished):
+        if isinstance(event, Interrupted | StreamLost | Finished):
             row.length = event.length
         elif isinstance(event, Restamped) and event.spans:
             row.length = event.spans[-1].end

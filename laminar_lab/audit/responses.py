@@ -28,7 +28,7 @@ from laminar_py.ledger import (
 )
 from laminar_py.ledger.segments import Payload, join
 from laminar_py.records.codec import BoolArray, IntArray, response_digest
-from laminar_py.records.events import StreamCut
+from laminar_py.records.events import StreamLost
 from laminar_py.records.pieces import Piece, SamplingMask, unpack_mask
 from laminar_py.records.spans import Span, clip_spans, decode_spans, replace_spans, sampled_mask, shift_spans
 from laminar_py.records.trajectory import DropReason
@@ -222,11 +222,11 @@ def _check_experts(connection: sqlite3.Connection, response: Payload, row: Traje
 def _ended_cut_off(connection: sqlite3.Connection, row: TrajectoryRow) -> bool:
     """Whether the last stream broke off and no other followed, so that the last experts are unknown."""
     cursor = connection.execute(
-        "SELECT body FROM event WHERE seq BETWEEN ? AND ? AND kind = 'streamcut' AND subject = ?",
+        "SELECT body FROM event WHERE seq BETWEEN ? AND ? AND kind = 'streamlost' AND subject = ?",
         (row.first_seq, row.last_seq, row.id),
     )
     cuts = (decode_event(body) for (body,) in cursor)
-    return any(isinstance(cut, StreamCut) and cut.length == row.length for cut in cuts)
+    return any(isinstance(cut, StreamLost) and cut.length == row.length for cut in cuts)
 
 
 def _check_truth(response: Payload, spans: tuple[Span, ...]) -> Iterator[str]:

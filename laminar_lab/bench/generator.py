@@ -28,7 +28,7 @@ from laminar_py.records.weights import PulledVersion
 from laminar_py.relay import PeerClient, RelayKeys, Subscriber, peer_sockets
 from laminar_py.repack import EngineSpeed
 from laminar_py.rollout import Replica, SegmentStore
-from laminar_py.runtime.cluster import Cluster, Place, Process
+from laminar_py.runtime.cluster import Cluster, NodeSlot, Process
 from laminar_py.runtime.link import ReplicaLink
 from laminar_py.runtime.workers import PartActor, ReplicaSpec, ScorerSpec, open_folder, open_part, open_reader
 
@@ -146,7 +146,7 @@ class GeneratorCluster:
         self._num_generators = num_generators
         self._generators: list[Process] = []
 
-    def start(self, actor_class: type | str, *, title: str, concurrency: int, place: Place) -> Process:
+    def start(self, actor_class: type | str, *, title: str, concurrency: int, place: NodeSlot) -> Process:
         """Start a process; a replica shares a running generator."""
         kind, _, index = title.rpartition("-")
         if kind == "scorer":

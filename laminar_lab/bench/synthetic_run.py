@@ -80,7 +80,7 @@ class SyntheticRun:
         ready = [member for _ in range(STEP) for member in self._finish(self._live.popleft())]
         version, self.step = self.step, self.step + 1
         consumed = [
-            member.consumed(step=self.step, version=version, staleness=version - member.age_version, weight=1.0)
+            member.consumed(step=self.step, version=version, staleness=version - member.oldest_for_age, weight=1.0)
             for member in ready
         ]
         stepped = Stepped(

@@ -27,7 +27,7 @@ from laminar_lab.simulate.figures import FleetSample
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_py.config import RunConfig
 from laminar_py.control import DISPATCH_S, Throttle, TrajectoryScheduler
-from laminar_py.ledger.segments import Known, Payload, Salvaged, continuations, salvaged
+from laminar_py.ledger.segments import Payload, RecordedProgress, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
 from laminar_py.records import GenerateRequest
 from laminar_py.records.events import PartCrashed, PartStarted
@@ -65,7 +65,7 @@ class CountedTokens:
         """Drop the journal of a trajectory that the replica has reported whole."""
         self._journal.pop(trajectory_id, None)
 
-    def salvage(self, running: Mapping[str, Known]) -> list[Salvaged]:
+    def salvage(self, running: Mapping[str, RecordedProgress]) -> list[Salvaged]:
         """Return the journal's unreported tokens of running trajectories, after a crash."""
         pieces = (piece for noted in self._journal.values() for piece in noted)
         return [salvaged(piece, COUNTED) for piece in continuations(pieces, running)]

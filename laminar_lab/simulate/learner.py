@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar_lab.emulation.settings import LearnerTimes, emulation_of
-from laminar_lab.simulate.record import INCARNATION, HeardRecorder
+from laminar_lab.simulate.record import INCARNATION, ObservedRecorder
 from laminar_lab.simulate.weights import ModelledWeights, weights_digest
 from laminar_lab.step_time import attention_share_of, version_bytes
 from laminar_py.config import ConfigError, RunConfig
@@ -24,7 +24,7 @@ class LearnerParts:
     """Parts of a simulation that the learner uses; `show` receives each step's row."""
 
     scheduler: TrajectoryScheduler
-    recorder: HeardRecorder
+    recorder: ObservedRecorder
     weights: ModelledWeights
     stats: Stats
     show: Callable[[StepRow], None]

@@ -80,7 +80,7 @@ class SimulatedRecord:
         self._run.unlock()
 
 
-class HeardRecorder:
+class ObservedRecorder:
     """A recorder that also passes every event to `hear`; without a ledger it keeps no log."""
 
     def __init__(self, ledger: Ledger | None, *, hear: Callable[[AnyEvent], None]) -> None:

@@ -21,7 +21,7 @@ from laminar_lab.emulation.settings import (
 from laminar_lab.simulate.figures import ControlTraffic, SimulatedRun
 from laminar_lab.simulate.fleet import END, SimulatedFleet
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
-from laminar_lab.simulate.record import HeardRecorder, SimulatedRecord
+from laminar_lab.simulate.record import ObservedRecorder, SimulatedRecord
 from laminar_lab.simulate.rewards import SimulatedRewards
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledWeights
@@ -177,7 +177,7 @@ class _Simulation:
         self._stats = stats = Stats(clock, replicas=config.rollout.replicas, totals=Totals())
         self._record = None if run is None else SimulatedRecord(config, run, clock=clock, stats=stats)
         self._rewards = SimulatedRewards(config, self._stats)
-        self._recorder = HeardRecorder(
+        self._recorder = ObservedRecorder(
             None if self._record is None else self._record.ledger, hear=self._rewards.on_event
         )
         self._scheduler = scheduler = self._make_scheduler(clock)
@@ -212,7 +212,7 @@ class _Simulation:
             control_settings(self._config, stop_ids=(END,)),
             prompt_at=lambda index: Prompt(id="p", index=index, text="", ids=ids),
             recorder=self._recorder,
-            submit_score=self._on_response,
+            submit_for_scoring=self._on_response,
             credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),
             clock=clock,
         )

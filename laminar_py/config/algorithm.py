@@ -324,8 +324,8 @@ class Algorithm:
     """An algorithm in the registry, e.g. `Algorithm(settings=HintedConfig, objective=hinted)`.
 
     `settings` is the model of the section `algorithm`; it declares the columns of the loss. `objective` takes
-    `learner.losses.objectives.Terms` and the settings, and returns [N], the contribution of each trained token to
-    the maximised sum. Without it, the built-in objective that the settings name is used. Only the learner calls
+    `learner.losses.objectives.LossInputs` and the settings, and returns [N], each trained token's part of the
+    maximised sum. Without it, the built-in objective that the settings name is used. Only the learner calls
     `objective`, so it may import torch inside.
     """
 

@@ -67,7 +67,7 @@ class Consumption:
 
     async def put_without_signal(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
         """Put a group without signal in the buffer: it takes a place in the step, but trains nothing."""
-        oldest = min(member.age_version for member in survivors)
+        oldest = min(member.oldest_for_age for member in survivors)
         tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
         await self.buffer.add_group(group_id, [], oldest_version=oldest, tokens_without_signal=tokens)
 
@@ -132,7 +132,7 @@ class Consumption:
             step=step,
             num_wanted=batch.wanted,
             num_taken=len(batch.groups),
-            num_silent=len(batch.refilled),
+            num_without_signal=len(batch.refilled),
             num_best=batch.refilled.count(best) if differ else 0,
             num_worst=batch.refilled.count(worst) if differ else 0,
             only_reward=None if differ else best,

@@ -14,7 +14,7 @@ from laminar_py.control.groups import Credit, Group, has_signal
 from laminar_py.control.state import ControlState
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
-from laminar_py.ledger.segments.salvage import Known, Salvaged
+from laminar_py.ledger.segments.salvage import RecordedProgress, Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.events import Cut, Ready, Restamped
@@ -82,7 +82,7 @@ class Incoming:
         waiting: WaitingQueue,
         evaluations: Evaluations,
         consumption: Consumption,
-        submit_score: Callable[[TrajectoryRef, Prompt], None],
+        submit_for_scoring: Callable[[TrajectoryRef, Prompt], None],
         submit_reference: Callable[[TrajectoryRef], None] | None,
         credit: Credit,
         clock: Clock,
@@ -93,7 +93,7 @@ class Incoming:
         self._waiting = waiting
         self._evaluations = evaluations
         self._consumption = consumption
-        self._submit_score = submit_score
+        self._submit_score = submit_for_scoring
         self._submit_reference = submit_reference
         self._credit = credit
         self._clock = clock
@@ -129,7 +129,7 @@ class Incoming:
         """Append the new tokens; then handle an interrupt, a failure, lost tokens or the end, if reported."""
         state = self._state
         self._append_tokens(trajectory, progress)
-        if progress.broken is InterruptReason.CUT:
+        if progress.broken is InterruptReason.ENGINE_LOST:
             state.record(trajectory.cut_off())
             return
         if progress.broken is InterruptReason.NEW_WEIGHTS:  # the replica resumes it by itself
@@ -190,12 +190,12 @@ class Incoming:
             group.first_finished_s = self._clock.now()
         self._submit(trajectory)
 
-    def running_on(self, replica: int) -> dict[str, Known]:
+    def running_on(self, replica: int) -> dict[str, RecordedProgress]:
         """Return epoch and recorded length of each live trajectory that a replica runs, by id."""
         names = sorted(self._state.views.by_index[replica].in_flight)
         followed = ((name, self._state.live.get(name)) for name in names)
         return {
-            name: Known(trajectory.epoch, trajectory.length)
+            name: RecordedProgress(trajectory.epoch, trajectory.length)
             for name, trajectory in followed
             if trajectory is not None and trajectory.status is Status.RUNNING
         }
@@ -357,7 +357,7 @@ class Incoming:
     def _ages_out(self, member: LiveTrajectory) -> bool:
         """Whether a finished response would exceed the staleness bound after the next step."""
         settings, ages = self._state.settings, self._state.ages
-        return settings.bound.weight(1 + ages.age_of(member.age_version)) is None
+        return settings.bound.weight(1 + ages.age_of(member.oldest_for_age)) is None
 
     async def drop_lost(self, lost: Mapping[str, str]) -> None:
         """Drop trajectories whose stored tokens nobody can read any more; `lost` says for each id which part.

@@ -46,8 +46,8 @@ class TrajectoryScheduler:
     """Moves every trajectory from issue to consumption.
 
     Callers use its parts directly: `incoming` for reports and scores, `dispatcher` for assignments, `consumption`
-    for batches, `evaluations` for passes over held-out problems. `submit_score` and `submit_reference` queue a
-    finished response; the answers come back by `incoming`. Without `submit_reference` the run has no reference
+    for batches, `evaluations` for passes over held-out problems. `submit_for_scoring` and `submit_reference` queue
+    a finished response; the answers come back by `incoming`. Without `submit_reference` the run has no reference
     model.
     """
 
@@ -59,7 +59,7 @@ class TrajectoryScheduler:
         on_rewards: Callable[[GroupRewards], None] = lambda rewards: None,
         on_failing: Callable[[str], None] = lambda message: None,
         recorder: Recorder,
-        submit_score: Callable[[TrajectoryRef, Prompt], None],
+        submit_for_scoring: Callable[[TrajectoryRef, Prompt], None],
         submit_reference: Callable[[TrajectoryRef], None] | None = None,
         credit: Credit,
         clock: Clock,
@@ -75,7 +75,7 @@ class TrajectoryScheduler:
             waiting=waiting,
             evaluations=self.evaluations,
             consumption=self.consumption,
-            submit_score=submit_score,
+            submit_for_scoring=submit_for_scoring,
             submit_reference=submit_reference,
             credit=credit,
             clock=clock,

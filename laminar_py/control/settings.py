@@ -104,7 +104,7 @@ class ControlSettings:
     batch_per_replica: int
     group_size: int
     sampling: SamplingParams
-    of_sets: Mapping[str, SamplingParams] = field(default_factory=dict)  # of evaluation sets, by name
+    sampling_by_set: Mapping[str, SamplingParams] = field(default_factory=dict)  # of evaluation sets, by name
     without_signal: WithoutSignal
     max_refill: float = 4.0
     masks_truncated: bool = False
@@ -130,7 +130,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         batch_per_replica=rollout.batch_per_replica,
         group_size=rollout.group_size,
         sampling=sampling,
-        of_sets={name: settings.sampling(sampling) for name, settings in config.eval.sets.items()},
+        sampling_by_set={name: settings.sampling(sampling) for name, settings in config.eval.sets.items()},
         without_signal=without_signal,
         max_refill=rollout.max_refill,
         masks_truncated=config.algorithm.truncated is Truncated.MASK,

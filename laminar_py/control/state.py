@@ -161,7 +161,7 @@ class ControlState:
         sampling = self.settings.sampling
         if trajectory.kind is Kind.EVAL:
             greedy = msgspec.structs.replace(sampling, temperature=0.0)
-            sampling = self.settings.of_sets.get(set_of(trajectory.group_id), greedy)
+            sampling = self.settings.sampling_by_set.get(set_of(trajectory.group_id), greedy)
         return msgspec.structs.replace(sampling, seed=trajectory_seed(self.settings.seed, trajectory.id))
 
     def finished_beside(self, trajectory_id: str) -> Sequence[int]:

@@ -12,7 +12,7 @@ import msgspec
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
+from laminar_py.learner.packing.packer import Packed, deal_to_ranks, step_weights
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import TrajectoryRef
@@ -27,7 +27,7 @@ def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) ->
     """Return the microbatches of each rank."""
     algorithm = config.algorithm
     bins = fit_bins(batch.trajectories, max_tokens=config.packer.max_tokens)
-    terms = step_terms(
+    terms = step_weights(
         bins,
         tokens_without_signal=batch.tokens_without_signal,
         aggregation=algorithm.aggregation,
@@ -36,7 +36,7 @@ def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) ->
         normalises=algorithm.normalises_step,
         columns=algorithm.packed_columns,
     )
-    return assign_bins(
+    return deal_to_ranks(
         bins,
         terms,
         max_tokens=config.packer.max_tokens,
@@ -79,28 +79,28 @@ class RefillWatch:
         self._setting = f"rollout.max_refill={max_refill:g}"
         self._record = record
         self._end, self._remedy = end, remedy
-        self._hollow: list[RefillStopped] = []  # empty steps in a row
+        self._num_empty: list[RefillStopped] = []  # empty steps in a row
 
     def observe_batch(self, batch: StepBatch, stopped: RefillStopped | None) -> None:
         """Count a batch; `stopped` is the event of a batch with too few groups, and is recorded."""
         if batch.groups:
-            self._hollow.clear()
+            self._num_empty.clear()
         if stopped is None:
             return
         self._record(stopped)
-        if not self._hollow:  # once per row of empty steps
+        if not self._num_empty:  # once per row of empty steps
             log.warning("step %d, at %s: %s", stopped.step, self._setting, stopped.describe())
         if batch.groups:
             return
-        self._hollow.append(stopped)
+        self._num_empty.append(stopped)
         row = msgspec.structs.replace(
             stopped,
-            num_silent=sum(ceiling.num_silent for ceiling in self._hollow),
-            num_best=sum(ceiling.num_best for ceiling in self._hollow),
-            num_worst=sum(ceiling.num_worst for ceiling in self._hollow),
+            num_without_signal=sum(ceiling.num_without_signal for ceiling in self._num_empty),
+            num_best=sum(ceiling.num_best for ceiling in self._num_empty),
+            num_worst=sum(ceiling.num_worst for ceiling in self._num_empty),
         )
-        if len(self._hollow) >= MIN_CEILINGS and row.num_silent >= MIN_GROUPS:
+        if len(self._num_empty) >= MIN_CEILINGS and row.num_without_signal >= MIN_GROUPS:
             self._end(
-                f"step {row.step}, {len(self._hollow)} times in a row at {self._setting}: {row.describe()};"
+                f"step {row.step}, {len(self._num_empty)} times in a row at {self._setting}: {row.describe()};"
                 f" there is nothing to learn from, {self._remedy}"
             )

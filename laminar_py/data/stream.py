@@ -247,7 +247,9 @@ class BySignal:
         self._seed = seed
         self._floor = floor
         self._signal: dict[str, int] = {}  # problem -> last place with different rewards
-        self._silent: defaultdict[str, list[int]] = defaultdict(list)  # problem -> later places with equal ones
+        self._without_signal: defaultdict[str, list[int]] = defaultdict(
+            list
+        )  # problem -> later places with equal ones
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
         """Row of the epoch's permutation, or a random row of the source where that row rests."""
@@ -259,23 +261,23 @@ class BySignal:
         return row
 
     def _probability(self, id: str) -> float:
-        return max(self._floor, 2.0 ** -len(self._silent[id])) if id in self._silent else 1.0
+        return max(self._floor, 2.0 ** -len(self._without_signal[id])) if id in self._without_signal else 1.0
 
     def record_group(self, group: GroupRewards) -> None:
         """Record whether the rewards of a group differ."""
         id, place = group.prompt_id, group.place
         if group.differ:
             self._signal[id] = max(place, self._signal.get(id, -1))
-            later = [silent for silent in self._silent.pop(id, ()) if silent > self._signal[id]]
+            later = [silent for silent in self._without_signal.pop(id, ()) if silent > self._signal[id]]
             if later:
-                self._silent[id] = later
+                self._without_signal[id] = later
         elif place > self._signal.get(id, -1):
-            self._silent[id].append(place)
+            self._without_signal[id].append(place)
 
     @property
     def figures(self) -> OrderFigures:
         """Number of problems that rest."""
-        return OrderFigures(resting=len(self._silent))
+        return OrderFigures(resting=len(self._without_signal))
 
 
 class PromptStream:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.learner.distributed import Ranks
-from laminar_py.learner.losses.objectives import Terms, clipped_ratio, k3
+from laminar_py.learner.losses.objectives import LossInputs, clipped_ratio, k3
 from laminar_py.learner.packing.balance import attention_share, sequence_cost
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.metrics import Mismatch, TokenMetrics
@@ -38,7 +38,7 @@ class TokenSums:
 
     def add(
         self,
-        terms: Terms,
+        terms: LossInputs,
         *,
         entropy: Tensor,
         settings: AlgorithmConfig,

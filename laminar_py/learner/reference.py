@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
-from laminar_py.learner.packing.packer import PlacedResponse, StepTerms, lay_out, microbatch
+from laminar_py.learner.packing.packer import PlacedResponse, StepWeights, lay_out, microbatch
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
@@ -98,7 +98,7 @@ class ReferenceModel:
         """Log-probabilities [L] of each trajectory's response tokens, from one packed forward."""
         groups = tuple({trajectory.group_id: None for trajectory in trajectories})
         # Nothing is trained here, so any loss weights will do.
-        terms = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
+        terms = StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
         values = _logprobs(self._model, microbatch(list(trajectories), terms))
         layout = lay_out(trajectories)
         return [

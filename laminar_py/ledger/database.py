@@ -62,7 +62,7 @@ def open_writer(path: Path) -> sqlite3.Connection:
     """The writing connection, with an empty ledger laid out if there is no file yet. Raises `LedgerError`."""
     is_new = not path.exists() or path.stat().st_size == 0  # its making was interrupted
     has_log = not on_network(path.parent)
-    with _complaints(path):
+    with _as_ledger_error(path):
         busy_s = _BUSY_S if has_log else _SHARED_BUSY_S
         connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
         if is_new:
@@ -91,7 +91,7 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
     """
     if not path.is_file():
         raise LedgerError(f"ledger={path}: no such file; name the folder of a run")
-    with _complaints(path):
+    with _as_ledger_error(path):
         # only a connection that may write can roll back a transaction of a killed controller
         mode = "rw" if any(log.name.endswith("-journal") for log in logs_of(path)) else "ro"
         uri = f"file:{quote(str(path.resolve()))}?mode={mode}{'&immutable=1' if immutable else ''}"
@@ -106,7 +106,7 @@ def reading(run: Path) -> Iterator[sqlite3.Connection]:
     """Open a read-only connection that sees one state of the ledger while others write."""
     path = ledger_path(run)
     is_sealed = (path.parent / SEAL_NAME).is_file() and not logs_of(path)  # and unchanged, so nobody writes to it
-    with closing(open_reader(path, immutable=is_sealed)) as connection, _complaints(path):
+    with closing(open_reader(path, immutable=is_sealed)) as connection, _as_ledger_error(path):
         connection.execute("BEGIN")
         yield connection
 
@@ -160,7 +160,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 
 
 @contextmanager
-def _complaints(path: Path) -> Iterator[None]:
+def _as_ledger_error(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:

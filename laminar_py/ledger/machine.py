@@ -33,7 +33,7 @@ from laminar_py.records.events import (
     RunStarted,
     Scored,
     Stepped,
-    StreamCut,
+    StreamLost,
     Undone,
     VersionLoaded,
     VersionPublished,
@@ -55,7 +55,7 @@ TrajectoryEvent = (
     Issued
     | Assigned
     | Interrupted
-    | StreamCut
+    | StreamLost
     | Restamped
     | Finished
     | Cut
@@ -134,7 +134,7 @@ class Machine:
             Issued: self._issued,
             Assigned: self._assigned,
             Interrupted: self._interrupted,
-            StreamCut: self._stream_cut,
+            StreamLost: self._stream_cut,
             Restamped: self._restamped,
             Finished: self._finished,
             Cut: self._cut,
@@ -246,7 +246,7 @@ class Machine:
         row.status = Status.INTERRUPTED
         return row
 
-    def _stream_cut(self, event: StreamCut) -> LiveTrajectory:
+    def _stream_cut(self, event: StreamLost) -> LiveTrajectory:
         row = self._find(event, Status.RUNNING)
         _same_length(event, event.length, row)
         return row

@@ -87,7 +87,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             next_evaluation=next_evaluation,
             next_sample=_next_samples(connection, {trajectory.group_id for trajectory in live}),
             ages=_ages(connection, events),
-            refilled=_refilled(connection),
+            refilled=_rewards_without_signal(connection),
             rewards=_rewards(connection),
             eval_sampling=started.eval_sampling if (started := last_start(connection)) else {},
         )
@@ -166,7 +166,7 @@ def last_start(connection: sqlite3.Connection) -> RunStarted | None:
     return next((event for event in started if isinstance(event, RunStarted)), None)
 
 
-def _refilled(connection: sqlite3.Connection) -> tuple[float, ...]:
+def _rewards_without_signal(connection: sqlite3.Connection) -> tuple[float, ...]:
     """Return one reward of each group dropped without signal since the last step, empty steps included."""
     (stepped,) = connection.execute("SELECT coalesce(max(seq), 0) FROM step").fetchone()
     rows = connection.execute(

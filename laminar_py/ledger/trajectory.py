@@ -16,7 +16,16 @@ from laminar_py.records.codec import response_digest
 from laminar_py.records.credit import Earned, Returns, RoleCredit, returns_of
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import Problem
-from laminar_py.records.events import Assigned, Consumed, Dropped, Finished, Interrupted, Issued, Scored, StreamCut
+from laminar_py.records.events import (
+    Assigned,
+    Consumed,
+    Dropped,
+    Finished,
+    Interrupted,
+    Issued,
+    Scored,
+    StreamLost,
+)
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.replica import Assignment, Progress
 from laminar_py.records.scoring import Score
@@ -62,7 +71,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         return None
 
     @property
-    def age_version(self) -> int:
+    def oldest_for_age(self) -> int:
         """The lowest version in it, whose age is its staleness; it needs a sampled token."""
         assert self.oldest_version is not None, f"{self.id} has no token that an engine sampled"
         return self.oldest_version
@@ -134,10 +143,10 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         """Return the event that its replica continues it after new weights, under the same epoch."""
         return Assigned(self.id, replica, self.epoch, self.length)
 
-    def cut_off(self) -> StreamCut:
+    def cut_off(self) -> StreamLost:
         """Return the event that its stream broke off."""
         assert self.replica is not None, f"a stream of {self.id} broke off, which is {self.status}"
-        return StreamCut(self.id, self.replica, self.length)
+        return StreamLost(self.id, self.replica, self.length)
 
     def interrupted(self, reason: str) -> Interrupted:
         """Return the event that its generation stopped and its tokens stay."""

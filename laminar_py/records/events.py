@@ -119,8 +119,8 @@ class Interrupted(Event, frozen=True, kw_only=True):
     used_s: float = 0.0  # seconds of generation so far, on all replicas, as last reported
 
 
-class StreamCut(Event, frozen=True):
-    """A stream broke off before the engine's last delta, e.g. `StreamCut("g3.1", 2, 41)`.
+class StreamLost(Event, frozen=True):
+    """A stream broke off before the engine's last delta, e.g. `StreamLost("g3.1", 2, 41)`.
 
     Until the trajectory continues, two facts stay open: the exact token at which its version changed, and the
     experts that its tokens were routed to.
@@ -334,24 +334,25 @@ class StepSkipped(Event, frozen=True):
 class RefillStopped(Event, frozen=True, kw_only=True):
     """A step got fewer groups than it wanted, since too many groups had no signal.
 
-    E.g. `RefillStopped(step=9, num_wanted=32, num_taken=20, num_silent=108, num_best=90, num_worst=18)`.
+    E.g. `RefillStopped(step=9, num_wanted=32, num_taken=20, num_without_signal=108, num_best=90, num_worst=18)`.
     """
 
     step: int
     num_wanted: int
     num_taken: int
-    num_silent: int  # groups without signal
-    num_best: int  # silent groups in which all responses had the best reward of the run
-    num_worst: int  # silent groups in which all responses had the worst reward of the run
+    num_without_signal: int  # groups without signal
+    num_best: int  # groups without signal in which all responses had the best reward of the run
+    num_worst: int  # groups without signal in which all responses had the worst reward of the run
     only_reward: float | None = None  # the only reward of the run so far; then `num_best` and `num_worst` are 0
 
     def describe(self) -> str:
         """Text for a log: how many groups had no signal, and which share of these is solved or hopeless."""
-        solved, hopeless = self.num_best / self.num_silent, self.num_worst / self.num_silent
+        solved, hopeless = self.num_best / self.num_without_signal, self.num_worst / self.num_without_signal
         judged = f"{solved:.0%} are solved (all rewards the best of the run), {hopeless:.0%} hopeless (the worst)"
         if self.only_reward is not None:
             judged = f"every reward of the run is {self.only_reward:g}, so they are all solved or all hopeless"
-        return f"{self.num_taken} of {self.num_wanted} groups; {self.num_silent} others had no signal: {judged}"
+        others = f"{self.num_without_signal} others had no signal"
+        return f"{self.num_taken} of {self.num_wanted} groups; {others}: {judged}"
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):
@@ -397,7 +398,7 @@ AnyEvent = (
     | Assigned
     | Interrupted
     | Finished
-    | StreamCut
+    | StreamLost
     | Restamped
     | Cut
     | Scored

@@ -57,7 +57,7 @@ class InterruptReason(StrEnum):
     """Why a replica's stream of tokens broke off; the trajectory continues from its last token."""
 
     NEW_WEIGHTS = "new_weights"  # the replica interrupted it to load new weights, and submits it again
-    CUT = "cut"  # the engine was lost before its last delta
+    ENGINE_LOST = "engine_lost"  # the engine was lost before its last delta
 
 
 class DropReason(StrEnum):

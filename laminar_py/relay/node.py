@@ -258,7 +258,7 @@ class RelayNode:
             case m.Failed(version) if self._versions.needs(version):
                 if len(self._uplink.parents) > 1:
                     return False
-                self._versions.give_up(version, message.reason)
+                self._versions.fail_version(version, message.reason)
         return True
 
     @property

@@ -166,7 +166,7 @@ class NodeVersions:
                 try:
                     self._start_download(announce)
                 except (NoRoomError, BrokenVersionError) as error:
-                    self.give_up(version, str(error))
+                    self.fail_version(version, str(error))
             case Decision.RESUME:
                 self._downloads[version].restart()
                 self._fill_window(self._downloads[version])
@@ -186,7 +186,7 @@ class NodeVersions:
         try:
             self._accept(download, chunk)
         except (NoRoomError, BrokenVersionError) as error:
-            self.give_up(chunk.version, str(error))
+            self.fail_version(chunk.version, str(error))
 
     def handle_lost(self, version: int) -> None:
         """Tell children and subscribers that no node has the version."""
@@ -197,7 +197,7 @@ class NodeVersions:
         self.subscribers.handle_lost(version)
         self._start_waiting()
 
-    def give_up(self, version: int, reason: str) -> None:
+    def fail_version(self, version: int, reason: str) -> None:
         """Tell parent, children and subscribers that this node cannot have the version."""
         log.error("%s gives up version %d: %s", self._name, version, reason)
         failed = m.Failed(version, reason)

@@ -90,7 +90,7 @@ class PredictivePlanner:
         sources = self._sources(ordered, gains, free)
         emptied = {survey.replica for survey in sources}
         others = [survey for survey in ordered if survey.replica not in emptied]
-        rooms = _Rooms(others, [free[survey.replica] for survey in others], self._stall_tokens)
+        rooms = _DestinationHeap(others, [free[survey.replica] for survey in others], self._stall_tokens)
         moves: list[Move] = []
         for source in sources:
             before = rooms.copy()
@@ -130,7 +130,7 @@ class PredictivePlanner:
             sources.append(source)
         return sources
 
-    def _spread(self, source: Survey, rooms: "_Rooms") -> list[Move] | None:
+    def _spread(self, source: Survey, rooms: "_DestinationHeap") -> list[Move] | None:
         """Return moves for all trajectories on a source, longest first; None if a trajectory fits nowhere."""
         moves: list[Move] = []
         for held in sorted(source.running, key=lambda held: -held.context):
@@ -168,7 +168,7 @@ class PredictivePlanner:
         return gains
 
 
-class _Rooms:
+class _DestinationHeap:
     """Destination replicas; the replica that may receive the most KV tokens in this round comes first."""
 
     def __init__(self, surveys: Sequence[Survey], free: Sequence[int], stall_tokens: int) -> None:
@@ -180,9 +180,9 @@ class _Rooms:
         ]
         heapify(self._entries)
 
-    def copy(self) -> "_Rooms":
+    def copy(self) -> "_DestinationHeap":
         """Return an independent copy."""
-        other = _Rooms((), (), 0)
+        other = _DestinationHeap((), (), 0)
         other._entries = self._entries.copy()
         return other
 

@@ -75,7 +75,7 @@ class LaunchedServers:
         return found
 
 
-class ScoredPayload:
+class ScorerStorage:
     """Reads tokens of responses from segments, and writes columns into segments."""
 
     def __init__(self, reader: PayloadReader, writer: SegmentWriter) -> None:
@@ -240,7 +240,7 @@ class Scorer:
         name: str,
         record: Path | None = None,
         launched: LaunchedServers | None = None,
-        payload: ScoredPayload | None = None,
+        payload: ScorerStorage | None = None,
     ) -> None:
         self._payload = payload
         self._reward = reward

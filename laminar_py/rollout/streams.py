@@ -283,7 +283,7 @@ class Streams:
         if isinstance(error, EngineLostError):
             if self._has(running):
                 with contextlib.suppress(EngineLostError):  # the store may be lost too
-                    self._report(running, None, broken=InterruptReason.CUT)
+                    self._report(running, None, broken=InterruptReason.ENGINE_LOST)
             self._lost(error)
         else:  # the request's fault, not the engine's
             log.error("replica %d: %s", self._out.index, error)

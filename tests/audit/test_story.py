@@ -2,7 +2,7 @@
 
 from laminar_lab.audit.samples import read_sample
 from laminar_lab.audit.stories import ReplicaSpan, describe_events
-from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamCut
+from laminar_py.records.events import Cut, Dropped, Interrupted, Restamped, StreamLost
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason
 from tests.ledger.runs import begin, consume, finish, issue, make_ready, open_ledger, run_to
@@ -34,11 +34,11 @@ async def test_a_story_tells_what_was_recorded_and_corrected(tmp_path):
         begin(ledger, versions=(0, 1))
         issue(ledger, "g0.0")
         run_to(ledger, "g0.0", [(0, 0, 5)], recorded=True)
-        ledger.append(StreamCut("g0.0", 0, 5))
+        ledger.append(StreamLost("g0.0", 0, 5))
         ledger.append(Restamped("g0.0", spans))
         await ledger.commit()
         told = read_sample(tmp_path, "g0.0").story
-    assert [type(item.event).__name__ for item in told.events] == ["Issued", "Assigned", "StreamCut", "Restamped"]
+    assert [type(item.event).__name__ for item in told.events] == ["Issued", "Assigned", "StreamLost", "Restamped"]
     assert told.spans == [
         ReplicaSpan(version=0, replica=0, start=0, end=2),
         ReplicaSpan(version=1, replica=0, start=2, end=5, kv_version=0),

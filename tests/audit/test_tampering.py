@@ -26,7 +26,7 @@ from laminar_py.records.events import (
     Checkpointed,
     Dropped,
     Restamped,
-    StreamCut,
+    StreamLost,
     VersionLoaded,
 )
 from laminar_py.records.spans import Span
@@ -68,7 +68,7 @@ async def closed_run(run):
         ledger.append(Dropped("g4.0", DropReason.STALE, "staleness 4"))
         issue(ledger, "g9.0", index=9)
         run_to(ledger, "g9.0", [(1, 0, 4)], recorded=True)
-        ledger.append(StreamCut("g9.0", 0, 4))
+        ledger.append(StreamLost("g9.0", 0, 4))
         ledger.append(Restamped("g9.0", (Span(0, 0, 1), Span(1, 1, 4))))
         store_columns(ledger, "g9.0", {"token_rewards": token_values(tokens("g9.0", 0, 4)[1])})
         issue(ledger, "g9.1", index=9)

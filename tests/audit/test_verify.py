@@ -16,7 +16,7 @@ from laminar_py.records.events import (
     PartStarted,
     Relayed,
     Restamped,
-    StreamCut,
+    StreamLost,
     VersionLoaded,
     VersionPublished,
 )
@@ -322,7 +322,7 @@ async def test_experts_that_nobody_can_know_are_no_finding(tmp_path):
         run_to(ledger, "g0.0", [(0, 0, 3)], recorded=True)
         mask = make_mask(tokens("g0.0", 3, 5)[0])
         store(ledger, "g0.0", 3, 5, (Span(0, 3, 5),), sampling_mask=mask)
-        ledger.append(StreamCut("g0.0", 0, 5))
+        ledger.append(StreamLost("g0.0", 0, 5))
         finish(ledger, "g0.0", [(0, 0, 5)])
     assert verify(tmp_path) == []
 

@@ -17,7 +17,7 @@ from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.errors import PartBugError, PartCrashedError
 from laminar_py.runtime.cluster.forked import SHARED
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from tests.cluster.test_part import Unmade
 
 PATIENCE_S = 60.0
@@ -59,7 +59,7 @@ def host(monkeypatch, gpus=""):
 
 
 def seeing(gpus=0):
-    return Part("part-0", Seeing, concurrency=1, timeout_s=PATIENCE_S, place=Place(gpus=gpus))
+    return Part("part-0", Seeing, concurrency=1, timeout_s=PATIENCE_S, place=NodeSlot(gpus=gpus))
 
 
 async def test_a_part_waits_until_the_gpus_of_a_dead_one_are_free(monkeypatch):

@@ -17,7 +17,7 @@ from laminar_py.relay.tree import grow_tree
 from laminar_py.runtime.cluster.backend import free_port, nodes, on_node
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.placement import Needs, Node, Place, Placement, Plan, make_plan
+from laminar_py.runtime.cluster.placement import Needs, Node, NodeSlot, Placement, Plan, make_plan
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.runs.runs import REPO
 
@@ -120,7 +120,7 @@ def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
 )
 def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, needs, reference):
     plan = make_plan(needs, hosts(*gpus))
-    assert plan.reference == Place(reference, needs.rank_gpus)
+    assert plan.reference == NodeSlot(reference, needs.rank_gpus)
     assert None not in plan.replicas
 
 
@@ -443,7 +443,7 @@ async def test_actors_land_on_their_nodes_with_gpus_of_their_own_and_one_of_a_de
     with joined(cluster):
         placement = Placement(Needs(ranks=4, rank_gpus=1, replicas=3, replica_gpus=4), nodes)
         plan = placement.plan
-        places = [*plan.replicas, plan.learner[0], Place(plan.relays[0])]
+        places = [*plan.replicas, plan.learner[0], NodeSlot(plan.relays[0])]
         parts = [Part(f"part-{i}", Witness, concurrency=1, timeout_s=60, place=p) for i, p in enumerate(places)]
         seen = [await part.call_for(tuple[str, list[str], str], "where") for part in parts]
         assert [node for node, *_ in seen] == [place.node for place in places]

@@ -154,7 +154,7 @@ class Fleet:
             prompt_at=make_prompt,
             on_rewards=self.told.append,
             recorder=self.log,
-            submit_score=lambda trajectory, prompt: self.unscored.append(trajectory),
+            submit_for_scoring=lambda trajectory, prompt: self.unscored.append(trajectory),
             submit_reference=self.unreferred.append if refers else None,
             credit=Credit(group_advantages(Advantage.GROUP_STD), length_cost),
             clock=self.clock,

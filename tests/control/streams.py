@@ -110,7 +110,7 @@ class Streams:
 
     async def _report(self, end):
         reasons = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
-        breaks = {"new_weights": InterruptReason.NEW_WEIGHTS, "cut": InterruptReason.CUT}
+        breaks = {"new_weights": InterruptReason.NEW_WEIGHTS, "cut": InterruptReason.ENGINE_LOST}
         piece = self._running.unreported(0.0)
         tokens = None if piece is None else tokens_ref(piece, self._segment.write(piece))
         progress = self._running.pop_progress(tokens, reasons.get(end), 0.0, broken=breaks.get(end))

@@ -18,7 +18,7 @@ SAMPLED = SamplingParams(max_new_tokens=99, temperature=0.6, top_p=0.9)
 
 
 def make_fleet():
-    fleet = Fleet(replicas=1, of_sets={"aime": SAMPLED})
+    fleet = Fleet(replicas=1, sampling_by_set={"aime": SAMPLED})
     fleet.scheduler.pause()
     return fleet
 
@@ -115,7 +115,7 @@ def recovered(*live):
 
 
 async def test_what_a_lost_version_leaves_of_an_evaluation_is_gone_on_with_where_versions_return():
-    fleet = Fleet(replicas=1, of_sets={"aime": SAMPLED}, versions_return=True)
+    fleet = Fleet(replicas=1, sampling_by_set={"aime": SAMPLED}, versions_return=True)
     fleet.scheduler.pause()
     asked = ask(fleet)
     await fleet.report(0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
-from laminar_py.records.events import Finished, Interrupted, Restamped, StreamCut
+from laminar_py.records.events import Finished, Interrupted, Restamped, StreamLost
 from laminar_py.records.replica import Progress
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import InterruptReason
@@ -48,8 +48,8 @@ async def test_what_a_broken_stream_left_out_comes_with_the_next(tmp_path):
     streams = Streams(tmp_path)
     await streams.play([4, 4], end="new_weights")
     await streams.play([5, 5, 5], end="cut")
-    assert events_of(streams, StreamCut, Interrupted)[-2:] == [
-        StreamCut(ID, 0, 5),
+    assert events_of(streams, StreamLost, Interrupted)[-2:] == [
+        StreamLost(ID, 0, 5),
         Interrupted(trajectory_id=ID, epoch=1, length=5, reason="replica_crashed"),
     ]
     assert max(one.routed for one in streams.trajectory.tokens) == PROMPT + 2 - 1
@@ -61,9 +61,11 @@ async def test_what_a_broken_stream_left_out_comes_with_the_next(tmp_path):
 async def test_a_stream_that_broke_with_nothing_to_report_is_on_record_too(tmp_path):
     streams = Streams(tmp_path)
     await streams.play([4, 4], end="new_weights")
-    cut = [Progress(trajectory_id=name, epoch=1, start=2, broken=InterruptReason.CUT) for name in (ID, "g9.9")]
+    cut = [
+        Progress(trajectory_id=name, epoch=1, start=2, broken=InterruptReason.ENGINE_LOST) for name in (ID, "g9.9")
+    ]
     await streams.fleet.report(0, progress=cut)
-    assert events_of(streams, StreamCut) == [StreamCut(ID, 0, 2)]
+    assert events_of(streams, StreamLost) == [StreamLost(ID, 0, 2)]
 
 
 async def test_experts_of_a_stream_that_broke_for_good_are_unknown(tmp_path):

@@ -55,7 +55,7 @@ async def test_a_step_goes_on_with_what_there_is_at_the_ceiling_of_refill_and_sa
     batch = await asyncio.wait_for(task, PATIENCE_S)
     assert [group.group_id for group in batch.groups] == ["g0"]
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
-    assert (event.num_wanted, event.num_taken, event.num_silent) == (2, 1, 4)
+    assert (event.num_wanted, event.num_taken, event.num_without_signal) == (2, 1, 4)
     assert (event.num_best, event.num_worst) == (3, 1)
     assert "75% are solved" in event.describe()
     await fleet.scheduler.consumption.commit(batch, 1)
@@ -106,12 +106,12 @@ async def test_what_is_ready_ahead_of_the_next_step_is_not_held_against_it():
     assert (len(state.groups), state.num_generating) == (16, 14), "a full step has no ceiling"
 
 
-@pytest.mark.parametrize(("schedule", "num_silent", "num_running"), [("sync", 4, 0), ("one_step", 5, 4)])
-async def test_a_short_step_opens_no_batch_before_its_time(schedule, num_silent, num_running):
+@pytest.mark.parametrize(("schedule", "num_without_signal", "num_running"), [("sync", 4, 0), ("one_step", 5, 4)])
+async def test_a_short_step_opens_no_batch_before_its_time(schedule, num_without_signal, num_running):
     """A short step takes the room of a full one: what follows would else begin too early, and be too old."""
     fleet = refilling(schedule=Schedule(schedule))
     task = asks(fleet)
-    await generate(fleet, SIGNAL, *[HOPELESS] * num_silent)
+    await generate(fleet, SIGNAL, *[HOPELESS] * num_without_signal)
     batch = await asyncio.wait_for(task, PATIENCE_S)
     assert len(batch.groups) == 1
     await fleet.report(0)
@@ -144,7 +144,7 @@ async def test_a_run_that_has_seen_one_reward_alone_tells_neither_solved_nor_hop
     await generate(fleet, *[pair] * 6)
     batch = await asyncio.wait_for(task, PATIENCE_S)
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
-    assert (event.num_silent, event.num_best, event.num_worst, event.only_reward) == (6, 0, 0, pair[0])
+    assert (event.num_without_signal, event.num_best, event.num_worst, event.only_reward) == (6, 0, 0, pair[0])
     assert f"every reward of the run is {pair[0]:g}, so they are all solved or all hopeless" in event.describe()
 
 
@@ -161,7 +161,7 @@ async def test_a_step_without_any_group_comes_to_its_end(schedule):
     assert not batch.groups
     assert bool(fleet.running[0]) is (schedule is Schedule.ASYNC), "which has work for later steps"
     event = fleet.scheduler.consumption.refill_stopped(batch, 1)
-    assert event.num_worst == event.num_silent >= 5
+    assert event.num_worst == event.num_without_signal >= 5
     assert event.num_best == 0
     task = asks(fleet)
     await generate(fleet, SIGNAL, SIGNAL)

@@ -111,7 +111,7 @@ async def test_refill_counts_on_and_judges_by_the_rewards_of_before():
     )
     batch = await asyncio.wait_for(fleet.scheduler.consumption.next_batch(groups=1, version=4), 60)
     event = fleet.scheduler.consumption.refill_stopped(batch, 5)
-    assert (event.num_taken, event.num_silent, event.num_worst, event.only_reward) == (0, 2, 2, None)
+    assert (event.num_taken, event.num_without_signal, event.num_worst, event.only_reward) == (0, 2, 2, None)
 
 
 async def test_a_running_one_goes_on_with_the_experts_it_has():

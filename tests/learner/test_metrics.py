@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from laminar_py.config.algorithm import AlgorithmConfig
-from laminar_py.learner.losses.objectives import Terms
+from laminar_py.learner.losses.objectives import LossInputs
 from laminar_py.learner.metrics import TokenSums
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def terms(ratios, *, drifts=None, weights=None, advantages=None, lengths=None, s
     behaviour = torch.full((count,), -3.0)
     proximal = behaviour + torch.tensor(drifts or [1.0] * count).log()
     sequence = torch.repeat_interleave(torch.tensor(lengths or [count]))
-    return Terms(
+    return LossInputs(
         logprobs=proximal + torch.tensor(ratios).log(),
         behaviour=behaviour,
         proximal=proximal,

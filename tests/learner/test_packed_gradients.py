@@ -14,7 +14,7 @@ from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.losses.loss import estimate_partition
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
+from laminar_py.learner.packing.packer import Packed, deal_to_ranks, step_weights
 from laminar_py.learner.packing.packer import pack as pack_step
 from laminar_py.learner.step import Learner
 from tests.builders import make_trajectory
@@ -130,8 +130,8 @@ def test_trajectory_balance_has_the_gradient_of_the_variance_in_each_group(model
     shape = [(f"g{i % 3}.{i}", 5 + 4 * i, i) for i in range(9)]
     items = [make_trajectory(n, prompt=3, response=length, seed=i, reward=i % 2) for n, length, i in shape]
     bins = fit_bins(items, max_tokens=max_tokens)
-    terms = step_terms(bins, aggregation=algorithm.aggregation)
-    batches = list(assign_bins(bins, terms, max_tokens=max_tokens, ranks=1, attention_share=0.0).microbatches(0))
+    terms = step_weights(bins, aggregation=algorithm.aggregation)
+    batches = list(deal_to_ranks(bins, terms, max_tokens=max_tokens, ranks=1, attention_share=0.0).microbatches(0))
     learner = make_learner(model_folder, algorithm=algorithm)
     batches = referred(learner, batches)
     partition = estimate_partition(learner.model, batches, algorithm, Ranks(None))

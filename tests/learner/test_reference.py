@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence, ReferencePass
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import assign_bins, step_terms
+from laminar_py.learner.packing.packer import deal_to_ranks, step_weights
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.pieces import SamplingMask
@@ -40,8 +40,8 @@ def samples():
 def batches_of(items, algorithm, *, ranks=1):
     """As they reach the learner, by reference and over the wire."""
     bins = fit_bins(items, max_tokens=100)
-    terms = step_terms(bins, aggregation=algorithm.aggregation, columns=algorithm.packed_columns)
-    packed = assign_bins(bins, terms, max_tokens=100, ranks=ranks, attention_share=0.0)
+    terms = step_weights(bins, aggregation=algorithm.aggregation, columns=algorithm.packed_columns)
+    packed = deal_to_ranks(bins, terms, max_tokens=100, ranks=ranks, attention_share=0.0)
     return at_ranks(packed)
 
 

@@ -15,7 +15,7 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Recompute
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import Packed, assign_bins, step_terms
+from laminar_py.learner.packing.packer import Packed, deal_to_ranks, step_weights
 from laminar_py.learner.sharding import shard
 from tests.builders import make_trajectory
 from tests.learner.builders import (
@@ -154,8 +154,8 @@ LONE = ITEMS[:1]  # leaves a rank without sequences
 
 def step_of(items, algorithm, *, ranks):
     bins = fit_bins(items, max_tokens=40)
-    terms = step_terms(bins, aggregation=algorithm.aggregation, constant=30)
-    return assign_bins(bins, terms, max_tokens=40, ranks=ranks, attention_share=0.0)
+    terms = step_weights(bins, aggregation=algorithm.aggregation, constant=30)
+    return deal_to_ranks(bins, terms, max_tokens=40, ranks=ranks, attention_share=0.0)
 
 
 def broken(packed):

@@ -110,8 +110,10 @@ async def test_what_refill_has_seen_since_the_last_step_comes_back(tmp_path):
         for sample in range(2):
             ledger.append(Dropped(f"{group}.{sample}", DropReason.NO_SIGNAL))
 
-    def hollow(num_silent):
-        return RefillStopped(step=2, num_wanted=2, num_taken=0, num_silent=num_silent, num_best=0, num_worst=0)
+    def hollow(num_without_signal):
+        return RefillStopped(
+            step=2, num_wanted=2, num_taken=0, num_without_signal=num_without_signal, num_best=0, num_worst=0
+        )
 
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)

@@ -73,9 +73,9 @@ class Commands:
 class Desk:
     """A hub, and what it has taken in: labels of connections and numbers of reports."""
 
-    def __init__(self, patience_s):
+    def __init__(self, heartbeat_timeout_s):
         self.post = PeerServer(KEYS, LOOPBACK)
-        self.hub = ReplicaHub(self.post, on_reports=self._take, patience_s=patience_s)
+        self.hub = ReplicaHub(self.post, on_reports=self._take, heartbeat_timeout_s=heartbeat_timeout_s)
         self.taken = []
         self.may_take = asyncio.Event()
         self.may_take.set()
@@ -98,10 +98,10 @@ class Desk:
 
 
 @asynccontextmanager
-async def serving(*, patience_s=PATIENCE_S, limit_s=PATIENCE_S):
+async def serving(*, heartbeat_timeout_s=PATIENCE_S, limit_s=PATIENCE_S):
     """A hub that serves."""
     async with asyncio.timeout(limit_s):
-        desk = Desk(patience_s)
+        desk = Desk(heartbeat_timeout_s)
         task = asyncio.create_task(desk.hub.run())
         try:
             yield desk

@@ -35,7 +35,7 @@ def make_evaluator(fleet, *settings):
         incarnation,
         scheduler=fleet.scheduler,
         replicas=SimpleNamespace(restart=lambda: None),
-        issuer=SimpleNamespace(wake=lambda: None),
+        dispatch_loop=SimpleNamespace(wake=lambda: None),
         hold=hold,
         publish=published.append,
         show_line=None,

@@ -44,7 +44,7 @@ async def test_a_smaller_fleet_loses_replicas_without_a_process_first_and_then_t
         scheduler=scheduler,
         replicas=SimpleNamespace(left={}, has_process=lambda index: index != 0, join=joined.append),
         scoring=SimpleNamespace(grow=lambda queue: None),
-        issuer=SimpleNamespace(wake=lambda: None),
+        dispatch_loop=SimpleNamespace(wake=lambda: None),
         show_line=print,
     )
     scheduler.views.send(2, "g0.0")
@@ -66,6 +66,6 @@ def test_nothing_is_handed_out_before_what_a_dead_controller_left_is_taken_up(nu
         number=number,
     )
     scheduler = make_scheduler(
-        incarnation, submit_score=lambda trajectory, prompt: None, reference=None, fail=print
+        incarnation, submit_for_scoring=lambda trajectory, prompt: None, reference=None, fail=print
     )
     assert scheduler.state.phase is phase

@@ -92,8 +92,8 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         end=ends.append,
     )
     await scoring.start()
-    issuer = SimpleNamespace(wake=fleet.woken.set)
-    loop = collect_scores(scores, scheduler=fleet.scheduler, scoring=scoring, issuer=issuer)
+    dispatch_loop = SimpleNamespace(wake=fleet.woken.set)
+    loop = collect_scores(scores, scheduler=fleet.scheduler, scoring=scoring, dispatch_loop=dispatch_loop)
     task = asyncio.gather(scoring.run(), loop)
     try:
         yield scoring, fleet, scorers, told, ends
@@ -223,7 +223,7 @@ async def test_an_evaluation_of_which_nothing_could_be_scored_has_no_figure_and_
         incarnation,
         scheduler=fleet.scheduler,
         replicas=None,
-        issuer=SimpleNamespace(wake=lambda: None),
+        dispatch_loop=SimpleNamespace(wake=lambda: None),
         hold=None,
         publish=published.append,
         show_line=told.append,

@@ -147,7 +147,7 @@ async def training(path, *settings, fails, admission, **options):
                 incarnation,
                 scheduler=fleet.scheduler,
                 replicas=None,
-                issuer=None,
+                dispatch_loop=None,
                 hold=None,
                 publish=None,
                 show_line=None,

@@ -22,7 +22,7 @@ from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers import learner as learner_link
-from laminar_py.runtime.workers.learner import LearnerLink
+from laminar_py.runtime.workers.learner import LearnerKeeper
 from tests.ledger.runs import begin, open_ledger
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.workers.fakes import make_incarnation
@@ -147,7 +147,7 @@ class Stopped:
 
 
 async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(LearnerLink, "actor_class", Stopped)
+    monkeypatch.setattr(LearnerKeeper, "actor_class", Stopped)
     monkeypatch.setattr(learner_link, "WATCH_S", 0.1)
     settings = {
         "name": "t",
@@ -160,7 +160,7 @@ async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_
     with joined(FakeCluster(0)):
         placement = Placement(Needs(ranks=2, rank_gpus=0, replicas=1, replica_gpus=0), nodes)
         incarnation = make_incarnation(config=config, run=RunFolder(tmp_path), placement=placement)
-        learner = LearnerLink(incarnation, relays=None, show=print)
+        learner = LearnerKeeper(incarnation, relays=None, show=print)
         learner.spawn()
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(PartCrashedError, match="no answer to progress in 2 s"):

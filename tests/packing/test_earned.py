@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import STD_FLOOR, step_terms
+from laminar_py.learner.packing.packer import STD_FLOOR, step_weights
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import TOKEN_REWARDS, token_values
 from laminar_py.records.credit import ROUNDING, Earned, earned_by, returns_differ, returns_of
@@ -87,7 +87,7 @@ def test_a_step_that_was_normalised_by_references_is_normalised_over_its_tokens(
         returns.append(returns_from_each_token(rewards, total) if by_token else np.full(len(rewards), total))
     direct = np.concatenate(returns)
     bins = fit_bins([referred_to(item) for item in items], max_tokens=64)
-    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    terms = step_weights(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     assert terms.advantage_mean == pytest.approx(direct.mean(), abs=1e-9)
     if terms.advantage_scale:
         found = np.concatenate([terms.advantages(item) * np.ones(len(item.response_ids)) for item in items])

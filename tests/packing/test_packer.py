@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import Packed, StepTerms, assign_bins, pack, step_terms
+from laminar_py.learner.packing.packer import Packed, StepWeights, deal_to_ranks, pack, step_weights
 from laminar_py.records.columns import TOKEN_REWARDS, Column, Dtype, token_values
 from laminar_py.records.credit import RoleCredit, returns_of, role_advantages
 from laminar_py.records.pieces import RoutedExperts, TokensRef
@@ -96,7 +96,7 @@ def test_under_batch_std_a_role_of_one_alone_is_compared_in_the_step():
 def test_advantages_of_roles_are_normalised_over_all_tokens_of_a_step():
     items = [episode(item, seed) for seed, item in enumerate(trajectories([(1, 12), (1, 12)]))]
     bins = fit_bins(items, max_tokens=128)
-    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    terms = step_weights(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     given = np.concatenate([role_advantages(item.roles, item.spans)[item.loss_mask] for item in items])
     found = np.concatenate([terms.advantages(item)[item.loss_mask] for item in items])
     np.testing.assert_allclose(found, (given - given.mean()) / (given.std() + 1e-4), rtol=1e-4)
@@ -111,8 +111,8 @@ def test_a_trajectory_is_packed_alike_with_its_tokens_and_by_reference(shapes, r
     steps = []
     for given_as in (items, [referred_to(item) for item in items]):
         bins = fit_bins(given_as, max_tokens=128)
-        terms = step_terms(bins, aggregation=aggregation, normalises=True, constant=7)
-        packed = assign_bins(bins, terms, max_tokens=128, ranks=ranks, attention_share=0.01)
+        terms = step_weights(bins, aggregation=aggregation, normalises=True, constant=7)
+        packed = deal_to_ranks(bins, terms, max_tokens=128, ranks=ranks, attention_share=0.01)
         steps.append(([[[one.id for one in bundle] for bundle in mine] for mine in packed.bundles], terms))
     (ids, terms), (ids_by_reference, terms_by_reference) = steps
     assert ids == ids_by_reference
@@ -123,7 +123,7 @@ def test_one_that_is_masked_is_weighted_alike_with_its_tokens_and_by_reference()
     masked, trained = trajectories([(2, 5), (3, 7)])
     masked = replace(rewarded(masked, 0), loss_mask=np.zeros(5, np.bool_))
     counts = [
-        step_terms([*fit_bins(both, max_tokens=64)], aggregation=Aggregation.TOKEN_MEAN)
+        step_weights([*fit_bins(both, max_tokens=64)], aggregation=Aggregation.TOKEN_MEAN)
         for both in ([masked, trained], [referred_to(masked), referred_to(trained)])
     ]
     assert counts[0] == counts[1]
@@ -173,13 +173,13 @@ def test_a_rank_without_sequences_gets_a_token_that_teaches_nothing():
 
 
 def test_sequence_mean_gives_every_response_the_same_weight():
-    weights = StepTerms(aggregation=Aggregation.SEQUENCE_MEAN, num_trajectories=2, num_trained=100)
+    weights = StepWeights(aggregation=Aggregation.SEQUENCE_MEAN, num_trajectories=2, num_trained=100)
     sums = [float(weights.token_weights(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
     assert sums == pytest.approx([0.5, 0.5])
 
 
 def test_a_constant_length_leaves_every_token_its_weight_however_long_its_response_is():
-    terms = StepTerms(aggregation=Aggregation.CONSTANT, num_trajectories=2, num_trained=100, constant=200)
+    terms = StepWeights(aggregation=Aggregation.CONSTANT, num_trajectories=2, num_trained=100, constant=200)
     sums = [float(terms.token_weights(item).sum()) for item in trajectories([(1, 10), (1, 90)])]
     assert sums == pytest.approx([10 / 400, 90 / 400])
 
@@ -188,8 +188,8 @@ def test_a_constant_length_leaves_every_token_its_weight_however_long_its_respon
 def test_responses_left_out_for_want_of_signal_count_as_if_they_were_trained_on(aggregation):
     items = trajectories([(1, 10), (2, 30), (1, 20)])
     bins = [fit_bins(some, max_tokens=128) for some in (items, items[:1])]
-    whole = step_terms(bins[0], aggregation=aggregation, constant=50)
-    rest = step_terms(bins[1], tokens_without_signal=[30, 20], aggregation=aggregation, constant=50)
+    whole = step_weights(bins[0], aggregation=aggregation, constant=50)
+    rest = step_weights(bins[1], tokens_without_signal=[30, 20], aggregation=aggregation, constant=50)
     assert rest.token_weights(items[0]).tolist() == whole.token_weights(items[0]).tolist()
 
 
@@ -197,7 +197,7 @@ def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
     spans = (Span(5, 0, 2), Span(7, 2, 3), Span(7, 3, 4, kv_version=4))
     item = replace(make_trajectory("a", response=4), spans=spans)
     ages = {4: 4, 5: 3, 7: 1}
-    assert StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=4, ages=ages).staleness(
+    assert StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=4, ages=ages).staleness(
         item
     ).tolist() == [3, 3, 1, 4]
 
@@ -205,7 +205,7 @@ def test_a_token_is_as_old_as_its_weights_or_the_cache_it_was_made_on():
 def test_advantages_over_the_deviation_of_the_step_have_that_of_one():
     items = [make_trajectory(f"a{i}", response=4, advantage=float(a)) for i, a in enumerate([5, -1, 3, 1])]
     bins = fit_bins(items, max_tokens=64)
-    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    terms = step_weights(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     found = [terms.advantages(item) for item in items]
     assert (np.mean(found), np.std(found)) == (pytest.approx(0.0, abs=1e-6), pytest.approx(1.0, rel=1e-3))
 
@@ -224,7 +224,7 @@ def test_a_step_is_normalised_over_its_tokens_as_published():
             returns += np.cumsum(rewards[::-1])[::-1].tolist()
         items.append(item)
     bins = fit_bins(items, max_tokens=64)
-    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    terms = step_weights(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     found = [terms.advantages(item) * np.ones(len(item.response_ids)) for item in items]
     returns = np.array(returns)
     expected = (returns - returns.mean()) / (returns.std() + 1e-4)
@@ -237,7 +237,7 @@ def test_groups_of_equal_reward_are_in_the_mean_and_the_deviation_of_a_step():
         make_trajectory(f"g{i // 2}.{i % 2}", response=4, advantage=float(a)) for i, a in enumerate([1, 0, 1, 1])
     ]
     bins = fit_bins(items, max_tokens=64)
-    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
+    terms = step_weights(bins, aggregation=Aggregation.TOKEN_MEAN, normalises=True)
     found = [terms.advantages(item) for item in items]
     assert found == pytest.approx([0.577, -1.732, 0.577, 0.577], abs=1e-3)
 
@@ -256,8 +256,8 @@ def test_a_column_stands_where_its_tokens_are_predicted_and_is_padded_elsewhere(
     item = replace(make_trajectory("a", prompt=2, response=3), columns={"hints": hints})
     bins = fit_bins([item], max_tokens=64)
     column = Column(name="hints", dtype=Dtype.INT32, padding=-1)
-    terms = step_terms(bins, aggregation=Aggregation.TOKEN_MEAN, columns=[column])
-    ranks = at_ranks(assign_bins(bins, terms, max_tokens=64, ranks=2, attention_share=0.0))
+    terms = step_weights(bins, aggregation=Aggregation.TOKEN_MEAN, columns=[column])
+    ranks = at_ranks(deal_to_ranks(bins, terms, max_tokens=64, ranks=2, attention_share=0.0))
     found, nothing = (batch.columns["hints"] for [batch] in ranks)
     assert (found.dtype, found.tolist(), nothing.tolist()) == (np.int32, [-1, 1, 2, 3, -1], [-1])
 
@@ -277,7 +277,7 @@ def test_experts_stand_at_the_tokens_that_were_routed():
 
 def test_a_reweighted_trajectory_counts_less():
     items = [make_trajectory("a", weight=0.5, response=4), make_trajectory("b", response=4)]
-    weights = StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=2, num_trained=8)
+    weights = StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=2, num_trained=8)
     assert [float(weights.token_weights(item).sum()) for item in items] == pytest.approx([0.25, 0.5])
 
 

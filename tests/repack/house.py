@@ -115,7 +115,7 @@ class House:
             ),
             prompt_at=_prompt,
             recorder=self,
-            submit_score=self._submit_score,
+            submit_for_scoring=self._submit_score,
             credit=Credit(group_advantages(Advantage.GROUP_STD)),
             clock=self.clock,
         )

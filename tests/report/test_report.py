@@ -53,7 +53,9 @@ def invoke(*arguments):
 
 async def test_the_report_says_what_refill_found_where_it_could_not_fill_a_step(run):
     async with open_ledger(run) as ledger:
-        ledger.append(RefillStopped(step=4, num_wanted=8, num_taken=2, num_silent=30, num_best=24, num_worst=3))
+        ledger.append(
+            RefillStopped(step=4, num_wanted=8, num_taken=2, num_without_signal=30, num_best=24, num_worst=3)
+        )
     told = " ".join(invoke(run).output.split())
     assert (
         "steps that refill could not fill: 1, at last step 4 with 2 of 8 groups; 30 others had no signal" in told

@@ -22,7 +22,7 @@ from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.scoring import Score, ScoringRequest, Unscored
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
-from laminar_py.reward.scorer import ScoredPayload, Scorer
+from laminar_py.reward.scorer import Scorer, ScorerStorage
 from tests.depth import examples
 from tests.reward.requests import by_reference, make_request
 from tests.reward.test_scorer import PATIENCE_S, SEGMENTS, column, scorer_of, scores_of, serve, with_ids
@@ -36,8 +36,8 @@ GIVES_BOTH = (
 )
 
 
-def payload(folder: Path) -> ScoredPayload:
-    return ScoredPayload(PayloadReader(folder / SEGMENTS), SegmentWriter(folder / SEGMENTS, "scorer-0"))
+def payload(folder: Path) -> ScorerStorage:
+    return ScorerStorage(PayloadReader(folder / SEGMENTS), SegmentWriter(folder / SEGMENTS, "scorer-0"))
 
 
 def replica(folder: Path, part: str = "replica-0-1-0") -> SegmentWriter:

@@ -28,7 +28,7 @@ from laminar_py.records.scoring import (
 )
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
-from laminar_py.reward.scorer import ScoredPayload, Scorer
+from laminar_py.reward.scorer import Scorer, ScorerStorage
 from tests.reward.requests import make_request
 
 PATIENCE_S = 60.0
@@ -53,7 +53,7 @@ async def scorer_of(
         decode=decode,
         folder=folder,
         name="scorer-0",
-        payload=ScoredPayload(reader, SegmentWriter(folder / SEGMENTS, "scorer-0")),
+        payload=ScorerStorage(reader, SegmentWriter(folder / SEGMENTS, "scorer-0")),
     ) as scorer:
         yield scorer
     reader.close()

@@ -32,7 +32,7 @@ async def test_the_last_report_of_a_dead_engine_has_all_that_it_gave(folders):  
         given = await dies_with(story, "a", "b")
         with pytest.raises(EngineLostError, match="embedded engine: ZeroDivisionError: division by zero"):
             await story.until(lambda s: False)
-        assert set(story.broken[InterruptReason.CUT]) == {"a", "b"}
+        assert set(story.broken[InterruptReason.ENGINE_LOST]) == {"a", "b"}
         assert all(len(story.ids[name]) >= length > 0 for name, length in given.items())
         assert isinstance(story.replica._admission.loss.__cause__, ZeroDivisionError)
         assert not story.task.done(), "the loss is the replica's to tell, and ends none of its tasks"
@@ -62,7 +62,7 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
         with pytest.raises(ZeroDivisionError):  # no `EngineLostError`, after which another would be started
             await process.ended()
         wire.close()
-    assert InterruptReason.CUT in broken
+    assert InterruptReason.ENGINE_LOST in broken
 
 
 @asynccontextmanager

@@ -222,7 +222,7 @@ async def test_a_lost_engine_reports_what_it_gave_and_then_raises(folders, is_re
         story.replica.start_assignments([assignment("c", length=4000)])
         with pytest.raises(EngineLostError):
             await story.until(lambda s: False)
-        assert story.broken == {InterruptReason.CUT: ["c"]}
+        assert story.broken == {InterruptReason.ENGINE_LOST: ["c"]}
         assert min(len(story.ids[name]) for name in ("a", "b", "c")) > 0
         assert story.admissible == 0
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from laminar_py.ledger.segments.payload import join
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.salvage import Known, Salvage, merge, salvage
+from laminar_py.ledger.segments.salvage import RecordedProgress, Salvage, merge, salvage
 from laminar_py.ledger.segments.writer import Journal
 from laminar_py.records.pieces import RoutedExperts, SamplingMask, pack_experts, pack_mask
 from laminar_py.records.spans import Span
@@ -18,7 +18,7 @@ from tests.segments.pieces import make_piece
 
 def salvaged(folder, running):
     """What is found of these, by id, and the pieces; and the journals."""
-    answer = salvage(folder, "replica-3", {id: Known(*known) for id, known in running.items()})
+    answer = salvage(folder, "replica-3", {id: RecordedProgress(*known) for id, known in running.items()})
     loaded = PayloadReader(folder).load([one.tokens.at for one in answer.found])
     return {one.trajectory_id: (one, loaded.piece(one.tokens.at)) for one in answer.found}, answer.journals
 
@@ -76,7 +76,7 @@ def test_a_journal_that_goes_meanwhile_costs_no_other(tmp_path, journal):
 
 
 def test_a_folder_that_is_not_there_has_nothing(tmp_path):
-    assert salvage(tmp_path / "none", "replica-3", {"a": Known(1, 0)}) == Salvage([], [])
+    assert salvage(tmp_path / "none", "replica-3", {"a": RecordedProgress(1, 0)}) == Salvage([], [])
 
 
 def mask(*rows):

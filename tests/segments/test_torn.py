@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.salvage import Known, salvage
+from laminar_py.ledger.segments.salvage import RecordedProgress, salvage
 from laminar_py.ledger.segments.writer import SEGMENT, Journal, SegmentWriter
 from laminar_py.records.pieces import PayloadLostError
 from tests.segments.pieces import make_piece
@@ -49,7 +49,7 @@ def test_salvage_gives_back_what_was_noted_before_the_cut(tmp_path):
     (path,) = tmp_path.glob("*.journal")
     ends = [0, *(path.stat().st_size * place // 3 for place in (1, 2, 3))]
     for size in cuts(path, 0):
-        found = salvage(tmp_path, "replica-3-1-0", {"a": Known(1, 0)}).found
+        found = salvage(tmp_path, "replica-3-1-0", {"a": RecordedProgress(1, 0)}).found
         whole = sum(end <= size for end in ends[1:])
         assert [one.tokens.end for one in found] == ([5 * whole] if whole else []), size
         loaded = PayloadReader(tmp_path).load(one.tokens.at for one in found)

@@ -6,7 +6,7 @@ import pytest
 from laminar_lab.emulation.responses import Responses
 from laminar_lab.simulate.fleet import CountedTokens
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.segments.salvage import Known
+from laminar_py.ledger.segments.salvage import RecordedProgress
 from laminar_py.records.pieces import Piece
 from laminar_py.records.spans import Span
 from tests.simulate.small import FAILING, run, run_recorded
@@ -56,7 +56,14 @@ def test_a_journal_gives_back_what_was_not_told_and_nothing_of_another_epoch():
     store.journal([piece("a", 0, 5), piece("b", 0, 4), piece("c", 0, 4, epoch=2), piece("d", 0, 4)])
     store.journal([piece("a", 5, 9)])
     store.forget("d")
-    found = store.salvage({"a": Known(1, 0), "b": Known(1, 2), "c": Known(1, 0), "d": Known(1, 0)})
+    found = store.salvage(
+        {
+            "a": RecordedProgress(1, 0),
+            "b": RecordedProgress(1, 2),
+            "c": RecordedProgress(1, 0),
+            "d": RecordedProgress(1, 0),
+        }
+    )
     assert [(one.trajectory_id, one.tokens.start, one.tokens.end) for one in found] == [("a", 0, 9)]
     assert found[0].spans == (Span(0, 0, 9),)
 

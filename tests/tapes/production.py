@@ -23,7 +23,7 @@ from laminar_py.control.settings import Admission, ControlSettings, StalenessBou
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.learner.packing.balance import attention_share, fit_bins
 from laminar_py.learner.packing.buffer import Packing
-from laminar_py.learner.packing.packer import Packed, assign_bins, pack, step_terms
+from laminar_py.learner.packing.packer import Packed, deal_to_ranks, pack, step_weights
 from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import recover, unpublished
@@ -490,7 +490,7 @@ class Batch:
                 attention_share=ATTENTION_SHARE,
             )
         bins = fit_bins(self.taken.trajectories, max_tokens=plan.max_tokens)
-        terms = step_terms(
+        terms = step_weights(
             bins,
             tokens_without_signal=self.taken.tokens_without_signal,
             aggregation=Aggregation(plan.aggregation),
@@ -499,7 +499,7 @@ class Batch:
             normalises=plan.advantage == "batch_std",
             columns=_columns(plan),
         )
-        return assign_bins(
+        return deal_to_ranks(
             bins,
             terms,
             max_tokens=plan.max_tokens,
@@ -565,7 +565,7 @@ class Control:
             _settings(plan),
             prompt_at=prompt_at,
             recorder=self.listener,
-            submit_score=self._submit_score,
+            submit_for_scoring=self._submit_score,
             submit_reference=self._submit_reference if plan.refers else None,
             credit=Credit(group_advantages(Advantage(plan.advantage)), overlong_cost(plan.cap, plan.overlong)),
             clock=self.clock,
@@ -1084,8 +1084,8 @@ def packed_lines(tape: Tape, plan: Plan, trajectories: Sequence[Trajectory], *, 
     bins = fit_bins(trajectories, max_tokens=plan.max_tokens)
     tape.write("fit", bin_ids(bins))
     ages = {made: version - made for made in range(version + 1)}
-    terms = step_terms(bins, aggregation=Aggregation(plan.aggregation), ages=ages, constant=plan.cap)
-    packed = assign_bins(
+    terms = step_weights(bins, aggregation=Aggregation(plan.aggregation), ages=ages, constant=plan.cap)
+    packed = deal_to_ranks(
         bins, terms, max_tokens=plan.max_tokens, ranks=plan.ranks, attention_share=ATTENTION_SHARE
     )
     _write_packed(tape, plan, packed, version=version)

@@ -20,7 +20,7 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers.incarnation import Supervisor
-from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
+from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
 from laminar_py.runtime.workers.scorers import Scorers
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
@@ -184,7 +184,7 @@ class Root:
 async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkpoint(monkeypatch, tmp_path):
     processes = Processes(monkeypatch, lambda name: Rank())
     shared = incarnation(tmp_path, "learner.world_size=2", ranks=2)
-    learner = LearnerLink(shared, relays=Root(), show=lambda progress: None)
+    learner = LearnerKeeper(shared, relays=Root(), show=lambda progress: None)
     async with asyncio.timeout(PATIENCE_S):
         learner.spawn()
         ranks = [await processes.next(), await processes.next()]
@@ -208,7 +208,7 @@ async def test_a_rank_that_dies_ends_all_and_the_next_ones_go_on_from_the_checkp
 async def test_each_rank_reads_the_tokens_of_its_own_bundles_and_what_is_lost_is_told_once(monkeypatch, tmp_path):
     Processes(monkeypatch, lambda name: Rank())
     shared = incarnation(tmp_path, "learner.world_size=2", ranks=2)
-    learner = LearnerLink(shared, relays=Root(), show=lambda progress: None)
+    learner = LearnerKeeper(shared, relays=Root(), show=lambda progress: None)
     async with asyncio.timeout(PATIENCE_S):
         learner.spawn()
         await learner.start(None)

@@ -8,13 +8,13 @@ import pytest
 from laminar_lab.simulate.virtual_loop import virtually
 from laminar_py.records.events import PartCrashed, PartStarted
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.keeper import Keeper
 from tests.workers.fakes import Processes, make_incarnation
 
 PATIENCE_S = 10.0
-HERE = Place("node-0")
+HERE = NodeSlot("node-0")
 
 
 class Room:
@@ -157,9 +157,9 @@ async def test_a_part_without_a_place_waits_until_there_is_one(monkeypatch):
     async with kept(life):
         await life.room.refreshed.wait()
         assert life.parts == ()
-        life.room.real = [Place("node-1")]
+        life.room.real = [NodeSlot("node-1")]
         (part,) = await life.served.get()
-    assert part.place == Place("node-1")
+    assert part.place == NodeSlot("node-1")
 
 
 async def test_a_part_whose_node_goes_as_it_starts_comes_up_elsewhere(monkeypatch):
@@ -173,10 +173,10 @@ async def test_a_part_whose_node_goes_as_it_starts_comes_up_elsewhere(monkeypatc
     life = Life(monkeypatch, start_parts=start)
     async with kept(life):
         (first,) = await starting.get()
-        life.room.real = [Place("node-1")]
+        life.room.real = [NodeSlot("node-1")]
         first.die("its node is gone")
         (second,) = await life.served.get()
-    assert second.place == Place("node-1")
+    assert second.place == NodeSlot("node-1")
     assert life.rests == [1]
 
 
@@ -194,9 +194,9 @@ async def test_a_part_whose_place_goes_in_the_rest_before_its_restart_waits_for_
         await rested.wait()
         await life.room.refreshed.wait()
         assert life.parts == ()
-        life.room.real = [Place("node-1")]
+        life.room.real = [NodeSlot("node-1")]
         (second,) = await life.served.get()
-    assert second.place == Place("node-1")
+    assert second.place == NodeSlot("node-1")
 
 
 async def test_the_second_death_for_want_of_memory_ends_the_run_and_names_what_to_change(monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.tree import SMALLEST_CHUNK_BYTES
-from laminar_py.runtime.cluster.placement import Place, Plan
+from laminar_py.runtime.cluster.placement import NodeSlot, Plan
 from laminar_py.runtime.workers import relays as relays_module
 from laminar_py.runtime.workers.specs import RelaySpec
 from tests.workers.fakes import Processes
@@ -25,7 +25,7 @@ class Plans:
         self.change(*hosts)
 
     def change(self, *hosts):
-        places = tuple(Place(host) for host in hosts)
+        places = tuple(NodeSlot(host) for host in hosts)
         self.plan = replace(self.plan, learner=places[:1], replicas=places, relays=hosts)
 
     def ip(self, node):
@@ -97,16 +97,16 @@ async def test_a_root_whose_host_lives_is_ended_when_the_learner_has_moved_to_an
         plans.change("c")
         assert await relays.root_up() != root
         second = await starts.processes.next()
-        assert (first.is_dead, second.is_dead, second.place) == (True, False, Place("c"))
+        assert (first.is_dead, second.is_dead, second.place) == (True, False, NodeSlot("c"))
 
 
 async def test_relays_below_one_that_comes_up_after_them_are_told_of_it(tmp_path, monkeypatch):
     starts, plans = Starts(monkeypatch), Plans("a")
     async with chained(tmp_path, plans) as relays:
         plans.change("a", "b", "c")
-        last = await relays.attach(2, Place("c"))
+        last = await relays.attach(2, NodeSlot("c"))
         await starts.until_told("relay-2", relays.root)
-        middle = await relays.attach(1, Place("b"))
+        middle = await relays.attach(1, NodeSlot("b"))
         await starts.until_told("relay-2", middle, relays.root)
         assert len({relays.root, middle, last}) == 3
 

@@ -16,7 +16,7 @@ from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import SMALLEST_CHUNK_BYTES
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.errors import PartBugError, PartCrashedError, RemoteCallError
-from laminar_py.runtime.cluster.placement import Needs, Place, Placement
+from laminar_py.runtime.cluster.placement import Needs, NodeSlot, Placement
 from laminar_py.runtime.workers import relays as relays_module
 from laminar_py.runtime.workers.relays import Relays
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
@@ -91,7 +91,7 @@ async def test_versions_reach_every_host_also_after_the_death_of_the_host_of_the
         endpoints = [await relays.attach(replica, placement.plan.replicas[replica]) for replica in (0, 1)]
         assert len({*endpoints, relays.root}) == 3, "one relay on each host"
         with pytest.raises(PartCrashedError, match="its node a-node-that-died is gone"):
-            await relays.attach(0, Place("a-node-that-died"))
+            await relays.attach(0, NodeSlot("a-node-that-died"))
         subscriber = Subscriber(endpoints[1], "replica-1", relays.keys)
         listening = asyncio.create_task(subscriber.run())
         digest = await publish(relays, 0)

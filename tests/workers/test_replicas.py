@@ -25,7 +25,7 @@ from laminar_py.relay.sockets import PeerClient, generate_keys, peer_sockets
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.link.replica_link import ReplicaLink
-from laminar_py.runtime.orchestrator.controller import issue, process_reports
+from laminar_py.runtime.orchestrator.controller import dispatch, process_reports
 from laminar_py.runtime.orchestrator.setup import Handoff
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.replicas import ReplicaKeeper, Replicas, pace_of
@@ -161,7 +161,7 @@ class World:
             return self.relay
 
         self.stats = Stats(SystemClock(), replicas=2, totals=Totals())
-        self.issuer = Throttle(self._issue, every_s=every_s)
+        self.dispatch_loop = Throttle(self._dispatch, every_s=every_s)
         self.reports = Handoff()
         self.replicas = Replicas(
             make_incarnation(
@@ -179,19 +179,19 @@ class World:
                 keys=generate_keys(),
             ),
             segments=self.segments,
-            issuer=self.issuer,
+            dispatch_loop=self.dispatch_loop,
             on_reports=self.reports.hand_over,
         )
 
-    def _issue(self):
-        issue(self.scheduler, replicas=self.replicas, issuer=self.issuer, stats=self.stats)
+    def _dispatch(self):
+        dispatch(self.scheduler, replicas=self.replicas, dispatch_loop=self.dispatch_loop, stats=self.stats)
 
     async def keep(self):
         """Keep the replicas, and run the loops of the controller that reach them."""
-        loop = {"replicas": self.replicas, "issuer": self.issuer, "stats": self.stats}
+        loop = {"replicas": self.replicas, "dispatch_loop": self.dispatch_loop, "stats": self.stats}
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.replicas.keep())
-            tasks.create_task(self.issuer.run())
+            tasks.create_task(self.dispatch_loop.run())
             tasks.create_task(process_reports(self.reports, scheduler=self.scheduler, **loop))
 
     def _make(self, name):
@@ -309,7 +309,7 @@ async def test_what_is_aborted_as_a_replica_starts_with_it_is_aborted_once_that_
         first.die()
         third = await world.next()
         aborts[0] = ["g0.0"]
-        world.issuer.run_now()
+        world.dispatch_loop.run_now()
         await asyncio.sleep(0.1)
         assert third.actor.did.empty()
         world.may_start.set()

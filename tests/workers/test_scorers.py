@@ -10,7 +10,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import ServerAddress
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.scorers import RewardServers
 from laminar_py.runtime.workers.specs import ServerStart
 from tests.runs.runs import REPO
@@ -24,7 +24,7 @@ TERM = "{kind: steps, servers: prm, separator_id: 7, labels: [5, 6]}"
 class Nodes:
     """A plan with both servers on one node, which stays as it is."""
 
-    plan = SimpleNamespace(servers=(Place("node-0", 1), Place("node-0", 1)))
+    plan = SimpleNamespace(servers=(NodeSlot("node-0", 1), NodeSlot("node-0", 1)))
 
     async def refresh(self, *, age_s=0.0):
         await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from laminar_py.observe.trackers import Values
 from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Placement
-from laminar_py.runtime.workers.trackers import TrackerLink, Trackers
+from laminar_py.runtime.workers.trackers import TrackerKeeper, Trackers
 from tests.builders import make_evaluated
 from tests.ledger.runs import begin, open_ledger
 from tests.telemetry.rows import make_row
@@ -55,7 +55,7 @@ def incarnation(run, placement):
 
 def make_link(incarnation, *, kind="tensorboard", **limits):
     opening = Opening(kind=kind, folder=str(incarnation.run.path), name="math-1", project="math", settings={})
-    return TrackerLink(opening, incarnation, **limits)
+    return TrackerKeeper(opening, incarnation, **limits)
 
 
 def scalars(run, name):

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Objective, Proximal
 from laminar_py.learner.distributed import Ranks
-from laminar_py.learner.losses.objectives import CORRECTIONS, ESTIMATORS, Terms, imbalance, k1, objective_of
+from laminar_py.learner.losses.objectives import CORRECTIONS, ESTIMATORS, LossInputs, imbalance, k1, objective_of
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Array
 from laminar_py.records.trajectory import MicroBatch
 
 
-def policy_loss(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def policy_loss(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`-sum_t w_t (c_t J_t - kl_coef k_t)` with objective J, correction c and divergence k from the reference.
 
     Returns a scalar with a gradient to `terms.logprobs`. k1 is part of the advantages instead, see
@@ -86,7 +86,7 @@ def make_terms(
     *,
     recomputed: Tensor | None = None,
     log_partition: Tensor | None = None,
-) -> Terms:
+) -> LossInputs:
     """Build the inputs of the loss for `rows` [N], where the policy has `logprobs` [N].
 
     `recomputed` [N] are the policy's log-probabilities at the start of the step, `log_partition` [G] the estimate
@@ -112,7 +112,7 @@ def make_terms(
     ends = torch.tensor(batch.cu_seqlens[1:], device=rows.device)
     responses = torch.tensor(batch.responses, dtype=torch.int64, device=rows.device)
     groups = torch.tensor(batch.groups, device=rows.device)
-    return Terms(
+    return LossInputs(
         logprobs=logprobs,
         behaviour=behaviour,
         proximal=proximal,

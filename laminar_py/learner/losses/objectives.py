@@ -1,6 +1,6 @@
 """Objectives, corrections and KL estimators: the summands of the loss, token by token. Pure.
 
-`loss` calls them. Objectives and corrections take the `Terms` of one microbatch and give [N]. With lp the new
+`loss` calls them. Objectives and corrections take the `LossInputs` of one microbatch and give [N]. With lp the new
 log-probability, x the proximal one (see `config.algorithm.Proximal`), b the behaviour policy's and A the
 advantage, r = exp(lp - x) is the ratio that an objective bounds. c = exp(x - b) corrects for tokens that another
 policy drew; staleness, and the numerics of engine and learner, move it away from 1. The loss weights say how
@@ -20,7 +20,7 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LossInputs:
     """Inputs of a loss, for the N trained tokens of R responses; only `logprobs` has a gradient."""
 
     logprobs: Tensor  # [N] of the trained policy
@@ -44,7 +44,7 @@ class Terms:
         return values.new_zeros(len(self.rewards)).index_add(0, self.response, values)
 
 
-def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def clip(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, with r cut at `importance_cap` if that is set.
 
     The cap acts where the clip does not, at r > 1 + clip_high with A < 0, where the product is unbounded: there
@@ -63,7 +63,7 @@ def clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
 
 
-def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def sequence_clip(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`clip` with one ratio for all tokens of a sequence, the geometric mean `s = exp(mean_t(lp_t - x_t))`.
 
     Written per token, `s lp_t'` with lp' of value 1 and gradient grad lp, so that advantages may differ inside a
@@ -76,7 +76,7 @@ def sequence_clip(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
 
 
-def weighted(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def weighted(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`sg(clip(r, 1 - clip_low, 1 + clip_high)) A lp`: each token keeps its gradient, with a bounded weight.
 
     With x = behaviour: CISPO, MiniMax-M1 2025, eq. 4; AIPO, LlamaRL, Wu et al. 2025, section 6 (no lower bound).
@@ -87,7 +87,7 @@ def weighted(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return weight * terms.advantages * terms.logprobs
 
 
-def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def balance(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`-(log Z + d)^2` for each token of a response with imbalance `d = sum_t (lp_t - ref_t) - reward / beta`.
 
     Under `sequence_mean` the loss is the mean square over responses. With `log Z = -mean d` over the group of a
@@ -98,19 +98,19 @@ def balance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return -(terms.log_partition + imbalance(terms, settings)).square()[terms.response]
 
 
-def imbalance(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def imbalance(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """[R] imbalance d of each response, see `balance`."""
     reference = terms.columns[REFERENCE_LOGPROBS]
     return terms.response_sum(terms.logprobs - reference) - terms.rewards / settings.beta
 
 
-def clipped_ratio(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def clipped_ratio(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """[N] ratio that the objective clips, without gradient."""
     gap = terms.logprobs.detach() - terms.proximal
     return (terms.response_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
 
 
-PolicyObjective: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]
+PolicyObjective: TypeAlias = Callable[[LossInputs, AlgorithmConfig], Tensor]
 OBJECTIVES: dict[Objective, PolicyObjective] = {
     Objective.CLIP: clip,
     Objective.SEQUENCE_CLIP: sequence_clip,
@@ -119,7 +119,7 @@ OBJECTIVES: dict[Objective, PolicyObjective] = {
 }
 
 
-def objective_of(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def objective_of(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """[N] values of the objective that the algorithm brings, or of the built-in objective in its settings.
 
     Raises `ConfigError` if an objective of a package raises, or does not return [N] numbers.
@@ -144,36 +144,36 @@ def objective_of(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return found
 
 
-def no_correction(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def no_correction(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """1 for each token."""
     return torch.ones_like(terms.behaviour)
 
 
-def truncate(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def truncate(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`min(c, high)`: truncated importance sampling, Yao et al. 2025 (TIS); AReaL, Fu et al. 2025, eq. 5."""
     return _ratio(terms).clamp(max=settings.correction_high)
 
 
-def mask_above(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def mask_above(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`c 1[c <= high]`: masked importance sampling (MIS), Liu et al. 2025."""
     ratio = _ratio(terms)
     return torch.where(ratio <= settings.correction_high, ratio, 0.0)
 
 
-def mask_outside(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def mask_outside(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`c 1[low <= c <= high]`: IcePop, Ring-1T, Ling team 2025."""
     ratio = _ratio(terms)
     inside = (ratio >= settings.correction_low) & (ratio <= settings.correction_high)
     return torch.where(inside, ratio, 0.0)
 
 
-def mask_sequences(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def mask_sequences(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`1[low <= exp(mean_t(lp - b)) <= high]`, one value for all tokens of a response: geometric sequence mask."""
     ratio = terms.response_mean(terms.logprobs.detach() - terms.behaviour).exp()
     return ((ratio >= settings.correction_low) & (ratio <= settings.correction_high)).to(ratio.dtype)
 
 
-def mask_negative(terms: Terms, settings: AlgorithmConfig) -> Tensor:
+def mask_negative(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`1 - 1[A < 0 and exp(mean_t(b - lp)) > high]`: do not push down a response that has become unlikely.
 
     Off-policy sequence masking, DeepSeek-V3.2 2025, with `log high` its threshold.
@@ -182,11 +182,11 @@ def mask_negative(terms: Terms, settings: AlgorithmConfig) -> Tensor:
     return 1.0 - ((terms.advantages < 0) & (ratio > settings.correction_high)).to(ratio.dtype)
 
 
-def _ratio(terms: Terms) -> Tensor:
+def _ratio(terms: LossInputs) -> Tensor:
     return (terms.proximal - terms.behaviour).exp()
 
 
-OffPolicyCorrection: TypeAlias = Callable[[Terms, AlgorithmConfig], Tensor]
+OffPolicyCorrection: TypeAlias = Callable[[LossInputs, AlgorithmConfig], Tensor]
 CORRECTIONS: dict[Correction, OffPolicyCorrection] = {
     Correction.NONE: no_correction,
     Correction.TIS: truncate,

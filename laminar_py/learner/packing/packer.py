@@ -1,7 +1,7 @@
 """Packs finished trajectories into microbatches of variable lengths. Pure.
 
 The controller decides from token counts which trajectories share a microbatch (`balance.fit_bins`), and which rank
-trains on it (`assign_bins`). The rank reads their tokens and writes the arrays (`microbatches`). No microbatch
+trains on it (`deal_to_ranks`). The rank reads their tokens and writes the arrays (`microbatches`). No microbatch
 exceeds `max_tokens`, all ranks get equally many, and each trained token is in exactly one. The loss weights of all
 microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
@@ -122,10 +122,10 @@ STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order o
 Bundle: TypeAlias = list[Trajectory]
 
 
-class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
+class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of a step are weighted and their advantages normalised, e.g. of 256 trajectories:
 
-    `StepTerms(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, ages={6: 1, 7: 0})`.
+    `StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, ages={6: 1, 7: 0})`.
 
     With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories of the step:
     `sequence_mean` `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
@@ -185,14 +185,14 @@ class Packed(Generic[PackedT]):
     """A packed step: equally many bundles for each rank, and the terms of all tokens."""
 
     bundles: list[list[list[PackedT]]]  # [ranks][n]
-    terms: StepTerms
+    terms: StepWeights
 
     def microbatches(self: "Packed[Trajectory]", rank: int) -> list[MicroBatch]:
         """The microbatches of a rank; the trajectories must hold their tokens."""
         return microbatches(self.bundles[rank], self.terms)
 
 
-def microbatches(bundles: Sequence[Bundle], terms: StepTerms) -> list[MicroBatch]:
+def microbatches(bundles: Sequence[Bundle], terms: StepWeights) -> list[MicroBatch]:
     """The microbatches of a rank."""
     return [microbatch(bundle, terms) for bundle in bundles]
 
@@ -207,11 +207,11 @@ def pack(
 ) -> Packed[PackedT]:
     """Pack a step of trajectories that are all ready. Raises ValueError for one above `max_tokens`."""
     bins = fit_bins(trajectories, max_tokens=max_tokens)
-    terms = step_terms(bins, aggregation=aggregation)
-    return assign_bins(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
+    terms = step_weights(bins, aggregation=aggregation)
+    return deal_to_ranks(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
 
 
-def step_terms(
+def step_weights(
     bins: Sequence[Bin[PackedT]],
     *,
     tokens_without_signal: Sequence[int] = (),
@@ -220,7 +220,7 @@ def step_terms(
     constant: int = 1,
     normalises: bool = False,
     columns: Sequence[Column] = (),
-) -> StepTerms:
+) -> StepWeights:
     """Compute the terms of a step with these bins; `normalises` its advantages by their mean and deviation.
 
     `tokens_without_signal` are the trained tokens of dropped responses with advantage 0
@@ -229,7 +229,7 @@ def step_terms(
     """
     trajectories = [trajectory for item in bins for trajectory in item.trajectories]
     mean, scale = _normalisation(trajectories) if normalises else (0.0, 1.0)
-    return StepTerms(
+    return StepWeights(
         aggregation=aggregation,
         num_trajectories=len(trajectories) + len(tokens_without_signal),
         num_trained=sum([item.num_trained for item in bins]) + sum(tokens_without_signal),
@@ -266,9 +266,9 @@ def _returns(trajectory: Packable) -> Returns:
     return returns_of(trajectory.advantage, trajectory.earned)
 
 
-def assign_bins(
+def deal_to_ranks(
     bins: Sequence[Bin[PackedT]],
-    terms: StepTerms,
+    terms: StepWeights,
     *,
     max_tokens: int,
     ranks: int,
@@ -283,7 +283,7 @@ def assign_bins(
     return Packed([mine or [[]] for mine in bundles], terms)
 
 
-def microbatch(bundle: Bundle, terms: StepTerms) -> MicroBatch:
+def microbatch(bundle: Bundle, terms: StepWeights) -> MicroBatch:
     """Write the arrays of the trajectories that share a microbatch."""
     if not bundle:
         return _untrained_microbatch(terms)
@@ -357,7 +357,7 @@ def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
     return out
 
 
-def _untrained_microbatch(terms: StepTerms) -> MicroBatch:
+def _untrained_microbatch(terms: StepWeights) -> MicroBatch:
     """A microbatch of one token without loss, with which a rank without trajectories joins the collectives."""
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)

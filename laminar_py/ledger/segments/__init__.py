@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from laminar_py.ledger.segments.payload import Payload as Payload
     from laminar_py.ledger.segments.payload import join as join
     from laminar_py.ledger.segments.reader import PayloadReader as PayloadReader
-    from laminar_py.ledger.segments.salvage import Known as Known
+    from laminar_py.ledger.segments.salvage import RecordedProgress as RecordedProgress
     from laminar_py.ledger.segments.salvage import Salvaged as Salvaged
     from laminar_py.ledger.segments.salvage import continuations as continuations
     from laminar_py.ledger.segments.salvage import salvaged as salvaged

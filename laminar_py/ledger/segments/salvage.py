@@ -21,7 +21,7 @@ from laminar_py.records.pieces import Piece, PieceRef, TokensRef, pack_experts, 
 from laminar_py.records.spans import Span
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class RecordedProgress(msgspec.Struct, frozen=True, array_like=True):
     """Epoch of a trajectory that ran on a crashed replica, and its number of recorded tokens."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Salvage(msgspec.Struct, frozen=True):
     journals: list[Path]
 
 
-def salvage(folder: Path, label: str, running: Mapping[str, Known]) -> Salvage:
+def salvage(folder: Path, label: str, running: Mapping[str, RecordedProgress]) -> Salvage:
     """Salvage tokens of trajectories that ran on a crashed replica, from the journals under its label.
 
     `running` has the recorded state of each trajectory, by id. The tokens go to a new segment. Raises `OSError`.
@@ -90,7 +90,7 @@ def _entries(path: Path) -> Iterator[Piece]:
                 yield from (piece for piece in whole_frames(memoryview(data)) if isinstance(piece, Piece))
 
 
-def continuations(pieces: Iterable[Piece], running: Mapping[str, Known]) -> list[Piece]:
+def continuations(pieces: Iterable[Piece], running: Mapping[str, RecordedProgress]) -> list[Piece]:
     """Merge journal entries that continue the record of each running trajectory without a gap."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from laminar_py.runtime.cluster.part import Part as Part
     from laminar_py.runtime.cluster.placement import Needs as Needs
     from laminar_py.runtime.cluster.placement import Node as Node
-    from laminar_py.runtime.cluster.placement import Place as Place
+    from laminar_py.runtime.cluster.placement import NodeSlot as NodeSlot
     from laminar_py.runtime.cluster.placement import Placement as Placement
     from laminar_py.runtime.cluster.placement import Plan as Plan
 else:

@@ -22,7 +22,7 @@ from laminar_py.runtime.cluster.calls import (
 from laminar_py.runtime.cluster.errors import RemoteCallError
 from laminar_py.runtime.cluster.forked import LOOPBACK as LOOPBACK
 from laminar_py.runtime.cluster.forked import ForkedCluster
-from laminar_py.runtime.cluster.placement import Node, Place
+from laminar_py.runtime.cluster.placement import Node, NodeSlot
 
 
 class Process(Protocol):
@@ -46,7 +46,7 @@ class Cluster(Protocol):
 
     here: str  # this process's node
 
-    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> Process:
+    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: NodeSlot) -> Process:
         """Start a process that hosts an object of `actor_class`; `ps` and `top` show its `title`."""
         ...
 
@@ -107,7 +107,7 @@ async def on_node(node: str, function: Callable[..., bytes], *arguments: str | b
     """
     if node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
-    process = cluster().start(FunctionCalls, title=function.__name__, concurrency=1, place=Place(node))
+    process = cluster().start(FunctionCalls, title=function.__name__, concurrency=1, place=NodeSlot(node))
     try:
         await process.ready()
         answer = await process.call("call", path_of(function), *arguments)

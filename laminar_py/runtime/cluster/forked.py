@@ -34,7 +34,7 @@ from laminar_py.runtime.cluster.calls import (
 )
 from laminar_py.runtime.cluster.errors import NoAnswerError
 from laminar_py.runtime.cluster.fork_server import GUARD, STATUS, Started, StartProcess
-from laminar_py.runtime.cluster.placement import Node, Place
+from laminar_py.runtime.cluster.placement import Node, NodeSlot
 
 HERE = "here"  # the only node
 LOOPBACK = "127.0.0.1"
@@ -64,7 +64,7 @@ class ForkedCluster:
         if SHARED not in os.environ:
             self._start_server()
 
-    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> "ForkedProcess":
+    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: NodeSlot) -> "ForkedProcess":
         """Start a process that hosts an object of `actor_class`, once its GPUs are free; it sees no other GPUs."""
         start = StartProcess(
             actor_class=path_of(actor_class),

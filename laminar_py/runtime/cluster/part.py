@@ -22,12 +22,12 @@ from laminar_py.runtime.cluster.errors import (
     UnwritableError,
     for_memory,
 )
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ANYWHERE = Place()
+ANYWHERE = NodeSlot()
 
 
 class Part:
@@ -40,7 +40,7 @@ class Part:
         *,
         concurrency: int,
         timeout_s: float,
-        place: Place = ANYWHERE,
+        place: NodeSlot = ANYWHERE,
     ) -> None:
         self.name = name
         self.place = place

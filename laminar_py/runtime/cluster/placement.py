@@ -36,7 +36,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeSlot:
     """Place of a part: a node, None for any, and the number of its GPUs that only this part uses."""
 
     node: str | None = None
@@ -91,11 +91,11 @@ class Plan:
     has left, and a relay that no replica needs.
     """
 
-    learner: tuple[Place, ...]  # [ranks]
-    replicas: tuple[Place | None, ...]  # [replicas]
+    learner: tuple[NodeSlot, ...]  # [ranks]
+    replicas: tuple[NodeSlot | None, ...]  # [replicas]
     relays: tuple[str | None, ...]  # [relays] cluster node of each
-    reference: Place | None = None  # only if the reference is a stage
-    servers: tuple[Place | None, ...] = ()  # as in `Needs.servers`
+    reference: NodeSlot | None = None  # only if the reference is a stage
+    servers: tuple[NodeSlot | None, ...] = ()  # as in `Needs.servers`
 
     @cached_property
     def nodes(self) -> frozenset[str]:
@@ -122,21 +122,21 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     """
     alive = {node.id for node in nodes}
 
-    def if_alive(place: Place | None) -> Place | None:
+    def if_alive(place: NodeSlot | None) -> NodeSlot | None:
         return place if place is not None and place.node in alive else None
 
     first = keep is None
-    replicas: list[Place | None] = [None] * needs.replicas
-    servers: list[Place | None] = [None] * len(needs.servers)
-    learner: Sequence[Place] | None = None
-    reference: Place | None = None
+    replicas: list[NodeSlot | None] = [None] * needs.replicas
+    servers: list[NodeSlot | None] = [None] * len(needs.servers)
+    learner: Sequence[NodeSlot] | None = None
+    reference: NodeSlot | None = None
     if keep is not None:
         for index, place in enumerate(keep.replicas):
             replicas[index] = None if index in needs.gone else if_alive(place)
         servers = [if_alive(place) for place in keep.servers] or servers
         learner = keep.learner if all(map(if_alive, keep.learner)) else None
         reference = if_alive(keep.reference)
-    room = _Room(needs, nodes)
+    room = _FreeGpus(needs, nodes)
     room.reserve([*replicas, *servers, reference])
     learner = room.place_learner() if learner is None else learner
     room.reserve(learner)
@@ -163,7 +163,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     )
 
 
-class _Room:
+class _FreeGpus:
     """The GPUs that are left on each node while a plan is made, and where the next part fits."""
 
     def __init__(self, needs: Needs, nodes: Sequence[Node]) -> None:
@@ -173,14 +173,14 @@ class _Room:
         self._free = Counter({node.id: node.gpus for node in nodes})
         self._residents = Counter[str]()  # parts on each node
 
-    def reserve(self, places: Iterable[Place | None]) -> None:
+    def reserve(self, places: Iterable[NodeSlot | None]) -> None:
         """Take the GPUs of these places."""
         for place in filter(None, places):
             assert place.node is not None, "a plan names a node for every part"
             self._free[place.node] -= place.gpus
             self._residents[place.node] += 1
 
-    def place_learner(self) -> list[Place]:
+    def place_learner(self) -> list[NodeSlot]:
         """Place the ranks on as few nodes as possible; the last of these costs the fewest replicas."""
         needs, free = self._needs, self._free
         wanted, total = needs.ranks * needs.rank_gpus, sum(free.values())
@@ -189,19 +189,19 @@ class _Room:
                 f"learner.world_size={needs.ranks}: needs {wanted} GPUs, {total} are free on {len(self._nodes)}"
                 " nodes; lower it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
             )
-        chosen: list[Place] = []
+        chosen: list[NodeSlot] = []
         rest = sorted(self._nodes, key=lambda node: -free[node.id])
         while free[rest[0].id] < wanted - len(chosen):
-            chosen += [Place(rest[0].id, 1)] * free[rest[0].id]
+            chosen += [NodeSlot(rest[0].id, 1)] * free[rest[0].id]
             rest = rest[1:]
         gpus = wanted - len(chosen)
         last = min(
             (node for node in rest if free[node.id] >= gpus),
             key=lambda node: (self._lost_replicas(node, gpus), not node.here, free[node.id]),
         )
-        return [*chosen, *[Place(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen))]
+        return [*chosen, *[NodeSlot(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen))]
 
-    def place_servers(self, places: list[Place | None], *, first: bool) -> None:
+    def place_servers(self, places: list[NodeSlot | None], *, first: bool) -> None:
         """Place the reward servers without a place; `places` gets them.
 
         Raises `ConfigError` without room in a first plan, or if no server of its pool has a place.
@@ -219,7 +219,7 @@ class _Room:
                 self.reserve([place])
                 places[index] = place
 
-    def place_replicas(self, places: list[Place | None], *, first: bool) -> None:
+    def place_replicas(self, places: list[NodeSlot | None], *, first: bool) -> None:
         """Place the replicas without a place where there is room; `places` gets them.
 
         Raises `ConfigError` without room in a first plan.
@@ -233,10 +233,10 @@ class _Room:
                         raise
                 self.reserve([places[index]])
 
-    def place_beside_replicas(self, gpus: int, setting: str, remedy: str) -> Place:
+    def place_beside_replicas(self, gpus: int, setting: str, remedy: str) -> NodeSlot:
         """Place a reference or a server: with GPUs where it costs the fewest replicas, then beside the learner."""
         if not gpus:
-            return Place(self._idlest(self._nodes).id)
+            return NodeSlot(self._idlest(self._nodes).id)
         fitting = [node for node in self._nodes if self._free[node.id] >= gpus]
         if not fitting:
             raise self._no_room(setting, gpus, remedy)
@@ -248,15 +248,15 @@ class _Room:
                 self._free[node.id],
             ),
         )
-        return Place(node.id, gpus)
+        return NodeSlot(node.id, gpus)
 
-    def _place_replica(self, index: int) -> Place:
+    def _place_replica(self, index: int) -> NodeSlot:
         """Place a replica: with GPUs on as few nodes as possible, without them by the CPUs of all nodes."""
         needs = self._needs
         nodes = self._nodes_of_server(index) if needs.hosts and len(self._nodes) > 1 else self._nodes
         size = needs.replica_gpus
         if not size:
-            return Place(self._idlest(nodes).id)
+            return NodeSlot(self._idlest(nodes).id)
         fitting = [node for node in nodes if self._free[node.id] >= size]
         if not fitting:
             setting = (
@@ -264,7 +264,7 @@ class _Room:
             )
             raise self._no_room(setting, size, "lower one of these")
         used = max(fitting, key=lambda node: (self._residents[node.id] > 0, self._free[node.id] // size))
-        return Place(used.id, size)
+        return NodeSlot(used.id, size)
 
     def _lost_replicas(self, node: Node, gpus: int) -> int:
         """Return how many replicas have no room on a node any more if another part takes so many of its GPUs."""
@@ -401,15 +401,15 @@ class Placement:
         return len(nodes) + (self._here is not None and self._here not in nodes) > 1
 
     @property
-    def here(self) -> Place:
+    def here(self) -> NodeSlot:
         """The controller's own node, on its CPUs."""
-        return Place(next(node.id for node in self._known.values() if node.here))
+        return NodeSlot(next(node.id for node in self._known.values() if node.here))
 
-    def scorer_place(self, index: int) -> Place:
+    def scorer_place(self, index: int) -> NodeSlot:
         """Return the place of a scorer: the nodes of the run in turn, the learner's first."""
         first = self.plan.learner[0].node
         nodes = sorted(self.plan.nodes, key=lambda node: (node != first, node))
-        return Place(nodes[index % len(nodes)])
+        return NodeSlot(nodes[index % len(nodes)])
 
     def ip(self, node: str) -> str:
         """Return the address of a node that is or was alive."""

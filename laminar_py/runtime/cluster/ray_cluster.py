@@ -29,7 +29,7 @@ from laminar_py.runtime.cluster.calls import (
     set_title,
 )
 from laminar_py.runtime.cluster.errors import NoAnswerError
-from laminar_py.runtime.cluster.placement import Node, Place
+from laminar_py.runtime.cluster.placement import Node, NodeSlot
 from laminar_py.runtime.cluster.variables import WORKERS_READ
 
 CONNECT_S = 5.0
@@ -43,7 +43,7 @@ class RayCluster:
         self.here = ray.get_runtime_context().get_node_id()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="ray")
 
-    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: Place) -> "RayProcess":
+    def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: NodeSlot) -> "RayProcess":
         """Start an actor that hosts an object of `actor_class`. Ray never restarts it, and reserves no CPU for it.
 
         If its place names a node, it runs there or nowhere, and sees its own GPUs only.

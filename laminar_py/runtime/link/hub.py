@@ -176,7 +176,7 @@ class ReplicaConnection:
 class ReplicaHub:
     """Serves all connections; awaits `on_reports` with the reports that arrive together.
 
-    A connection silent for `patience_s` is lost.
+    A connection silent for `heartbeat_timeout_s` is lost.
     """
 
     def __init__(
@@ -184,12 +184,12 @@ class ReplicaHub:
         server: PeerServer,
         *,
         on_reports: Callable[[Sequence[tuple[ReplicaConnection, ReplicaReport]]], Awaitable[None]],
-        patience_s: float,
+        heartbeat_timeout_s: float,
     ) -> None:
         self._server = server
         self._on_reports = on_reports
-        self._patience_s = patience_s
-        self._check_s = min(CHECK_S, patience_s / 8)
+        self._patience_s = heartbeat_timeout_s
+        self._check_s = min(CHECK_S, heartbeat_timeout_s / 8)
         self._loop = asyncio.get_running_loop()
         self._connections: dict[bytes, ReplicaConnection] = {}
         self._to_send: dict[ReplicaConnection, None] = {}

@@ -3,9 +3,9 @@
     prompts of the data
           |
           v         assignments                  reports
-       +-------+    [commands]    ............   [reports]   +-----------------+
-       | issue | ---------------> : replicas : ------------> | process_reports |
-       +-------+                  ............               +-----------------+
+       +----------+  [commands]   ............   [reports]   +-----------------+
+       | dispatch | ------------> : replicas : ------------> | process_reports |
+       +----------+               ............               +-----------------+
           ^   ^                         ^ weights              |      | finished responses
           |   '---[waiting]-- partial responses ---------------'      v
           |                             |             [unscored] --> scorers ----> [scores]
@@ -85,7 +85,7 @@ from laminar_py.runtime.orchestrator.trainer import BatchLostError, StopRequest,
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import RunStart, open_incarnation
-from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
+from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
 from laminar_py.runtime.workers.segments import RunSegments, restore_live
@@ -103,8 +103,8 @@ PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 # ---- the loops
 
 
-def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuer: Throttle, stats: Stats) -> None:
-    """Send commands to replicas: aborts, assignments, called-off moves. One turn of the loop of `issuer`."""
+def dispatch(scheduler: TrajectoryScheduler, *, replicas: Replicas, dispatch_loop: Throttle, stats: Stats) -> None:
+    """Send commands to replicas: aborts, assignments, called-off moves. Called by `dispatch_loop`."""
     replicas.update_places()
     for index, trajectory_ids in scheduler.state.take_aborts().items():
         replicas.send_command(index, Abort(list(trajectory_ids)))
@@ -114,7 +114,7 @@ def issue(scheduler: TrajectoryScheduler, *, replicas: Replicas, issuer: Throttl
         replicas.send_command(index, CallOff(list(trajectory_ids)))
     stats.set_generating(scheduler.views.in_flight > 0)
     if scheduler.dispatcher.has_more:
-        issuer.wake()
+        dispatch_loop.wake()
 
 
 async def process_reports(
@@ -122,12 +122,12 @@ async def process_reports(
     *,
     scheduler: TrajectoryScheduler,
     replicas: Replicas,
-    issuer: Throttle,
+    dispatch_loop: Throttle,
     stats: Stats,
 ) -> None:
     """Process reports of replicas; finished responses go to the scorers and the reference.
 
-    If a replica may be idle, the loop `issue` runs immediately; otherwise it runs within `DISPATCH_S`.
+    If a replica may be idle, the loop `dispatch` runs immediately; otherwise it runs within `DISPATCH_S`.
     """
     async for batch in reports.items():
         is_urgent = False
@@ -142,13 +142,13 @@ async def process_reports(
             is_urgent |= views.by_index[index].idle or report.status.version != version
         stats.set_generating(scheduler.views.in_flight > 0)
         if is_urgent:
-            issuer.run_now()
+            dispatch_loop.run_now()
         else:
-            issuer.wake()
+            dispatch_loop.wake()
 
 
 async def collect_scores(
-    scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, issuer: Throttle
+    scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, dispatch_loop: Throttle
 ) -> None:
     """Record scores. A group with all its scores goes to the learner, or is dropped and makes room for another."""
     async for batch in scores.items():
@@ -165,7 +165,7 @@ async def collect_scores(
             if trajectory is not None:
                 scoring.count_score(score, trajectory)
             await scheduler.incoming.on_score(score)
-        issuer.wake()  # the last score of a batch makes room for another batch
+        dispatch_loop.wake()  # the last score of a batch makes room for another batch
 
 
 async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
@@ -223,7 +223,7 @@ class Controller:
         self._stop = StopRequest()
         self._reports: Handoff[Reports] = Handoff()
         self._scores: Handoff[Sequence[Score]] = Handoff()
-        self._issuer = Throttle(self._issue, every_s=DISPATCH_S)
+        self._dispatch_loop = Throttle(self._dispatch, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=goes_on)
         self._segments = segments = RunSegments(incarnation)
         self._reference = (
@@ -231,7 +231,7 @@ class Controller:
         )
         self._scheduler = scheduler = make_scheduler(
             incarnation,
-            submit_score=self._finished,
+            submit_for_scoring=self._finished,
             reference=self._reference,
             versions_return=source is not None,
             fail=self._stop.fail,
@@ -243,7 +243,7 @@ class Controller:
             scheduler=scheduler,
             relays=relays,
             segments=segments,
-            issuer=self._issuer,
+            dispatch_loop=self._dispatch_loop,
             on_reports=self._reports.hand_over,
         )
         self._scoring = self._make_scoring()
@@ -271,7 +271,7 @@ class Controller:
             self._incarnation,
             scheduler=self._scheduler,
             replicas=self._replicas,
-            issuer=self._issuer,
+            dispatch_loop=self._dispatch_loop,
             hold=self._hold,
             publish=self._evaluated,
             show_line=self._view.notice,
@@ -281,7 +281,7 @@ class Controller:
     def _make_learning(self) -> Learning:
         """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
-        learner = LearnerLink(incarnation, relays=self._relays, show=self._view.progress)
+        learner = LearnerKeeper(incarnation, relays=self._relays, show=self._view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
         trainer = Trainer(
             incarnation,
@@ -304,7 +304,7 @@ class Controller:
             scheduler=scheduler,
             replicas=replicas,
             scoring=self._scoring,
-            issuer=self._issuer,
+            dispatch_loop=self._dispatch_loop,
             show_line=self._view.notice,
         )
         return Learning(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
@@ -345,21 +345,25 @@ class Controller:
                 tasks.create_task(started.start())
         if self._recovered is not None and self._learning is not None:
             self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger before
-            await self._ask_for_open_passes(self._recovered)
+            await self._restore_passes(self._recovered)
             await self._restore()
             self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts
 
     def _loops(self) -> dict[str, Coroutine[object, object, None]]:
         """Return the loops that run from the start; `train` runs in the task of `lead`."""
-        scheduler, issuer, stats = self._scheduler, self._issuer, self._incarnation.stats
+        scheduler, dispatch_loop, stats = self._scheduler, self._dispatch_loop, self._incarnation.stats
         loops: dict[str, Coroutine[object, object, None]] = {
             "processes": self._keep_processes(),
-            "issue": issuer.run(),
+            "dispatch": dispatch_loop.run(),
             "process-reports": process_reports(
-                self._reports, scheduler=scheduler, replicas=self._replicas, issuer=issuer, stats=stats
+                self._reports,
+                scheduler=scheduler,
+                replicas=self._replicas,
+                dispatch_loop=dispatch_loop,
+                stats=stats,
             ),
             "collect-scores": collect_scores(
-                self._scores, scheduler=scheduler, scoring=self._scoring, issuer=issuer
+                self._scores, scheduler=scheduler, scoring=self._scoring, dispatch_loop=dispatch_loop
             ),
             "housekeeping": self._keep_house(),
         }
@@ -389,7 +393,7 @@ class Controller:
         stats.set_rl_phase(True)
         if scheduler.state.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
             scheduler.admit()
-            self._issuer.run_now()
+            self._dispatch_loop.run_now()
         await train(trainer, scheduler=scheduler)
         stats.set_rl_phase(False)
         scheduler.pause()
@@ -418,7 +422,7 @@ class Controller:
             EvalPoint(published.version, self._source.step, 0.0), done=done, answers=answers
         )
         await self._restore()
-        self._issuer.wake()
+        self._dispatch_loop.wake()
         return await self._unless_stopped(self._finish_passes(passes))
 
     async def _finish_passes(self, passes: "Sequence[asyncio.Task[None]]") -> None:
@@ -482,7 +486,7 @@ class Controller:
 
     # ---- a resume
 
-    async def _ask_for_open_passes(self, recovered: Recovered) -> None:
+    async def _restore_passes(self, recovered: Recovered) -> None:
         """Ask again for the evaluation passes that the ledger holds open from an earlier controller."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.restore(
@@ -528,7 +532,7 @@ class Controller:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.incoming.enforce_deadlines()
-            self._issuer.wake()
+            self._dispatch_loop.wake()
             if self._learning is not None:
                 self._refresh(self._learning.trainer)
                 continue
@@ -559,8 +563,13 @@ class Controller:
 
     # ---- between the parts
 
-    def _issue(self) -> None:
-        issue(self._scheduler, replicas=self._replicas, issuer=self._issuer, stats=self._incarnation.stats)
+    def _dispatch(self) -> None:
+        dispatch(
+            self._scheduler,
+            replicas=self._replicas,
+            dispatch_loop=self._dispatch_loop,
+            stats=self._incarnation.stats,
+        )
 
     def _finished(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Send a finished response to the scorers."""
@@ -586,7 +595,7 @@ class Controller:
         self._trackers.evaluated(shown)
 
     def _stepped(self, row: StepRow) -> None:
-        """Show a recorded step, and wake `issue`, since the step makes room for groups."""
-        self._issuer.wake()
+        """Show a recorded step, and wake `dispatch`, since the step makes room for groups."""
+        self._dispatch_loop.wake()
         self._view.step(row)
         self._trackers.step(row)

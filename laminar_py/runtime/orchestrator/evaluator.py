@@ -45,7 +45,7 @@ class Evaluator:
         *,
         scheduler: TrajectoryScheduler,
         replicas: Replicas,
-        issuer: Throttle,
+        dispatch_loop: Throttle,
         hold: Callable[[int], Awaitable[None]],
         publish: Callable[[Evaluated], None],
         show_line: Callable[[str], None],
@@ -59,7 +59,7 @@ class Evaluator:
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
-        self._issuer = issuer
+        self._dispatch_loop = dispatch_loop
         self._trains = trains
         self._publish = publish
         self._show_line = show_line
@@ -192,7 +192,7 @@ class Evaluator:
             samples=self._config.sets[name].samples,
             answers=answers,
         )
-        self._issuer.wake()
+        self._dispatch_loop.wake()
         return asyncio.create_task(self._finish(point, name, asked), name=f"evaluate-{name}-{point.step}")
 
     async def _finish(self, point: EvalPoint, name: str, requested: "asyncio.Future[Evaluation]") -> None:

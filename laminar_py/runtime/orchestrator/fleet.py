@@ -45,7 +45,7 @@ class ElasticFleet:
         scheduler: TrajectoryScheduler,
         replicas: Replicas,
         scoring: Scoring,
-        issuer: Throttle,
+        dispatch_loop: Throttle,
         show_line: Callable[[str], None],
     ) -> None:
         self._incarnation = incarnation
@@ -54,7 +54,7 @@ class ElasticFleet:
         self._views = scheduler.views
         self._replicas = replicas
         self._scoring = scoring
-        self._issuer = issuer
+        self._dispatch_loop = dispatch_loop
         self._show_line = show_line
         self._config = incarnation.config  # with the present size of the fleet
         self._run = incarnation.run.path
@@ -111,7 +111,7 @@ class ElasticFleet:
             self._placement.needs, replicas=len(self._views.by_index), gone=frozenset(self._replicas.left)
         )
         await self._placement.scale(needs)
-        self._issuer.wake()
+        self._dispatch_loop.wake()
 
     async def _end_leaving(self) -> None:
         """Empty leaving replicas, end empty ones, and report replicas that never started."""
@@ -126,7 +126,7 @@ class ElasticFleet:
             if view.leaving and not self._replicas.is_ending(index)
         ]
         if leaving:
-            self._issuer.run_now()  # partial responses that only they can continue go to them first
+            self._dispatch_loop.run_now()  # partial responses that only they can continue go to them first
         drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
         for view in leaving:
             if view.in_flight and not drains:

@@ -68,11 +68,11 @@ class Scoring:
         self._most = max_scored(config, inputs)
         self._show_line = show_line
         self._end = end
-        self._deliver_to = deliver
+        self._on_scores = deliver
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
         tried = (prompt for prompt in inputs.first_of_tasks if config.reward.of_task(prompt.task))
         self._trials = deque(trials(tried, encode=encode, end=end_id))
-        self._complaints = set[str]()
+        self._as_ledger_error = set[str]()
         self._scored = asyncio.Event()  # set outside an outage
         self._stage: ScoringStage | None = None
 
@@ -190,14 +190,14 @@ class Scoring:
     def _finish_trial(self, score: Score) -> None:
         trial = self._trials.popleft()
         self.failures.add_trial(score)
-        if score.value is None and score.detail not in self._complaints:
-            self._complaints.add(score.detail)
+        if score.value is None and score.detail not in self._as_ledger_error:
+            self._as_ledger_error.add(score.detail)
             self._warn_user(trial.complaint(score, title=self._reward.title))
         self._try_next()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
         """Deliver scores. In an outage, then wait for the next good delivery, at most `OUTAGE_REST_S`."""
-        await self._deliver_to(scores)
+        await self._on_scores(scores)
         if not self.failures.is_outage:
             self._scored.set()
             return

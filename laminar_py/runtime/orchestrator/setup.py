@@ -23,7 +23,7 @@ from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.learner import LearnerLink, ReferenceStage
+from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Handoff(Generic[Item]):
 class Learning:
     """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, fleet."""
 
-    learner: LearnerLink
+    learner: LearnerKeeper
     versions: Versions
     trainer: Trainer
     migration: Migration
@@ -68,7 +68,7 @@ class Learning:
 def make_scheduler(
     incarnation: Incarnation,
     *,
-    submit_score: Callable[[TrajectoryRef, Prompt], None],
+    submit_for_scoring: Callable[[TrajectoryRef, Prompt], None],
     reference: ReferenceStage | None,
     versions_return: bool = False,
     fail: Callable[[str], None],
@@ -86,7 +86,7 @@ def make_scheduler(
         on_rewards=inputs.stream.record_group,
         on_failing=fail,
         recorder=incarnation.ledger,
-        submit_score=submit_score,
+        submit_for_scoring=submit_for_scoring,
         submit_reference=None if reference is None else reference.submit_trajectory,
         credit=Credit(
             group_advantages(algorithm.advantage),

@@ -27,7 +27,7 @@ from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.learner import LearnerLink
+from laminar_py.runtime.workers.learner import LearnerKeeper
 from laminar_py.runtime.workers.specs import StepOutcome
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Trainer:
         incarnation: Incarnation,
         *,
         scheduler: TrajectoryScheduler,
-        learner: LearnerLink,
+        learner: LearnerKeeper,
         evaluator: Evaluator,
         versions: Versions,
         stop: StopRequest,

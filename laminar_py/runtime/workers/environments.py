@@ -12,7 +12,7 @@ from laminar_py.environment.saved_turns import SavedTurns, environments_path
 from laminar_py.relay.messages import RelayKeys
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, KeeperGroup
 from laminar_py.runtime.workers.specs import EnvironmentSpec
@@ -34,7 +34,7 @@ class EnvironmentKeeper(Keeper):
         self._index = index
         self._keys = keys
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the nodes of the run in turn."""
         return [self._placement.scorer_place(self._index)]
 

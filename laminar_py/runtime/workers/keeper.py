@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from laminar_py.runtime.cluster.calls import ActorClass
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError, for_memory
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.incarnation import Incarnation
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Keeper:
 
     # ---- what a kind of part defines
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the place of each process by the plan in force; None without room."""
         raise NotImplementedError
 

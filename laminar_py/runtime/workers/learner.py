@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from laminar_py.learner.packing.buffer import PackQueue
-from laminar_py.learner.packing.packer import Packed, StepTerms
+from laminar_py.learner.packing.packer import Packed, StepWeights
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
 from laminar_py.records.trajectory import TrajectoryRef
@@ -23,7 +23,7 @@ from laminar_py.runtime.cluster.backend import free_port, on_node
 from laminar_py.runtime.cluster.calls import Scalar
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import WATCH_S, Keeper
 from laminar_py.runtime.workers.relays import Relays
@@ -47,7 +47,7 @@ REFERENCE = "reference-0"
 PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
-class LearnerLink(Keeper):
+class LearnerKeeper(Keeper):
     """Calls all `world_size` learner processes together; the trainer decides when they are replaced."""
 
     actor_class = "laminar_py.runtime.workers.processes.learner:LearnerActor"
@@ -77,7 +77,7 @@ class LearnerLink(Keeper):
         assert self._started is not None, "a started learner has sizes"
         return self._started
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the places of all ranks."""
         return self._placement.plan.learner
 
@@ -136,7 +136,7 @@ class LearnerLink(Keeper):
             lost |= decode(dict[str, str], answer)
         return lost
 
-    async def step(self, terms: StepTerms, *, version: int | None) -> StepOutcome:
+    async def step(self, terms: StepWeights, *, version: int | None) -> StepOutcome:
         """Step on the fetched trajectories; publish the weights as `version`, if set. Raises PartCrashedError."""
         request = encode(StepRequest(terms, version))
         return await self._call_first(StepOutcome, "step", [request] * len(self.parts))
@@ -210,7 +210,7 @@ class ReferenceStage(Keeper):
         self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
         self._starts = 0
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the reference's place in the plan."""
         return [self._placement.plan.reference]
 

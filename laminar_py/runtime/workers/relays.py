@@ -34,7 +34,7 @@ from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_n
 from laminar_py.runtime.cluster.backend import on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartCrashedError, RemoteCallError
 from laminar_py.runtime.cluster.part import Part, watched
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.preflight.node_checks import NODE_TIMEOUT_S
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -70,12 +70,12 @@ class RelayKeeper(Keeper):
         """True if the relay runs on the host that the plan gives it."""
         return self.is_up and self.host == self.planned_host
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the relay's place by the present plan; None once no replica needs it."""
         host = self.planned_host
         if host is None:
             self._relays.notify()  # replicas that wait for it must use another relay
-        return [None if host is None else Place(host)]
+        return [None if host is None else NodeSlot(host)]
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
         """Start the relay, with the relays above it as parents."""
@@ -159,7 +159,7 @@ class Relays:
         """Endpoint of the root."""
         return self._keepers[0].endpoint
 
-    async def attach(self, replica: int, place: Place) -> str:
+    async def attach(self, replica: int, place: NodeSlot) -> str:
         """Wait for the relay of a replica at this place, and return its endpoint.
 
         Raises PartCrashedError if the plan has moved the replica, since its node is gone.

@@ -1,6 +1,6 @@
 """The replicas' processes: their start, their connections to the controller, and their restart.
 
-Owned by the controller: its loop `issue` sends commands through here, and its loop `process_reports` gets the
+Owned by the controller: its loop `dispatch` sends commands through here, and its loop `process_reports` gets the
 reports. The trajectories of a crashed replica continue on others (law 1). A replica whose weights differ from
 another's under the same version counts as crashed (law 3). Replicas join and leave while others run; a number is
 never used again. A replica that joins and does not start leaves again, and does not end the run.
@@ -25,7 +25,7 @@ from laminar_py.rollout.outbox import GATHER_S
 from laminar_py.runtime.cluster.backend import LOOPBACK
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
-from laminar_py.runtime.cluster.placement import Place, Plan
+from laminar_py.runtime.cluster.placement import NodeSlot, Plan
 from laminar_py.runtime.link.hub import ReplicaConnection, ReplicaHub
 from laminar_py.runtime.link.messages import Command, Follow, GiveUp, Stop, Submit
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -45,16 +45,16 @@ MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
 CHECKSUMS_KEPT = 64
 
 
-def pace_of(replicas: int, patience_s: float) -> ReportPace:
+def pace_of(replicas: int, heartbeat_timeout_s: float) -> ReportPace:
     """Return how often each of so many replicas reports.
 
     All together report at most 2,000 times a second, and 200 times without news. News waits for a quarter of a
     second at most, so more than 500 replicas may report more often. No replica is quiet for so long that it counts
-    as silent after `patience_s`.
+    as silent after `heartbeat_timeout_s`.
     """
     return ReportPace(
         gather_s=min(MOST_GATHER_S, max(GATHER_S, replicas / REPORTS_PER_S)),
-        quiet_s=min(MOST_QUIET_S, patience_s / 4, max(1.0, replicas / QUIET_PER_S)),
+        quiet_s=min(MOST_QUIET_S, heartbeat_timeout_s / 4, max(1.0, replicas / QUIET_PER_S)),
     )
 
 
@@ -91,7 +91,7 @@ class ReplicaKeeper(Keeper):
         self.is_killed = True
         self.kill()
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the place of the one process; None if no plan has it yet. Raises `_LeftError` if it leaves."""
         if self.is_ending:
             raise _LeftError
@@ -125,7 +125,7 @@ class ReplicaKeeper(Keeper):
 
     async def watch(self, parts: Sequence[Part]) -> None:
         """Wait until a replica ends or its connection is lost. Raises PartCrashedError."""
-        await watched(parts[0].call("ended", timeout_s=math.inf), self._until_lost())
+        await watched(parts[0].call("ended", timeout_s=math.inf), self._watch_connection())
 
     async def clean_up(self, error: PartCrashedError) -> PartCrashedError | None:
         """Give the work of a crashed replica to others; return the crash if it counts against the run.
@@ -147,7 +147,7 @@ class ReplicaKeeper(Keeper):
 
     async def rest(self, failures: int) -> None:
         """Have others continue the replica's trajectories, and wait."""
-        self._fleet.issuer.run_now()
+        self._fleet.dispatch_loop.run_now()
         await super().rest(failures)
 
     async def take_over(self) -> None:
@@ -162,7 +162,7 @@ class ReplicaKeeper(Keeper):
             await scheduler.incoming.on_replica_lost(index, salvage.found)
             await segments.discard(salvage.journals)
 
-    async def _until_lost(self) -> None:
+    async def _watch_connection(self) -> None:
         """Start the hub's heartbeat check of a replica, wait until it is lost, and raise PartCrashedError."""
         assert self.connection is not None, "a started replica has a connection"
         self._fleet.hub.mark_started(self.connection)
@@ -177,7 +177,7 @@ class ReplicaKeeper(Keeper):
 class Replicas:
     """Keeps the processes of all replicas alive, sends commands to them, and passes their reports on.
 
-    `issuer` wakes the loop that sends assignments; `on_reports` is awaited with the reports that arrive together.
+    `dispatch_loop` sends assignments; `on_reports` is awaited with the reports that arrive together.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Replicas:
         scheduler: TrajectoryScheduler,
         relays: Relays,
         segments: RunSegments,
-        issuer: Throttle,
+        dispatch_loop: Throttle,
         on_reports: Callable[[Sequence[tuple[ReplicaConnection, ReplicaReport]]], Awaitable[None]],
     ) -> None:
         self.incarnation = incarnation
@@ -195,7 +195,7 @@ class Replicas:
         self.scheduler = scheduler
         self.relays = relays
         self.segments = segments
-        self.issuer = issuer
+        self.dispatch_loop = dispatch_loop
         self.servers = dict(enumerate(self.config.rollout.engine.servers))  # by replica: its URL
         self.left: dict[int, str] = {}  # replica that has left -> reason
         self._stats = incarnation.stats
@@ -219,7 +219,7 @@ class Replicas:
         hub = self._running_hub = ReplicaHub(
             PeerServer(self.relays.keys, LOOPBACK if here is None else placement.ip(here)),
             on_reports=self._on_reports,
-            patience_s=self.config.supervisor.heartbeat_timeout_s,
+            heartbeat_timeout_s=self.config.supervisor.heartbeat_timeout_s,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -326,7 +326,7 @@ class Replicas:
         self._stats.remove_replica(keeper.index)
         self.incarnation.ledger.append(ReplicaLeft(keeper.index, reason))
         self.left[keeper.index] = reason
-        self.issuer.run_now()  # its trajectories wait for others
+        self.dispatch_loop.run_now()  # its trajectories wait for others
 
     # ---- repacking
 

@@ -14,7 +14,7 @@ from laminar_py.records.scoring import PoolAddresses, Score, ServerAddress, Unsc
 from laminar_py.reward.stage import ScorerCrashedError, ScorerHandle
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper, KeeperGroup
 from laminar_py.runtime.workers.segments import RunSegments
@@ -63,7 +63,7 @@ class ScorerKeeper(Keeper):
         self._index = index
         self._segments = segments
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the nodes of the run in turn."""
         return [self._placement.scorer_place(self._index)]
 
@@ -145,7 +145,7 @@ class ServerKeeper(Keeper):
         self._index = index
         self._publish = publish
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the server's place in the plan."""
         return [self._placement.plan.servers[self._place]]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.recovery import Recovered
-from laminar_py.ledger.segments.salvage import Known, Salvage, salvage
+from laminar_py.ledger.segments.salvage import RecordedProgress, Salvage, salvage
 from laminar_py.ledger.segments.writer import JOURNAL, SEGMENT
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import Status
@@ -36,7 +36,7 @@ class RunSegments:
         """Return a label for a part that starts, e.g. `replica-3-2-17`: the 17th start of incarnation 2."""
         return f"{part}-{self._incarnation}-{next(self._starts)}"
 
-    async def salvage(self, label: str, running: Mapping[str, Known]) -> Salvage:
+    async def salvage(self, label: str, running: Mapping[str, RecordedProgress]) -> Salvage:
         """Rescue unreported tokens of these trajectories from a crashed part's journals, if they can be read."""
         if not running:
             return Salvage([], [])
@@ -82,7 +82,7 @@ async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: T
     """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
     missing = await asyncio.to_thread(segments.find_missing, recovered.live)
     running = {
-        entry.id: Known(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
+        entry.id: RecordedProgress(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
         for entry in recovered.live
         if entry.status is Status.RUNNING
     }

@@ -3,7 +3,7 @@
 import msgspec
 
 from laminar_py.config.tracking import Opening
-from laminar_py.learner.packing.packer import StepTerms
+from laminar_py.learner.packing.packer import StepWeights
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
@@ -83,7 +83,7 @@ class FetchRequest(msgspec.Struct, frozen=True):
 class StepRequest(msgspec.Struct, frozen=True):
     """Optimizer step on the fetched trajectories; the weights are published as `version`, if set."""
 
-    terms: StepTerms
+    terms: StepWeights
     version: int | None = None
 
 

@@ -27,7 +27,7 @@ from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.part import Part
-from laminar_py.runtime.cluster.placement import Place
+from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import Keeper
 from laminar_py.runtime.workers.specs import TrackerSpec
@@ -40,7 +40,7 @@ CLOSE_S = 30.0  # to deliver the queue and to end the tracker's run
 FAILED_CLOSE_S = 5.0
 
 
-class TrackerLink(Keeper):
+class TrackerKeeper(Keeper):
     """A tracker in a process of its own on the controller's node; it answers each message before the next."""
 
     actor_class = "laminar_py.runtime.workers.processes.services:TrackerActor"
@@ -96,7 +96,7 @@ class TrackerLink(Keeper):
         if self.undelivered:
             log.warning("tracker %s: %d messages did not arrive", self._opening.kind, self.undelivered)
 
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[NodeSlot | None]:
         """Return the controller's node."""
         return [self._placement.here]
 
@@ -139,7 +139,7 @@ class Trackers:
         project = config.tracking.project or config.name
         settings = flat_settings(config.model_dump(mode="json"))
         self._links = [
-            TrackerLink(
+            TrackerKeeper(
                 Opening(kind=kind, folder=str(run.path), name=run.name, project=project, settings=settings),
                 incarnation,
             )

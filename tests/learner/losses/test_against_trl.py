@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from laminar_py.config.algorithm import AlgorithmConfig, Correction
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import assign_bins, step_terms
+from laminar_py.learner.packing.packer import deal_to_ranks, step_weights
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, backward, make_learner, make_model_folder, referred
 
@@ -111,8 +111,8 @@ def test_loss_and_gradients_are_those_of_trl(model_folder: Path, tmp_path: Path,
     algorithm = AlgorithmConfig(reference=reference, **ours)
     learner = make_learner(model_folder, algorithm=algorithm)
     bins = fit_bins(items, max_tokens=48)
-    terms = step_terms(bins, aggregation=algorithm.aggregation, constant=LONGEST)
-    batches = assign_bins(bins, terms, max_tokens=48, ranks=1, attention_share=0.0).microbatches(0)
+    terms = step_weights(bins, aggregation=algorithm.aggregation, constant=LONGEST)
+    batches = deal_to_ranks(bins, terms, max_tokens=48, ranks=1, attention_share=0.0).microbatches(0)
     loss = backward(learner, referred(learner, batches))
     assert loss == pytest.approx(expected, rel=0.0, abs=1e-6)
     for name, parameter in learner.model.named_parameters():

@@ -23,7 +23,7 @@ from laminar_py.learner.losses.loss import (
     policy_loss,
     proximal_logprobs,
 )
-from laminar_py.learner.losses.objectives import ESTIMATORS, Terms
+from laminar_py.learner.losses.objectives import ESTIMATORS, LossInputs
 from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, Source
 
 LENGTHS = (7, 1, 12, 4)
@@ -51,7 +51,7 @@ def unused(num_sequences, *, columns=None):
 
 def make_terms(logprobs, others, sequence, *, columns=None):
     behaviour, proximal, advantages, weights = others
-    return Terms(
+    return LossInputs(
         logprobs=logprobs,
         behaviour=behaviour,
         proximal=proximal,
@@ -66,7 +66,7 @@ def one_token(ratio, advantage, weight, settings):
     logprobs = torch.tensor([math.log(ratio) - 3.0], requires_grad=True)
     drawn = torch.tensor([-3.0])
     sequence = torch.zeros(1, dtype=torch.long)
-    terms = Terms(
+    terms = LossInputs(
         logprobs=logprobs,
         behaviour=drawn,
         proximal=drawn,
@@ -168,7 +168,7 @@ def test_gspo_has_the_gradient_of_the_geometric_mean_of_its_ratios():
     advantages = torch.tensor([1.0, -0.5, 0.7, -2.0], dtype=torch.float64)
     settings = AlgorithmConfig(name="gspo", clip_low=0.2, clip_high=0.2)
     drawn = torch.tensor(proximal)
-    terms = Terms(
+    terms = LossInputs(
         logprobs=logprobs,
         behaviour=drawn,
         proximal=drawn,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.scoring import PoolAddresses, Score, Unscored
-from laminar_py.reward.scorer import LaunchedServers, ScoredPayload, Scorer
+from laminar_py.reward.scorer import LaunchedServers, Scorer, ScorerStorage
 from laminar_py.runtime.workers.processes.base import PartActor, open_part, open_reader, open_writer
 from laminar_py.runtime.workers.specs import ScorerSpec
 
@@ -29,7 +29,7 @@ class ScorerActor(PartActor):
             record=Path(spec.run_dir),
             name=name,
             launched=self._launched,
-            payload=ScoredPayload(open_reader(spec, config), open_writer(spec, config)),
+            payload=ScorerStorage(open_reader(spec, config), open_writer(spec, config)),
         )
         await self._scorer.__aenter__()  # until `stop`; its resources end with the process too
         return self._scorer.concurrency
