@@ -77,7 +77,9 @@ class AgentConfig(EnvironmentConfig):
         if self.function is not None and ".py:" not in self.function:
             raise ConfigError(f"environment.function={self.function}: write path/to/file.py:function")
         if self.family is CallFamily.TAGS:
-            raise ConfigError("environment.family=tags: agents name arguments; write hermes or llama")
+            raise ConfigError(
+                "environment.family=tags: agents name their arguments, which tags cannot; write hermes or llama"
+            )
         return self
 
 

@@ -68,7 +68,9 @@ class RunningAgent:
         elif (code := int(answer.result())) == 0:
             self._exited("")
         else:
-            self._exited(f"the agent ended with code {code}: {last_line(self._folder / LOG) or 'it wrote nothing'}")
+            self._exited(
+                f"the agent ended with code {code}: {last_line(self._folder / LOG) or 'it wrote nothing'}"
+            )
 
 
 class AgentRunner:

@@ -177,7 +177,7 @@ def _describe_error(error: BaseException, what: str = "") -> str:
 def _decode_answer(answer: str | None, held: list[Any]) -> Any:
     """Decode an answer and update the arguments `held` as the call did; raise the error that the call raised."""
     if answer is None:
-        raise RuntimeError("the function failed")
+        raise RuntimeError("the program's function gave no answer")
     outcome, after = json.loads(answer)
     for each, form in zip(held, after or [None] * len(held), strict=True):
         if form is None or not isinstance(each, list | dict | set | deque):

@@ -64,7 +64,9 @@ class GymnasiumTurns:
         """Begin with the problem's field `seed`, or with the seed of its group."""
         seed = problem.fields.get("seed", problem.seed)
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            raise ValueError(f"seed={seed!r}: is no integer of at least 0; mend the problem, or leave it out")
+            raise ValueError(
+                f"seed={seed!r}: not an integer of at least 0; correct the problem's field seed, or remove it"
+            )
         self._return = 0.0
         observation, _ = self._env.reset(seed=seed)
         return Observation(self._text(observation))

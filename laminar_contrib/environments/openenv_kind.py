@@ -300,7 +300,7 @@ def _action_field(settings: OpenEnvEnvironment, schema: Mapping[str, Any]) -> st
         raise ConfigError(f"{setting}: no field of an action; choose of {', '.join(properties)}")
     if more := [name for name in required if name != settings.action_field]:
         raise ConfigError(
-            f"{setting}: an action needs {', '.join(more)} too; leave it out, and have turns of JSON"
+            f"{setting}: an action needs {', '.join(more)} too; remove the setting, so that turns are JSON"
         )
     return settings.action_field
 

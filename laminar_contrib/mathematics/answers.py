@@ -289,7 +289,7 @@ def as_region(value: AnswerValue) -> Region:
         return union(point(bare(item)) for item in value.items)
     if isinstance(value, Listing):
         if any(_may_be_point(item) for item in value.items):
-            raise UnreadableError("points, it may be")
+            raise UnreadableError("a list that may be points or intervals")
         regions = [as_region(item) for item in value.items]
         return union([interval for region in regions for interval in region.intervals])
     if isinstance(value, Bracketed) and len(value.items) == 2 and value.opening in ("(", "["):

@@ -201,7 +201,7 @@ class JudgeTerm(AskingTerm):
     def _check_model(self) -> Self:
         if (self.model is None) == bool(self.urls):
             raise ConfigError(
-                f"model={self.model}: a judge at `urls` has a model to name; one in reward.servers has its own"
+                f"model={self.model}: name a model for a judge at `urls`, and none for a judge in reward.servers"
             )
         return self
 

@@ -122,7 +122,9 @@ class SandboxPool:
         try:
             args_json = msgspec.json.encode(list(args)).decode()
         except TypeError as error:
-            raise ValueError(f"args={args!r}: give what JSON has a form for") from error
+            raise ValueError(
+                f"args={args!r}: JSON cannot express them; give numbers, texts, lists and objects"
+            ) from error
         payload = ProgramPayload(program=_text(program), function=function, args_json=args_json)
         return await self._run(payload, b"", files, limits)
 

@@ -22,7 +22,7 @@ def export(run: Path, out: Path, *, responses: bool = False) -> int:
     Lines are in order of issue. Raises `ConfigError`.
     """
     if out.suffix != ".jsonl":
-        raise ConfigError(f"out={out}: its suffix is not .jsonl; other tools convert JSONL to their own formats")
+        raise ConfigError(f"out={out}: its suffix is not .jsonl; name a .jsonl file")
     if out.exists():
         raise ConfigError(f"out={out}: exists already; name a new file")
     if not out.parent.is_dir():

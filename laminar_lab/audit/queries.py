@@ -132,7 +132,7 @@ def select(run: Path, statement: str, *, show: Callable[[list[str], Iterator[tup
             show([column for column, *_ in cursor.description], cursor)
         except (sqlite3.Error, sqlite3.Warning) as error:
             raise ConfigError(
-                f"sql={statement!r}: {error}; write one SELECT over its tables, such as trajectory or step"
+                f"sql={statement!r}: {error}; write one SELECT over tables of the ledger, e.g. trajectory"
             ) from None
         finally:
             connection.set_authorizer(None)

@@ -30,7 +30,14 @@ from laminar_py.repack import EngineSpeed
 from laminar_py.rollout import Replica, SegmentStore
 from laminar_py.runtime.cluster import Cluster, NodeSlot, Process
 from laminar_py.runtime.link import ReplicaLink
-from laminar_py.runtime.workers import PartActor, ReplicaSpec, ScorerSpec, open_folder, open_part, open_reader
+from laminar_py.runtime.workers import (
+    PartActor,
+    ReplicaSpec,
+    ScorerSpec,
+    open_folder,
+    open_reader,
+    read_run_config,
+)
 
 DELTA_S = 3600.0  # between deltas of a running response, so that nothing goes to journals
 LOOK_S = 5.0  # between looks whether a replica has failed
@@ -82,7 +89,7 @@ class GeneratorActor(PartActor):
         if not self._replicas:
             os.nice(NICE)
             gc.set_threshold(YOUNG)
-            self._config = open_part(spec, f"generator-{spec.index}")
+            self._config = read_run_config(spec, f"generator-{spec.index}")
             self._weights = SharedWeights(spec.relay, name=f"generator-{spec.index}", keys=spec.keys)
             self._wire = peer_sockets(spec.keys)
             self._reader = open_reader(spec, self._config)
@@ -164,7 +171,7 @@ class CoinScorerActor(PartActor):
 
     async def start(self, spec: ScorerSpec) -> int:
         """Start; return how many responses it takes at a time."""
-        self._reader = open_reader(spec, open_part(spec, f"scorer-{spec.index}"))
+        self._reader = open_reader(spec, read_run_config(spec, f"scorer-{spec.index}"))
         self._scores: asyncio.Queue[Score] = asyncio.Queue()
         return 256
 

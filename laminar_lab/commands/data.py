@@ -53,12 +53,12 @@ def data(
     if subject.endswith(CONFIGS):
         if model is not None or subset is not None or column or split != "train":
             raise ConfigError(
-                f"config={subject}: has the model and its sources; give settings in place of options"
+                f"config={subject}: a config names its model and sources; change them by settings, not by options"
             )
         _show_run(Path(subject), overrides or [])
     else:
         if overrides:
-            raise ConfigError(f"{overrides[0]}: a setting, which only the config of a run has; leave it out")
+            raise ConfigError(f"{overrides[0]}: {subject} is no config, so it has no settings; leave it out")
         _show_source(subject, model, split, subset, column or [])
 
 

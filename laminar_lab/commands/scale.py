@@ -28,7 +28,7 @@ def scale(
     if folder.source.is_file():
         raise ConfigError(f"run={run}: an evaluation, whose replicas cannot change; name a run of training")
     scaled(load_config(folder.config, fleet_on_record(folder, [])), replicas)
-    if not folder.is_led:
+    if not folder.is_locked:
         resume = f"laminar train CONFIG --resume rollout.replicas={replicas}"
         raise ConfigError(f"run={run}: no controller runs it; resume it by `{resume}`")
     write_wanted(run, replicas)

@@ -25,7 +25,7 @@ def check(config: RunConfig) -> None:
     if config.environment is not None:
         raise ConfigError(
             f"environment.kind={config.environment.kind}: emulated engines generate no text; leave it out, or"
-            " choose another engine; rollout.engine.turns has turns without text"
+            " emulate turns by rollout.engine.turns"
         )
     if config.warm_start is not None:
         raise ConfigError(

@@ -111,7 +111,7 @@ def wait_for_earlier_runs(experiment: Experiment, log: Callable[[str], None]) ->
 def describe_holder(run: PlannedRun) -> str:
     """Describe the process that has a run, e.g. "process 12 on node-a has it"; "" if no process has the run."""
     folder = run.folder
-    if folder is None or not folder.is_led:
+    if folder is None or not folder.is_locked:
         return ""
     host, pid = folder.holder or ("this host", "unknown")
     return f"process {pid} on {host} has it"

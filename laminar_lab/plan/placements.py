@@ -66,8 +66,8 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
     within = [degree for degree in shape.divisions if degree <= fleet.per_node and fleet.per_node % degree == 0]
     if measured is not None and measured.engine.gpus not in within:
         raise ConfigError(
-            f"--profile: is of replicas of {measured.engine.gpus} GPUs, and on nodes of {fleet.per_node}"
-            f" {request.model} can have {', '.join(map(str, within))}; measure one of those"
+            f"--profile: it measured replicas of {measured.engine.gpus} GPUs, but {request.model} on nodes of"
+            f" {fleet.per_node} GPUs needs {', '.join(map(str, within))}; measure such replicas"
         )
     if measured is not None:
         within = [measured.engine.gpus]
@@ -112,9 +112,9 @@ def _least_learner(request: PlanRequest) -> int:
             return ranks
     needs = sum(_learner_bytes(request, fleet.gpus, Recompute.ALL).values())
     raise ConfigError(
-        f"gpus={fleet.gpus}: to train {request.model} on trajectories of {request.lengths.most:,} tokens takes"
-        f" {needs / 1e9:.1f} GB of each {fleet.gpu.name}, which has {fleet.gpu.memory_bytes / 1e9:.1f}, with all"
-        " of them in the learner; give more GPUs, or lower cap"
+        f"gpus={fleet.gpus}: a learner of {request.model} on all of them needs {needs / 1e9:.1f} GB of each"
+        f" {fleet.gpu.name} ({fleet.gpu.memory_bytes / 1e9:.1f} GB) for trajectories of {request.lengths.most:,}"
+        " tokens; give more GPUs, or lower cap"
     )
 
 

@@ -37,7 +37,7 @@ from laminar_py.repack import Migration, MigrationSettings
 
 MIN_STEPS = 2
 STALLED_S = 1e5  # emulated, without progress of any response, after which a simulation ends
-VAIN_BATCHES, VAIN_GROUPS = 100, 2000  # of ended responses without a step, after which a simulation ends
+MOST_USELESS_BATCHES, VAIN_GROUPS = 100, 2000  # of ended responses without a step, after which a simulation ends
 
 LearnerMaker: TypeAlias = Callable[[RunConfig, LearnerTimes, LearnerParts], SimulatedLearner]
 
@@ -129,7 +129,7 @@ class StallWatch:
     def __init__(self, config: RunConfig) -> None:
         rollout = config.rollout
         self._stalled_s = STALLED_S / emulation_of(config).compression
-        groups = (VAIN_BATCHES + rollout.max_refill) * rollout.prompts_per_step + VAIN_GROUPS
+        groups = (MOST_USELESS_BATCHES + rollout.max_refill) * rollout.prompts_per_step + VAIN_GROUPS
         self._most_ended = groups * rollout.group_size
         self._batch = f"rollout.prompts_per_step={rollout.prompts_per_step}"
         self._step = self._ended = 0  # responses that had ended by the last step

@@ -173,7 +173,8 @@ class HostedProcess:
             while True:
                 size, number = CALL.unpack(await self._reader.readexactly(CALL.size))
                 if size > MOST_BYTES:
-                    raise ConnectionError(f"an answer of {size} bytes")
+                    self.kill(f"it sent an answer of {size:,} bytes, above {MOST_BYTES:,}")
+                    return
                 body = await self._reader.readexactly(size)
                 answer = self._waiting.pop(number, None)
                 if answer is not None and not answer.done():

@@ -149,6 +149,7 @@ def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str
 
 
 def _one_line(first: ErrorDetails, field: str, help_at: str) -> str:
+    """Return a pydantic error as one line with the field, its value and where it is explained."""
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f"{field}: missing; add it, {help_at} explains it"

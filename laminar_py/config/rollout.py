@@ -170,7 +170,8 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""
     max_seconds: Seconds | None = None
-    """Cap on the generation time of a trajectory, seconds; a trajectory that reaches it is cut, with an event."""
+    """Cap on the seconds since a trajectory's first token, with waits for environments and weights. At the cap
+    it is cut, with an event."""
     without_signal: WithoutSignal = WithoutSignal.SKIP
     """Use of groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
     them: the same gradient for less work, except for the divergence from a reference and for
@@ -208,7 +209,7 @@ def _check_vocabulary(rollout: RolloutConfig) -> None:
     if sampling.cuts_vocabulary and not recorded:
         raise ConfigError(
             f"rollout.sampling.top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} cut the"
-            " vocabulary, and the learner must know the rest; add sampling_mask to rollout.record"
+            " vocabulary, and the learner must know the remaining ids; add sampling_mask to rollout.record"
         )
     if recorded and not sampling.cuts_vocabulary:
         raise ConfigError(

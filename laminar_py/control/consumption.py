@@ -167,7 +167,7 @@ class Consumption:
         """
         state = self._state
         comes = len(state.groups) - len(self.buffer) - state.num_in_step
-        return state.at_ceiling and not (comes and state.settings.admission.by_batch)
+        return state.refill_exhausted and not (comes and state.settings.admission.by_batch)
 
     def _take(self, count: int, version: int) -> StepBatch:
         """Remove the oldest `count` groups from the buffer; return them as the batch of a learner at `version`."""

@@ -84,7 +84,7 @@ class Dispatcher:
             else:
                 open_move = self._state.moves.destination(move.trajectory_id)
                 if open_move is None or open_move[0] != move.destination:
-                    self._state.moves.refuse(move.destination, move.trajectory_id)
+                    self._state.moves.queue_call_off(move.destination, move.trajectory_id)
         self._state.moves.begin(moving)
         return moving
 
@@ -108,6 +108,7 @@ class Dispatcher:
     def _assign(
         self, trajectory: LiveTrajectory, replica: int, pin: int | None, out: dict[int, list[Assignment]]
     ) -> None:
+        """Record that a replica gets a trajectory, and add the assignment to those that leave in `out`."""
         self._state.moves.arrives(trajectory.id, replica, length=trajectory.length, prefill=trajectory.prefill)
         self._state.record(trajectory.assigned(replica))
         self._state.views.send(replica, trajectory.id, pin=pin)
@@ -117,10 +118,10 @@ class Dispatcher:
 
     def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
         """Mark assignments of a pass `more_to_come` while members wait, so that replicas keep its version."""
-        self._state.moves.release_passes(self._waiting.has_of)
+        self._state.moves.release_passes(self._waiting.has_members)
         for replica, assignments in out.items():
             for place, item in enumerate(assignments):
-                more = item.kind is Kind.EVAL and self._waiting.has_of(item.group_id)
+                more = item.kind is Kind.EVAL and self._waiting.has_members(item.group_id)
                 if more and self._evaluations.pass_of(item).replica is not None:
                     self._state.moves.expect_more(item.group_id, replica)
                     assignments[place] = msgspec.structs.replace(item, more_to_come=True)

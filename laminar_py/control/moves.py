@@ -55,7 +55,7 @@ class Moves:
         for pass_id in [name for name in self._passes if not waits(name)]:
             for replica in self._passes.pop(pass_id):
                 self._promised[replica] -= 1
-                self.refuse(replica, pass_id)
+                self.queue_call_off(replica, pass_id)
 
     def forget(self, replica: int) -> None:
         """Forget the passes that a crashed replica kept its version for."""
@@ -102,7 +102,7 @@ class Moves:
         destination = moving.open.pop(trajectory_id)
         self._promised[destination] -= 1
         if destination != at:
-            self.refuse(destination, trajectory_id)
+            self.queue_call_off(destination, trajectory_id)
         if not moving.open:
             moving.settled.set()
 
@@ -117,7 +117,7 @@ class Moves:
         for trajectory_id in list(self._rounds):
             self.ends(trajectory_id)
 
-    def refuse(self, replica: int, name: str) -> None:
+    def queue_call_off(self, replica: int, name: str) -> None:
         """Queue a message that a replica need not wait for a promised trajectory or pass."""
         self._called_off.setdefault(replica, []).append(name)
 

@@ -37,8 +37,8 @@ def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> 
             own = entry.columns.get(column.name)
             if own is None or own.dtype is not column.dtype:
                 raise ConfigError(
-                    f"algorithm.name={algorithm.name}: needs the column {column.name!r} in {column.dtype}, without"
-                    f" which {entry.id} was scored; resume with the algorithm of before, or start a run of its own"
+                    f"algorithm.name={algorithm.name}: needs the column {column.name!r} in {column.dtype}, which"
+                    f" {entry.id} lacks; resume with the earlier algorithm, or start another run"
                 )
 
 

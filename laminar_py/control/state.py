@@ -95,7 +95,7 @@ class ControlState:
         self.generated_tokens = 0  # in training, since this controller started
 
     @property
-    def at_ceiling(self) -> bool:
+    def refill_exhausted(self) -> bool:
         """Whether the next step still lacks groups after `rollout.max_refill` times its groups were generated."""
         settings, batch = self.settings, self.settings.admission.batch
         num_ready = len(self.groups) - self.num_generating - self.num_in_step

@@ -40,7 +40,7 @@ class Router:
     def num_admitted(self) -> int:
         """Groups that may be issued now; a step that lacks groups counts as full, so later data grow no older."""
         state = self._state
-        if state.phase is not Phase.ADMITTING or (self._admission.by_batch and state.at_ceiling):
+        if state.phase is not Phase.ADMITTING or (self._admission.by_batch and state.refill_exhausted):
             return 0
         return self._admission.allowed(live=len(state.groups) + state.num_missing, generating=state.num_generating)
 
@@ -154,7 +154,7 @@ class WaitingQueue:
                 lane.entries = entries
                 heapify(entries)
 
-    def has_of(self, pass_id: str) -> bool:
+    def has_members(self, pass_id: str) -> bool:
         """Whether members of a pass wait."""
         return pass_id in self._lanes
 

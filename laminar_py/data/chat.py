@@ -186,6 +186,7 @@ class PromptEncoder:
         return isinstance(prompt, str) and not self._settings.texts
 
     def _check(self, messages: Sequence[Turn]) -> None:
+        """Raise TemplateError where messages cannot be a prompt, or the tokenizer has no template."""
         if not messages:
             raise TemplateError("messages is empty")
         if messages[-1]["role"] == "assistant":

@@ -149,6 +149,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows of a Parquet file as JSON, numbered; `field` is the setting that names the file."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 

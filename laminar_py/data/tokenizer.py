@@ -136,7 +136,7 @@ def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _with_beginning(encoding: tokenizers.Encoding) -> list[int]:
-    """Ids of a text behind the ids that the post-processor adds before it, unless it begins with them already."""
+    """Ids of a text after the ids that the post-processor puts first, once; without ids that it puts last."""
     added = encoding.special_tokens_mask  # 1 on ids that the post-processor adds before, between and behind
     if 0 not in added:
         return []

@@ -111,6 +111,7 @@ class EnvironmentCalls:
             await asyncio.sleep(WATCH_S)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in a thread; if the caller gives up, count the thread as hung until it returns."""
         future = self.threads.submit(call_in_thread, function, *arguments)
         try:
             return await asyncio.wrap_future(future)
@@ -157,7 +158,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _log_failed_close(task: "asyncio.Task[Any]") -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.warning("an environment did not close: %s", task.exception())
+        log.warning("close of an environment failed: %s", task.exception())
 
 
 def _resident_bytes() -> int:

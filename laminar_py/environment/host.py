@@ -222,6 +222,7 @@ class EnvironmentHost:
         return await self._calls.answer(environment.step_tokens, sampled)
 
     async def _state(self, environment: Environment) -> bytes | None:
+        """Return the saved state of an environment, None if it cannot save one. Raises CallFailedError."""
         if not isinstance(environment, Restorable):
             return None
         state: object = await self._calls.call(environment.snapshot)

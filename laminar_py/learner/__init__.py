@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.learner.attention import choose_kernel as choose_kernel
     from laminar_py.learner.distributed import join_group as join_group
     from laminar_py.learner.distributed import leave_group as leave_group
-    from laminar_py.learner.export import named_tensors as named_tensors
     from laminar_py.learner.marker import Architecture as Architecture
     from laminar_py.learner.marker import complete_checkpoint as complete_checkpoint
     from laminar_py.learner.marker import read_marker as read_marker

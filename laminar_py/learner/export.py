@@ -147,6 +147,7 @@ def export_checkpoint(
 
 
 def _load_checkpoint(checkpoint: Path, source: Path) -> PreTrainedModel:
+    """Return the model of folder `source` on the CPU with the weights of a checkpoint."""
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -226,6 +226,7 @@ def _head_size(config: PretrainedConfig) -> int:
 
 
 def _flops_per_token(model: PreTrainedModel) -> float:
+    """Return FLOPs of the linear layers per token: 6 a trained weight, 4 a frozen one, by the share in use."""
     head = model.get_output_embeddings().weight
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head)}
     total = 0.0

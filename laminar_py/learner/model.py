@@ -80,7 +80,7 @@ def load_policy(
 
 
 def _load_on_meta(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
-    """Make the model without weights, but with its buffers."""
+    """Make the model with its buffers but without weights, so that `seed` has no use."""
     config = AutoConfig.from_pretrained(settings.path)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -91,6 +91,7 @@ def _load_on_meta(settings: ModelConfig, *, seed: int, attention: str) -> PreTra
 
 
 def _load(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
+    """Return the model in fp32 with attention kernel `attention`; drawn from `seed` with `from_scratch`."""
     config = AutoConfig.from_pretrained(settings.path)
     if not settings.from_scratch:
         return AutoModelForCausalLM.from_pretrained(
@@ -144,6 +145,7 @@ def policy_logprobs(
 
 
 def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Support | None:
+    """Return the ids among which the engine sampled the tokens at `rows`, None where it did not record them."""
     if batch.support is None:
         return None
     counts, ids = batch.support.counts, batch.support.ids

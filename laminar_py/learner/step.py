@@ -25,7 +25,7 @@ from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.layers import compile_layers, recompute_activations
-from laminar_py.learner.losses.loss import estimate_partition, make_terms, policy_loss, trained_rows
+from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
 from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.learner.reference import open_reference
@@ -272,7 +272,9 @@ class Learner:
             rows = trained_rows(batch, self._ranks.device)
             logprobs, entropy = policy_logprobs(self.model, batch, rows)
             before = None if update.at_start is None else update.at_start[place]
-            terms = make_terms(batch, rows, logprobs, self._algorithm, recomputed=before, log_partition=partition)
+            terms = make_loss_inputs(
+                batch, rows, logprobs, self._algorithm, recomputed=before, log_partition=partition
+            )
             of_batch = policy_loss(terms, self._algorithm) * (1.0 / update.share)
             of_batch.backward()  # type: ignore[no-untyped-call]
             seen.add(terms, entropy=entropy, settings=self._algorithm, untouched=untouched)

@@ -161,6 +161,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def _as_ledger_error(path: Path) -> Iterator[None]:
+    """Raise errors of SQLite within the block as LedgerError, with a remedy."""
     try:
         yield
     except sqlite3.DatabaseError as error:

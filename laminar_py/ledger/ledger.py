@@ -205,6 +205,7 @@ class Ledger:
             self._timer = self._loop.call_later(FLUSH_S, self._wake.set)
 
     def _cut(self) -> Unwritten:
+        """Take everything that waits to be written as one batch, and begin another."""
         if self._timer is not None:
             self._timer.cancel()
         batch, self._batch, self._timer = self._batch, Unwritten(), None
@@ -233,6 +234,7 @@ class Ledger:
                     waiter.set_result(None)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
+        """Keep the error of the writing task, and give it to all who wait for a commit."""
         if task.cancelled():
             self._failure = RuntimeError(f"the writing of {self._path} was cancelled")
         elif task.exception() is not None:

@@ -308,6 +308,7 @@ class Machine:
         return row
 
     def _undone(self, event: Undone) -> LiveTrajectory:
+        """Make a consumed trajectory ready again, since its step is undone."""
         row = self._ended.pop(event.trajectory_id, None) or self._recall(event.trajectory_id)
         if row is None or row.status is not Status.CONSUMED or row.step != event.step:
             state = f"is {row.status}, step {row.step}" if row else "is unknown"

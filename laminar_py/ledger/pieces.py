@@ -87,7 +87,7 @@ def piece_rows(
 
 
 def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[StoredPiece]:
-    """Read the pieces of references, in order, `AT_ONCE` at a time."""
+    """Read the pieces of references, in order; a piece of a simulation has the fault `NOT_GENERATED`."""
     while block := list(islice(rows, AT_ONCE)):
         loaded = reader.load(row.ref for row in block if row.segment != COUNTED.segment)
         for row in block:

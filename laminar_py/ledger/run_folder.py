@@ -19,7 +19,7 @@ from laminar_py.records.host import sync, write_file
 _RUN = "run"  # file in a run's folder in shared memory, with the path of the run
 
 
-class HeldError(ConfigError):
+class RunLockedError(ConfigError):
     """Another process holds the lock of a run."""
 
 
@@ -69,7 +69,7 @@ class RunFolder:
     def lock(self) -> None:
         """Lock the run until this process ends.
 
-        Raises `HeldError` if another process holds it, `ConfigError` if the file system gives no lock.
+        Raises `RunLockedError` if another process holds it, `ConfigError` if the file system gives no lock.
         """
         try:
             lock = self._lock_file.open("a+")
@@ -80,7 +80,7 @@ class RunFolder:
         except OSError as error:
             lock.close()
             if isinstance(error, BlockingIOError):
-                raise HeldError(f"run={self.path}: another process runs it; end that one first") from None
+                raise RunLockedError(f"run={self.path}: another process runs it; end that one first") from None
             raise ConfigError(
                 f"run={self.path}: its file system gives no locks ({error.strerror}); name another with runs=..."
             ) from None
@@ -105,11 +105,11 @@ class RunFolder:
         return True
 
     @property
-    def is_led(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a process holds the lock; False also if the file system gives no locks."""
         try:
             self.lock()
-        except HeldError:
+        except RunLockedError:
             return True
         except ConfigError:
             return False
@@ -180,6 +180,7 @@ def runs_of(config: RunConfig) -> list[RunFolder]:
 
 
 def _existing(config: RunConfig) -> list[tuple[int, Path]]:
+    """Return (number, folder) of each run with the config's name."""
     pattern = re.compile(re.escape(config.name) + r"-(\d+)")
     found = []
     for path in config.runs.glob(f"{config.name}-*"):

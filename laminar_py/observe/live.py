@@ -48,6 +48,7 @@ class Waits:
 
     @property
     def _learner(self) -> str:
+        """Return what the learner does, in words."""
         if not self.in_rl:
             return f"after step {self.step}, RL is over" if self.step else "before RL"
         if self.learner_idle_s is None:
@@ -129,6 +130,7 @@ class View:
             self._live.stop()
 
     def _draw(self, live: Live, stats: Stats, version: int, lines: list[str]) -> None:
+        """Redraw the view; before the first version it shows only the progress of the start."""
         shown = lines if version >= 0 else []
         if version < 0 or time.monotonic() - self._progressed_s < PROGRESS_EVERY_S:
             shown = [*shown, self._progress]

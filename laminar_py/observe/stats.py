@@ -235,7 +235,7 @@ class Stats:
         return learned
 
     def _close_step(self, now: float) -> tuple[float, float]:
-        """Return seconds of this step without a batch and in the reference model; start the next step at `now`."""
+        """Close the figures of a step; return its seconds without a batch, and in the reference model."""
         began = self._batch_rl_s
         waited_s = (now if began is None else began) - self._free_rl_s
         reference_s = self.totals.reference_busy_s - self._reference_s

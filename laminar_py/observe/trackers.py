@@ -81,6 +81,7 @@ def _numbers(tree: Mapping[str, object]) -> dict[str, float]:
 
 
 def _leaves(tree: Mapping[str, object], separator: str) -> dict[str, object]:
+    """Flatten a tree to its leaves, by names joined with `separator`."""
     found: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

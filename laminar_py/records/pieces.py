@@ -195,7 +195,7 @@ def unpack_mask(data: bytes) -> SamplingMask:
         raise ValueError(f"a sampling mask that cannot be read: {len(planes)} bytes for {rows} rows")
     mask = SamplingMask(_from_planes(planes[:split], rows), _from_planes(planes[split:], size))
     if int(mask.counts.min(initial=0)) < 0 or int(mask.counts.sum(dtype=np.int64)) != size:
-        raise ValueError(f"a sampling mask that cannot be read: its counts are not of its {size} ids")
+        raise ValueError(f"a sampling mask that cannot be read: its counts do not sum to its {size} ids")
     return mask
 
 

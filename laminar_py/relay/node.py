@@ -180,6 +180,7 @@ class RelayNode:
                 self._versions.retire_surplus()
 
     def _handle_attach(self, child: bytes, newest_there: int) -> None:
+        """Announce to a new child the newest version, or its failure, if that is news to the child."""
         self._downlink.attach(child)
         versions = self._versions
         newest, failure = versions.find(versions.newest), versions.failure
@@ -238,13 +239,13 @@ class RelayNode:
 
     # ---- called by the uplink
 
-    def greet(self) -> None:
+    def reattach(self) -> None:
         """Tell a new or restarted parent which versions this node has and wants."""
-        self._versions.greet()
+        self._versions.reattach()
 
-    def remind(self) -> None:
+    def resend_requests(self) -> None:
         """Repeat requests that the parent may have lost."""
-        self._versions.remind()
+        self._versions.resend_requests()
 
     def handle(self, message: m.ToChild) -> bool:
         """Handle a record from the parent; False if the node should try its next parent."""

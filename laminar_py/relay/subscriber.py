@@ -109,7 +109,7 @@ class Subscriber:
 
     # ---- called by the uplink
 
-    def greet(self) -> None:
+    def reattach(self) -> None:
         """Subscribe, and repeat the last request that has no answer."""
         self._uplink.send(m.Subscribe())
         if self._request is not None:
@@ -117,9 +117,9 @@ class Subscriber:
         elif self._release is not None:
             self._uplink.send(self._release)
 
-    def remind(self) -> None:
+    def resend_requests(self) -> None:
         """Repeat the greeting."""
-        self.greet()
+        self.reattach()
 
     def handle(self, message: m.ToChild) -> bool:
         """Keep the node's news, or its answer to the request that waits; True always."""

@@ -31,11 +31,11 @@ class Follower(Protocol):
         """True while the uplink may try another parent without harm."""
         ...
 
-    def greet(self) -> None:
+    def reattach(self) -> None:
         """Send the parent this follower's state; called at each connect."""
         ...
 
-    def remind(self) -> None:
+    def resend_requests(self) -> None:
         """Repeat requests without an answer; called every `timeout_s` while the connection is up."""
         ...
 
@@ -78,7 +78,7 @@ class Uplink:
         self._num_quick = 0  # parents that still get `GRACE_S` instead of `timeout_s`, since one was lost
 
     def send(self, message: Upward) -> None:
-        """Send to the parent. While there is none the record is dropped: `greet` will say the same again."""
+        """Send to the parent. While there is none the record is dropped: `reattach` will say the same again."""
         if self._connection is not None:
             self._connection.send(message)
 
@@ -127,13 +127,13 @@ class Uplink:
                 case LinkState.UP:
                     deadline, next_reminder = math.inf, now() + self._timeout_s
                     self._num_quick = 0
-                    self._follower.greet()
+                    self._follower.reattach()
                 case message:
                     if not self._follower.handle(message):
                         return False
             if now() >= next_reminder:
                 next_reminder = now() + self._timeout_s
-                self._follower.remind()
+                self._follower.resend_requests()
         return True
 
     def _patience_s(self) -> float:

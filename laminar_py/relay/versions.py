@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
 ENCODERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads
-VAIN_DELTAS = 8  # chunks that no delta makes smaller, before any that one does: then the encoder stops
+MOST_USELESS_DELTAS = 8  # chunks that no delta makes smaller, before any that one does: then the encoder stops
 
 
 class NodeVersions:
@@ -130,7 +130,7 @@ class NodeVersions:
 
     # ---- called for the parent
 
-    def greet(self) -> None:
+    def reattach(self) -> None:
         """Tell a new or restarted parent which versions this node has and wants."""
         self.failure = None
         self._uplink.send(m.Attach(self._store.newest))
@@ -139,7 +139,7 @@ class NodeVersions:
             self._uplink.send(m.Want(version))
         self._want_missing()
 
-    def remind(self) -> None:
+    def resend_requests(self) -> None:
         """Tell the parent the highest known version, and repeat requests that it may have lost."""
         failed = self._failed if self._pause > 0 else -1
         waiting = -1 if self._waiting is None else self._waiting
@@ -394,14 +394,14 @@ class DeltaEncoder:
     async def _encode(self, stored: StoredVersion, base: StoredVersion) -> None:
         """Encode all chunks of a version in `ENCODERS` tasks, and forward each chunk as soon as it is encoded.
 
-        If the first `VAIN_DELTAS` deltas save nothing, encoding stops and the version goes out in full.
+        If the first `MOST_USELESS_DELTAS` deltas save nothing, encoding stops and the version goes out in full.
         """
         chunks = iter(sorted(stored.unencoded))
-        num_vain = 0
+        num_useless = 0
 
         async def encode_chunks() -> None:
             """Encode chunks from the iterator that all coroutines share, until none is left."""
-            nonlocal num_vain
+            nonlocal num_useless
             for file, index in chunks:
                 try:
                     delta = await asyncio.to_thread(stored.encode_delta, base, file, index)
@@ -411,8 +411,8 @@ class DeltaEncoder:
                     return  # stopped meanwhile
                 stored.add_delta(file, index, delta)
                 self._forward_chunk(stored, file, index)
-                num_vain += delta is None
-                if num_vain >= VAIN_DELTAS and not stored.deltas:
+                num_useless += delta is None
+                if num_useless >= MOST_USELESS_DELTAS and not stored.deltas:
                     self.stop(stored)
 
         async with asyncio.TaskGroup() as workers:

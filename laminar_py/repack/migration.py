@@ -121,7 +121,7 @@ class Migration:
     async def _round(
         self, speed: EngineSpeed, kind: Callable[[PlanningContext], Planner], recording: asyncio.TaskGroup
     ) -> None:
-        """Survey some replicas, plan moves among replicas of the same version, and carry the moves out."""
+        """Survey some replicas, plan moves within each version by a planner `kind`, and carry them out."""
         chosen = choose(self._scheduler.views.by_version(), most=MOST_SURVEYED, turn=self._turn)
         self._turn += 1
         surveys = await self._surveys(chosen)

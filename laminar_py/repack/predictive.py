@@ -144,11 +144,12 @@ class PredictivePlanner:
         """Return [n] replica seconds that emptying each replica would gain.
 
         The gain is the time until its longest response would end. The cost is the time that a full replica takes
-        for the same tokens, their prefill, and the slowdown of the batches that they join.
+        for the same tokens, their prefill, and the slowdown of the batches that they join. A replica whose
+        responses all waited for longer than `hold_s` gains infinity.
         """
         counts = np.array([len(survey.running) for survey in tail])
-        running = [held for survey in tail for held in survey.running]
-        contexts = np.array([held.context for held in running], np.float64)
+        running = [response for survey in tail for response in survey.running]
+        contexts = np.array([response.context for response in running], np.float64)
         to_come = self._to_come(running)
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
         speed, mean_context = self._speed, float(contexts.mean())
@@ -163,8 +164,8 @@ class PredictivePlanner:
             + speed.step_s_per_token * np.add.reduceat(contexts, starts)
         )
         alone_s = np.add.reduceat(to_come, starts) / counts * steps_s
-        held = np.array([survey.held_s > self._hold_s for survey in tail])
-        gains: list[float] = np.where(held, np.inf, alone_s - costs_s).tolist()
+        is_idle = np.array([survey.held_s > self._hold_s for survey in tail])
+        gains: list[float] = np.where(is_idle, np.inf, alone_s - costs_s).tolist()
         return gains
 
 
@@ -172,7 +173,7 @@ class _DestinationHeap:
     """Destination replicas; the replica that may receive the most KV tokens in this round comes first."""
 
     def __init__(self, surveys: Sequence[Survey], free: Sequence[int], stall_tokens: int) -> None:
-        # (minus KV tokens it may still receive, minus free KV tokens, replica, free slots): a heap of the most
+        # A heap of (-KV tokens that it may still receive in this round, -free KV tokens, replica, free slots)
         self._entries = [
             (-min(tokens, stall_tokens), -tokens, survey.replica, survey.slots - len(survey.running))
             for survey, tokens in zip(surveys, free, strict=True)

@@ -138,7 +138,7 @@ class GroupForecast:
         self._finished = finished  # lengths of finished samples in a trajectory's group
 
     def __call__(self, held: Sequence[TrajectorySummary], /) -> Numbers:
-        """Return [n] expected remaining tokens of each response."""
+        """Return [n] expected remaining tokens, scaled by how long finished siblings were, against the average."""
         expected = self._remaining.expected(np.array([item.length for item in held], np.float64))
         average = self._remaining.of_new
         prior = self.PRIOR * average

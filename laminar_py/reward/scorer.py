@@ -211,7 +211,7 @@ def _term_values(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> list[TermVal
     ]
 
 
-RETRY_S = 120.0  # for so long a call that may still succeed is retried
+RETRY_FOR_S = 120.0  # for so long a call that may still succeed is retried
 PAUSE_S = 0.5  # before the first retry; it doubles before each further one
 LONGEST_PAUSE_S = 8.0
 OWN_LIMITS_S = 1.0  # margin, so that a served term's own timeout comes first
@@ -382,8 +382,8 @@ class Scorer:
 
 
 async def _call_with_retries(call: Call, request: ScoringRequest) -> Outcome:
-    """Call a term, and retry for `RETRY_S` seconds while its outcome is transient."""
-    until, pause_s = time.monotonic() + RETRY_S, PAUSE_S
+    """Call a term, and retry for `RETRY_FOR_S` seconds while its outcome is transient."""
+    until, pause_s = time.monotonic() + RETRY_FOR_S, PAUSE_S
     while True:
         outcome = await call(request)
         if not outcome.transient or time.monotonic() > until:

@@ -147,7 +147,9 @@ class ScoringStage:
                     tasks.create_task(self._drain(index), name=f"scorer-{index}-drain")
             except* ScorerCrashedError as errors:
                 lost = self._loads[index].requests
-                log.warning("scorer %d is replaced, %d responses wait again: %r", index, len(lost), errors)
+                log.warning(
+                    "scorer %d is replaced, %d responses wait again: %s", index, len(lost), errors.exceptions[0]
+                )
                 self._crashes.update(lost.keys())
                 failed = [name for name in lost if self._crashes[name] >= MOST_CRASHES]
                 self._waiting.extendleft(lost[name] for name in reversed(lost) if name not in failed)

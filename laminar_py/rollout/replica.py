@@ -202,7 +202,7 @@ class Replica:
             self._loss_raised.set()
             raise self._admission.loss
         await self._out.wait(timeout_s)
-        status = self._look()
+        status = self._engine_status()
         admissible = 0 if self._pinned else self._admissible(status)
         report = self._out.pop_report(status, admissible=admissible, received=self._admission.received)
         await self._store.synced()  # one sync for all tokens that the report names
@@ -252,7 +252,7 @@ class Replica:
 
         `lengths()` gives response lengths by id, where the engine has more tokens than it delivered.
         """
-        status = self._look()
+        status = self._engine_status()
         await asyncio.sleep(0)  # first handle what the engine has just delivered
         training = [] if self._admission.state is ReplicaState.LOST else self._streams.training
         grown = lengths()
@@ -422,7 +422,7 @@ class Replica:
         self._admission.lose(error)
         self._streams.report_all()
 
-    def _look(self) -> EngineStatus:
+    def _engine_status(self) -> EngineStatus:
         """Return the engine's status; a lost engine holds nothing."""
         if self._admission.state is not ReplicaState.LOST:
             try:

@@ -165,12 +165,12 @@ class RunningTrajectory:
         return is_tree(self.prefix_spans) or is_tree(self.spans)
 
     def used_s(self, now: float) -> float:
-        """Return seconds of generation, on earlier replicas too."""
+        """Return seconds since the first token, on all replicas, with waits for environments and weights."""
         here = 0.0 if self.first_token_s is None else now - self.first_token_s
         return self.assignment.used_s + here
 
     def append_delta(self, delta: Delta, now: float) -> None:
-        """Append tokens that the engine delivered."""
+        """Append the tokens of a delta; the last delta may correct the spans of the whole stream."""
         if len(delta.ids):
             if self.first_token_s is None:
                 self.first_token_s = now

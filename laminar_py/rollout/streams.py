@@ -390,6 +390,10 @@ class Streams:
             self._end(running, reason)
 
     def _end(self, running: RunningTrajectory, reason: FinishReason) -> None:
+        """Report the end of a stream, and forget its trajectory unless it continues elsewhere.
+
+        A cut by seconds counts only if the engine's stream was aborted for it; a cut ends as LENGTH.
+        """
         if running.cut is Cap.SECONDS and (reason is not FinishReason.ABORT or not running.length):
             running.cut = None  # it ended by itself
         if running.cut is not None:

@@ -103,7 +103,7 @@ async def test_the_death_of_the_learner_over_a_version_is_told_and_its_number_is
         begin(ledger, versions=())
         versions.copied(versions.next_number(), step=1, parent=None)
         learner.fail(0, PartCrashedError("learner-0", "killed"))
-        await versions.any_lost()
+        await versions.wait_until_lost()
         await versions.recorded()
         assert ledger.newest_published == -1
         assert versions.next_number() == 1

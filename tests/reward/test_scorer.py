@@ -199,7 +199,7 @@ async def test_the_failure_of_one_of_several_terms_names_it(tmp_path):
 
 async def test_what_may_succeed_later_is_tried_again_and_given_up_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(scorer_module, "PAUSE_S", 0.001)
-    monkeypatch.setattr(scorer_module, "RETRY_S", 0.5)
+    monkeypatch.setattr(scorer_module, "RETRY_FOR_S", 0.5)
     calls = Counter[str]()
 
     async def busy(request: ScoringRequest) -> float:

@@ -71,7 +71,7 @@ class Life(Keeper):
         self.served.put_nowait(parts)
         await asyncio.gather(*(part.call("serve") for part in parts))
 
-    async def rest(self, failures):
+    async def wait_before_restart(self, failures):
         self.rests.append(failures)
 
 
@@ -181,13 +181,13 @@ async def test_a_part_whose_node_goes_as_it_starts_comes_up_elsewhere(monkeypatc
 
 
 async def test_a_part_whose_place_goes_in_the_rest_before_its_restart_waits_for_another(monkeypatch):
-    async def rest(failures):
+    async def wait_before_restart(failures):
         life.room.real = [None]
         life.room.refreshed.clear()
         rested.set()
 
     rested = asyncio.Event()
-    life = Life(monkeypatch, rest=rest)
+    life = Life(monkeypatch, wait_before_restart=wait_before_restart)
     async with kept(life):
         (first,) = await life.served.get()
         first.die()

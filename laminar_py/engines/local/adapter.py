@@ -113,5 +113,7 @@ def _pop_tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], f
     if tensor is None:
         raise RefusedError(f"weights={folder}: {name} is missing; write all tensors of the adapters")
     if tensor.shape != shape:
-        raise RefusedError(f"weights={folder}: {name} has shape {tuple(tensor.shape)}, the adapters {shape}")
+        raise RefusedError(
+            f"weights={folder}: {name} has shape {tuple(tensor.shape)}, but its layer needs {shape}"
+        )
     return tensor

@@ -182,6 +182,7 @@ class LocalEngine(StreamingEngine[Scheduler]):
         return commands
 
     def _execute(self, action: Callable[[], None], done: asyncio.Future[None]) -> None:
+        """Run `action` in the engine thread, send its deltas, then resolve `done` with its error or None."""
         refusal: Exception | None = None
         try:
             action()

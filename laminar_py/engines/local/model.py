@@ -93,6 +93,7 @@ class LocalModel:
             self._base = None
 
     def _merge(self, adapter: Adapter) -> None:
+        """Serve an adapter: merge it into the base weights, which are read again if its shape is new."""
         if self._base is not None and self._base.fits(adapter.config):
             self._base.merge(adapter, self._loaded())
             return

@@ -174,7 +174,8 @@ class Scheduler(RequestScheduler[Job]):
         values = drawn.logprobs.cpu().numpy()
         if not np.isfinite(values).all():
             raise EngineLostError(
-                f"version {self._version} gives logits that are not finite; go back to an earlier version"
+                f"version {self._version} gives logits that are not finite; lower learner.lr, and --resume from an"
+                " earlier checkpoint"
             )
         return drawn.ids.cpu().numpy(), values, drawn.mask
 
@@ -234,6 +235,7 @@ class Scheduler(RequestScheduler[Job]):
         self._waiting.appendleft(Job(ticket=job.ticket, request=job.request, response=response, experts=experts))
 
     def _vacate(self, job: Job) -> None:
+        """Free the slot and the cache of a request that leaves the batch."""
         slot = job.slot
         del self._running[slot]
         self._pool.release(slot)

@@ -379,6 +379,7 @@ class SGLangEngine:
                 await self._poll_use()
 
     async def _poll_use(self) -> None:
+        """Ask the server for its load, summed over its ranks."""
         ranks = (await self._server.get("v1/loads?include=core", RankUses)).loads
         self._use = RankUse(
             sum(rank.num_running_reqs for rank in ranks),
@@ -398,7 +399,8 @@ class SGLangEngine:
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, EngineLostError):
                 log.error("an abort failed", exc_info=error)
-                self._server.lose(f"an abort failed: {error}").__cause__ = error
+                lost = self._server.lose(f"an abort failed: {error}")
+                lost.__cause__ = error
 
         task = asyncio.create_task(work, name="abort")
         self._aborts.add(task)

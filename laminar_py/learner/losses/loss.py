@@ -78,7 +78,7 @@ def trained_rows(batch: MicroBatch, device: torch.device) -> Tensor:
     return torch.tensor(np.flatnonzero(batch.loss_weights), device=device)
 
 
-def make_terms(
+def make_loss_inputs(
     batch: MicroBatch,
     rows: Tensor,
     logprobs: Tensor,
@@ -142,7 +142,7 @@ def estimate_partition(
         with torch.no_grad():
             rows = trained_rows(batch, ranks.device)
             logprobs, _ = policy_logprobs(model, batch, rows)
-        terms = make_terms(batch, rows, logprobs, settings)
+        terms = make_loss_inputs(batch, rows, logprobs, settings)
         counts = (terms.response_sum(torch.ones_like(terms.weights)) > 0).to(sums.dtype)
         sums.index_add_(1, terms.groups, torch.stack([imbalance(terms, settings) * counts, counts]))
     ranks.reduce_tensor(sums)

@@ -99,7 +99,7 @@ def balance(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
 
 
 def imbalance(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """[R] imbalance d of each response, see `balance`."""
+    """[R] `sum_t (lp_t - ref_t) - reward / beta` of each response: the d of `balance`."""
     reference = terms.columns[REFERENCE_LOGPROBS]
     return terms.response_sum(terms.logprobs - reference) - terms.rewards / settings.beta
 

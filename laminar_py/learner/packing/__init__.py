@@ -5,13 +5,9 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
-    from laminar_py.learner.packing.balance import PackedT as PackedT
     from laminar_py.learner.packing.balance import attention_share as attention_share
     from laminar_py.learner.packing.balance import sequence_cost as sequence_cost
     from laminar_py.learner.packing.packer import Packed as Packed
-    from laminar_py.learner.packing.packer import deal_to_ranks as deal_to_ranks
-    from laminar_py.learner.packing.packer import microbatches as microbatches
     from laminar_py.learner.packing.packer import pack as pack
-    from laminar_py.learner.packing.packer import step_weights as step_weights
 else:
     __getattr__ = public_names(__name__)

@@ -97,7 +97,7 @@ def rebuild(description: Buffer, body: Buffer) -> AnyPiece:
     try:
         bare, sizes = _decoder.decode(description)
     except msgspec.DecodeError as error:
-        raise PayloadLostError(f"unreadable description: {error}") from None
+        raise PayloadLostError(f"the description of a piece cannot be read: {error}") from None
     if sum(size or 0 for size in sizes) != len(body):
         raise PayloadLostError(f"{len(body)} bytes of arrays instead of {sum(size or 0 for size in sizes)}")
     arrays, place = list[bytes | None](), 0

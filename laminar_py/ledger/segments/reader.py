@@ -113,6 +113,7 @@ class PayloadReader:
         return data
 
     def _open(self, segment: str) -> int:
+        """Return the descriptor of a segment, and close the one unused for the longest time above `OPEN_FILES`."""
         if segment not in self._files:
             path = self._folder / f"{segment}{SEGMENT}"
             self._files[segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -96,6 +96,7 @@ def main() -> None:
 
 
 def _load(spec: CallSpec) -> "LimitedFunction":
+    """Make the reward function of a term in this process, under its memory limit."""
     term = read_term(spec.term)
     make = REWARDS.get(term.kind).make
     assert make is not None, f"{term.kind} is served by the scorer itself"
@@ -124,7 +125,7 @@ async def _serve_many(function: "LimitedFunction", control: socket.socket) -> No
 
     async def answer(number: int, body: bytes) -> None:
         try:
-            answer = CallAnswer(await function.call_beside(decode(ScoringRequest, body)))
+            answer = CallAnswer(await function.call_async(decode(ScoringRequest, body)))
         except Exception:  # noqa: BLE001 - a mistake of ours: what the user's code raises has an outcome
             answer = CallAnswer(None, traceback.format_exc())
         writer.write(call_frame(number, encode(answer)))
@@ -166,7 +167,7 @@ class LimitedFunction:
             return self._failed(error, start)
         return self._checked(given, request, start)
 
-    async def call_beside(self, request: ScoringRequest) -> Outcome:
+    async def call_async(self, request: ScoringRequest) -> Outcome:
         """Call an `async` function while other calls of it run, and return its outcome."""
         start = time.perf_counter()
         try:
@@ -179,6 +180,7 @@ class LimitedFunction:
         return self._checked(given, request, start)
 
     def _checked(self, given: GivenReward, request: ScoringRequest, start: float) -> Outcome:
+        """Check a reward that the function returned, and return it with the call's seconds."""
         elapsed_s = time.perf_counter() - start
         try:
             outcome = check_reward(given, self._columns, length=len(request.response_ids))

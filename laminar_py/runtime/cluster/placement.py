@@ -288,6 +288,7 @@ class _FreeGpus:
         return nodes
 
     def _no_room(self, setting: str, gpus: int, remedy: str) -> ConfigError:
+        """Return the error of a part that finds no node with enough free GPUs."""
         needs, most = self._needs, max(self._free.values())
         others = f"the learner's {needs.ranks * needs.rank_gpus}"
         others += f", the reference's {needs.rank_gpus}" if needs.reference else ""

@@ -69,6 +69,7 @@ class ReplicaLink:
             self._peer.close()
 
     async def _send_reports(self) -> None:
+        """Send one report after the other, each after the acknowledgement of the last."""
         quiet_s = 0.0  # the first report is sent at once: commands wait for it
         while True:
             report = await self._replica.next_report(quiet_s)

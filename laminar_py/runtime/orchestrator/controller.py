@@ -68,7 +68,7 @@ from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
     Handoff,
-    Learning,
+    TrainingParts,
     limit_gc_pauses,
     make_scheduler,
     record_start,
@@ -278,7 +278,7 @@ class Controller:
             trains=self._source is None,
         )
 
-    def _make_learning(self) -> Learning:
+    def _make_learning(self) -> TrainingParts:
         """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
         learner = LearnerKeeper(incarnation, relays=self._relays, show=self._view.progress)
@@ -307,7 +307,7 @@ class Controller:
             dispatch_loop=self._dispatch_loop,
             show_line=self._view.notice,
         )
-        return Learning(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
+        return TrainingParts(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
 
     # ---- phases
 
@@ -372,7 +372,7 @@ class Controller:
         return loops
 
     async def _start_learning(
-        self, learning: Learning
+        self, learning: TrainingParts
     ) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
         """Start the learner and the parts that need its first version, and yield their loops."""
         await learning.trainer.start()
@@ -564,6 +564,7 @@ class Controller:
     # ---- between the parts
 
     def _dispatch(self) -> None:
+        """Call `dispatch`; `_dispatch_loop` does so when it was woken."""
         dispatch(
             self._scheduler,
             replicas=self._replicas,
@@ -584,7 +585,7 @@ class Controller:
         await self._relays.hold(version)
 
     def _evaluated(self, result: Evaluated) -> None:
-        """Record the result of an evaluation, and show it."""
+        """Record the result of an evaluation, and show it in the view (training) or as a line (`laminar eval`)."""
         self._incarnation.ledger.append(result)
         self._evaluations.append(result)
         shown = settled(self._evaluations)[-1]

@@ -166,6 +166,7 @@ class Evaluator:
         return [name for name in self._all if (point.step, name) not in self._results]
 
     async def _schedule(self, point: EvalPoint, names: list[str]) -> None:
+        """Begin evaluations of sets now, or hold the point's version for after RL with `deferred`."""
         if not names:
             return
         if self._config.deferred:

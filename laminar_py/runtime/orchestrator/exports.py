@@ -87,14 +87,14 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> E
 
 def _base(config: RunConfig) -> Path:
     """Return the model to which the run's adapters are added."""
-    from laminar_py.runtime.workers.processes.learner import start_model
+    from laminar_py.runtime.workers.processes.learner import initial_model
 
     check_adapters(config)
     warm_start = config.warm_start
     data = None if warm_start is None else warm_start.data
     if data is not None and not data.is_hub_name and not Path(data.path).exists():
         raise ConfigError(f"warm_start.data={data.path}: is gone, and its result is found by it; put it back")
-    base = start_model(config).path
+    base = initial_model(config).path
     if warm_start is not None and not base.is_dir():
         raise ConfigError(
             f"warm_start.cache={warm_start.cache}: no {base.name} in it, which the run's adapters are added"

@@ -118,7 +118,7 @@ class ElasticFleet:
         if left := self._replicas.left.keys() - self._placement.needs.gone:
             for index in left:
                 if (reason := self._replicas.left[index]) != SCALED:
-                    self._show_line(f"replica {index} is taken out again: {reason}")
+                    self._show_line(f"replica {index} did not start and is removed: {reason}")
             await self._plan()
         leaving = [
             view

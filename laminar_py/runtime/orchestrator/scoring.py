@@ -72,7 +72,7 @@ class Scoring:
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
         tried = (prompt for prompt in inputs.first_of_tasks if config.reward.of_task(prompt.task))
         self._trials = deque(trials(tried, encode=encode, end=end_id))
-        self._as_ledger_error = set[str]()
+        self._reported = set[str]()
         self._scored = asyncio.Event()  # set outside an outage
         self._stage: ScoringStage | None = None
 
@@ -190,8 +190,8 @@ class Scoring:
     def _finish_trial(self, score: Score) -> None:
         trial = self._trials.popleft()
         self.failures.add_trial(score)
-        if score.value is None and score.detail not in self._as_ledger_error:
-            self._as_ledger_error.add(score.detail)
+        if score.value is None and score.detail not in self._reported:
+            self._reported.add(score.detail)
             self._warn_user(trial.complaint(score, title=self._reward.title))
         self._try_next()
 

@@ -55,7 +55,7 @@ class Handoff(Generic[Item]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
+class TrainingParts:
     """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, fleet."""
 
     learner: LearnerKeeper

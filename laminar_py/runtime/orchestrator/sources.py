@@ -144,7 +144,7 @@ def find_open(settings: RunConfig, source: Path) -> RunFolder:
             f"source={source}: {settings.runs} has no unfinished {settings.name}-<n> of it with these settings;"
             " leave --resume out"
         )
-    return next((run for run in unfinished if not run.is_led), unfinished[0])
+    return next((run for run in unfinished if not run.is_locked), unfinished[0])
 
 
 def _is_of(run: RunFolder, source: Path) -> bool:

@@ -47,9 +47,9 @@ class StopRequest:
     """Request to end a run early: by the user, or for a `fault` that makes the run fail."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.failed = asyncio.Event()
-        self.fault: str | None = None  # the first
+        self.asked = asyncio.Event()  # the run is to end
+        self.failed = asyncio.Event()  # the run is to end as failed
+        self.fault: str | None = None  # the first that was reported
 
     def fail(self, fault: str) -> None:
         """End the run after the present step and its checkpoint, as failed with this line."""
@@ -145,7 +145,7 @@ class Trainer:
         )
         stop = asyncio.create_task(self._asked_to_stop(), name="stop")
         failures = [
-            asyncio.create_task(self._versions.any_lost(), name="version-lost"),
+            asyncio.create_task(self._versions.wait_until_lost(), name="version-lost"),
             asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
         ]
         left = None if limit is None else max(0.0, limit - self._stats.rl_s)
@@ -190,6 +190,7 @@ class Trainer:
             self._stats.end_step()
 
     async def _learn_packed(self, packed: Packed[TrajectoryRef]) -> StepOutcome:
+        """Have the ranks read their tokens and make a step. Raises BatchLostError where tokens are lost."""
         lost = await self._learner.fetch(packed)
         if lost:
             raise BatchLostError(lost)
@@ -244,7 +245,7 @@ class Trainer:
         metrics = outcome.metrics
         self._skipped = self._skipped + 1 if metrics.skipped == metrics.updates else 0
         if self._skipped:
-            log.warning("step %d: an update was skipped, its loss or gradient is not finite", self.step)
+            log.warning("step %d: no update was made, since the loss or gradient is not finite", self.step)
         if self._skipped >= MAX_SKIPPED:
             raise RunFailedError(
                 f"the loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {self.step};"

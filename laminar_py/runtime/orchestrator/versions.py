@@ -90,7 +90,7 @@ class Versions:
         await self._until(lambda: self._ledger.newest_published > version)
         return self._ledger.newest_published
 
-    async def any_lost(self) -> None:
+    async def wait_until_lost(self) -> None:
         """Wait until the learner has crashed before a version was complete."""
         await self._until(lambda: self.lost is not None)
 

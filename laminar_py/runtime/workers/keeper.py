@@ -75,7 +75,7 @@ class Keeper:
         """Clean up after a crash; return the crash to count, or None for a crash that does not count."""
         return error
 
-    async def rest(self, failures: int) -> None:
+    async def wait_before_restart(self, failures: int) -> None:
         """Wait between a crash and the next process, after `failures` failed starts in a row."""
         await asyncio.sleep(RETRY_S * min(failures, MAX_PATIENCE))
 
@@ -116,7 +116,7 @@ class Keeper:
         return self.parts
 
     async def bring_up(self) -> Sequence[Part]:
-        """Start the part, again if processes crash meanwhile; return them. Raises RunFailedError, ConfigError."""
+        """Start the part until it is up, and return its processes. Raises RunFailedError, ConfigError."""
         while not self.is_up:
             try:
                 await self.begin()
@@ -154,10 +154,11 @@ class Keeper:
             if self._failures == self.first_starts and not self.has_served:
                 raise RunFailedError(f"{crash.part} does not start: {crash.reason}; see logs/{crash.part}.log")
         await self._placement.refresh()
-        await self.rest(self._failures)
+        await self.wait_before_restart(self._failures)
         await self._placement.refresh()  # a node may have gone meanwhile
 
     def _end_if_starved(self, crash: PartCrashedError) -> None:
+        """Raise RunFailedError with advice at the second crash of a part for want of memory."""
         if self.memory_advice and for_memory(crash.reason):
             self._starved += 1
             if self._starved == STARVED:
@@ -187,7 +188,7 @@ class KeeperGroup(Generic[AnyKeeper]):
             keeper.spawn()
 
     async def keep(self) -> None:
-        """Keep all parts alive until cancelled. Raises RunFailedError if one crashes too often."""
+        """Keep all parts alive until cancelled. If one crashes too often, raises RunFailedError in an ExceptionGroup."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self.keepers:
                 tasks.create_task(keeper.keep(), name="keep")

@@ -145,10 +145,10 @@ class ReplicaKeeper(Keeper):
             raise _LeftError
         return None if on_purpose or tolerated else error
 
-    async def rest(self, failures: int) -> None:
+    async def wait_before_restart(self, failures: int) -> None:
         """Have others continue the replica's trajectories, and wait."""
         self._fleet.dispatch_loop.run_now()
-        await super().rest(failures)
+        await super().wait_before_restart(failures)
 
     async def take_over(self) -> None:
         """Queue the trajectories of a crashed replica for others, with all tokens in its segments and journals."""
@@ -318,7 +318,7 @@ class Replicas:
         except (ConfigError, RunFailedError) as error:
             if keeper.has_served or keeper.index not in self._joined:
                 raise
-            log.error("replica %d is taken out again: %s", keeper.index, error)
+            log.error("replica %d did not start and is removed: %s", keeper.index, error)
             self.scheduler.leave(keeper.index)
             keeper.kill()
             await keeper.take_over()

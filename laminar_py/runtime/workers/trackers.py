@@ -119,7 +119,7 @@ class TrackerKeeper(Keeper):
         if self._closing.is_set():
             raise error
 
-    async def rest(self, failures: int) -> None:
+    async def wait_before_restart(self, failures: int) -> None:
         """Wait before a restart, but not once the run is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._retry_s):

@@ -49,7 +49,7 @@ def unused(num_sequences, *, columns=None):
     return {"staleness": zeros, "rewards": zeros, "groups": zeros, "columns": columns or {}}
 
 
-def make_terms(logprobs, others, sequence, *, columns=None):
+def make_loss_inputs(logprobs, others, sequence, *, columns=None):
     behaviour, proximal, advantages, weights = others
     return LossInputs(
         logprobs=logprobs,
@@ -153,7 +153,7 @@ def test_a_loss_is_what_plain_float64_says(settings: AlgorithmConfig, seed: int)
     own, *others, sequence = arrays = random_terms(seed)
     logprobs = torch.tensor(own, requires_grad=True)
     drawn = [torch.tensor(array) for array in others]
-    loss = policy_loss(make_terms(logprobs, drawn, sequence), settings)
+    loss = policy_loss(make_loss_inputs(logprobs, drawn, sequence), settings)
     loss.backward()
     expected, slope = reference(settings, *arrays)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
@@ -202,7 +202,9 @@ def test_a_teacher_adds_the_reverse_kl():
 def test_the_divergence_from_a_reference_is_part_of_the_loss(kind: Divergence):
     own, *others, sequence = random_terms(0)
     logprobs, reference = torch.tensor(own), torch.tensor(others[0] + 0.3)
-    terms = make_terms(logprobs, map(torch.tensor, others), sequence, columns={REFERENCE_LOGPROBS: reference})
+    terms = make_loss_inputs(
+        logprobs, map(torch.tensor, others), sequence, columns={REFERENCE_LOGPROBS: reference}
+    )
     found = policy_loss(terms, AlgorithmConfig(kl_coef=0.7, kl_estimator=kind))
     without = policy_loss(terms, AlgorithmConfig())
     gap = others[0] + 0.3 - own
@@ -294,7 +296,7 @@ def own_loss(monkeypatch, name):
     monkeypatch.setitem(ALGORITHMS.built_in, "own", f"{__name__}:{name}")
     own, *others, sequence = random_terms(0)
     logprobs, credit = torch.tensor(own, requires_grad=True), torch.arange(float(TOKENS), dtype=torch.float64)
-    terms = make_terms(logprobs, map(torch.tensor, others), sequence, columns={"credit": credit})
+    terms = make_loss_inputs(logprobs, map(torch.tensor, others), sequence, columns={"credit": credit})
     loss = policy_loss(terms, AlgorithmConfig(name="own"))
     return torch.autograd.grad(loss, logprobs)[0], -terms.weights * credit * terms.advantages
 

@@ -28,9 +28,9 @@ def call(function: Callable[[ScoringRequest], object], *responses: str, **settin
     return [limited.call(make_request(response)) for response in responses]
 
 
-async def call_beside(function: Callable, *responses: str, timeout_s: float = 30.0) -> list[Outcome]:
+async def call_async(function: Callable, *responses: str, timeout_s: float = 30.0) -> list[Outcome]:
     limited = LimitedFunction(function, timeout_s=timeout_s)
-    return await asyncio.gather(*(limited.call_beside(make_request(response)) for response in responses))
+    return await asyncio.gather(*(limited.call_async(make_request(response)) for response in responses))
 
 
 def spin(request: ScoringRequest) -> float:
@@ -247,7 +247,7 @@ async def wait_or_fail(request: ScoringRequest) -> float:
 
 
 async def test_an_async_function_is_called_for_many_at_once_and_each_has_its_own_limit() -> None:
-    outcomes = await call_beside(wait_or_fail, "1", "wait", "2", "wait", timeout_s=0.1)
+    outcomes = await call_async(wait_or_fail, "1", "wait", "2", "wait", timeout_s=0.1)
     assert [o.value for o in outcomes] == [1.0, None, 2.0, None]
     line = wait_or_fail.__code__.co_firstlineno + 2
     assert (
@@ -257,7 +257,7 @@ async def test_an_async_function_is_called_for_many_at_once_and_each_has_its_own
 
 
 async def test_a_busy_server_is_no_last_word_and_a_wrong_value_is() -> None:
-    busy, wrong = await call_beside(wait_or_fail, "busy", "x")
+    busy, wrong = await call_async(wait_or_fail, "busy", "x")
     assert (busy.transient, busy.failure) == (True, DropReason.REWARD_FAILED)
     assert (wrong.transient, wrong.detail[:10]) == (False, "ValueError")
 
@@ -266,5 +266,5 @@ async def test_a_time_out_of_the_functions_own_is_a_failure_and_not_the_limit() 
     async def impatient(request: ScoringRequest) -> float:
         raise TimeoutError("mine")
 
-    (outcome,) = await call_beside(impatient, "1")
+    (outcome,) = await call_async(impatient, "1")
     assert (outcome.failure, outcome.detail[:18]) == (DropReason.REWARD_FAILED, "TimeoutError: mine")

@@ -71,7 +71,7 @@ def on_compute_thread(method: Callable[Concatenate[Actor, P], T]) -> Callable[Co
     return run  # type: ignore[return-value] # `wraps` types it more narrowly
 
 
-def open_part(spec: PartStart, name: str) -> RunConfig:
+def read_run_config(spec: PartStart, name: str) -> RunConfig:
     """Return the config of this process's run; have the process log into the run's folder from now on."""
     log_to(spec.run_dir, name)
     return read_config(spec.config)

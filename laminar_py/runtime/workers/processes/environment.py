@@ -10,7 +10,7 @@ from laminar_py.environment.host import EnvironmentHost
 from laminar_py.environment.saved_turns import SavedTurns, environments_path
 from laminar_py.environment.writer import open_writer
 from laminar_py.runtime.link.turns import TurnServer
-from laminar_py.runtime.workers.processes.base import PartActor, open_part
+from laminar_py.runtime.workers.processes.base import PartActor, read_run_config
 from laminar_py.runtime.workers.specs import EnvironmentSpec
 
 
@@ -23,7 +23,7 @@ class EnvironmentActor(PartActor):
 
     async def start(self, spec: EnvironmentSpec) -> None:
         """Load the kind of environment that the config names."""
-        config = open_part(spec, f"environment-{spec.index}")
+        config = read_run_config(spec, f"environment-{spec.index}")
         settings = config.environment
         assert settings is not None, "a run without environments has no process for them"
         writer = open_writer(config.model.path, config.data.chat, settings, messages=spec.messages)

@@ -41,9 +41,9 @@ from laminar_py.runtime.workers.processes.base import (
     compute_on,
     learner_threads,
     on_compute_thread,
-    open_part,
     open_reader,
     open_writer,
+    read_run_config,
 )
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
@@ -76,7 +76,7 @@ class LearnerActor(ComputingActor):
     @on_compute_thread
     def start(self, spec: LearnerSpec) -> LearnerStarted:
         """Load or warm-start the model, restore a checkpoint; return the sizes of the model."""
-        config = open_part(spec, f"learner-{spec.rank}")
+        config = read_run_config(spec, f"learner-{spec.rank}")
         compute_on(learner_threads(config, num_cores=len(os.sched_getaffinity(0)), ranks_here=spec.ranks_here))
         allow_many_files()
         return self.load(config, spec, open_reader(spec, config))
@@ -164,7 +164,7 @@ def _real_learner(
     if config.warm_start is not None and begins:
         if spec.rank == 0:
             _warm_start(config, note)  # the other ranks wait for it in `join_group`
-        model = start_model(config)
+        model = initial_model(config)
     mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
     learner = Learner(
         model,
@@ -180,7 +180,7 @@ def _real_learner(
     return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
 
 
-def start_model(config: RunConfig) -> ModelConfig:
+def initial_model(config: RunConfig) -> ModelConfig:
     """Return the model that RL begins with: the configured one, or its warm start in the cache."""
     if config.warm_start is None:
         return config.model
@@ -213,7 +213,7 @@ class WeightsActor(PartActor):
 
     def publish(self, spec: WeightsSpec) -> Published:
         """Publish the model as version 0, unless an earlier process left it complete; return it once complete."""
-        model = open_part(spec, "weights").model.path
+        model = read_run_config(spec, "weights").model.path
         store = Path(spec.store)
         if store.is_dir() and VERSION in complete_versions(store):
             manifest = msgspec.json.decode((store / folder_name(VERSION) / MANIFEST).read_bytes(), type=Manifest)
@@ -244,10 +244,10 @@ class ReferenceActor(ComputingActor):
     def start(self, spec: ReferenceSpec) -> None:
         """Load the model."""
         compute_on(1)
-        config = open_part(spec, "reference-0")
+        config = read_run_config(spec, "reference-0")
         self._reader, self._writer = open_reader(spec, config), open_writer(spec, config)
         self._model = ReferenceModel(
-            config.algorithm.reference or start_model(config).path,
+            config.algorithm.reference or initial_model(config).path,
             vocab_size=read_sizes(config.model.path).vocab_size,
             temperature=config.rollout.sampling.temperature,
             mesh=join_group(spec.rendezvous, rank=0, world_size=1, device_type=config.learner_device.value),

@@ -7,7 +7,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import RelayEvent
 from laminar_py.relay.node import RelayNode
-from laminar_py.runtime.workers.processes.base import PartActor, open_part
+from laminar_py.runtime.workers.processes.base import PartActor, read_run_config
 from laminar_py.runtime.workers.specs import RelaySpec
 
 
@@ -17,7 +17,7 @@ class RelayActor(PartActor):
     async def start(self, spec: RelaySpec) -> str:
         """Bind a port and run the node; return its endpoint."""
         allow_many_files()
-        relay = open_part(spec, f"relay-{spec.node}").relay
+        relay = read_run_config(spec, f"relay-{spec.node}").relay
         self._events: list[RelayEvent] = []
         self._node = RelayNode(
             f"relay-{spec.node}",

@@ -33,8 +33,8 @@ from laminar_py.runtime.workers.processes.base import (
     PartActor,
     has_several_hosts,
     open_folder,
-    open_part,
     open_reader,
+    read_run_config,
 )
 from laminar_py.runtime.workers.specs import ReplicaSpec
 
@@ -50,7 +50,7 @@ class ReplicaActor(PartActor):
 
     async def start(self, spec: ReplicaSpec) -> None:
         """Open the engine; wire relay subscriber, replica and link, and start them."""
-        config = open_part(spec, f"replica-{spec.index}")
+        config = read_run_config(spec, f"replica-{spec.index}")
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
@@ -148,6 +148,7 @@ def _unwrapping_bugs(config: RunConfig) -> Iterator[None]:
 
 
 def _store_speed(path: Path, speed: EngineSpeed) -> None:
+    """Store a measured speed for later starts; a failure is only logged."""
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

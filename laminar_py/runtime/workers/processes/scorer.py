@@ -5,7 +5,7 @@ from pathlib import Path
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.scoring import PoolAddresses, Score, Unscored
 from laminar_py.reward.scorer import LaunchedServers, Scorer, ScorerStorage
-from laminar_py.runtime.workers.processes.base import PartActor, open_part, open_reader, open_writer
+from laminar_py.runtime.workers.processes.base import PartActor, open_reader, open_writer, read_run_config
 from laminar_py.runtime.workers.specs import ScorerSpec
 
 
@@ -19,7 +19,7 @@ class ScorerActor(PartActor):
     async def start(self, spec: ScorerSpec) -> int:
         """Start the processes and calls of the reward's terms; return how many responses it scores at a time."""
         name = f"scorer-{spec.index}"
-        config = open_part(spec, name)
+        config = read_run_config(spec, name)
         self._scorer = Scorer(
             config.reward,
             sandbox=config.sandbox,

@@ -10,7 +10,7 @@ from laminar_py.config.reward import server_name
 from laminar_py.config.tracking import TRACKERS
 from laminar_py.observe.trackers import Ending, Message, Rewound, Values
 from laminar_py.records.scoring import ServerAddress
-from laminar_py.runtime.workers.processes.base import PartActor, log_to, open_part
+from laminar_py.runtime.workers.processes.base import PartActor, log_to, read_run_config
 from laminar_py.runtime.workers.specs import ServerStart, TrackerSpec
 
 NICENESS = 10  # of a tracker
@@ -27,7 +27,7 @@ class ServerActor(PartActor):
         from laminar_py.engines.sglang.server import SGLangServer
 
         name = server_name(spec.pool, spec.index)
-        settings = open_part(spec, name).reward.servers[spec.pool]
+        settings = read_run_config(spec, name).reward.servers[spec.pool]
         log = Path(spec.run_dir) / "logs" / f"sglang-{name}.log"
         self._server = SGLangServer(pool_server(spec.pool, settings, log, host=spec.host))
         await self._server.start()
