@@ -188,7 +188,7 @@ class KeeperGroup(Generic[AnyKeeper]):
             keeper.spawn()
 
     async def keep(self) -> None:
-        """Keep all parts alive until cancelled. After too many crashes raises an ExceptionGroup of RunFailedError."""
+        """Keep all parts alive until cancelled. Raises an ExceptionGroup if one of them crashes too often."""
         async with asyncio.TaskGroup() as tasks:
             for keeper in self.keepers:
                 tasks.create_task(keeper.keep(), name="keep")
