@@ -320,7 +320,7 @@ def check_tasks(reward: RewardConfig, tasks: Mapping[str, str]) -> None:
     for task in reward.by_task:
         if task not in tasks:
             raise ConfigError(
-                f"reward.by_task.{task}: no problem has this task; remove it, or name one of {known}"
+                f"reward.by_task.{task}: no problem has this task; remove it, or name one of the tasks: {known}"
             )
     for task, place in tasks.items():
         if not reward.of_task(task):

@@ -108,7 +108,7 @@ class Dispatcher:
     def _assign(
         self, trajectory: LiveTrajectory, replica: int, pin: int | None, out: dict[int, list[Assignment]]
     ) -> None:
-        """Record that a replica gets a trajectory, and add the assignment to those that leave in `out`."""
+        """Record that a replica gets a trajectory, and add the assignment to `out`."""
         self._state.moves.arrives(trajectory.id, replica, length=trajectory.length, prefill=trajectory.prefill)
         self._state.record(trajectory.assigned(replica))
         self._state.views.send(replica, trajectory.id, pin=pin)

@@ -65,8 +65,8 @@ class Admission:
 
         `one_step` begins a batch when the previous batch is generated, e.g. for batch 32: `allowed(live=32,
         generating=0)` is 32 (the learner has the others), `allowed(live=32, generating=4)` is 0. A batch that was
-        begun when some replicas were not up yet is completed: `allowed(live=40, generating=8)` is 24. That cannot
-        be told where groups without signal leave (`refills`), so there it is not completed.
+        begun when some replicas were not up yet is completed: `allowed(live=40, generating=8)` is 24. With
+        `refills` groups without signal leave, so the size of the batch says nothing, and it is not completed.
         """
         room = max(0, self.limit - live)
         if self.schedule is Schedule.ONE_STEP:

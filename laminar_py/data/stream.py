@@ -51,7 +51,7 @@ class WeightedSources:
         return source, number * self._slots[source] + int(ranks[offset])
 
     def _shuffled(self, number: int) -> tuple[IntArray, IntArray]:
-        """Return the order of sources in mix `number`, and the rank of each slot among those of its source."""
+        """Return the order of sources in mix `number`, and the rank of each slot among its source's slots."""
         sources = np.repeat(np.arange(len(self._slots), dtype=np.int32), self._slots)
         np.random.default_rng((self._seed, number, len(self._slots))).shuffle(sources)
         ranks = np.zeros_like(sources)

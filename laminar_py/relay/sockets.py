@@ -174,13 +174,20 @@ class Connection:
         self._socket.close()
 
 
+class _Context(zmq.asyncio.Context):
+    """A context whose finalizer does not wait for its sockets, which the garbage collector may find later."""
+
+    def __del__(self) -> None:
+        """Leave the context open."""
+
+
 class SocketFactory:
     """Makes the sockets of one asyncio party. A peer that is silent for `heartbeat_s` counts as gone."""
 
     def __init__(self, keys: RelayKeys | None, *, heartbeat_s: float) -> None:
         self._keys = keys
         self._heartbeat_s = heartbeat_s
-        self._context = zmq.asyncio.Context(io_threads=IO_THREADS)
+        self._context = _Context(io_threads=IO_THREADS)
         self._authenticator: AsyncioAuthenticator | None = None
 
     def listen(self, host: str, port: int, *, max_queue: int) -> Listener:

@@ -104,7 +104,7 @@ class TimedRequests:
         return self._rng.integers(0, self._bounds.vocab, length).astype(np.int32)
 
     async def _request(self, name: str, group: str, prompt: IntArray, tokens: int) -> None:
-        """Generate `tokens` tokens after a prompt, whatever they are."""
+        """Generate `tokens` tokens after a prompt and discard them."""
         sampling = msgspec.structs.replace(self._bounds.sampling, max_new_tokens=tokens, stop_ids=())
         async for _ in self._engine.generate(
             GenerateRequest(

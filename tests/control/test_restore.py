@@ -193,9 +193,7 @@ class Hinted(AlgorithmConfig):
     ],
 )
 def test_an_algorithm_that_needs_a_column_which_is_not_on_record_is_refused_by_its_name(entry, fits):
-    words = (
-        r"^algorithm\.name=grpo: needs the column 'hints' in int32, without which g1\.0 was scored; resume with"
-    )
+    words = r"^algorithm\.name=grpo: needs the column 'hints' in int32, which g1\.0 lacks; resume with"
     with nullcontext() if fits else pytest.raises(ConfigError, match=words):
         check_scored([entry], Hinted())
     check_scored([entry], AlgorithmConfig())

@@ -101,9 +101,9 @@ def test_a_file_alone_is_shown_with_a_model(tmp_path):
     ("arguments", "fault"),
     [
         (["t.jsonl"], r"data=t\.jsonl: counts tokens; name the model's folder with --model"),
-        (["t.jsonl", "steps=3", "--model", "m"], "steps=3: a setting, which only the config of a run has"),
+        (["t.jsonl", "steps=3", "--model", "m"], "steps=3: t.jsonl is no config"),
         (["t.jsonl", "--model", "m", "--column", "prompt"], "--column prompt: no column named; write ours=theirs"),
-        (["t.yaml", "--model", "m"], r"config=t\.yaml: has the model and its sources"),
+        (["t.yaml", "--model", "m"], r"config=t\.yaml: a config names its model and sources"),
     ],
 )
 def test_what_does_not_belong_together_is_one_line(arguments, fault):

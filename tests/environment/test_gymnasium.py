@@ -133,7 +133,7 @@ async def test_samples_of_a_group_begin_alike_and_a_field_goes_before_their_seed
         assert first == again == fields
         assert len(set(first)) > 6
         for seed in (-1, "4", True, 1.0):
-            with pytest.raises(ValueError, match=f"seed={seed!r}: is no integer"):
+            with pytest.raises(ValueError, match=f"seed={seed!r}: not an integer"):
                 make().reset(Problem(prompt="", fields={"seed": seed}))
 
 

@@ -233,7 +233,11 @@ async def test_after_the_crash_of_its_process_it_goes_on_where_it_is_determinist
             MESSAGE,
             "environment.action_field=text: no field of an action; choose of mess",
         ),
-        ({"action_field": "low"}, GUESS, "environment.action_field=low: an action needs high too; leave it out"),
+        (
+            {"action_field": "low"},
+            GUESS,
+            "environment.action_field=low: an action needs high too; remove the setting",
+        ),
     ],
 )
 async def test_a_field_that_actions_do_not_have_is_one_line(tmp_path, settings, schema, words):

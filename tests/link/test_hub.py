@@ -58,7 +58,7 @@ async def test_a_report_whose_answer_was_lost_is_told_again():
 
 async def test_orders_are_sent_again_until_they_are_heard(monkeypatch):
     monkeypatch.setattr(hub_module, "RESEND_S", 0.1)
-    async with serving(patience_s=2.0) as desk:
+    async with serving(heartbeat_timeout_s=2.0) as desk:
         connection = desk.hub.open(A, 0)
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1)
@@ -76,7 +76,7 @@ async def test_orders_are_sent_again_until_they_are_heard(monkeypatch):
 
 async def test_lost_orders_are_not_put_off_by_those_that_follow(monkeypatch):
     monkeypatch.setattr(hub_module, "RESEND_S", 0.3)
-    async with serving(patience_s=2.0) as desk:
+    async with serving(heartbeat_timeout_s=2.0) as desk:
         connection = desk.hub.open(A, 0)
         with by_hand(desk.hub.endpoint, A) as hand:
             await hand.report(1)
@@ -169,7 +169,7 @@ async def test_a_label_that_no_peer_can_have_is_refused():
 
 
 async def test_a_line_that_falls_silent_is_lost_and_one_that_speaks_is_not():
-    async with serving(patience_s=0.8) as desk:
+    async with serving(heartbeat_timeout_s=0.8) as desk:
         silent, speaks = desk.hub.open(A, 0), desk.hub.open(B, 1)
         with by_hand(desk.hub.endpoint, A, B) as (first, second):
             await first.report(1)
@@ -188,7 +188,7 @@ async def _speak(hand):
 
 
 async def test_a_line_that_never_spoke_is_lost_once_its_process_runs_and_not_while_it_starts():
-    async with serving(patience_s=0.5) as desk:
+    async with serving(heartbeat_timeout_s=0.5) as desk:
         runs, starts = desk.hub.open(A, 0), desk.hub.open(B, 1)
         desk.hub.mark_started(runs)
         assert await runs.lost == "no report in supervisor.heartbeat_timeout_s=0.5 s"

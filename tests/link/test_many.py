@@ -66,7 +66,7 @@ class Crowd:
 
 
 async def test_a_hub_that_stood_still_does_not_take_its_replicas_for_silent():
-    async with serving(patience_s=PATIENCE_S) as desk:
+    async with serving(heartbeat_timeout_s=PATIENCE_S) as desk:
         labels = [f"replica-{index}-1-{index}" for index in range(5)]
         connections = [desk.hub.open(label, index) for index, label in enumerate(labels)]
         with Crowd(desk.hub.endpoint, labels, quiet_s=0.1).living():

@@ -48,7 +48,7 @@ def test_all_placements_use_the_fleet_and_fit_its_memory():
 @pytest.mark.parametrize(
     ("wanted", "line"),
     [
-        ({"size": "72B", "nodes": 1}, "gpus=8: to train Qwen2.5-72B on trajectories of 16,784 tokens takes"),
+        ({"size": "72B", "nodes": 1}, "gpus=8: a learner of Qwen2.5-72B on all of them needs"),
         ({"size": "405B"}, "gpu=H100: 8 of a node leave Llama-3.1-405B room for 0 tokens of KV cache"),
         (
             {"size": "7B", "nodes": 1, "per_node": 3},
@@ -214,7 +214,7 @@ def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
         ),
         (
             ["7B", "--gpus", "1x1xH100", "--profile", "configs/emulation/h100_7b_tp2.yaml"],
-            "--profile: is of replicas of 2 GPUs, and on nodes of 1 Qwen2.5-7B can have 1",
+            "--profile: it measured replicas of 2 GPUs, but Qwen2.5-7B on nodes of 1 GPUs needs 1",
         ),
         (
             ["7B", "--gpus", "1x8xH100", "--profile", "configs/emulation/h100_7b_tp1.yaml", "--mfu", "0.3"],

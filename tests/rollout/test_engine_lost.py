@@ -68,7 +68,7 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
 @asynccontextmanager
 async def hub_of(take):
     """A hub with a connection "r"."""
-    hub = ReplicaHub(PeerServer(KEYS, "127.0.0.1"), on_reports=take, patience_s=60.0)
+    hub = ReplicaHub(PeerServer(KEYS, "127.0.0.1"), on_reports=take, heartbeat_timeout_s=60.0)
     hub.open("r", 0)
     serves = asyncio.create_task(hub.run())
     try:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.ledger.segments.reader import PayloadReader
-from laminar_py.ledger.segments.salvage import Known, salvage
+from laminar_py.ledger.segments.salvage import RecordedProgress, salvage
 from laminar_py.ledger.segments.writer import JOURNAL, Journal
 from laminar_py.records.engine import EngineLostError, StoreFullError
 from laminar_py.records.pieces import Piece, TokensRef
@@ -24,7 +24,7 @@ def full(pieces):
 
 def salvaged(story, **running):
     """What the journals of a replica have of these: known tokens by trajectory."""
-    known = {name: Known(1, length) for name, length in running.items()}
+    known = {name: RecordedProgress(1, length) for name, length in running.items()}
     found = salvage(story.folder, story.label, known).found
     return {one.trajectory_id: one for one in found}
 

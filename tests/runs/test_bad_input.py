@@ -135,7 +135,12 @@ JUDGE = "{kind: judge, urls: [http://127.0.0.1:1/v1], model: m}"
     [
         ({"tests": ASSERTS}, "use=[code]", "data.train=PATH:2: `tests.asserts` does not parse", "mend it, or"),
         ({"answer": "\\frac{1}{"}, "use=[math]", "data.train=PATH:2: the reference answer", "mend it, or"),
-        ({}, "by_task={cod: [code]}", "reward.by_task.cod: no problem has this task", "name one of these, or"),
+        (
+            {},
+            "by_task={cod: [code]}",
+            "reward.by_task.cod: no problem has this task",
+            "remove it, or name one of the tasks",
+        ),
         ({}, "use=[jugde]", "reward.use.kind=jugde: unknown", "choose one of exact"),
         ({}, f"use=[{JUDGE}]", "reward.use: urls=http://127.0.0.1:1/v1 of judge: does not answer", "start it or"),
     ],

@@ -153,7 +153,7 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
         ),
         (
             ["rollout.engine.simulation.prompt_tokens=20000"],
-            "rollout.engine.simulation.prompt_tokens=20000: .* above rollout.max_len=16784",
+            "rollout.engine.simulation.prompt_tokens=20000 plus .* is above rollout.max_len=16784",
         ),
         (
             ["rollout.engine.simulation.publish_s=1e9"],

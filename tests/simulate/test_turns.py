@@ -75,7 +75,7 @@ def test_schedules_of_others_lead_turns_too(baseline):
     [
         ("rollout.sampling.max_new_tokens=130", "leaves the model fewer than 16 tokens of max_new_tokens=130"),
         ("rollout.engine.median_tokens=4200", "above the 4096 tokens that the model has"),
-        ("environment=task.py:Tool", "rollout.engine.turns has turns without text"),
+        ("environment=task.py:Tool", "emulate turns by rollout.engine.turns"),
     ],
 )
 def test_turns_that_cannot_be_are_refused_in_one_line(setting, line):

@@ -151,7 +151,7 @@ class Replica:
     def cut(self, now: float) -> Told:
         """Last report of one whose engine is gone."""
         for work in self.work.values():
-            self._say(work, now, broken="cut")
+            self._say(work, now, broken="engine_lost")
         return self.report()
 
     # ---- the controller's words

@@ -565,12 +565,8 @@ class Controller:
 
     def _dispatch(self) -> None:
         """Call `dispatch`; `_dispatch_loop` does so when it was woken."""
-        dispatch(
-            self._scheduler,
-            replicas=self._replicas,
-            dispatch_loop=self._dispatch_loop,
-            stats=self._incarnation.stats,
-        )
+        loop, stats = self._dispatch_loop, self._incarnation.stats
+        dispatch(self._scheduler, replicas=self._replicas, dispatch_loop=loop, stats=stats)
 
     def _finished(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Send a finished response to the scorers."""
@@ -585,7 +581,7 @@ class Controller:
         await self._relays.hold(version)
 
     def _evaluated(self, result: Evaluated) -> None:
-        """Record the result of an evaluation, and show it in the view (training) or as a line (`laminar eval`)."""
+        """Record the result of an evaluation, and show it: in the view, or as a line under `laminar eval`."""
         self._incarnation.ledger.append(result)
         self._evaluations.append(result)
         shown = settled(self._evaluations)[-1]

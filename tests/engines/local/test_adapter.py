@@ -146,7 +146,7 @@ def changed(**fields):
     [
         (without_a_tensor, r"layers\.1\.mlp\.up_proj\.lora_B\.weight is missing"),
         (with_a_head, r"lm_head\.lora_A\.weight belongs to another model"),
-        (changed(r=5), r"lora_A\.weight has shape \(4, 64\), the adapters \(5, 64\)"),
+        (changed(r=5), r"lora_A\.weight has shape \(4, 64\), but its layer needs \(5, 64\)"),
         (changed(target_modules=["lm_head"]), r"adapters of lm_head"),
         (changed(use_dora=True), r"adapter_config\.json: .*use_dora"),
         (changed(revision="0" * 64), r"the weights here differ from the learner's"),

@@ -543,7 +543,10 @@ async def test_the_key_of_a_run_stays_when_its_process_does_not(tmp_path):
         ({}, "environment.command, environment.function, environment.external: give one of them"),
         ({"command": ["true"], "external": True}, "environment.external: give one of them"),
         ({"function": "agent.py"}, "environment.function=agent.py: write path/to/file.py:function"),
-        ({"command": ["true"], "family": kind.CallFamily.TAGS}, "environment.family=tags: agents name arguments"),
+        (
+            {"command": ["true"], "family": kind.CallFamily.TAGS},
+            "environment.family=tags: agents name their arguments",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_one_line(settings, words):
