@@ -319,15 +319,15 @@ class Replica:
             async with asyncio.TaskGroup() as tasks:
                 self._streams.open(tasks)
                 self.start_assignments(self._initial)
-                tasks.create_task(self._watch_connection(self._engine.watch()), name="watch-engine")
+                tasks.create_task(self._until_lost(self._engine.watch()), name="watch-engine")
                 tasks.create_task(self._follow_relay(), name="follow-relay")
                 tasks.create_task(self.serve(), name="serve")
                 tasks.create_task(self._watch_partials(), name="watch-partials")
-                tasks.create_task(self._watch_connection(self._store.keep_synced()), name="keep-synced")
+                tasks.create_task(self._until_lost(self._store.keep_synced()), name="keep-synced")
         finally:
             self._streams.close()
 
-    async def _watch_connection(self, work: Awaitable[None]) -> None:
+    async def _until_lost(self, work: Awaitable[None]) -> None:
         with self._watching_for_loss():
             await work
 

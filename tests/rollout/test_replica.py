@@ -520,7 +520,7 @@ async def test_new_weights_may_come_before_anything_has_entered_the_engine(folde
         story.replica.start_assignments([assignment("a")])
         story.replica._weights_wanted.set()
         await story.until(lambda s: "a" in s.ended)
-        assert story.versions("a") == {1}
+        assert max(story.versions("a")) == 1, "its first tokens may be older: the pull runs while it generates"
 
 
 async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_the_same_tokens(folders):

@@ -85,7 +85,8 @@ def test_trajectories_of_a_stopped_run_are_shared_by_all_replicas_that_start(tmp
         up = again.wait_until(lambda: first_up(again.run, end))
     given = assigned(again.run, end, up)
     load = Counter(replica for _, replica in given)
-    assert len(load) >= min(REPLICAS, len(left) // GROUP), "all that start have a share"
+    assert len(given) >= len(left) // 2, "most are handed out before a replica is up"
+    assert len(load) >= min(REPLICAS, len(given) // GROUP), "all that start have a share"
     assert max(load.values()) <= BATCH
     versions = [left[name] for name, _ in given]
     assert versions == sorted(versions), "oldest first"
