@@ -33,8 +33,9 @@ SMALL = "relay-4"  # whose store is a file system of its own
 LIMIT_S = 200.0
 SETTLE_S = 90.0
 
-# libzmq 4.3.5 ends the process where a connection breaks just as it becomes writable (zeromq/libzmq#4841).
-LIBZMQ_4841 = "Assertion failed: !_io_error"
+# libzmq 4.3.5 ends the process where a connection breaks just as it becomes writable (zeromq/libzmq#4841), or in the
+# middle of a message (#3663).
+LIBZMQ_FAULTS = "Assertion failed: !_io_error", "Assertion failed: !_more"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -211,7 +212,7 @@ class Fleet:
         """Start again what died and should not have."""
         for member in self.members:
             if not member.alive and member.name not in self.down:
-                excused = member.name in self.robbed or LIBZMQ_4841 in member.last_words
+                excused = member.name in self.robbed or any(fault in member.last_words for fault in LIBZMQ_FAULTS)
                 assert excused, f"{member.name} died: {member.last_words}"
                 await asyncio.to_thread(member.start)
 
