@@ -33,8 +33,8 @@ SMALL = "relay-4"  # whose store is a file system of its own
 LIMIT_S = 200.0
 SETTLE_S = 90.0
 
-# libzmq 4.3.5 ends the process where a connection breaks just as it becomes writable (zeromq/libzmq#4841), or in the
-# middle of a message (#3663).
+# libzmq 4.3.5 ends the process where a connection breaks just as it becomes writable (zeromq/libzmq#4841), or in
+# the middle of a message (#3663).
 LIBZMQ_FAULTS = "Assertion failed: !_io_error", "Assertion failed: !_more"
 
 Tensors = dict[str, torch.Tensor]
