@@ -64,7 +64,7 @@ def test_a_pass_that_was_interrupted_is_finished_by_the_resumed_run(tmp_path, st
     assert code == 0, output
     found = read_evaluations(run)
     assert [one.pass_id for one in found] == PASSES
-    assert found[1].step in (1, 2), "under what its replica served then"
+    assert found[1].step <= 2, "under what its replica served then"
     assert (found[0].step, found[2].step) == (0, 4)
     assert found[1].figures.problems == 8
     with reading(run) as connection:
