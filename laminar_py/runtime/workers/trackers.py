@@ -1,6 +1,6 @@
 """Trackers of a run, each in a process of its own, and the messages to them. Owned by the controller.
 
-No part of a run waits for a tracker (law 8), and no tracker can end a run. Messages wait in a bounded queue; a
+No part of a run waits for a tracker, and no tracker can end a run. Messages wait in a bounded queue; a
 slow or crashed tracker loses messages, which are counted. A new process continues the tracker's run.
 """
 
