@@ -82,12 +82,18 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         stats=Stats(SystemClock(), replicas=1, totals=Totals()),
         clock=SystemClock(),
     )
-    fleet.woken, scores = asyncio.Event(), Handoff()
+    fleet.woken, fleet.deliveries, scores = asyncio.Event(), 0, Handoff()
+
+    async def deliver(batch):
+        fleet.deliveries += 1
+        await scores.hand_over(batch)
+        fleet.deliveries -= 1
+
     scoring = Scoring(
         incarnation,
         scheduler=fleet.scheduler,
         segments=None,
-        deliver=scores.hand_over,
+        deliver=deliver,
         show_line=told.append,
         end=ends.append,
     )
@@ -103,11 +109,11 @@ async def scoring_of(monkeypatch, reward, *, prompts):
 
 
 async def score_all(scoring, fleet):
-    """Have all that is finished scored."""
+    """Have all that is finished scored, and the scores taken in."""
     while fleet.unscored:
         scoring.submit_response(fleet.unscored.pop(), make_prompt())
     async with asyncio.timeout(PATIENCE_S):
-        while scoring.waits:  # noqa: ASYNC110
+        while scoring.waits or fleet.deliveries:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
