@@ -27,7 +27,7 @@ class PaperPlanner:
     def plan(self, surveys: Sequence[Survey]) -> list[Move]:
         """Return moves among the replicas in `surveys`, which serve the same version."""
         candidates = [
-            survey for survey in surveys if survey.settled and survey.running and self._ramps_down(survey)
+            survey for survey in surveys if survey.can_move and survey.running and self._ramps_down(survey)
         ]
         candidates.sort(key=lambda survey: (survey.kv_used, survey.replica))
         used = {survey.replica: survey.kv_used for survey in candidates}

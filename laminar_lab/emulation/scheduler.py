@@ -191,7 +191,7 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
         """Process all events and steps up to `now`. A `now` before the last call changes nothing."""
         while (event := self._next_event()) is not None and event[0] <= now:
             self._step(event[1])
-            self._settle()
+            self._work_between_steps()
         if self._held:
             return
         if event is None or not self._running:
@@ -316,7 +316,7 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
         """Set the start of the next step."""
         self._boundary_s, self._is_known = boundary_s, False
 
-    def _settle(self) -> None:
+    def _work_between_steps(self) -> None:
         """Do the work between two steps: send first tokens, end finished requests, retract and admit."""
         for job in self._newcomers:
             if self._running.get(job.ticket) is job:

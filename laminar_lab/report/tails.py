@@ -109,9 +109,9 @@ def group_wait(t: Trajectories) -> Times:
 
     It is NaN for an unscored trajectory, and in a group with a member that is neither scored nor dropped.
     """
-    settled_s = np.where(np.isnan(t.scored_s), t.ended_s, t.scored_s)
+    done_s = np.where(np.isnan(t.scored_s), t.ended_s, t.scored_s)
     last = np.full(int(t.group.max(initial=-1)) + 1, -np.inf)
-    np.maximum.at(last, t.group, np.where(np.isnan(settled_s), np.inf, settled_s))
+    np.maximum.at(last, t.group, np.where(np.isnan(done_s), np.inf, done_s))
     waited_s = last[t.group] - t.scored_s
     return np.where(np.isinf(waited_s), np.nan, waited_s)
 

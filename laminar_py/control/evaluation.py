@@ -140,7 +140,7 @@ class Evaluations:
         """Return the pass of a member."""
         return self._by_id[member.group_id]
 
-    def settle(self, trajectory: LiveTrajectory) -> None:
+    def record_answer(self, trajectory: LiveTrajectory) -> None:
         """Record the answer of a scored or dropped member; the last member completes the pass."""
         evaluation = self.pass_of(trajectory)
         evaluation.pending.discard(trajectory.id)

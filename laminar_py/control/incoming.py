@@ -143,7 +143,7 @@ class Incoming:
             state.moves.ends(trajectory.id)
             state.drop([trajectory], progress.failure, progress.detail)
             self._failures.failed(progress.failure, progress.detail, in_flight=len(state.live))
-            await self._settle(trajectory)
+            await self._close_if_complete(trajectory)
         elif progress.lost:
             await self._drop_and_reissue(trajectory, DropReason.TOKENS_LOST, progress.detail)
         elif progress.finish_reason is FinishReason.ABORT:  # the replica handed it back
@@ -252,7 +252,7 @@ class Incoming:
             if score.columns:
                 self._state.recorder.store_columns(trajectory.id, score.columns)
             self._state.record(trajectory.scored(score))
-        await self._settle(trajectory)
+        await self._close_if_complete(trajectory)
 
     async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
         """Note where a response's reference log-probabilities lie; the last answer closes the group."""
@@ -264,18 +264,18 @@ class Incoming:
         if group.is_ready:
             await self._put(group)
         else:
-            await self._close_if_settled(group)
+            await self._close_group_if_complete(group)
 
     # ---- groups
 
-    async def _settle(self, trajectory: LiveTrajectory) -> None:
+    async def _close_if_complete(self, trajectory: LiveTrajectory) -> None:
         """Close the group or evaluation of a scored or dropped trajectory, if no other member is pending."""
         if trajectory.kind is Kind.EVAL:
-            self._evaluations.settle(trajectory)
+            self._evaluations.record_answer(trajectory)
         elif trajectory.trains:
-            await self._close_if_settled(self._state.groups[trajectory.group_id])
+            await self._close_group_if_complete(self._state.groups[trajectory.group_id])
 
-    async def _close_if_settled(self, group: Group) -> None:
+    async def _close_group_if_complete(self, group: Group) -> None:
         if not group.pending:
             await self._close(group)
 
@@ -389,7 +389,7 @@ class Incoming:
             self._evaluations.pass_of(trajectory).lost = True
         elif trajectory.trains:
             self._waiting.append(self._state.issue_member(self._state.groups[trajectory.group_id]))
-        await self._settle(trajectory)
+        await self._close_if_complete(trajectory)
 
     async def _lose_version(self, trajectory: LiveTrajectory) -> None:
         """Drop a trajectory whose version no replica will serve again, and issue its prompt again.
@@ -447,4 +447,4 @@ class Incoming:
             group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
             members = group.members.values()
             group.finished_lengths = [member.length for member in members if member.finish_reason is not None]
-            await self._close_if_settled(group)
+            await self._close_group_if_complete(group)

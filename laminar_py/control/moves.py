@@ -25,7 +25,7 @@ class Round:
     num_running: int = 0  # arrived with response tokens
     num_waiting: int = 0  # arrived without response tokens
     prefill: Counter[int] = field(default_factory=Counter)  # prefill tokens, by destination
-    settled: asyncio.Event = field(default_factory=asyncio.Event)  # set when no move is open
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # set when no move is open
 
 
 class Moves:
@@ -72,7 +72,7 @@ class Moves:
             if others := [name for name in called_off if name != trajectory_id]:  # it is expected again
                 self._called_off[destination] = others
         if not moving.open:
-            moving.settled.set()
+            moving.done.set()
 
     def destination(self, trajectory_id: str) -> tuple[int, int] | None:
         """Return the destination replica and version of an open move, None without one."""
@@ -104,7 +104,7 @@ class Moves:
         if destination != at:
             self.queue_call_off(destination, trajectory_id)
         if not moving.open:
-            moving.settled.set()
+            moving.done.set()
 
     def leave(self, replica: int) -> None:
         """Close the moves to a replica that is about to leave; it still keeps its version for passes."""

@@ -169,7 +169,7 @@ class ReplicaViews:
                 view.has_place = has
                 self._changed.add(view.index)
 
-    def _settle(self) -> None:
+    def _rank_changed(self) -> None:
         """Re-rank all changed replicas."""
         for index in self._changed:
             self._rank(self.by_index[index])
@@ -198,7 +198,7 @@ class ReplicaViews:
 
     def with_room(self, size: int, *, oldest: int | None) -> ReplicaView | None:
         """Return the least loaded replica (then the newest) that admits `size` more, at `oldest` or newer."""
-        self._settle()
+        self._rank_changed()
         firsts = [
             (entries[0][0], -version, entries[0][1])
             for version, entries in self._with_room[size].by_version.items()
@@ -208,7 +208,7 @@ class ReplicaViews:
 
     def least_loaded(self, *, oldest: int) -> ReplicaView | None:
         """Return the least loaded replica that loads nothing, of version `oldest` or newer."""
-        self._settle()
+        self._rank_changed()
         lists = (entries for version, entries in self._serving.by_version.items() if version >= oldest)
         firsts = [next((one for one in ranked if self.by_index[one[1]].loading is None), None) for ranked in lists]
         found = min(filter(None, firsts), default=None)
@@ -216,17 +216,17 @@ class ReplicaViews:
 
     def that_serve(self, version: int) -> Iterator[ReplicaView]:
         """Iterate over replicas whose next assignment runs under `version`, least loaded first."""
-        self._settle()
+        self._rank_changed()
         return (self.by_index[index] for _, index in self._serving.at_version(version))
 
     def leaving_that_serve(self, version: int) -> Iterator[ReplicaView]:
         """Iterate over leaving replicas that serve `version`, for work that no other replica can continue."""
-        self._settle()
+        self._rank_changed()
         return (self.by_index[index] for _, index in self._leaving.at_version(version))
 
     def idle_below(self, version: int, *, expecting: Callable[[int], bool]) -> ReplicaView | None:
         """Return an idle replica of an older version for which `expecting(index)` is false."""
-        self._settle()
+        self._rank_changed()
         return next((self.by_index[i] for _, i in self._idle.below(version) if not expecting(i)), None)
 
     # ---- questions
@@ -247,12 +247,12 @@ class ReplicaViews:
         A leaving replica counts. If no replica has a place the answer is False: the run ends, and its resumed run
         can continue the trajectories.
         """
-        self._settle()
+        self._rank_changed()
         return min(self._placed.by_version, default=version) > version
 
     def num_starting(self) -> int:
         """Return the number of starting replicas."""
-        self._settle()
+        self._rank_changed()
         return len(self._starting)
 
     def by_version(self) -> dict[int, list[ReplicaView]]:

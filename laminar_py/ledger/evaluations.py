@@ -70,11 +70,11 @@ def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
 
 
 def in_order(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
-    """Sort evaluations by seconds of RL, then by start, and make their figures comparable (`settled`)."""
-    return settled(sorted(evaluations, key=lambda evaluation: (evaluation.rl_s, pass_number(evaluation.pass_id))))
+    """Sort evaluations by seconds of RL, then by start, and make their figures comparable (`comparable`)."""
+    return comparable(sorted(evaluations, key=lambda evaluation: (evaluation.rl_s, pass_number(evaluation.pass_id))))
 
 
-def settled(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
+def comparable(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
     """Return evaluations in which each set has accuracies in all of its passes, or mean rewards in all.
 
     A reward with a bonus may be 0 or 1 throughout one pass by chance; its figure must keep one name over the run.

@@ -95,7 +95,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity: int  # tokens
     running: tuple[TrajectorySummary, ...]
     waiting: tuple[TrajectorySummary, ...] = ()  # without a token from this replica, in order of arrival
-    settled: bool = True  # False while it loads, stops or evaluates: nothing may move to or from it
+    can_move: bool = True  # False while it loads, stops or evaluates: nothing may move to or from it
     held_s: float = 0.0  # seconds that it kept its version only for trajectories whose environments work
 
 

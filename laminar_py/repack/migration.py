@@ -187,7 +187,7 @@ class Migration:
 
     async def _record(self, moving: Round, began: float) -> None:
         """Wait until every move of a round has ended, then record a `Repacked` event unless all failed."""
-        await moving.settled.wait()
+        await moving.done.wait()
         if moving.growth:
             self._growth = max(mean(moving.growth), FORGET * (self._growth or 0.0))
         if moving.num_running + moving.num_waiting:

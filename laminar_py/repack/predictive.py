@@ -37,9 +37,9 @@ class PredictivePlanner:
 
     def plan(self, surveys: Sequence[Survey]) -> list[Move]:
         """Return moves among the replicas in `surveys`, which serve the same version."""
-        settled = [survey for survey in surveys if survey.settled]
-        donors = {survey.replica: _fresh(survey) for survey in settled if survey.waiting}
-        takers = [survey for survey in settled if survey.running and not survey.waiting]
+        movable = [survey for survey in surveys if survey.can_move]
+        donors = {survey.replica: _fresh(survey) for survey in movable if survey.waiting}
+        takers = [survey for survey in movable if survey.running and not survey.waiting]
         shared, filled = self._share(donors, takers)
         tail = [survey for survey in takers if survey.replica not in filled]
         return shared + (self._consolidate(tail) if self._has_demand else [])

@@ -268,7 +268,7 @@ class Replica:
                 if not running.queues
             ),
             waiting=tuple(running.held(running.length) for running in training if running.queues),
-            settled=len(training) == len(self._running) and not self._pinned and self._keeps_version,
+            can_move=len(training) == len(self._running) and not self._pinned and self._keeps_version,
             held_s=self._streams.held_s,
         )
 

@@ -125,8 +125,8 @@ async def test_a_server_that_cannot_import_says_why(monkeypatch, tmp_path):
         await seeing().call("gpus")
 
 
-def test_a_server_is_gone_with_the_controller_that_started_it():
-    environment = {name: value for name, value in os.environ.items() if name != SHARED}
+def test_a_server_is_gone_with_the_controller_that_started_it(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != SHARED} | {"TMPDIR": str(tmp_path)}
     client = subprocess.Popen([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, text=True, env=environment)
     server = psutil.Process(int(client.stdout.readline()))
     family = [server, *server.children()]
@@ -135,6 +135,7 @@ def test_a_server_is_gone_with_the_controller_that_started_it():
     client.kill()
     assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
     client.communicate()
+    assert not list(tmp_path.glob("laminar-*")), "no folder of sockets is left"
 
 
 async def test_a_temporary_folder_with_a_long_name_is_no_obstacle(monkeypatch, tmp_path):

@@ -27,7 +27,7 @@ async def moving(*, replicas=2, tokens=3, **settings):
 
 
 def settled(fleet):
-    return fleet.round.settled.is_set()
+    return fleet.round.done.is_set()
 
 
 async def test_it_goes_on_at_its_destination_with_its_prefix_under_its_version():
@@ -48,7 +48,7 @@ async def test_it_goes_on_at_its_destination_with_its_prefix_under_its_version()
 async def test_a_second_plan_for_one_on_its_way_leaves_the_first_promise_alone():
     fleet, name = await moving(replicas=3)
     again = fleet.scheduler.dispatcher.move(0, [Move(name, 0, 1, 6)])
-    assert again.settled.is_set()
+    assert again.done.is_set()
     assert fleet.scheduler.moves.take_called_off() == {}
     fleet.scheduler.dispatcher.move(0, [Move(name, 0, 2, 6)])
     assert fleet.scheduler.moves.take_called_off() == {2: [name]}
@@ -164,7 +164,7 @@ async def test_moved_trajectories_take_nothing_from_what_a_replica_admits():
 
 async def test_a_round_waits_until_all_that_it_moved_has_settled():
     fleet, name = await moving()
-    waiting = asyncio.create_task(fleet.round.settled.wait())
+    waiting = asyncio.create_task(fleet.round.done.wait())
     await settle()
     assert not waiting.done()
     await fleet.finish(0, name, reason=FinishReason.ABORT)

@@ -71,20 +71,24 @@ STEPS = 4
 
 @asynccontextmanager
 async def running(path, disk, *, keep=2, recorded=on_record):
-    """Checkpoints of a run, its ledger, and the steps that were settled."""
+    """Checkpoints of a run, its ledger, and the steps that were checkpointed."""
     (path / "checkpoints").mkdir(exist_ok=True)
-    settled = []
+    checkpointed = []
     async with open_ledger(path) as ledger:
         begin(ledger, versions=range(STEPS + 1))
-        config = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"])
-        checkpoints = Checkpoints(
-            make_incarnation(config=config, run=RunFolder(path), ledger=ledger, clock=Ticks()),
-            save=disk.save,
-            saved=disk.saved,
-            recorded=recorded,
-            settled=settled.append,
-        )
-        yield checkpoints, ledger, settled
+        made = make_checkpoints(path, disk, ledger, keep=keep, recorded=recorded, checkpointed=checkpointed.append)
+        yield made, ledger, checkpointed
+
+
+def make_checkpoints(path, disk, ledger, *, keep, recorded=on_record, checkpointed=lambda step: None, last=None):
+    config, run = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"]), RunFolder(path)
+    return Checkpoints(
+        make_incarnation(config=config, run=run, ledger=ledger, clock=Ticks(), checkpoint=last),
+        save=disk.save,
+        saved=disk.saved,
+        recorded=recorded,
+        checkpointed=checkpointed,
+    )
 
 
 def step_once(ledger, step, **kwargs):
@@ -105,15 +109,15 @@ async def save(checkpoints, disk, step):
 
 async def test_it_counts_once_it_is_on_disk_whatever_steps_went_on_meanwhile(tmp_path):
     disk = Disk()
-    async with running(tmp_path, disk) as (checkpoints, ledger, settled):
+    async with running(tmp_path, disk) as (checkpoints, ledger, checkpointed):
         step_once(ledger, 1)
         await checkpoints.begin(name(1), step=1, version=1)
         step_once(ledger, 2)
         await ledger.commit()
-        assert (checkpoints.last, settled, find_checkpoint(RunFolder(tmp_path))) == (None, [], None)
+        assert (checkpoints.last, checkpointed, find_checkpoint(RunFolder(tmp_path))) == (None, [], None)
         disk.complete()
         await checkpoints.finish()
-        assert (checkpoints.last.step, settled) == (1, [1])
+        assert (checkpoints.last.step, checkpointed) == (1, [1])
     recovered = recover(tmp_path)
     assert recovered.checkpoint == checkpoints.last
     assert recovered.events == (RolledBack(1, "controller_crashed"), Undone("g2.0", 2))
@@ -122,7 +126,7 @@ async def test_it_counts_once_it_is_on_disk_whatever_steps_went_on_meanwhile(tmp
 
 async def test_the_next_one_waits_for_the_one_before_it(tmp_path):
     disk = Disk()
-    async with running(tmp_path, disk) as (checkpoints, ledger, settled):
+    async with running(tmp_path, disk) as (checkpoints, ledger, checkpointed):
         for step in (1, 2):
             step_once(ledger, step)
         await checkpoints.begin(name(1), step=1, version=1)
@@ -134,12 +138,12 @@ async def test_the_next_one_waits_for_the_one_before_it(tmp_path):
         assert disk.begun.name == name(2)
         disk.complete()
         await checkpoints.finish()
-        assert settled == [1, 2]
+        assert checkpointed == [1, 2]
 
 
 async def test_a_learner_that_dies_over_one_leaves_the_one_before_it(tmp_path):
     disk = Disk()
-    async with running(tmp_path, disk) as (checkpoints, ledger, settled):
+    async with running(tmp_path, disk) as (checkpoints, ledger, checkpointed):
         for step in (1, 2):
             step_once(ledger, step)
             await checkpoints.begin(name(step), step=step, version=step)
@@ -149,15 +153,15 @@ async def test_a_learner_that_dies_over_one_leaves_the_one_before_it(tmp_path):
         death = PartCrashedError("learner-0", "no space left")
         disk.answer.set_exception(death)
         await checkpoints.any_failure()
-        assert await checkpoints.settle() is death
-        assert (checkpoints.failure, checkpoints.last.step, settled) == (death, 1, [1])
+        assert await checkpoints.finish_after_crash() is death
+        assert (checkpoints.failure, checkpoints.last.step, checkpointed) == (death, 1, [1])
         with pytest.raises(PartCrashedError):
             await checkpoints.finish()
         checkpoints.start_over()
         await checkpoints.begin("step-2-1.1", step=2, version=2)
         disk.complete()
         await checkpoints.finish()
-        assert settled == [1, 2]
+        assert checkpointed == [1, 2]
 
 
 async def test_it_does_not_count_before_its_version_is_on_record(tmp_path):
@@ -167,15 +171,15 @@ async def test_it_does_not_count_before_its_version_is_on_record(tmp_path):
         asked.set()
         await recorded.wait()
 
-    async with running(tmp_path, disk, recorded=gated) as (checkpoints, ledger, settled):
+    async with running(tmp_path, disk, recorded=gated) as (checkpoints, ledger, checkpointed):
         step_once(ledger, 1)
         await checkpoints.begin(name(1), step=1, version=1)
         disk.complete()
         await asked.wait()
-        assert (checkpoints.last, settled) == (None, [])
+        assert (checkpoints.last, checkpointed) == (None, [])
         recorded.set()
         await checkpoints.finish()
-        assert settled == [1]
+        assert checkpointed == [1]
 
 
 async def test_whatever_it_fails_with_is_told_at_once(tmp_path):
@@ -190,7 +194,7 @@ async def test_whatever_it_fails_with_is_told_at_once(tmp_path):
         await asyncio.wait_for(told, PATIENCE_S)
         assert checkpoints.failure is full
         with pytest.raises(OSError, match="No space left"):
-            await checkpoints.settle()
+            await checkpoints.finish_after_crash()
 
 
 async def test_what_is_being_written_when_the_run_ends_is_given_up(tmp_path):
@@ -256,7 +260,7 @@ def folders(path):
 
 async def test_the_only_one_kept_goes_when_the_record_of_the_next_is_written_and_not_before(tmp_path):
     disk, asked, go_on = Disk(), threading.Event(), threading.Event()
-    async with running(tmp_path, disk, keep=1) as (checkpoints, ledger, settled):
+    async with running(tmp_path, disk, keep=1) as (checkpoints, ledger, checkpointed):
         for step in (1, 2):
             step_once(ledger, step)
         await save(checkpoints, disk, 1)
@@ -270,17 +274,17 @@ async def test_the_only_one_kept_goes_when_the_record_of_the_next_is_written_and
         ledger._writer.write = slowly
         second = asyncio.create_task(save(checkpoints, disk, 2))
         await asyncio.to_thread(asked.wait, PATIENCE_S)
-        assert (folders(tmp_path), settled, checkpoints.last.step) == ([name(1), name(2)], [1], 1)
+        assert (folders(tmp_path), checkpointed, checkpoints.last.step) == ([name(1), name(2)], [1], 1)
         go_on.set()
         await second
-        assert (folders(tmp_path), settled, checkpoints.last.step) == ([name(2)], [1, 2], 2)
+        assert (folders(tmp_path), checkpointed, checkpoints.last.step) == ([name(2)], [1, 2], 2)
 
 
 @pytest.mark.skipif(not CALLS, reason="the kernel's numbers are not known")
 async def test_the_only_one_kept_stays_where_the_record_of_the_next_cannot_be_synced(tmp_path):
     disk = Disk()
     with suppress(sqlite3.OperationalError):  # the ledger's own end
-        async with running(tmp_path, disk, keep=1) as (checkpoints, ledger, settled):
+        async with running(tmp_path, disk, keep=1) as (checkpoints, ledger, checkpointed):
             for step in (1, 2):
                 step_once(ledger, step)
             await save(checkpoints, disk, 1)
@@ -290,7 +294,19 @@ async def test_the_only_one_kept_stays_where_the_record_of_the_next_cannot_be_sy
             await ledger.commit()  # no power cut need spare this
             with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
                 await save(checkpoints, disk, 2)
-            assert (folders(tmp_path), settled, checkpoints.last.step) == ([name(1), name(2)], [1], 1)
+            assert (folders(tmp_path), checkpointed, checkpoints.last.step) == ([name(1), name(2)], [1], 1)
+
+
+async def test_a_resumed_run_keeps_the_checkpoints_of_the_incarnations_before_it(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk, keep=3) as (checkpoints, ledger, _):
+        for step in (1, 2, 3):
+            step_once(ledger, step)
+            await save(checkpoints, disk, step)
+        step_once(ledger, 4)
+        last = find_checkpoint(RunFolder(tmp_path))
+        await save(make_checkpoints(tmp_path, disk, ledger, keep=3, last=last), disk, 4)
+        assert folders(tmp_path) == [name(2), name(3), name(4)]
 
 
 async def die_between(path: Path, moment: str) -> None:

@@ -9,7 +9,7 @@ SPEED = EngineSpeed(
 KV, SLOTS, PROMPT = 120_000, 64, 400
 
 
-def make_survey(replica, lengths, *, waiting=0, continued=(), version=7, settled=True, kv=KV, slots=SLOTS):
+def make_survey(replica, lengths, *, waiting=0, continued=(), version=7, can_move=True, kv=KV, slots=SLOTS):
     """A replica that runs responses of these lengths; `waiting` have not begun, `continued` wait with theirs."""
     running = tuple(TrajectorySummary(f"r{replica}.{i}", PROMPT + n, n) for i, n in enumerate(lengths))
     moved = tuple(TrajectorySummary(f"c{replica}.{i}", PROMPT + n, n) for i, n in enumerate(continued))
@@ -23,7 +23,7 @@ def make_survey(replica, lengths, *, waiting=0, continued=(), version=7, settled
         kv_capacity=kv,
         running=running,
         waiting=moved + fresh,
-        settled=settled,
+        can_move=can_move,
     )
 
 

@@ -47,7 +47,7 @@ def make_fleet(shapes):
         group.append(
             make_survey(index, [n for n, fits in zip(lengths, fitting, strict=True) if fits], waiting=waiting)
             if settled
-            else make_survey(index, [], settled=False)
+            else make_survey(index, [], can_move=False)
         )
     return group
 
@@ -83,7 +83,7 @@ def test_what_gives_with_a_cache_does_not_receive_and_the_unsettled_are_left_alo
     moves = planner.plan(group)
     sources = {move.source for move in moves if move.prefill}
     assert not sources & {move.destination for move in moves}
-    unsettled = {survey.replica for survey in group if not survey.settled}
+    unsettled = {survey.replica for survey in group if not survey.can_move}
     assert not unsettled & ({move.source for move in moves} | {move.destination for move in moves})
 
 

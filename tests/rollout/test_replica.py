@@ -546,13 +546,13 @@ async def test_what_is_given_up_is_reported_at_once_and_goes_on_elsewhere_with_t
 async def test_a_survey_says_what_runs_and_what_has_not_begun(folders):
     async with serving(folders, batch=12) as (story, _):
         await story.until(lambda s: s.admissible > 0)
-        assert not (await story.replica.survey()).settled, (
+        assert not (await story.replica.survey()).can_move, (
             "it has nothing to do and may leave its version at any time"
         )
         story.replica.start_assignments([assignment(f"a{i}", length=3000) for i in range(10)])
         await story.until(lambda s: sum(map(bool, s.ids.values())) == 8)
         survey = await story.replica.survey()
-        assert (survey.settled, survey.version, survey.slots) == (True, 0, 8)
+        assert (survey.can_move, survey.version, survey.slots) == (True, 0, 8)
         assert {held.trajectory_id for held in survey.waiting} == {"a8", "a9"}
         assert all(held.context == held.length + 3 > 3 for held in survey.running)
         assert 0 < survey.kv_used <= survey.kv_capacity

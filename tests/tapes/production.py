@@ -292,7 +292,7 @@ def survey(look: Look) -> Survey:
         kv_capacity=look.kv_capacity,
         running=running,
         waiting=waiting,
-        settled=look.settled,
+        can_move=look.settled,
     )
 
 

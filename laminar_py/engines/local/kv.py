@@ -76,7 +76,7 @@ class BlockPool:
         self._num_touched = 0  # the first blocks, which were in use at some time
         self._moves: list[tuple[int, int]] = []  # copies that `compact` will make: source, target
         self._num_zeroed = 0
-        self._is_settled = True
+        self._is_dense = True
         self.num_blocks = 0
 
     def extend(self, slot: int, length: int) -> None:
@@ -153,9 +153,9 @@ class BlockPool:
         """Make the copies that `share` asked for, then move all blocks in use to the front of the pool."""
         self._copy(self._moves)
         self._moves.clear()
-        if self._is_settled:
+        if self._is_dense:
             return
-        self._is_settled = True
+        self._is_dense = True
         self.num_blocks = dense = int(self._held.sum())
         strays = dense + np.flatnonzero(self.owner[dense : self._num_touched] > _FREE)
         if strays.size:
@@ -186,14 +186,14 @@ class BlockPool:
         place = int(self._held[slot])
         self.table[slot, place], self.owner[block], self.place[block] = block, slot, place
         self._held[slot] = place + 1
-        self._is_settled = False
+        self._is_dense = False
 
     def _take_blocks_from(self, slot: int) -> Indices:
         """Detach and return all blocks of `slot`; their owner does not change yet."""
         assert not self._moves, f"slot {slot} is released before its copies are made"
         blocks = self.table[slot, : self._held[slot]].copy()
         self._held[slot] = 0
-        self._is_settled = False
+        self._is_dense = False
         return blocks
 
     def _free(self, blocks: Indices) -> None:

@@ -1,7 +1,7 @@
 """Fork server: a process with all imports done that forks the processes of a run on this host.
 
-`python -m laminar_py.runtime.cluster.fork_server FD PARENT` takes connections on a listening Unix socket, and ends
-with its parent, of that process id. Each connection starts one process:
+`python -m laminar_py.runtime.cluster.fork_server FD PARENT` takes connections on a listening Unix socket. When its
+parent, of that process id, dies, it deletes the folder of the socket and ends. Each connection starts one process:
 
     client -> server   `StartProcess`, and one end of a socket pair, the guard
     child  -> client   `Started`, then the answers to the calls that come over this connection
@@ -19,6 +19,7 @@ import importlib
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -72,8 +73,9 @@ class Started(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Import the preloaded modules, then fork a process for each connection."""
-    kernel.end_with_parent(parent=int(sys.argv[2]))
-    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGTERM, lambda number, frame: _end(Path(listener.getsockname()).parent, parent))
+    kernel.end_with_parent(signal.SIGTERM, parent=parent)
     for module in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
@@ -99,6 +101,13 @@ def main() -> None:
                 time.sleep(PAUSE_S)
                 continue
             _fork(connection, guards, inherited=(listener, wake, woken))
+
+
+def _end(folder: Path, parent: int) -> NoReturn:
+    """End the server; also delete its folder if its parent is dead."""
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def _report(message: str) -> None:
@@ -174,6 +183,7 @@ def _become(start: StartProcess, connection: socket.socket, guard: socket.socket
         os._exit(0)  # the client is gone already
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     errors = os.open(start.errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(errors, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())

@@ -61,7 +61,7 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
 class Checkpoints:
     """Makes checkpoints: the learner saves (`save`), completes the files (`saved`), the version is `recorded`.
 
-    `settled(step)` is called when steps up to `step` can no longer be undone.
+    `checkpointed(step)` is called when steps up to `step` can no longer be undone.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Checkpoints:
         save: Callable[[Path], Awaitable[None]],
         saved: Callable[[], Awaitable[None]],
         recorded: Callable[[int], Awaitable[None]],
-        settled: Callable[[int], None],
+        checkpointed: Callable[[int], None],
     ) -> None:
         self.last = incarnation.checkpoint  # the newest on record
         self._run = incarnation.run
@@ -81,8 +81,9 @@ class Checkpoints:
         self._save = save
         self._saved = saved
         self._recorded = recorded
-        self._settled = settled
-        self._kept = [self.last] if self.last else []  # the oldest first
+        self._checkpointed = checkpointed
+        known = on_record(self._run) if self.last else []
+        self._kept = [one for one in reversed(known) if self._run.has(one)]  # the oldest first
         self._writing: asyncio.Task[None] | None = None
 
     @property
@@ -112,7 +113,7 @@ class Checkpoints:
         if self.failure is None:
             await asyncio.Event().wait()  # nothing is written, so nothing can fail
 
-    async def settle(self) -> PartCrashedError | None:
+    async def finish_after_crash(self) -> PartCrashedError | None:
         """Wait, after the learner's crash, for its checkpoint; return the crash if it was not completed."""
         try:
             await self.finish()
@@ -143,7 +144,7 @@ class Checkpoints:
         self._ledger.append(done)
         await self._ledger.commit()
         self.last = done
-        self._settled(step)
+        self._checkpointed(step)
         self._kept = [*self._kept, self.last][-self._keep :]
         await asyncio.to_thread(self._delete_others)
 

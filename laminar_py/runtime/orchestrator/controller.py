@@ -47,7 +47,7 @@ from typing import TypeAlias
 from laminar_py.control.dispatcher import DISPATCH_S, Throttle
 from laminar_py.control.incoming import HOUSEKEEPING_S
 from laminar_py.control.scheduler import TrajectoryScheduler, check_scored
-from laminar_py.ledger.evaluations import open_passes, read_evaluations, settled
+from laminar_py.ledger.evaluations import comparable, open_passes, read_evaluations
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.observe.fleet import watch_fleet, watch_memory
@@ -584,7 +584,7 @@ class Controller:
         """Record the result of an evaluation, and show it: in the view, or as a line under `laminar eval`."""
         self._incarnation.ledger.append(result)
         self._evaluations.append(result)
-        shown = settled(self._evaluations)[-1]
+        shown = comparable(self._evaluations)[-1]
         if self._source is None:
             self._view.evaluated(shown)
         else:

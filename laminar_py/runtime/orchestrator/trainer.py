@@ -89,7 +89,7 @@ class Trainer:
             save=learner.save,
             saved=learner.saved,
             recorded=versions.on_record,
-            settled=scheduler.consumption.checkpointed,
+            checkpointed=scheduler.consumption.checkpointed,
         )
         self._show = show
         self._attention_share = 0.0
@@ -120,7 +120,7 @@ class Trainer:
             try:
                 await self._start()
             except PartCrashedError as error:
-                await self._replace(await self._kill_and_settle(error))
+                await self._replace(await self._kill_learner(error))
             else:
                 self._evaluator.note_version(self.point)
                 return
@@ -284,7 +284,7 @@ class Trainer:
                 await self._save()
             await self._checkpoints.finish()
         except PartCrashedError as error:
-            crash = await self._kill_and_settle(error)
+            crash = await self._kill_learner(error)
             standing = self._checkpoints.last
             assert standing is not None, "a learner trains only once there is a checkpoint"
             log.warning("the checkpoint of step %d is lost; %s stands", self.step, standing.path)
@@ -326,7 +326,7 @@ class Trainer:
 
     async def go_back(self, error: PartCrashedError) -> None:
         """Restart a crashed learner from its last checkpoint; trajectories consumed since are ready again."""
-        first = await self._kill_and_settle(error)
+        first = await self._kill_learner(error)
         checkpoint = self._checkpoints.last
         assert checkpoint is not None, "a learner trains only once there is a checkpoint"
         await self._versions.recorded()
@@ -340,10 +340,10 @@ class Trainer:
         await self.start()
         self._scheduler.admit()
 
-    async def _kill_and_settle(self, error: PartCrashedError) -> PartCrashedError:
+    async def _kill_learner(self, error: PartCrashedError) -> PartCrashedError:
         """Kill the learner, and wait for its last checkpoint; return the error of its crash."""
         self._learner.kill()
-        return await self._checkpoints.settle() or error
+        return await self._checkpoints.finish_after_crash() or error
 
     async def _replace(self, crash: PartCrashedError) -> None:
         """Count the crash of the learner, and end its processes, so that another can start."""
