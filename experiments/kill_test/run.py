@@ -2,7 +2,7 @@
 
 `python experiments/kill_test/run.py [--kills 20] [--seed 0] [--json] [key=value ...]` trains the quickstart, kills
 by process id (from the ledger), and resumes after each death of the controller. At the end every law must hold and
-held-out accuracy be at least 0.95, else the exit code is 1. `--config` names another run, and `--only` the parts
+held-out accuracy be at least 0.9, else the exit code is 1. `--config` names another run, and `--only` the parts
 to kill; with SGLang `server-0` and `server-1` are the servers of the replicas.
 """
 
@@ -42,7 +42,7 @@ VICTIMS = (
     CONTROLLER,
     EVERYTHING,
 )
-TARGET = 0.95
+TARGET = 0.9  # runs without a kill end between 0.94 and 1.00, and begin at 0.25
 START_S, END_S = 180.0, 600.0
 
 

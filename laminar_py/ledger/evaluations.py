@@ -70,8 +70,8 @@ def evaluations_on_record(connection: sqlite3.Connection) -> list[Evaluated]:
 
 
 def in_order(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
-    """Sort evaluations by seconds of RL, then by start, and make their figures comparable (`comparable`)."""
-    return comparable(sorted(evaluations, key=lambda evaluation: (evaluation.rl_s, pass_number(evaluation.pass_id))))
+    """Sort evaluations by seconds of RL, then by start, and make their figures `comparable`."""
+    return comparable(sorted(evaluations, key=lambda passed: (passed.rl_s, pass_number(passed.pass_id))))
 
 
 def comparable(evaluations: Iterable[Evaluated]) -> list[Evaluated]:

@@ -81,9 +81,9 @@ async def running(path, disk, *, keep=2, recorded=on_record):
 
 
 def make_checkpoints(path, disk, ledger, *, keep, recorded=on_record, checkpointed=lambda step: None, last=None):
-    config, run = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"]), RunFolder(path)
+    config = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"])
     return Checkpoints(
-        make_incarnation(config=config, run=run, ledger=ledger, clock=Ticks(), checkpoint=last),
+        make_incarnation(config=config, run=RunFolder(path), ledger=ledger, clock=Ticks(), checkpoint=last),
         save=disk.save,
         saved=disk.saved,
         recorded=recorded,
