@@ -1,4 +1,4 @@
-"""Policies of the control plane."""
+"""Decisions about trajectories, which the controller makes; read `control.scheduler` first."""
 
 from typing import TYPE_CHECKING
 

@@ -29,9 +29,9 @@ class StepBatch:
     version: int  # of the learner when it took the batch
     groups: list[ReadyGroup] = field(default_factory=list)
     trajectories: list[TrajectoryRef] = field(default_factory=list)
-    wanted: int = 0  # groups
+    wanted: int = 0  # groups that the step asked for
     refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
-    ages: dict[int, int] = field(default_factory=dict)  # staleness of each version in it, see `records.ages`
+    ages: dict[int, int] = field(default_factory=dict)  # staleness by version, see `records.ages`
 
     @property
     def staleness(self) -> list[int]:
@@ -55,9 +55,9 @@ class Consumption:
         self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
 
     async def put(self, group: Group) -> None:
-        """Put a group with advantages in the buffer; drop members too long for a microbatch."""
+        """Put the READY members of a group in the buffer, but drop members too long for a microbatch."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
-        members = [self._masked(m.as_ref()) for m in ready if not self._too_long(m)]
+        members = [self._masked(m.as_ref()) for m in ready if not self._drop_if_too_long(m)]
         if not members:
             del self._state.groups[group.id]
             await self.buffer.wake()  # a step may wait for this group as its last
@@ -66,7 +66,7 @@ class Consumption:
         await self.buffer.add_group(group.id, members, oldest_version=oldest)
 
     async def put_without_signal(self, group_id: str, survivors: Sequence[LiveTrajectory]) -> None:
-        """Put a group without signal in the buffer: it takes a place in the step, but trains nothing."""
+        """Put a group without signal in the buffer: it takes a place in a step, but nothing of it is trained."""
         oldest = min(member.oldest_for_age for member in survivors)
         tokens = tuple(0 if self._is_masked(m.finish_reason) else num_sampled(m.token_spans) for m in survivors)
         await self.buffer.add_group(group_id, [], oldest_version=oldest, tokens_without_signal=tokens)
@@ -74,11 +74,11 @@ class Consumption:
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
     ) -> StepBatch:
-        """Wait for `groups` groups and return them for a learner at `version`, within the staleness bound.
+        """Wait for `groups` ready groups, and return them as a batch for a learner at `version`.
 
-        Groups leave the buffer only together, so a cancelled wait loses none. If too many groups had no signal
-        (`rollout.max_refill`), the batch has fewer groups, or none. When the buffer has enough, `last_call` may
-        make further groups ready.
+        Members beyond the staleness bound are dropped first. If too many groups had no signal
+        (`rollout.max_refill`), the batch has fewer groups, or none. `last_call`, awaited once the buffer has
+        enough groups, may make further groups ready. A cancelled wait takes no group out of the buffer.
         """
         while True:
             await self.buffer.wait_until(lambda: len(self.buffer) >= groups or self._ends_refill)
@@ -95,16 +95,16 @@ class Consumption:
                 return batch
 
     async def put_back(self, batch: StepBatch) -> None:
-        """Return the groups of an untrained batch to the buffer."""
+        """Return the groups of an untrained batch to the buffer, and its refilled rewards to the next batch."""
         self._state.num_in_step = self._state.num_missing = 0
         self._state.refilled[:0] = batch.refilled
         for group in batch.groups:
             await self.buffer.put_back(group)
 
     async def commit(self, batch: StepBatch, step: int) -> None:
-        """Record that a step consumed its trajectories, and close its groups.
+        """Record that learner step `step` consumed the batch's trajectories, and close the batch's groups.
 
-        The event loop gets to other work meanwhile; the caller keeps the events in one ledger transaction
+        The event loop gets to other work in between, so the caller keeps the events in one ledger transaction
         (`Ledger.together`).
         """
         pairs = zip(batch.trajectories, batch.staleness, strict=True)
@@ -123,7 +123,7 @@ class Consumption:
         self._state.ages.record_step(learned=bool(batch.trajectories))
 
     def refill_stopped(self, batch: StepBatch, step: int) -> RefillStopped | None:
-        """Return the event of a batch with too few groups, None if it is full."""
+        """Return the event that `refill` left a batch with too few groups; None if it did not."""
         if len(batch.groups) == batch.wanted or not batch.refilled:
             return None
         worst, best = self._state.rewards
@@ -143,7 +143,7 @@ class Consumption:
         self._undoable = [entry for entry in self._undoable if entry[0] > step]
 
     async def roll_back(self, step: int) -> int:
-        """Undo every consumption since the checkpoint of `step`; return how many trajectories are ready again."""
+        """Undo consumption since the checkpoint of `step`; return how many trajectories are back in the buffer."""
         self._state.ages.record_rollback(step)
         undone, self._undoable = self._undoable, []
         groups: dict[str, Group] = {}
@@ -166,8 +166,8 @@ class Consumption:
         to this step. Under `async` they may belong to later steps, so the step does not wait.
         """
         state = self._state
-        comes = len(state.groups) - len(self.buffer) - state.num_in_step
-        return state.refill_exhausted and not (comes and state.settings.admission.by_batch)
+        num_generating = len(state.groups) - len(self.buffer) - state.num_in_step
+        return state.refill_exhausted and not (num_generating and state.settings.admission.by_batch)
 
     def _take(self, count: int, version: int) -> StepBatch:
         """Remove the oldest `count` groups from the buffer; return them as the batch of a learner at `version`."""
@@ -180,14 +180,14 @@ class Consumption:
         return StepBatch(version=version, groups=groups, trajectories=trajectories, ages=ages)
 
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
-        """Members of a group with the loss weight of their staleness."""
+        """Return a group's members, with the loss weights of their staleness."""
         pairs = [(item, self._bound.weight(self._age(item))) for item in group.members]
         return [msgspec.structs.replace(item, weight=item.weight * (weight or 0.0)) for item, weight in pairs]
 
     # ---- dropped and masked trajectories
 
     def _masked(self, trajectory: TrajectoryRef) -> TrajectoryRef:
-        """Return the trajectory, without loss if a cap cut it and `algorithm.truncated=mask`."""
+        """Return a trajectory, with loss weight 0 if a cap cut it and `algorithm.truncated=mask`."""
         if not self._is_masked(trajectory.finish_reason):
             return trajectory
         return msgspec.structs.replace(trajectory, num_trained=0, weight=0.0)
@@ -195,8 +195,8 @@ class Consumption:
     def _is_masked(self, reason: FinishReason | None) -> bool:
         return self._state.settings.masks_truncated and reason is FinishReason.LENGTH
 
-    def _too_long(self, member: LiveTrajectory) -> bool:
-        """Drop a member that fits no microbatch and return True, else False; the config check makes this rare."""
+    def _drop_if_too_long(self, member: LiveTrajectory) -> bool:
+        """Drop a member that fits no microbatch, and return whether it was dropped; the config makes this rare."""
         packing, num_tokens = self._packing, packed_tokens(len(member.prompt.ids), member.token_spans)
         if packing is None or num_tokens <= packing.max_tokens:
             return False
@@ -205,7 +205,7 @@ class Consumption:
         return True
 
     def _drop_stale(self, count: int) -> None:
-        """Drop stale members until the first `count` groups, or all there are, may be consumed."""
+        """Drop stale members until the first `count` groups of the buffer, or all of fewer, have none."""
 
         def staleness(member: TrajectoryRef) -> str | None:
             age = self._age(member)
@@ -214,13 +214,16 @@ class Consumption:
         self._drop_members(DropReason.STALE, staleness, most=count)
 
     def drop_lost(self, lost: Mapping[str, str]) -> None:
-        """Drop ready trajectories whose stored tokens are lost; `lost` says for each id which part."""
+        """Drop buffered trajectories whose stored tokens are lost; `lost` maps trajectory ids to lost parts."""
         self._drop_members(DropReason.TOKENS_LOST, lambda member: lost.get(member.id), most=len(self.buffer))
 
     def _drop_members(
         self, reason: DropReason, detail_of: Callable[[TrajectoryRef], str | None], *, most: int
     ) -> None:
-        """Drop members with a detail until the first `most` groups have none; an empty group leaves the buffer."""
+        """Drop each member for which `detail_of` gives a detail, among the buffer's first `most` groups.
+
+        A group that lost its last member leaves the buffer, and the group behind it is among the first.
+        """
         place = 0
         while place < min(most, len(self.buffer)):
             group = self.buffer[place]

@@ -1,7 +1,7 @@
 """The dispatcher assigns evaluations, then waiting trajectories, then new groups to replicas.
 
-`control.scheduler` owns it. Each hand-over is an `Assigned` event under a new epoch, and the replica's view counts
-it. `Throttle` limits how often the controller dispatches.
+`control.scheduler` owns the `Dispatcher`. Each assignment is recorded as an `Assigned` event with a new epoch, and
+is counted in the replica's view. `Throttle` limits how often the controller dispatches.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.replica import Assignment, Move
 from laminar_py.records.trajectory import Kind, Prompt, Status
 
-MOST_NEW = 128  # new trajectories per call, so that the event loop also gets to other work
+MOST_NEW = 128  # new trajectories per `dispatch`, so that the event loop also gets to other work
 
 
 class Dispatcher:
-    """Hands waiting and new trajectories to replicas, and begins the moves of a repack round."""
+    """Assigns waiting and new trajectories to replicas, and begins the moves of a repack round."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Dispatcher:
         *,
         waiting: WaitingQueue,
         evaluations: Evaluations,
-        prompt_at: Callable[[int], Prompt],
+        prompt_at: Callable[[int], Prompt],  # by place in the stream, for new groups
     ) -> None:
         self._state = state
         self._router = waiting.router
@@ -39,7 +39,10 @@ class Dispatcher:
         self._prompt_at = prompt_at
 
     def dispatch(self) -> dict[int, list[Assignment]]:
-        """Assign all trajectories that have a place now, and return the assignments by replica."""
+        """Assign waiting trajectories, then issue and assign new groups; return the assignments by replica.
+
+        A call issues as many groups as admission and the replicas' room allow, at most a batch or `MOST_NEW`.
+        """
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for trajectory, replica, pin in self._waiting.pop_placed():
@@ -58,11 +61,11 @@ class Dispatcher:
 
     @property
     def has_more(self) -> bool:
-        """Whether `dispatch` left groups for its next call, because it issues a limited number at a time."""
+        """Whether another `dispatch` could issue a group now; one call issues a limited number."""
         return self._router.num_admitted > 0 and self._router.for_new(self._state.settings.group_size) is not None
 
     def for_starting(self, replica: int) -> list[Assignment]:
-        """Assign a starting replica trajectories whose versions no other replica serves, oldest version first."""
+        """Assign a starting replica trajectories of versions that no replica serves, oldest version first."""
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for trajectory, pin in self._waiting.pop_for_starting():
@@ -73,7 +76,7 @@ class Dispatcher:
     def move(self, version: int, planned: Sequence[Move]) -> Round:
         """Begin the moves of a repack plan that are still possible, and return them as a round.
 
-        Destinations promised to keep `version`; for each move that became impossible the promise is called off.
+        Each destination has promised to keep `version`. A move that has become impossible calls the promise off.
         """
         moving = Round(version=version, open={})
         for move in planned:
@@ -89,10 +92,10 @@ class Dispatcher:
         return moving
 
     def _may_move(self, move: Move, version: int) -> bool:
-        """Whether a planned move still holds: its trajectory runs at the source under `version` and has no move.
+        """Whether a planned move is still possible.
 
-        A plan is made from surveys, so the trajectory may have ended or moved since, or the destination may have
-        loaded another version.
+        Since the surveys of the plan, the trajectory may have ended or left the source, another move of it may
+        have begun, or the destination may have loaded another version.
         """
         trajectory = self._state.live.get(move.trajectory_id)
         return (
@@ -108,7 +111,7 @@ class Dispatcher:
     def _assign(
         self, trajectory: LiveTrajectory, replica: int, pin: int | None, out: dict[int, list[Assignment]]
     ) -> None:
-        """Record that a replica gets a trajectory, and add the assignment to `out`."""
+        """Record an assignment under version `pin` (None: any), close the trajectory's move, and extend `out`."""
         self._state.moves.arrives(trajectory.id, replica, length=trajectory.length, prefill=trajectory.prefill)
         self._state.record(trajectory.assigned(replica))
         self._state.views.send(replica, trajectory.id, pin=pin)
@@ -117,7 +120,10 @@ class Dispatcher:
         out.setdefault(replica, []).append(trajectory.assignment(sampling, pin, with_problem=has_environment))
 
     def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
-        """Mark assignments of a pass `more_to_come` while members wait, so that replicas keep its version."""
+        """Let replicas keep the version of a pass that runs beside training while further members of it wait.
+
+        Marks the assignments of such a pass `more_to_come`, and calls off passes of which no member waits.
+        """
         self._state.moves.release_passes(self._waiting.has_members)
         for replica, assignments in out.items():
             for place, item in enumerate(assignments):
@@ -127,12 +133,11 @@ class Dispatcher:
                     assignments[place] = msgspec.structs.replace(item, more_to_come=True)
 
 
-# A replica gathers news for five times as long. One dispatch answers all reports that arrive within it.
-DISPATCH_S = 0.02
+DISPATCH_S = 0.02  # between dispatches; a replica gathers news for five times as long before it reports
 
 
 class Throttle:
-    """Calls `act` at most once per `every_s` seconds, e.g. `Throttle(issue, every_s=0.02)`; `run` is its loop."""
+    """Calls `act` after `wake`, at most once per `every_s` seconds, e.g. `Throttle(issue, every_s=0.02)`."""
 
     def __init__(self, act: Callable[[], None], *, every_s: float) -> None:
         self._act = act
@@ -141,7 +146,7 @@ class Throttle:
         self._last_s = -math.inf  # start of the last call, on the loop's clock
 
     def wake(self) -> None:
-        """Request a call; requests until it happens share it."""
+        """Request a call of `act`; the next call answers all requests before it."""
         self._due.set()
 
     def run_now(self) -> None:
@@ -151,10 +156,10 @@ class Throttle:
         self._act()
 
     async def run(self) -> None:
-        """Serve requests until cancelled."""
+        """Call `act` for the requests of `wake`, until cancelled."""
         while True:
             await self._due.wait()
-            await asyncio.sleep(self._rest_s)  # further requests share the call; `run_now` may make it needless
+            await asyncio.sleep(self._rest_s)  # `run_now` may answer the request during this sleep
             if self._due.is_set() and not self._rest_s:
                 self.run_now()
 

@@ -1,8 +1,8 @@
 """Evaluations: passes over held-out problems, each under one version. `control.scheduler` owns `Evaluations`.
 
-Evaluation trajectories run on the same replicas as training, but have a kind of their own: they are counted apart,
-have no group, and are consumed by no step. `records.evaluations` makes their ids. A pass that a resumed run
-requests again has the same ids and seeds, so its answers stay and its begun trajectories continue.
+Evaluation trajectories run on the same replicas as training, but belong to a pass instead of a group, and no
+learner step consumes them. `records.evaluations` makes their ids. A resumed run that requests a pass again gets
+the same ids and seeds, so it keeps the known answers and continues the live trajectories.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import sampled_versions
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Status
 
-NO_STEP = -1
+NO_STEP = -1  # `step` in the `Consumed` events of evaluation trajectories
 
 
 class EvaluationLostError(Exception):
-    """No relay has the version under evaluation any more."""
+    """A pass cannot end under one version: a member is lost, or the answers have several versions."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,45 +29,37 @@ class Evaluation:
     """One pass, e.g. "e4-aime": its problems, its version once known, and its answers so far."""
 
     id: str
-    prompts: list[Prompt]
+    prompts: list[Prompt]  # one for each problem
     samples: int  # of each problem
-    version: int | None
-    replica: int | None = None  # whose version the pass takes, if none was requested
+    version: int | None  # None until the first token of a pass that takes the version of its `replica`
+    replica: int | None = None  # chosen for a pass that was requested without a version
     holders: set[int] = field(default_factory=set)  # replicas that got members
     started: bool = False
-    lost: bool = False  # no replica can continue a member
-    versions: set[int] = field(default_factory=set)  # of the answers
-    pending: set[str] = field(default_factory=set)
-    answers: dict[str, EvalAnswer] = field(default_factory=dict)  # by trajectory
+    lost: bool = False  # the version or the stored tokens of a member are lost
+    versions: set[int] = field(default_factory=set)  # under which the answers were sampled
+    pending: set[str] = field(default_factory=set)  # ids of the live members, which are trajectories of the pass
+    answers: dict[str, EvalAnswer] = field(default_factory=dict)  # by member id
     done: "asyncio.Future[Evaluation]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
-    def members(self) -> list[tuple[str, int, int]]:
-        """(id, problem, sample) of each trajectory, answered or not."""
-        return [
-            (answer_id(self.id, problem, sample, samples=self.samples), problem, sample)
-            for problem in range(len(self.prompts))
-            for sample in range(self.samples)
-        ]
-
-    @property
     def num_members(self) -> int:
-        """Number of trajectories, answered or not."""
+        """Number of members, answered or not."""
         return len(self.prompts) * self.samples
 
     def finish(self) -> None:
-        """Set the result of `done`, or `EvaluationLostError` if answers are missing or have several versions."""
+        """Complete `done` with this pass, or with `EvaluationLostError` if it is lost or mixes versions."""
         if self.done.done():
             return
         if self.lost or len(self.versions) > 1:
-            self.done.set_exception(EvaluationLostError(f"version {self.version}, answers of {self.versions}"))
+            answered = f"answers under versions {sorted(self.versions)}"
+            self.done.set_exception(EvaluationLostError(f"pass {self.id} (version {self.version}, {answered})"))
         else:
             self.version = min(self.versions, default=self.version)
             self.done.set_result(self)
 
 
 class Evaluations:
-    """The open passes; `next_index` numbers the next."""
+    """The open passes, from their request until no member is pending; `next_index` is the next pass's number."""
 
     def __init__(self, state: ControlState) -> None:
         self.next_index = 0
@@ -84,10 +76,10 @@ class Evaluations:
         samples: int = 1,
         answers: Mapping[str, EvalAnswer] | None = None,
     ) -> "asyncio.Future[Evaluation]":
-        """Open a pass over `prompts` under `version`; None takes the newest version that a replica serves.
+        """Open a pass with `samples` members per prompt; the future has the pass once all members have answers.
 
-        A resumed run gives a pass its earlier `index` and its known `answers`. The future returns the pass with
-        all answers, or raises `EvaluationLostError` if its version is lost.
+        The pass runs under `version`, or under the newest version that a replica serves if it is None. A resumed
+        run gives a pass its earlier `index` and its known `answers`. The future raises `EvaluationLostError`.
         """
         number = self.next_index if index is None else index
         evaluation = Evaluation(
@@ -102,9 +94,10 @@ class Evaluations:
         return evaluation.done
 
     def start(self) -> list[LiveTrajectory]:
-        """Issue the trajectories of each pass that can begin: its version is known, or a replica serves one.
+        """Issue the members of each pass that can begin, and return them, QUEUED.
 
-        Passes that begin together choose different replicas: those with the newest weights and the least work.
+        A pass without a version first needs a replica that serves, and another if that replica leaves too early.
+        Passes that begin together get different replicas if there are enough.
         """
         if self._state.phase.gives_nothing:
             return []
@@ -129,7 +122,7 @@ class Evaluations:
         )
 
     def restore_member(self, trajectory: LiveTrajectory) -> bool:
-        """Continue a member of a crashed controller's pass; return False if no such pass was requested again."""
+        """Take a live trajectory of a crashed controller into its pass; return False if the pass is not open."""
         evaluation = self._by_id.get(trajectory.group_id)
         if evaluation is None:
             return False
@@ -137,11 +130,11 @@ class Evaluations:
         return True
 
     def pass_of(self, member: LiveTrajectory | Assignment) -> Evaluation:
-        """Return the pass of a member."""
+        """Return the open pass that a trajectory or an assignment belongs to."""
         return self._by_id[member.group_id]
 
     def record_answer(self, trajectory: LiveTrajectory) -> None:
-        """Record the answer of a scored or dropped member; the last member completes the pass."""
+        """Record a dropped or scored member's answer, and consume a scored one; the last completes the pass."""
         evaluation = self.pass_of(trajectory)
         evaluation.pending.discard(trajectory.id)
         evaluation.answers[trajectory.id] = EvalAnswer(
@@ -161,33 +154,33 @@ class Evaluations:
         self._finish_if_done(evaluation)
 
     def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
-        """Return the replica whose version a new pass takes, None if no replica serves."""
-        there = self._state.views.by_index.values()
-        views = [view for view in there if view.has_place and view.version >= 0 and not view.leaving]
-        best = min(
-            views, key=lambda view: (-view.version, view.index in chosen, len(view.in_flight)), default=None
-        )
-        return None if best is None else best.index
+        """Return the replica with the newest version, preferably not `chosen`; None if no replica serves."""
+        views = self._state.views.by_index.values()
+        serving = [view for view in views if view.has_place and view.version >= 0 and not view.leaving]
+        serving.sort(key=lambda view: (-view.version, view.index in chosen, len(view.in_flight)))
+        return serving[0].index if serving else None
 
     def _has_replica(self, evaluation: Evaluation) -> bool:
-        """Whether the pass's replica is up or will restart; a leaving replica counts while it has members."""
+        """Whether a pass's replica is up or will restart; a leaving replica counts while it runs members."""
         if evaluation.replica is None:
             return False
         view = self._state.views.by_index[evaluation.replica]
         return view.has_place and not (view.leaving and view.in_flight.isdisjoint(evaluation.pending))
 
     def _issue_missing(self, evaluation: Evaluation) -> list[LiveTrajectory]:
-        """Issue the trajectories of a pass that are neither answered nor live."""
+        """Store the prompts of the members that are neither answered nor live; issue and return these members."""
         issued = []
-        for id, problem, sample in evaluation.members:
-            if id not in evaluation.answers and id not in evaluation.pending:
-                prompt = evaluation.prompts[problem]
-                self._state.recorder.store_prompt(prompt)
-                issued.append(self._state.issue(id, evaluation.id, sample, prompt, Kind.EVAL))
+        for problem, prompt in enumerate(evaluation.prompts):
+            for sample in range(evaluation.samples):
+                id = answer_id(evaluation.id, problem, sample, samples=evaluation.samples)
+                if id not in evaluation.answers and id not in evaluation.pending:
+                    self._state.recorder.store_prompt(prompt)
+                    issued.append(self._state.issue(id, evaluation.id, sample, prompt, Kind.EVAL))
         evaluation.pending |= {trajectory.id for trajectory in issued}
         return issued
 
     def _finish_if_done(self, evaluation: Evaluation) -> None:
+        """Close a pass and complete its future if it has started and no member is pending."""
         if evaluation.started and not evaluation.pending:
             del self._by_id[evaluation.id]
             evaluation.finish()

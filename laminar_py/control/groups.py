@@ -1,8 +1,8 @@
 """Groups, the samples of one prompt: membership, completion, deadline, advantages. Pure; shared in `control`.
 
 A group is complete when its last member is scored or dropped. Its deadline, if set, counts from its first finished
-member. Advantages compare the rewards of its members, and role by role in episodes of several roles
-(`tests/control/test_credit.py`). `batch_std` alone compares across the step.
+member. Advantages compare the rewards of a group's members, in episodes of several roles separately for each role
+(`tests/control/test_credit.py`). Only `algorithm.advantage=batch_std` compares rewards across a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,22 +16,24 @@ from laminar_py.records.codec import FloatArray
 from laminar_py.records.credit import Returns, RoleCredit, returns_differ
 from laminar_py.records.trajectory import Prompt, Status
 
+PENDING = frozenset({Status.QUEUED, Status.RUNNING, Status.INTERRUPTED, Status.FINISHED})
+
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The samples of one prompt, e.g. K = 8 members "g3.0" to "g3.7" and any that replaced a lost one."""
+    """The samples of one prompt, e.g. K = 8 members "g3.0" to "g3.7", and replacements of lost members."""
 
     id: str
     prompt: Prompt
-    members: dict[str, LiveTrajectory] = field(default_factory=dict)
-    next_sample: int = 0
-    first_finished_s: float | None = None
+    members: dict[str, LiveTrajectory] = field(default_factory=dict)  # by id
+    next_sample: int = 0  # index of the next member
+    first_finished_s: float | None = None  # on the scheduler's clock; None while no response has finished
     finished_lengths: list[int] = field(default_factory=list)  # tokens; each repack round reads them
 
     @property
     def pending(self) -> list[LiveTrajectory]:
         """Members that are still queued, running, interrupted or unscored."""
-        return [member for member in self.members.values() if member.status not in SETTLED]
+        return [member for member in self.members.values() if member.status in PENDING]
 
     @property
     def survivors(self) -> list[LiveTrajectory]:
@@ -50,9 +52,6 @@ class Group:
         return now - self.first_finished_s > deadline_s and bool(self.pending)
 
 
-SETTLED = frozenset({Status.SCORED, Status.READY, Status.CONSUMED, Status.DROPPED})
-
-
 @dataclass(frozen=True, slots=True)
 class MemberCredit:
     """Advantage of a response, advantage of one unit of reward, and credit of each of its roles."""
@@ -66,15 +65,15 @@ class MemberCredit:
 class Credit:
     """Rule for the advantages of a group.
 
-    `advantages(returns)` gives [K] advantages and their scale, the advantage of one unit of reward. `length_cost`
-    of a response's length is subtracted from its reward.
+    `advantages(returns)` gives [K] advantages and their scale, the advantage of one unit of reward.
+    `length_cost(length)` is subtracted from the reward of a response with `length` tokens.
     """
 
     advantages: Callable[[Sequence[Returns]], tuple[FloatArray, float]]
     length_cost: Callable[[int], float] = lambda length: 0.0
 
     def assign(self, members: Sequence[LiveTrajectory]) -> list[MemberCredit]:
-        """Return the credit of scored members, in their order."""
+        """Return each scored member's credit, in their order; a role is compared with itself in other members."""
         returns = [member.returns_by_role() for member in members]
         found: list[dict[str, MemberCredit]] = [{} for _ in members]
         for role in {role: None for rewards in returns for role in rewards}:
@@ -95,7 +94,10 @@ def has_signal(members: Sequence[LiveTrajectory]) -> bool:
 
 
 def _joined(member: LiveTrajectory, by_role: dict[str, MemberCredit]) -> MemberCredit:
-    """Combine a response's credit by role: the mean advantage of all roles, and the advantage of each."""
+    """Combine the credits of a member's roles: the mean advantage with scale 1, and each role's own advantage.
+
+    A member without roles has one credit, which is returned as it is.
+    """
     if not member.roles:
         (credit,) = by_role.values()
         return credit

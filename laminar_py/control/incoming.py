@@ -1,8 +1,8 @@
-"""Arrivals at the controller: reports of replicas, scores, reference log-probabilities, deadlines, losses.
+"""Arrivals at the controller: reports of replicas, scores, reference log-probabilities, deadlines, crashes.
 
 `control.scheduler` owns `Incoming`. Each arrival becomes events, which change the state of trajectories. Then the
 trajectory waits for a replica (`control.waiting`), or its group closes and goes to `control.consumption`. No group
-waits for another.
+waits for another group.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,18 +36,18 @@ from laminar_py.records.trajectory import (
 
 HOUSEKEEPING_S = 0.5  # between checks of deadlines, since no report or score triggers them
 MIN_FAILURES = 32  # in a row before a run ends: an environment that fails now and then rarely fails so often
-OUTAGE_S = 600.0  # for an outage of a service that environments need
+OUTAGE_S = 600.0  # how long a run waits for the end of an outage of a service that environments need
 
 
 class ConsecutiveFailures:
-    """Counts failures since the last finished trajectory; calls `end` with a message when the run has to end.
+    """Counts failed trajectories since the last finished one; calls `end` with a message when the run has to end.
 
     The run ends when at least `MIN_FAILURES` trajectories fail in a row, at least as many as a step has (`step`),
-    and at least as many as are live (`in_flight`). If a trajectory finished before, the run also waits `OUTAGE_S`.
+    and at least as many as are live. If any trajectory ever finished, the failures must also last `OUTAGE_S`.
     """
 
     def __init__(self, *, step: int, clock: Clock, end: Callable[[str], None]) -> None:
-        self._most = max(MIN_FAILURES, step)
+        self._least = max(MIN_FAILURES, step)
         self._clock = clock
         self._end = end
         self._count = 0
@@ -65,7 +65,7 @@ class ConsecutiveFailures:
             self._since_s = now_s
         self._count += 1
         waits = self._any_finished and now_s - self._since_s < OUTAGE_S
-        if self._count >= max(self._most, in_flight) and not waits:
+        if self._count >= max(self._least, in_flight) and not waits:
             self._end(
                 f"{self._count} trajectories in a row failed ({reason}), the last: {detail}; fix the cause and"
                 " --resume"
@@ -104,7 +104,7 @@ class Incoming:
     # ---- replicas
 
     async def on_report(self, report: ReplicaReport) -> None:
-        """Record a replica's loaded versions, its trajectories' progress, and its free places."""
+        """Record a replica's loads, the progress of its trajectories, their lost versions, and its free places."""
         state = self._state
         for load in report.loads:
             state.record(load)
@@ -126,7 +126,7 @@ class Incoming:
         )
 
     async def _on_progress(self, replica: int, trajectory: LiveTrajectory, progress: Progress) -> None:
-        """Append the new tokens; then handle an interrupt, a failure, lost tokens or the end, if reported."""
+        """Append a trajectory's new tokens; then handle a reported interruption, failure, loss or end."""
         state = self._state
         self._append_tokens(trajectory, progress)
         if progress.broken is InterruptReason.ENGINE_LOST:
@@ -143,7 +143,7 @@ class Incoming:
             state.moves.ends(trajectory.id)
             state.drop([trajectory], progress.failure, progress.detail)
             self._failures.failed(progress.failure, progress.detail, in_flight=len(state.live))
-            await self._close_if_complete(trajectory)
+            await self._close_with(trajectory)
         elif progress.lost:
             await self._drop_and_reissue(trajectory, DropReason.TOKENS_LOST, progress.detail)
         elif progress.finish_reason is FinishReason.ABORT:  # the replica handed it back
@@ -155,7 +155,10 @@ class Incoming:
             self._finish(trajectory, progress)
 
     def _append_tokens(self, trajectory: LiveTrajectory, progress: Progress) -> None:
-        """Append new tokens; record `Restamped` if the engine corrected the versions of earlier tokens."""
+        """Append a trajectory's new tokens and times; record `Restamped` if the engine corrected earlier versions.
+
+        The first token of a pass that has no version yet gives the pass its version.
+        """
         trajectory.here_s = progress.generate_s - progress.queue_s
         trajectory.environment_s += progress.environment_s
         if progress.tokens is not None:
@@ -170,9 +173,9 @@ class Incoming:
             self._evaluations.pass_of(trajectory).version = begun
 
     def _finish(self, trajectory: LiveTrajectory, progress: Progress) -> None:
-        """Record the cap that cut a response, if any, and its end; then send it to scoring.
+        """Record a response's end, and the cap that cut the response, if any; then queue the response for scoring.
 
-        A group's first finished response starts its deadline.
+        The first finished response of a group starts the group's deadline.
         """
         state = self._state
         if progress.cut is Cap.SECONDS:
@@ -201,7 +204,7 @@ class Incoming:
         }
 
     async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = ()) -> None:
-        """Interrupt and queue all trajectories of a crashed replica, after appending `salvaged` tokens."""
+        """Append `salvaged` tokens to a crashed replica's trajectories, and queue these for other replicas."""
         self._state.moves.forget(replica)
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
         for trajectory_id in sorted(self._state.views.forget(replica)):
@@ -212,7 +215,7 @@ class Incoming:
                 self._waiting.append_displaced(trajectory)
 
     def _append_salvaged(self, trajectory: LiveTrajectory, salvaged: Salvaged | None) -> None:
-        """Append tokens that a crashed replica had stored but not reported, if there are any."""
+        """Append tokens that a crashed replica stored but did not report, if they continue the recorded tokens."""
         if salvaged is not None and salvaged.tokens.start == trajectory.length:
             self._append_tokens(
                 trajectory,
@@ -229,20 +232,20 @@ class Incoming:
     # ---- scores and reference log-probabilities
 
     def _submit(self, trajectory: LiveTrajectory) -> None:
-        """Queue a response for the score and the reference log-probabilities that it lacks."""
+        """Queue a response for scoring if it has no score, and for the reference model if the run has one."""
         if trajectory.status is Status.FINISHED:
             self._submit_score(trajectory.as_ref(), trajectory.prompt)
         if self._submit_reference is not None and trajectory.trains:
             self._submit_reference(trajectory.as_ref())
 
     def _awaits_reference(self, members: Iterable[LiveTrajectory]) -> bool:
-        """Whether the reference model still owes an answer for one of these members."""
+        """Whether the run has a reference model, and some member still lacks its log-probabilities."""
         return self._submit_reference is not None and any(
             REFERENCE_LOGPROBS not in member.columns for member in members
         )
 
     async def on_score(self, score: Score) -> None:
-        """Record a score, or drop the response if its reward failed; the last score closes the group."""
+        """Record a response's score, or drop the response if its reward failed; a group's last score closes it."""
         trajectory = self._state.live.get(score.trajectory_id)
         if trajectory is None or trajectory.status is not Status.FINISHED:
             return
@@ -252,10 +255,10 @@ class Incoming:
             if score.columns:
                 self._state.recorder.store_columns(trajectory.id, score.columns)
             self._state.record(trajectory.scored(score))
-        await self._close_if_complete(trajectory)
+        await self._close_with(trajectory)
 
     async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
-        """Note where a response's reference log-probabilities lie; the last answer closes the group."""
+        """Note where a response's reference log-probabilities are stored; the last ones of a group close it."""
         trajectory = self._state.live.get(trajectory_id)
         if trajectory is None:
             return
@@ -264,27 +267,26 @@ class Incoming:
         if group.is_ready:
             await self._put(group)
         else:
-            await self._close_group_if_complete(group)
+            await self._close_if_complete(group)
 
     # ---- groups
 
-    async def _close_if_complete(self, trajectory: LiveTrajectory) -> None:
-        """Close the group or evaluation of a scored or dropped trajectory, if no other member is pending."""
+    async def _close_with(self, trajectory: LiveTrajectory) -> None:
+        """Close the group or pass of a scored or dropped trajectory, if no other member is pending."""
         if trajectory.kind is Kind.EVAL:
             self._evaluations.record_answer(trajectory)
-        elif trajectory.trains:
-            await self._close_group_if_complete(self._state.groups[trajectory.group_id])
+        else:
+            await self._close_if_complete(self._state.groups[trajectory.group_id])
 
-    async def _close_group_if_complete(self, group: Group) -> None:
-        if not group.pending:
-            await self._close(group)
+    async def _close_if_complete(self, group: Group) -> None:
+        """Close a group unless members are pending: compute advantages and put it in the buffer, or drop it.
 
-    async def _close(self, group: Group) -> None:
-        """Give a group its advantages and hand it to the learner, or drop it.
-
-        A group with too few survivors is dropped, as is one without signal unless `rollout.without_signal=train`.
-        A group that trains first waits for the reference model.
+        A group with too few scored members is dropped. So is a group without signal, unless
+        `rollout.without_signal=train`; under `skip` it keeps its place in a step. A group that trains stays open
+        until it has its reference log-probabilities.
         """
+        if group.pending:
+            return
         state, survivors = self._state, group.survivors
         if len(survivors) < state.settings.min_group_survivors:
             state.num_generating -= 1
@@ -294,12 +296,12 @@ class Incoming:
             return
         rewards = tuple(member.reward or 0.0 for member in survivors)
         state.rewards = min(state.rewards[0], *rewards), max(state.rewards[1], *rewards)
-        is_taught = state.settings.without_signal is WithoutSignal.TRAIN or has_signal(survivors)
-        if is_taught and self._awaits_reference(survivors):
+        trains = state.settings.without_signal is WithoutSignal.TRAIN or has_signal(survivors)
+        if trains and self._awaits_reference(survivors):
             return
         state.num_generating -= 1
         self._on_rewards(GroupRewards(group.prompt.index, group.prompt.id, rewards))
-        if is_taught:
+        if trains:
             for member, credit in zip(survivors, self._credit.assign(survivors), strict=True):
                 state.record(Ready(member.id, credit.advantage, credit.scale, credit.roles))
             await self._consumption.put(group)
@@ -313,16 +315,16 @@ class Incoming:
             await self._consumption.buffer.wake()
 
     async def _put(self, group: Group) -> None:
-        """Hand a group of ready members to the learner, once the reference model has answered for all."""
+        """Put a group of READY members in the buffer, unless a member lacks its reference log-probabilities."""
         if not self._awaits_reference(group.members.values()):
             await self._consumption.put(group)
 
-    # ---- deadlines and losses
+    # ---- deadlines, lost tokens, lost versions
 
     async def enforce_deadlines(self) -> None:
-        """Drop waiting trajectories whose version no replica will serve again, and stragglers of late groups.
+        """Drop waiting trajectories whose version no replica will serve again, and pending members of late groups.
 
-        A group is late `rollout.group_deadline_s` after its first response finished; it closes without stragglers.
+        A group is late `rollout.group_deadline_s` after its first finished response. It closes without them.
         """
         for trajectory in self._waiting.take_unreachable():
             await self._lose_version(trajectory)
@@ -336,13 +338,13 @@ class Incoming:
                     state.abort(member)
                 self._waiting.remove({member.id for member in group.pending})
                 state.drop(group.pending, DropReason.GROUP_DEADLINE)
-                await self._close(group)
+                await self._close_if_complete(group)
 
     async def drop_unscored(self) -> None:
         """Close groups that wait only for scores and would be too old for the step after the next.
 
-        The scheduler calls it when a batch is full, so that a late score costs one response instead of its group.
-        A group with a response still generating waits: closed without its long responses it would favour short
+        The scheduler calls this when a batch is full, so that a late score costs one response, not its group. A
+        group with a response that still generates stays open: without its long responses it would favour short
         ones.
         """
         for group in list(self._state.groups.values()):
@@ -352,7 +354,7 @@ class Incoming:
             only_scores = all(member.status is Status.FINISHED for member in late)
             if late and only_scores and all(map(self._ages_out, late)) and any(map(self._ages_out, survivors)):
                 self._state.drop(late, DropReason.STALE, "its score did not come in time")
-                await self._close(group)
+                await self._close_if_complete(group)
 
     def _ages_out(self, member: LiveTrajectory) -> bool:
         """Whether a finished response would exceed the staleness bound after the next step."""
@@ -360,10 +362,10 @@ class Incoming:
         return settings.bound.weight(1 + ages.age_of(member.oldest_for_age)) is None
 
     async def drop_lost(self, lost: Mapping[str, str]) -> None:
-        """Drop trajectories whose stored tokens nobody can read any more; `lost` says for each id which part.
+        """Drop trajectories whose stored tokens cannot be read any more; `lost` maps their ids to the lost parts.
 
-        A ready trajectory that waits for the reference model leaves its group. A trajectory in the learner's
-        current step stays, since its tokens were read. A trajectory without stored tokens lost nothing.
+        A trajectory that is not READY is issued again. A READY trajectory leaves the buffer, or its group that
+        waits for the reference model. In the learner's current step it stays, since its tokens were read.
         """
         state = self._state
         self._waiting.remove(lost)
@@ -383,18 +385,18 @@ class Incoming:
                 await self._put(group)
 
     async def _drop_and_reissue(self, trajectory: LiveTrajectory, reason: DropReason, detail: str) -> None:
-        """Drop a trajectory that no replica can continue, and issue its prompt again; an evaluation fails."""
+        """Drop a trajectory that no replica can continue, then issue its prompt again or mark its pass as lost."""
         self._state.drop([trajectory], reason, detail)
         if trajectory.kind is Kind.EVAL:
             self._evaluations.pass_of(trajectory).lost = True
         elif trajectory.trains:
             self._waiting.append(self._state.issue_member(self._state.groups[trajectory.group_id]))
-        await self._close_if_complete(trajectory)
+        await self._close_with(trajectory)
 
     async def _lose_version(self, trajectory: LiveTrajectory) -> None:
-        """Drop a trajectory whose version no replica will serve again, and issue its prompt again.
+        """Drop a trajectory whose version no replica will serve again, then issue its prompt again.
 
-        If a resumed run publishes the version again, an evaluation's member stays queued, but its pass fails now.
+        A pass member whose version a resumed run will publish again stays queued; its pass ends as lost now.
         """
         if self._state.settings.versions_return and trajectory.kind is Kind.EVAL:
             self._state.record(trajectory.interrupted("version_lost"))
@@ -412,8 +414,8 @@ class Incoming:
     async def restore(self, recovered: Recovered, salvaged: Iterable[Salvaged]) -> None:
         """Fill an empty state with the trajectories that were live, and append `salvaged` tokens of replicas.
 
-        An evaluation that the resumed run does not request again is dropped. The ledger has no reference answers,
-        so the reference model computes them again.
+        Running trajectories are interrupted, and wait again. Members of a pass that the resumed run has not
+        requested are dropped. The ledger has no reference log-probabilities, so the model computes them again.
         """
         state = self._state
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
@@ -447,4 +449,4 @@ class Incoming:
             group.first_finished_s = self._clock.now() if len(group.pending) < len(group.members) else None
             members = group.members.values()
             group.finished_lengths = [member.length for member in members if member.finish_reason is not None]
-            await self._close_group_if_complete(group)
+            await self._close_if_complete(group)

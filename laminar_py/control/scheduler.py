@@ -31,7 +31,7 @@ from laminar_py.records.trajectory import Kind, Prompt, TrajectoryRef
 
 
 def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> None:
-    """Raise `ConfigError` if a training response was scored without a column that the algorithm needs."""
+    """Raise `ConfigError` if a live training response was scored without a column that the algorithm needs."""
     for entry in live:
         for column in algorithm.scored_columns if entry.kind is Kind.TRAIN and entry.reward is not None else ():
             own = entry.columns.get(column.name)
@@ -46,9 +46,11 @@ class TrajectoryScheduler:
     """Moves every trajectory from issue to consumption.
 
     Callers use its parts directly: `incoming` for reports and scores, `dispatcher` for assignments, `consumption`
-    for batches, `evaluations` for passes over held-out problems. `submit_for_scoring` and `submit_reference` queue
-    a finished response; the answers come back by `incoming`. Without `submit_reference` the run has no reference
-    model.
+    for batches, `evaluations` for passes over held-out problems.
+
+    The parts call back: `submit_for_scoring` and `submit_reference` queue a finished response for scorers and for
+    the reference model (None: the run has none), whose results come back by `incoming`. `on_rewards` gets the
+    rewards of each closed group, `on_failing` the message with which the run must end.
     """
 
     def __init__(
@@ -100,12 +102,12 @@ class TrajectoryScheduler:
         self.moves.end_all()
 
     def end(self) -> None:
-        """Give replicas no more work, and end all moves: the run stops, and a resume finishes its evaluations."""
+        """Give replicas no more work, and end all moves, because the run stops; a resumed run can continue it."""
         self.state.phase = Phase.ENDING
         self.moves.end_all()
 
     def await_restore(self) -> None:
-        """Give replicas nothing until `restore`: a trajectory that is requested again may already be live."""
+        """Give replicas nothing until `restore`, since a trajectory of a requested pass may already be live."""
         self.state.phase = Phase.RESTORING
 
     async def restore(self, recovered: Recovered, *, salvaged: Iterable[Salvaged] = ()) -> None:
@@ -117,12 +119,12 @@ class TrajectoryScheduler:
     # ---- the fleet
 
     def leave(self, replica: int) -> None:
-        """Give a replica no new work; trajectories that were to move there stay, or move elsewhere."""
+        """Give a replica no new work, and close all moves to it."""
         self.views.leave(replica)
         self.moves.leave(replica)
 
     def resize(self, *, capacity: int) -> None:
-        """Set the number of live groups to the capacity of a fleet that grew or shrank."""
+        """Set the most live groups to `capacity`, after the fleet grew or shrank."""
         settings = self.state.settings
         admission = replace(settings.admission, capacity=capacity)
         self.state.settings = replace(settings, admission=admission)
@@ -130,9 +132,9 @@ class TrajectoryScheduler:
     # ---- between the parts
 
     async def next_batch(self, *, groups: int, version: int) -> StepBatch:
-        """Return the next batch for a learner at `version`.
+        """Wait for `groups` ready groups, and return them as a batch for a learner at `version`.
 
-        A response whose score is late is dropped, so that its group still makes the step.
+        Once enough are ready, `Incoming.drop_unscored` closes groups that wait only for late scores.
         """
         last_call = self.incoming.drop_unscored
         return await self.consumption.next_batch(groups=groups, version=version, last_call=last_call)

@@ -24,13 +24,13 @@ class Admission:
     batch: int
     capacity: int
     max_staleness: int | None = None
-    wait: bool = True
+    wait: bool = True  # `staleness.policies` has `wait`
     publish_every: int = 1  # steps; the newest version is up to publish_every - 1 steps old
-    refills: bool = True  # groups without signal leave at once, so live groups do not count a batch
+    refills: bool = True  # groups without signal leave at once, so live groups may be fewer than were issued
 
     @property
     def limit(self) -> int:
-        """Most live groups."""
+        """Most live groups: the batches that the schedule and the staleness bound allow, at most `capacity`."""
         if self.schedule is Schedule.SYNC:
             return min(self.capacity, self.batch)
         if self.schedule is Schedule.ONE_STEP:
@@ -48,8 +48,8 @@ class Admission:
     def oldest(self, newest: int, ages: WeightAges) -> int | None:
         """Return the oldest version that new groups may begin under, None for any.
 
-        It is the newest version, except under `async`. There a policy of `wait` bounds it, since a response that
-        begins at the staleness bound exceeds it when it ends.
+        `sync` and `one_step` demand the learner's `newest` version (-1 before the first). `async` with `wait`
+        demands an age within `max_staleness`, since a response only grows older until it is consumed.
         """
         if self.by_batch:
             return newest
@@ -57,21 +57,21 @@ class Admission:
         return ages.oldest_within(self.max_staleness) if bounds and self.max_staleness is not None else None
 
     def share(self, replicas: int) -> int | None:
-        """Return the most groups of a batch for one replica; None if steps do not wait for a batch."""
+        """Return how many groups of a batch one of `replicas` gets at most; None under `async`."""
         return -(-self.batch // replicas) if self.by_batch else None
 
     def allowed(self, *, live: int, generating: int) -> int:
-        """Return how many groups may be issued now, with `live` groups of which `generating` are not ready.
+        """Return how many groups may be issued now, if `live` groups are live and `generating` of them not ready.
 
         `one_step` begins a batch when the previous batch is generated, e.g. for batch 32: `allowed(live=32,
         generating=0)` is 32 (the learner has the others), `allowed(live=32, generating=4)` is 0. A batch that was
         begun when some replicas were not up yet is completed: `allowed(live=40, generating=8)` is 24. With
-        `refills` groups without signal leave, so the size of the batch says nothing, and it is not completed.
+        `refills` it is not completed, since `live` does not show how many groups of the batch were issued.
         """
         room = max(0, self.limit - live)
         if self.schedule is Schedule.ONE_STEP:
-            rest = 0 if self.refills else -live % self.batch
-            return min(room, rest if generating else self.batch)
+            missing = 0 if self.refills else -live % self.batch
+            return min(room, missing if generating else self.batch)
         return room
 
 
@@ -83,7 +83,7 @@ class StalenessBound:
     policies: tuple[StalePolicy, ...] = ()
 
     def weight(self, staleness: int) -> float | None:
-        """Return the loss weight of a trajectory, None to drop it.
+        """Return the loss weight of a trajectory of this staleness in learner steps, None to drop it.
 
         With a bound of 3 and `reweight`, staleness 3 gives 1, 7 gives 0.5; with `drop`, 7 gives None.
         """
@@ -121,7 +121,7 @@ class ControlSettings:
 
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
-    """Return the scheduler's settings from a run's config."""
+    """Return the scheduler's settings from a run's config; `stop_ids` are the token ids that end a response."""
     rollout, staleness = config.rollout, config.staleness
     sampling = rollout.sampling.params(stop_ids=stop_ids)
     without_signal = WithoutSignal.TRAIN if config.algorithm.normalises_step else rollout.without_signal

@@ -30,10 +30,7 @@ from laminar_py.records.trajectory import DropReason, Kind, Prompt
 
 
 class Recorder(Protocol):
-    """The ledger, as the scheduler sees it.
-
-    It stores events and places of tokens, and applies each to `machine`.
-    """
+    """The ledger, as the scheduler sees it: stores events and places of tokens, and applies each to `machine`."""
 
     machine: Machine
 
@@ -42,7 +39,7 @@ class Recorder(Protocol):
         ...
 
     def store_prompt(self, prompt: Prompt) -> None:
-        """Store a prompt's text and ids, once."""
+        """Store a prompt's text and ids, unless they are stored already."""
         ...
 
     def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
@@ -79,7 +76,7 @@ class ControlState:
         self.settings = settings
         self.recorder = recorder
         self.live = recorder.machine.live
-        self.groups: dict[str, Group] = {}  # of training
+        self.groups: dict[str, Group] = {}  # by id
         self.views = ReplicaViews(settings.replicas, sizes={1, settings.group_size})
         self.moves = Moves()
         self.aborts: dict[int, list[str]] = {}  # dropped trajectories that a replica still runs, by replica
@@ -96,14 +93,14 @@ class ControlState:
 
     @property
     def refill_exhausted(self) -> bool:
-        """Whether the next step still lacks groups after `rollout.max_refill` times its groups were generated."""
+        """Whether the next step lacks ready groups although `rollout.max_refill` times its groups have closed."""
         settings, batch = self.settings, self.settings.admission.batch
         num_ready = len(self.groups) - self.num_generating - self.num_in_step
         closed, most = len(self.refilled) + num_ready, settings.max_refill * batch
         return settings.without_signal is WithoutSignal.REFILL and num_ready < batch and closed >= most
 
     def record(self, event: AnyEvent) -> None:
-        """Append an event, which changes the state of its trajectory."""
+        """Append an event to the ledger, which also applies it to the live trajectories."""
         self.recorder.append(event)
 
     def may_run(self, trajectory: LiveTrajectory) -> bool:
@@ -120,7 +117,7 @@ class ControlState:
         return trajectory
 
     def issue_group(self, prompt: Prompt) -> list[LiveTrajectory]:
-        """Issue a group for the prompt at `next_prompt`, and return its samples, QUEUED."""
+        """Issue a group for `prompt`, the prompt at `next_prompt` in the stream; return its members, QUEUED."""
         group = Group(id=f"g{self.next_prompt}", prompt=prompt)
         self.next_prompt += 1
         self.groups[group.id] = group
@@ -142,13 +139,13 @@ class ControlState:
             self.record(member.dropped(reason, detail))
 
     def abort(self, trajectory: LiveTrajectory) -> None:
-        """Note that a trajectory's replica has to abort it; `take_aborts` hands the order out."""
+        """Queue an abort of a trajectory for the replica that runs it, if any, and free its place in the view."""
         if trajectory.runs_on is not None:
             self.views.returned(trajectory.runs_on, trajectory.id)
             self.aborts.setdefault(trajectory.runs_on, []).append(trajectory.id)
 
     def take_aborts(self) -> dict[int, list[str]]:
-        """Return dropped trajectories that replicas still run, by replica, and forget them."""
+        """Return the queued aborts, ids of trajectories by replica, and empty the queue."""
         aborts, self.aborts = self.aborts, {}
         return aborts
 
@@ -165,13 +162,13 @@ class ControlState:
         return msgspec.structs.replace(sampling, seed=trajectory_seed(self.settings.seed, trajectory.id))
 
     def finished_beside(self, trajectory_id: str) -> Sequence[int]:
-        """Return response lengths of the finished samples in a trajectory's group."""
+        """Return response lengths of the finished members in a trajectory's group; none if it has no group."""
         trajectory = self.live.get(trajectory_id)
         group = None if trajectory is None else self.groups.get(trajectory.group_id)
         return () if group is None else group.finished_lengths
 
     def versions_alive(self) -> int:
-        """Return the number of distinct weight versions among live training trajectories."""
+        """Return how many weight versions live training trajectories have tokens of or run under now."""
         versions, replicas = set[int](), set[int]()
         for trajectory in self.live.values():
             if trajectory.kind is Kind.TRAIN:

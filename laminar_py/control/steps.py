@@ -1,7 +1,7 @@
 """A learner step's microbatches and events, and the watch over steps that `refill` could not fill.
 
-The trainer calls it. A run whose groups have no signal ends. One empty step is no proof: if one group in a hundred
-has signal and a step of 32 may generate 128, then 28 % of the steps are empty.
+The trainer calls these functions. `RefillWatch` ends a run whose groups have no signal. A single empty step is no
+proof: if one group in a hundred has signal and a step of 32 may generate 128, then 28 % of the steps are empty.
 """
 
 import logging
@@ -19,12 +19,13 @@ from laminar_py.records.trajectory import TrajectoryRef
 
 log = logging.getLogger(__name__)
 
-MIN_CEILINGS = 3  # empty steps in a row that end a run, with
-MIN_GROUPS = 1000  # groups in a row without signal; by chance once in 23,000 if one in a hundred has signal
+# A run ends after so many empty steps in a row, if they have generated so many groups without signal. If one group
+# in a hundred has signal, 1,000 in a row lack it once in 23,000.
+MIN_EMPTY, MIN_GROUPS = 3, 1000
 
 
 def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
-    """Return the microbatches of each rank."""
+    """Return each rank's microbatches; `attention_share` is attention's cost relative to linear layers."""
     algorithm = config.algorithm
     bins = fit_bins(batch.trajectories, max_tokens=config.packer.max_tokens)
     terms = step_weights(
@@ -46,7 +47,7 @@ def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) ->
 
 
 def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: int) -> list[AnyEvent]:
-    """Return the events of a step in which `skipped` updates had no finite gradient."""
+    """Return the events of a committed step; `skipped` counts its updates without a finite gradient."""
     stepped = Stepped(
         step=row.step,
         incarnation=incarnation,
@@ -66,7 +67,7 @@ def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: in
 
 
 class RefillWatch:
-    """Counts steps that stay empty at `rollout.max_refill`; calls `end` with a message after too many in a row."""
+    """Counts steps without any group at `rollout.max_refill`; after too many in a row, calls `end(message)`."""
 
     def __init__(
         self,
@@ -79,28 +80,31 @@ class RefillWatch:
         self._setting = f"rollout.max_refill={max_refill:g}"
         self._record = record
         self._end, self._remedy = end, remedy
-        self._num_empty: list[RefillStopped] = []  # empty steps in a row
+        self._empty: list[RefillStopped] = []  # events of the latest steps in a row that got no group
 
     def observe_batch(self, batch: StepBatch, stopped: RefillStopped | None) -> None:
-        """Count a batch; `stopped` is the event of a batch with too few groups, and is recorded."""
+        """Record `stopped`, and end the run after too many batches without groups in a row.
+
+        `stopped` is the event of a batch with too few groups, None for a full batch.
+        """
         if batch.groups:
-            self._num_empty.clear()
+            self._empty.clear()
         if stopped is None:
             return
         self._record(stopped)
-        if not self._num_empty:  # once per row of empty steps
+        if not self._empty:  # of empty steps in a row, log only the first
             log.warning("step %d, at %s: %s", stopped.step, self._setting, stopped.describe())
         if batch.groups:
             return
-        self._num_empty.append(stopped)
-        row = msgspec.structs.replace(
+        self._empty.append(stopped)
+        total = msgspec.structs.replace(
             stopped,
-            num_without_signal=sum(ceiling.num_without_signal for ceiling in self._num_empty),
-            num_best=sum(ceiling.num_best for ceiling in self._num_empty),
-            num_worst=sum(ceiling.num_worst for ceiling in self._num_empty),
+            num_without_signal=sum(event.num_without_signal for event in self._empty),
+            num_best=sum(event.num_best for event in self._empty),
+            num_worst=sum(event.num_worst for event in self._empty),
         )
-        if len(self._num_empty) >= MIN_CEILINGS and row.num_without_signal >= MIN_GROUPS:
+        if len(self._empty) >= MIN_EMPTY and total.num_without_signal >= MIN_GROUPS:
             self._end(
-                f"step {row.step}, {len(self._num_empty)} times in a row at {self._setting}: {row.describe()};"
+                f"step {total.step}, {len(self._empty)} times in a row at {self._setting}: {total.describe()};"
                 f" there is nothing to learn from, {self._remedy}"
             )

@@ -1,13 +1,13 @@
 """The waiting queue: interrupted trajectories, replacements and evaluations that need a replica.
 
-`control.scheduler` owns the queue; the dispatcher hands trajectories over. Trajectories wait in lanes, one per
-need (a version, a pass, a move). If the first of a lane finds no place, neither does any behind it, so a dispatch
-costs one look per lane. A trajectory leaves the queue once: to a replica, or as unreachable if no replica will
-serve its version again (`tests/control/test_waiting.py`).
+`control.scheduler` owns the queue; the dispatcher empties it. Trajectories wait in lanes, one per need (a version,
+a pass, a move). If the first of a lane finds no place, neither does any behind it, so a dispatch costs one look
+per lane. A trajectory leaves the queue once: to a replica, or as unreachable if no replica will serve its version
+again (`tests/control/test_waiting.py`).
 
 The `Router` chooses the replica. It gives a replica no more new samples than the replica admits. A trajectory
-pinned to a version goes only to a replica that serves it, or to an idle replica that can load it, since an
-engine's versions never go back (law 2). New samples of a group go to one replica, which prefills their prompt
+pinned to a version goes only to a replica that serves the version, or to an idle replica that can load it, since
+an engine's versions never go back (law 2). New samples of a group go to one replica, which prefills their prompt
 once.
 """
 
@@ -38,7 +38,10 @@ class Router:
 
     @property
     def num_admitted(self) -> int:
-        """Groups that may be issued now; a step that lacks groups counts as full, so later data grow no older."""
+        """Number of groups that may be issued now; the groups that the current step lacks count as live.
+
+        Without that, later groups would be issued earlier, and would be older when a step consumes them.
+        """
         state = self._state
         if state.phase is not Phase.ADMITTING or (self._admission.by_batch and state.refill_exhausted):
             return 0
@@ -50,7 +53,7 @@ class Router:
         return self._admission.oldest(self._state.newest_version, self._state.ages)
 
     def for_new(self, size: int) -> ReplicaView | None:
-        """Return the least loaded replica that admits `size` more trajectories under a version new enough.
+        """Return the least loaded replica that admits `size` new trajectories under a version new enough, or None.
 
         If steps wait for whole batches, each replica gets at most its share, so that the first replica with new
         weights does not take the whole batch.
@@ -62,14 +65,14 @@ class Router:
         return view if len(view.in_flight) + size <= groups * self._state.settings.group_size else None
 
     def for_displaced(self) -> ReplicaView | None:
-        """Return a replica for one trajectory of a crashed replica: one with room, else the least loaded."""
+        """Return a replica for a crashed replica's trajectory: one with room, else the least loaded, or None."""
         return self.for_new(1) or self._views.least_loaded(oldest=max(0, self._oldest or 0))
 
     def for_pinned(self, version: int, *, limit: int | None = None) -> ReplicaView | None:
-        """Return a replica that can continue work of `version`: a replica with it, else an older idle replica.
+        """Return a replica that can continue work of `version`, None if none can now.
 
-        A replica that expects moves keeps its version, and one with `limit` trajectories gets no more. A leaving
-        replica gets the work only if no other replica can take it.
+        It is the least loaded replica that serves the version, if fewer than `limit` trajectories are in flight
+        there. Otherwise it is an idle replica that can load the version, and at last a leaving replica.
         """
         first = next(self._views.that_serve(version), None)
         if first is not None and (limit is None or len(first.in_flight) < limit):
@@ -77,12 +80,14 @@ class Router:
         return self._idle_below(version) or next(self._views.leaving_that_serve(version), None)
 
     def for_pass(self, version: int, *, holders: Collection[int], most: int, num_out: int) -> ReplicaView | None:
-        """Return a replica for a member of a pass of `version`, of which `num_out` are at the `holders`.
+        """Return a replica for a member of a pass of `version`; None if the member has to wait.
 
-        While fewer than `most` holders serve the version, it is a replica without members; afterwards the least
+        `holders` are the replicas that got members, and `num_out` members are there now. While fewer than `most`
+        holders serve the version, it is a replica without members, if there is any. Otherwise it is the least
         loaded holder, unless each has a batch. A leaving replica gets the member only if no other can take it.
         """
-        serving = [view for view in map(self._views.by_index.__getitem__, holders) if _serves(view, version)]
+        views = (self._views.by_index[index] for index in holders)
+        serving = [view for view in views if view.version >= 0 and view.serving == version]
         holding = [view for view in serving if not view.leaving] or serving
         if sum(not view.leaving for view in holding) < most:
             others = (view for view in self._views.that_serve(version) if view.index not in holders)
@@ -95,12 +100,8 @@ class Router:
         return None if is_full else least
 
     def _idle_below(self, version: int) -> ReplicaView | None:
-        """Return an idle replica of an older version that expects no moves."""
+        """Return an idle replica of an older version that has not promised to keep its version, or None."""
         return self._views.idle_below(version, expecting=self._state.moves.expected)
-
-
-def _serves(view: ReplicaView, version: int) -> bool:
-    return view.version >= 0 and view.serving == version
 
 
 Need: TypeAlias = str | int | None  # a version; the id of a pass or of a moving trajectory; None: any replica
@@ -108,17 +109,17 @@ Need: TypeAlias = str | int | None  # a version; the id of a pass or of a moving
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Trajectories with one need, first come first served, e.g. all that continue under version 7.
+    """Waiting trajectories with one need, first come first served, e.g. all that continue under version 7.
 
-    `share` bounds what each of several starting replicas gets, so that they divide the lane.
+    `share` bounds how many of them each starting replica gets, so that several starting replicas divide the lane.
     """
 
-    entries: list[tuple[int, LiveTrajectory]] = field(default_factory=list)  # a heap, by order of arrival
+    entries: list[tuple[int, LiveTrajectory]] = field(default_factory=list)  # a heap of (arrival, trajectory)
     share: int | None = None  # most trajectories in flight per replica; None: undivided
 
 
 class WaitingQueue:
-    """Trajectories that wait, first come first served; trajectories of a crashed replica go first."""
+    """Trajectories that wait for a replica, first come first served; a crashed replica's trajectories go first."""
 
     def __init__(self, state: ControlState, *, evaluations: Evaluations) -> None:
         self.router = Router(state)
@@ -126,15 +127,15 @@ class WaitingQueue:
         self._evaluations = evaluations
         self._lanes: dict[Need, Lane] = {}  # without empty lanes
         self._arrivals = count()
-        self._displaced: list[LiveTrajectory] = []
-        self._unreachable: list[LiveTrajectory] = []
+        self._displaced: list[LiveTrajectory] = []  # of crashed replicas
+        self._unreachable: list[LiveTrajectory] = []  # out of the lanes, until `take_unreachable`
 
     def append(self, trajectory: LiveTrajectory) -> None:
-        """Queue a trajectory."""
+        """Queue a trajectory behind all others with the same need."""
         self._insert(next(self._arrivals), trajectory)
 
     def append_displaced(self, trajectory: LiveTrajectory) -> None:
-        """Queue a trajectory whose replica crashed; a full replica may take it."""
+        """Queue a trajectory whose replica crashed, before all others; a full replica may take it too."""
         self._displaced.append(trajectory)
 
     def extend(self, trajectories: Iterable[LiveTrajectory]) -> None:
@@ -143,7 +144,7 @@ class WaitingQueue:
             self.append(trajectory)
 
     def remove(self, trajectory_ids: Container[str]) -> None:
-        """Remove these trajectories."""
+        """Remove the trajectories with these ids from the queue; ids that do not wait change nothing."""
         self._displaced = [item for item in self._displaced if item.id not in trajectory_ids]
         self._unreachable = [item for item in self._unreachable if item.id not in trajectory_ids]
         for need, lane in list(self._lanes.items()):
@@ -159,7 +160,7 @@ class WaitingQueue:
         return pass_id in self._lanes
 
     def take_unreachable(self) -> list[LiveTrajectory]:
-        """Return the trajectories whose version no replica will serve again, and remove them."""
+        """Return the trajectories that `pop_placed` found unreachable, and forget them."""
         unreachable, self._unreachable = self._unreachable, []
         return unreachable
 
@@ -170,9 +171,10 @@ class WaitingQueue:
         return trajectory.last_version if self._state.settings.one_version else None
 
     def pop_placed(self) -> Iterator[tuple[LiveTrajectory, int, int | None]]:
-        """Remove and yield (trajectory, replica, pinned version or None) for each with a place now.
+        """Remove and yield (trajectory, replica, pinned version or None) for each trajectory with a place now.
 
         The caller assigns each before it takes the next, since an assignment changes the replica's load.
+        Trajectories whose version no replica will serve again move from their lane to `take_unreachable`.
         """
         displaced, self._displaced = self._displaced, []
         for trajectory in displaced:
@@ -195,7 +197,7 @@ class WaitingQueue:
                 yield trajectory, view.index, pin
             elif pin is not None and self._state.views.is_unreachable(pin):
                 self._unreachable += [trajectory for _, trajectory in sorted(self._lanes.pop(need).entries)]
-            elif self._need(trajectory) != need:  # its move was called off
+            elif self._need(trajectory) != need:  # its move was called off, so it waits in another lane
                 self._pop(need)
                 self._insert(arrival, trajectory)
 
@@ -208,7 +210,7 @@ class WaitingQueue:
         Several starting replicas divide the unserved versions: of 3, 4, 5 the first of two gets 3 and 5, and the
         second gets 4. If more replicas start than there are versions, they divide the trajectories of a version.
 
-        One replica gets at most a batch. Exempt are evaluations of an older version, which is loaded only once.
+        A replica gets at most a batch, and in addition all pass members of a version that is loaded only once.
         """
         self.extend(self._displaced)
         self._displaced = []
@@ -225,7 +227,7 @@ class WaitingQueue:
             replicas = self._replicas_for(version, unserved, num_starting)
             for need in unserved[version]:
                 count = self._divide(self._lanes[need], replicas)
-                if not self._passes_once(self._lanes[need], version):
+                if not self._is_loaded_once(self._lanes[need], version):
                     count = min(room, count)
                     room -= count
                 popped += [self._pop(need) for _ in range(count)]
@@ -237,7 +239,7 @@ class WaitingQueue:
     # ---- dividing a version among replicas that start
 
     def _replicas_for(self, version: int, unserved: Mapping[int, list[Need]], num_starting: int) -> int:
-        """Return how many starting replicas take a version: its share of the waiting trajectories, at least 1."""
+        """Return how many starting replicas take a version: its share of the `unserved` work, at least 1."""
         waiting = {
             other: sum(len(self._lanes[need].entries) for need in needs if need in self._lanes)
             for other, needs in unserved.items()
@@ -246,40 +248,40 @@ class WaitingQueue:
         return max(1, min(replicas, num_starting - len(unserved) + 1))
 
     def _divide(self, lane: Lane, replicas: int) -> int:
-        """Divide a lane among `replicas`, and return how many trajectories the next replica gets.
+        """Divide a lane among a number of `replicas`, and return how many trajectories the next replica gets.
 
-        A share is at least a group, whose prompt a replica prefills once. `lane.share` bounds later replicas too.
+        A share is at least a group, whose prompt a replica prefills once. `lane.share` also bounds later replicas.
         """
         settings, version = self._state.settings, self.pin(lane.entries[0][1])
         lane.share = max(settings.group_size, -(-len(lane.entries) // replicas))
-        if not self._passes_once(lane, version):
+        if not self._is_loaded_once(lane, version):
             lane.share = min(settings.batch_per_replica, lane.share)
         return min(lane.share, len(lane.entries))
 
-    def _passes_once(self, lane: Lane, version: int | None) -> bool:
-        """Whether a lane's evaluations need a version older than the newest, which a replica serves only once.
+    def _is_loaded_once(self, lane: Lane, version: int | None) -> bool:
+        """Whether a lane has members of a pass whose `version` is older than the newest, or none is published yet.
 
-        Such are evaluations of a resumed run before its learner publishes. Replicas load versions in ascending
-        order, so a starting replica gets all of the lane, and its engine queues more than a batch.
+        A resumed run has such passes. A replica loads such a version only once, since versions never go back. So a
+        starting replica gets the whole lane, and its engine queues more than a batch.
         """
         evaluated, newest = lane.entries[0][1].kind is Kind.EVAL, self._state.newest_version
         return evaluated and version is not None and (version < newest or newest < 0)
 
     def _limit(self, lane: Lane) -> int | None:
-        """Return how many in-flight trajectories a replica may have to get more of a lane; None is no limit."""
+        """Return how many trajectories in flight keep a replica from getting more of a lane; None: no limit."""
         if lane.share is None:
             return None
         return lane.share if self._state.views.num_starting() else self._state.settings.batch_per_replica
 
     def _is_unserved(self, version: int, pinned: Mapping[int, list[Need]]) -> bool:
-        """Whether a lane pinned to a version finds no replica that serves it or can load it."""
+        """Whether some lane that is pinned to a version finds no replica that serves or can load the version."""
         lanes = (self._lanes[need] for need in pinned[version])
         return any(self.router.for_pinned(version, limit=self._limit(lane)) is None for lane in lanes)
 
     # ---- lanes
 
     def _need(self, trajectory: LiveTrajectory) -> Need:
-        """Return the lane of a trajectory: its own while it moves, its pass's if evaluated, else its version's."""
+        """Return the lane of a trajectory: its own during a move, else its pass's, else its pinned version's."""
         if self._state.moves.destination(trajectory.id) is not None:
             return trajectory.id
         return trajectory.group_id if trajectory.kind is Kind.EVAL else self.pin(trajectory)
@@ -289,19 +291,22 @@ class WaitingQueue:
         heappush(lane.entries, (arrival, trajectory))
 
     def _pop(self, need: Need) -> tuple[int, LiveTrajectory]:
-        """Remove and return the first of a lane, with its arrival."""
+        """Remove and return (arrival, trajectory) of the first in a lane; an empty lane is deleted."""
         entries = self._lanes[need].entries
         if len(entries) == 1:
             del self._lanes[need]
         return heappop(entries)
 
     def _is_free(self, trajectory: LiveTrajectory) -> bool:
-        """Whether any replica may run a training trajectory now."""
+        """Whether a trajectory may run now as training, under any version and without a move."""
         bound = self.pin(trajectory) is not None or self._state.moves.destination(trajectory.id) is not None
         return trajectory.kind is Kind.TRAIN and not bound and self._state.may_run(trajectory)
 
     def _place(self, trajectory: LiveTrajectory, lane: Lane) -> tuple[ReplicaView | None, int | None]:
-        """Return the replica for a trajectory if one has a place, and its version if it is pinned."""
+        """Return a replica with a place for a lane's first trajectory, or None, and the pinned version, or None.
+
+        An open move ends here if its destination has left the move's version.
+        """
         move, pin = self._state.moves.destination(trajectory.id), self.pin(trajectory)
         if move is not None:
             if self._state.views.serves(*move):
@@ -314,10 +319,10 @@ class WaitingQueue:
         return self.router.for_new(1), None
 
     def _place_beside_training(self, evaluation: Evaluation, lane: Lane) -> ReplicaView | None:
-        """Return a replica for a member of a pass that runs beside training.
+        """Return a replica for a member of a pass that runs beside training, or None, and note it as a holder.
 
-        The pass holds its replicas back from newer weights, so it uses the fewest that hold it with a batch each,
-        and only one until its first token fixes the version.
+        The pass keeps its replicas from loading newer weights. So it uses as few as hold it with a batch each, and
+        only one until its first token fixes the version.
         """
         batch = self._state.settings.batch_per_replica
         num_out = len(evaluation.pending) - len(lane.entries)

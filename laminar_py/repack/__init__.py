@@ -1,4 +1,4 @@
-"""Planners that move trajectories in flight, and their signals."""
+"""Repacking: rounds that move running trajectories between replicas of one weight version, and their planners."""
 
 from typing import TYPE_CHECKING
 

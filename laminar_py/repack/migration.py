@@ -4,10 +4,10 @@ A round, for each version that several replicas serve:
 
     CHOOSE       of a large fleet: the emptiest, the fullest, and others in turn
     SURVEY       each chosen replica reports its trajectories and its KV use
-    PLAN         pure
-    PROMISE      destinations keep their version until the moves arrive
+    PLAN         a planner, which is pure, returns moves
+    PROMISE      destinations keep their version until the moved trajectories arrive
     GIVE UP      sources abort the planned trajectories and report their tokens
-    HANDED OVER  the scheduler assigns each trajectory to its destination when the report arrives
+    HANDED OVER  the scheduler assigns each trajectory to its destination when the source's report arrives
 
 `control.moves` knows where each trajectory is, so a replica may crash at any point. The next round starts after
 one interval even if a slow source still holds trajectories. A round is recorded when its moves have ended.
@@ -33,9 +33,9 @@ from laminar_py.records.trajectory import FinishReason, TrajectoryRef
 from laminar_py.repack.planner import Planner, PlanningContext
 from laminar_py.repack.signals import EngineSpeed, GroupForecast, RemainingTokens
 
-MARGIN = 1.6  # on the tokens that responses added between survey and hand-over
-FORGET = 0.95  # decay per round of that estimate
-ASKED_AT_ONCE = 32  # replicas
+MARGIN = 1.6  # factor on the tokens that a response is expected to add between survey and hand-over
+FORGET = 0.95  # factor per round on this expectation, if the responses of the round added fewer
+ASKED_AT_ONCE = 32  # replicas whose surveys are requested before the event loop gets to other work
 MOST_SURVEYED = 256  # replicas in a round, so that its cost stays bounded in a larger fleet
 
 
@@ -43,24 +43,21 @@ class ReplicaFleet(Protocol):
     """Calls to replicas that a round makes."""
 
     async def survey(self, replica: int) -> Survey | None:
-        """Return a replica's trajectories and KV use; None if it is dying or does not answer."""
+        """Return a replica's trajectories and KV use; None if it crashed or does not answer."""
         ...
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Ask a replica to keep `version` until these trajectories arrive; return whether it promises.
-
-        A replica that does not answer in time promises nothing.
-        """
+        """Ask a replica to keep `version` until these trajectories arrive; return whether it promised in time."""
         ...
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
-        """Tell a replica to abort these trajectories and report their tokens."""
+        """Send a replica the command to abort these trajectories and report their tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationSettings:
-    """Settings of `config.rollout.RepackConfig`, with the cap on responses and the hold time of a version."""
+    """Settings of `config.rollout.RepackConfig`, with the cap on response tokens and `environment.hold_s`."""
 
     planner: str  # a name in `config.rollout.PLANNERS`
     interval_s: float
@@ -81,7 +78,7 @@ class MigrationSettings:
 
 
 class Migration:
-    """Runs a round every `interval_s`, and when `published(version)` returns a newer version."""
+    """Runs a repack round every `interval_s`, and whenever `published(version)` returns a newer version."""
 
     def __init__(
         self,
@@ -99,8 +96,8 @@ class Migration:
         self._published = published
         self._remaining = RemainingTokens(settings.max_new_tokens)
         self._newest = -1  # published version at the start of the last round
-        self._growth: float | None = None  # tokens that a response adds between survey and hand-over
-        self._previous_kv: dict[int, int] = {}  # tokens of each replica at its last survey
+        self._growth: float | None = None  # expected tokens that a response adds between survey and hand-over
+        self._previous_kv: dict[int, int] = {}  # KV tokens in use at each replica's last survey
         self._turn = 0  # number of the next round
 
     def finished(self, trajectory: TrajectoryRef) -> None:
@@ -109,7 +106,7 @@ class Migration:
         self._remaining.finished(trajectory.length, capped=capped)
 
     async def run(self, speed: EngineSpeed) -> None:
-        """Run rounds until cancelled."""
+        """Run rounds until cancelled; `speed` is the speed of every replica's engine."""
         planner = PLANNERS.get(self._settings.planner)
         async with asyncio.TaskGroup() as recording:
             while True:
@@ -121,7 +118,7 @@ class Migration:
     async def _round(
         self, speed: EngineSpeed, kind: Callable[[PlanningContext], Planner], recording: asyncio.TaskGroup
     ) -> None:
-        """Survey some replicas, plan moves within each version by a planner `kind`, and carry them out."""
+        """Survey some replicas, plan moves within each version by a `kind` of planner, and carry the moves out."""
         chosen = choose(self._scheduler.views.by_version(), most=MOST_SURVEYED, turn=self._turn)
         self._turn += 1
         surveys = await self._surveys(chosen)
@@ -139,7 +136,7 @@ class Migration:
         self._previous_kv |= {survey.replica: survey.kv_used for survey in surveys}
 
     async def _surveys(self, replicas: Sequence[int]) -> list[Survey]:
-        """Survey replicas, a few at a time so that the event loop serves others; return the answers."""
+        """Survey all `replicas` in parallel, and return the surveys of the replicas that answered."""
         async with asyncio.TaskGroup() as asking:
             surveys: list[asyncio.Task[Survey | None]] = []
             for first in range(0, len(replicas), ASKED_AT_ONCE):
@@ -149,9 +146,9 @@ class Migration:
         return [survey for task in surveys if (survey := task.result()) is not None]
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
-        """Return the state of the run that the planner uses, after adding the response lengths in `surveys`."""
+        """Return the state of the run that the planner uses; the forecast takes in the lengths in `surveys`."""
         self._remaining.update([summary.length for survey in surveys for summary in survey.running])
-        if self._growth is None:  # before the first move: the tokens of one interval
+        if self._growth is None:  # before the first move: the tokens that a response adds in one interval
             self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
         return PlanningContext(
             speed=speed,
@@ -164,7 +161,11 @@ class Migration:
         )
 
     async def carry_out(self, version: int, planned: Sequence[Move], recording: asyncio.TaskGroup) -> None:
-        """Carry out the planned moves of a version, and wait one interval at most; a task records their end."""
+        """Carry out the planned moves of a version, and wait for their end, at most one interval.
+
+        Leaves out a move whose trajectory is already in a move, or whose destination does not promise to keep the
+        version. A task in `recording` waits longer if it must, and records the round.
+        """
         moves = self._scheduler.moves
         planned = [move for move in planned if moves.destination(move.trajectory_id) is None]
         if not planned:
@@ -186,7 +187,7 @@ class Migration:
         await asyncio.wait([recorded], timeout=self._settings.interval_s)
 
     async def _record(self, moving: Round, began: float) -> None:
-        """Wait until every move of a round has ended, then record a `Repacked` event unless all failed."""
+        """Wait for the end of a round that began at `began`; record `Repacked` if any trajectory arrived."""
         await moving.done.wait()
         if moving.growth:
             self._growth = max(mean(moving.growth), FORGET * (self._growth or 0.0))
@@ -203,10 +204,11 @@ class Migration:
 
 
 def choose(by_version: Mapping[int, Sequence[ReplicaView]], *, most: int, turn: int) -> list[int]:
-    """Choose about `most` replicas to survey, in proportion from each version that several serve.
+    """Choose about `most` replicas to survey in round number `turn`, from each version in proportion.
 
-    A quarter has the least work, to be emptied first. A quarter has the most work, some of it waiting. The others
-    may have room, and take turns from round to round.
+    A version that only one replica serves is left out. Of each other version a quarter of the choice has the least
+    work, to be emptied first. A quarter has the most work, some of it waiting. The rest of the replicas, which may
+    have room, take turns from round to round.
     """
     groups = [group for group in by_version.values() if len(group) > 1]
     total = sum(map(len, groups))

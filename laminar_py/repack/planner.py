@@ -18,7 +18,7 @@ class Forecast(Protocol):
     """A prediction of remaining response tokens, e.g. `signals.GroupForecast`."""
 
     def __call__(self, held: Sequence[TrajectorySummary], /) -> Numbers:
-        """Return [n] expected remaining tokens of each response."""
+        """Return [n] expected remaining tokens of the responses of `held`, n trajectories on replicas."""
         ...
 
 
@@ -26,20 +26,17 @@ class Forecast(Protocol):
 class PlanningContext:
     """State of a run that a planner uses in one round."""
 
-    speed: EngineSpeed
+    speed: EngineSpeed  # of every replica's engine
     forecast: Forecast
     max_stall_s: float  # longest prefill of received trajectories, for which a destination stops decoding
     hold_s: float = math.inf  # longest time to keep a version while all trajectories wait for environments
-    growth: int = 64  # tokens that a response adds between survey and hand-over
-    has_demand: bool = True  # an emptied replica gets new prompts
+    growth: int = 64  # tokens that a response may add between survey and hand-over
+    has_demand: bool = True  # False: an emptied replica would get no new prompts
     previous_kv: Mapping[int, int] = field(default_factory=dict)  # KV tokens of each replica at its last survey
 
 
 class Planner(Protocol):
-    """A planner of one round, e.g. `PredictivePlanner(context)`.
-
-    `config.rollout.PLANNERS` registers the classes.
-    """
+    """A planner of one round, e.g. `PredictivePlanner(context)`, whose class is in `config.rollout.PLANNERS`."""
 
     def plan(self, surveys: Sequence[Survey]) -> list[Move]:
         """Return moves among the replicas in `surveys`, which serve the same version."""
@@ -47,5 +44,5 @@ class Planner(Protocol):
 
 
 def move_of(held: TrajectorySummary, source: Survey, destination: int) -> Move:
-    """Return the move of a running trajectory, which costs a prefill of its context."""
+    """Return the move of a running trajectory, whose destination has to prefill its whole context."""
     return Move(held.trajectory_id, source.replica, destination, held.context)

@@ -21,18 +21,18 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     second, roofline batch 48.
     """
 
-    step_s: float  # of a decode step
-    step_s_per_sequence: float  # added for each sequence in the batch
-    step_s_per_token: float  # added for each token of KV cache read
+    step_s: float  # seconds of a decode step, before the additions below
+    step_s_per_sequence: float  # seconds added for each sequence in the batch
+    step_s_per_token: float  # seconds added for each token of KV cache read
     prefill_tokens_per_s: float
-    roofline_batch: int  # B: a larger batch makes the step slower
+    roofline_batch: int  # sequences; a larger batch makes the step slower
 
     def decode_s(self, *, sequences: int, kv_tokens: float) -> float:
-        """Return seconds of one decode step of a batch."""
+        """Return seconds of one decode step of `sequences` sequences with `kv_tokens` tokens of KV cache."""
         return self.step_s + self.step_s_per_sequence * sequences + self.step_s_per_token * kv_tokens
 
     def rate(self, *, sequences: int, kv_tokens: float) -> float:
-        """Return tokens a second of a batch."""
+        """Return generated tokens a second of `sequences` sequences with `kv_tokens` tokens of KV cache."""
         return sequences / self.decode_s(sequences=sequences, kv_tokens=kv_tokens)
 
     def prefill_s(self, tokens: float) -> float:
@@ -45,12 +45,12 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemainingTokens:
-    """Expected remaining tokens of a response, by a hazard that is constant inside each of `BINS` length bins.
+    """Expected remaining tokens of a response, by its hazard: the chance per token that the response ends.
 
-    The hazard of a bin is the number of responses that ended in it over the tokens generated in it. Tokens of
-    running responses count, so that short responses, which end first, do not bias it. The prior, which weighs one
-    response per bin, expects as many further tokens as a response has. Older observations decay with each finished
-    response, since the policy changes.
+    The hazard is constant in each of `BINS` bins of response length: the number of responses that ended in the bin
+    over the tokens generated in it. Tokens of running responses count too, since short responses end first and
+    would bias the hazard. The prior, which weighs one response per bin, expects as many further tokens as a
+    response has. Older observations decay with each finished response, since the policy changes.
     """
 
     BINS = 48
@@ -83,7 +83,7 @@ class RemainingTokens:
             self._fold()
 
     def update(self, running: Sequence[int]) -> None:
-        """Recompute the hazards from finished responses and the lengths of `running` ones."""
+        """Recompute the hazards from the finished responses and from the lengths of the `running` responses."""
         self._fold()
         tokens = self._prior_tokens + self._tokens + self._generated(np.sort(np.array(running, np.float64)))
         self._hazard = (self._prior_ends + self._ends) / tokens
@@ -102,7 +102,7 @@ class RemainingTokens:
         return out
 
     def _fold(self) -> None:
-        """Add the new finished responses, with the decay of adding them one by one."""
+        """Add the new finished responses to the sums of each bin, with the decay of adding them one by one."""
         if not self._new:
             return
         lengths = np.array([length for length, _ in self._new], np.float64)
@@ -116,7 +116,7 @@ class RemainingTokens:
         self._new.clear()
 
     def _generated(self, ascending: Numbers) -> Numbers:
-        """Return [bins] tokens that responses of these lengths have in each bin."""
+        """Return [bins] how many tokens responses of these lengths, in `ascending` order, have in each bin."""
         below = np.searchsorted(ascending, self._edges, side="right")
         sums = np.concatenate([[0.0], np.cumsum(ascending)])
         up_to = sums[below] + self._edges * (len(ascending) - below)  # [bins + 1] tokens before each edge
@@ -127,8 +127,8 @@ class RemainingTokens:
 class GroupForecast:
     """`RemainingTokens`, scaled by the lengths of finished samples of the same prompt.
 
-    If a group's finished samples are twice as long as the run's average, its running samples are expected to be
-    longer too. The run's average weighs as much as `PRIOR` samples.
+    If a group's finished samples are longer than the run's average, its running samples are expected to be longer
+    too. The run's average weighs as much as `PRIOR` samples.
     """
 
     PRIOR = 4.0
@@ -138,7 +138,7 @@ class GroupForecast:
         self._finished = finished  # lengths of finished samples in a trajectory's group
 
     def __call__(self, held: Sequence[TrajectorySummary], /) -> Numbers:
-        """Return [n] expected remaining tokens, scaled by how long finished siblings were, against the average."""
+        """Return [n] expected remaining tokens of the responses of `held`, n trajectories on replicas."""
         expected = self._remaining.expected(np.array([item.length for item in held], np.float64))
         average = self._remaining.of_new
         prior = self.PRIOR * average

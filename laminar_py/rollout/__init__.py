@@ -1,4 +1,4 @@
-"""A replica: the trajectories that run in one engine, and the weights that the engine serves."""
+"""A rollout replica: trajectories on one engine, weight loads, reports; read `rollout.replica` first."""
 
 from typing import TYPE_CHECKING
 

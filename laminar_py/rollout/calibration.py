@@ -18,35 +18,35 @@ from laminar_py.records.host import Clock
 from laminar_py.repack.signals import EngineSpeed
 
 SHORT, LONG = 16, 48  # response tokens of the two batches
-PROMPT, LONG_PROMPT = 8, 4096
-FEW = 8  # sequences with long prompts
-REPEATS = 3
+PROMPT, LONG_PROMPT = 8, 4096  # prompt tokens
+FEW = 8  # sequences in a batch with long prompts
+REPEATS = 3  # of each pair of batches
 MARGIN = 0.25  # the roofline batch lengthens a step by this share over a single sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBounds:
-    """Bounds on the requests, as in `RolloutConfig`."""
+    """Bounds on the requests of a measurement."""
 
-    vocab: int
-    slots: int
-    max_len: int
-    kv_capacity: int
-    sampling: SamplingParams  # top-p and recording cost time too
+    vocab: int  # token ids
+    slots: int  # sequences that the engine decodes at a time
+    max_len: int  # tokens of prompt and response
+    kv_capacity: int  # tokens
+    sampling: SamplingParams  # of the run, since top-p and recording cost time too
 
     @property
     def few(self) -> int:
-        """Sequences with long prompts."""
+        """Number of sequences in a batch with long prompts."""
         return min(FEW, self.slots)
 
     @property
     def long_prompt(self) -> int:
-        """Tokens of a long prompt of which a few fit."""
+        """Tokens of a long prompt, so short that the KV cache holds `few` sequences with such prompts."""
         return max(PROMPT + 1, min(LONG_PROMPT, self.max_len, self.kv_capacity // self.few) - LONG - 1)
 
 
 async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> EngineSpeed:
-    """Measure the speed of an idle engine, by about 800 decode steps and at most 200,000 prefill tokens."""
+    """Measure the speed of an idle engine by about 800 decode steps and at most 200,000 prefill tokens."""
     requests, few, prompt = TimedRequests(engine, bounds, clock), bounds.few, bounds.long_prompt
     await requests.batch(1, PROMPT, SHORT)  # warm-up: compiles kernels, touches memory
     alone = await requests.step_s(1, PROMPT)
@@ -65,7 +65,7 @@ async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Cl
 
 
 class TimedRequests:
-    """Sends requests of chosen sizes to an idle engine and times them."""
+    """Sends requests of chosen sizes to an engine, and times them."""
 
     def __init__(self, engine: InferenceEngine, bounds: EngineBounds, clock: Clock) -> None:
         self._engine = engine
@@ -75,7 +75,7 @@ class TimedRequests:
         self._num_requests = 0
 
     async def step_s(self, sequences: int, prompt: int) -> float:
-        """Return seconds of one decode step, the median of `REPEATS`."""
+        """Return seconds of a decode step for `sequences` prompts of `prompt` tokens, the median of `REPEATS`."""
         steps = []
         for _ in range(REPEATS):
             short = await self.batch(sequences, prompt, SHORT)
@@ -84,11 +84,13 @@ class TimedRequests:
         return max(1e-6, median(steps))
 
     async def batch(self, sequences: int, prompt: int, tokens: int, *, groups: int | None = None) -> float:
-        """Return seconds of `sequences` requests together, with prompts that no prefix cache has.
+        """Send requests together; return the seconds until each has generated `tokens` tokens.
 
-        With `groups`, requests share that many prompts; without, each has its own.
+        Prompts are `prompt` random tokens, which no prefix cache has. `groups` prompts are shared; None: no sharing.
         """
-        prompts = [self._prompt(prompt) for _ in range(groups or sequences)]
+        prompts = [
+            self._rng.integers(0, self._bounds.vocab, prompt).astype(np.int32) for _ in range(groups or sequences)
+        ]
         first = self._num_requests
         self._num_requests += sequences
         began = self._clock.now()
@@ -99,9 +101,6 @@ class TimedRequests:
             )
         )
         return self._clock.now() - began
-
-    def _prompt(self, length: int) -> IntArray:
-        return self._rng.integers(0, self._bounds.vocab, length).astype(np.int32)
 
     async def _request(self, name: str, group: str, prompt: IntArray, tokens: int) -> None:
         """Generate `tokens` tokens after a prompt and discard them."""

@@ -1,6 +1,7 @@
 """The outbox gathers a replica's news into reports for the controller. `rollout.replica` owns it.
 
-Each news is in exactly one report, in order (`tests/rollout/test_replica.py`).
+News are progress of trajectories, loaded versions and lost versions. Each is in exactly one report, in order
+(`tests/rollout/test_replica.py`).
 """
 
 import asyncio
@@ -21,34 +22,34 @@ class Outbox:
 
     index: int
     clock: Clock
-    gather_s: float = GATHER_S  # for which news gathers
+    gather_s: float = GATHER_S  # least time between two reports, except after `flush_now`
     progress: list[Progress] = field(default_factory=list)
     loads: list[VersionLoaded] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)  # trajectories whose version no relay has
+    lost: list[str] = field(default_factory=list)  # ids of trajectories whose version no relay has
     generated: int = 0  # training tokens
     urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is news to report
-    _awaited: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits for the report
-    _last_s: float = field(init=False)
+    _flushed: asyncio.Event = field(default_factory=asyncio.Event)  # the next report must not gather more news
+    _last_s: float = field(init=False)  # time of the last report
 
     def __post_init__(self) -> None:
         """Start the first interval."""
         self._last_s = self.clock.now()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when news is urgent, else after `timeout_s`.
+        """Return when the next report is due: when there is urgent news, else after `timeout_s`.
 
-        Unless somebody waits for it, urgent news waits `gather_s` since the last report, so that short
-        trajectories share a report.
+        Urgent news waits until `gather_s` after the last report or `flush_now`, so that short trajectories share a
+        report.
         """
         if not self.urgent.is_set():
             await _set_within(self.urgent, timeout_s)
-        if not self._awaited.is_set():
-            await _set_within(self._awaited, self._last_s + self.gather_s - self.clock.now())
+        if not self._flushed.is_set():
+            await _set_within(self._flushed, self._last_s + self.gather_s - self.clock.now())
         self.urgent.clear()
-        self._awaited.clear()
+        self._flushed.clear()
 
     def report_first_token(self, item: Assignment, version: int) -> None:
-        """Add the version of a trajectory's first token."""
+        """Add the version of a trajectory's first token here, and make the news urgent."""
         self.progress.append(
             Progress(trajectory_id=item.trajectory_id, epoch=item.epoch, start=item.length, begun=version)
         )
@@ -57,10 +58,10 @@ class Outbox:
     def flush_now(self) -> None:
         """Let the next report leave now, without gathering more news."""
         self.urgent.set()
-        self._awaited.set()
+        self._flushed.set()
 
     def pop_report(self, status: EngineStatus, *, admissible: int, received: int) -> ReplicaReport:
-        """Return a report of all news so far, and empty the outbox."""
+        """Return a report of all news so far, with the engine's status and the free places; empty the outbox."""
         self._last_s = self.clock.now()
         report = ReplicaReport(
             replica=self.index,
@@ -77,7 +78,7 @@ class Outbox:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, and set it after `seconds`; return at once if they are not positive."""
+    """Wait until an event is set, and set it after `seconds`; return at once if `seconds` is not positive."""
     if seconds <= 0:
         return
     if seconds == math.inf:

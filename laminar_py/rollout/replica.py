@@ -11,14 +11,14 @@
     |   engine  <--- load, swap --- serve: the loop <--- newest version --- relay       |
     +-----------------------------------------------------------------------------------+
 
-`Replica.serve` is the loop; the controller's calls run between its turns. It wakes when the relay has a newer
+`Replica.serve` is the loop; the controller's calls run while it waits. It wakes when the relay has a newer
 version, when the last trajectory left, or when trajectories wait for their version.
 
-Under `drain` a replica admits a batch under a version, finishes it, loads the newest weights and admits the next
-batch. It admits nothing before it has weights. Under `drain` it leaves a version only when no trajectory of that
-version runs here or is on its way here (law 2). If the engine is lost, one last report has all delivered tokens,
-and the next `next_report` raises. No request enters the engine during a load, and each load is in one report
-(`tests/rollout/test_replica.py`).
+Under `drain` a replica admits a batch under a version, finishes the batch, loads the newest weights and admits the
+next batch. It leaves a version only when no trajectory of that version runs here or is on its way here (law 2).
+Under every policy a replica admits nothing before it has weights, no request enters the engine during a load, and
+each load is in one report. If the engine is lost, one last report has all delivered tokens, and the `next_report`
+after it raises (`tests/rollout/test_replica.py`).
 """
 
 import asyncio
@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Loads versions from `weights` into `engine`, and hashes every `verify_every`-th there (0: none)."""
+    """Loads versions from `weights` into `engine`; reports the hash of every `verify_every`-th (0: of none)."""
 
     def __init__(
         self, engine: InferenceEngine, weights: WeightSource, streams: Streams, out: Outbox, *, verify_every: int
     ) -> None:
-        self.version = -1  # in use
+        self.version = -1  # that the engine serves; -1 before the first load
         self._engine = engine
         self._weights = weights
         self._streams = streams
@@ -63,7 +63,7 @@ class WeightLoader:
         self._next_verified = 0  # the first version from here on is hashed
 
     async def load(self, version: int | None) -> None:
-        """Pull and load a version, or the newest for None, while nothing runs. Raises `VersionLostError`."""
+        """Pull and load a version, or the newest for None, while no request runs. Raises `VersionLostError`."""
         began = self._out.clock.now()
         self._streams.serving.clear()
         try:
@@ -75,14 +75,14 @@ class WeightLoader:
         await self._install(pulled, began)
 
     async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
-        """Pull the newest version while trajectories generate, then load it and let them continue under it.
+        """Pull the newest version while trajectories generate; then pause them as `policy` says, load, and resume.
 
-        After the pull it loads nothing if `may_swap()` is false.
+        If `may_swap()` is false after the pull, the engine keeps its version.
         """
         began = self._out.clock.now()
         pulled = await self._weights.pull()
         if not may_swap():
-            return  # a trajectory that arrived during the pull must end first
+            return  # a trajectory that arrived during the pull needs the present version
         self._streams.serving.clear()
         interrupted = await self._streams.interrupt() if policy is OnNewWeights.RESUME else []
         if policy is not OnNewWeights.RESUME:
@@ -93,9 +93,9 @@ class WeightLoader:
         self._out.urgent.set()
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
-        """Load a pulled version into the engine, and report the load with its duration since `began`.
+        """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
 
-        A checksum is computed at the first version after every `_verify_every` versions.
+        Among each `_verify_every` consecutive versions, the first that is loaded is hashed.
         """
         await self._engine.load_weights(Path(pulled.path), pulled.version)
         checksum = None
@@ -129,13 +129,13 @@ class Replica:
         store: ResponseStore,
         clock: Clock,
         on_new_weights: OnNewWeights,
-        batch: int,
-        max_batch: int,
-        partial_interval_s: float,
-        max_seconds: float | None = None,
-        verify_every: int = 0,
-        initial: Sequence[Assignment] = (),
-        gather_s: float = GATHER_S,
+        batch: int,  # most new trajectories under a version, with `drain`
+        max_batch: int,  # sequences that the engine decodes at a time
+        partial_interval_s: float,  # between writes to the journal
+        max_seconds: float | None = None,  # cap on the time of a response
+        verify_every: int = 0,  # versions, of which one is hashed; 0: none
+        initial: Sequence[Assignment] = (),  # to start with
+        gather_s: float = GATHER_S,  # least time between reports
         environments: Environments | None = None,
     ) -> None:
         self.index = index
@@ -152,25 +152,28 @@ class Replica:
         self._expected: set[str] = set()  # trajectories on their way here, under the current version
         self._expected_passes: set[str] = set()  # passes with further members to come, under the current version
         self._newest = -1  # newest version that the relay announced
-        self._weights_wanted = asyncio.Event()  # set when new weights may be due
-        self._weights_kept = asyncio.Lock()  # held while weights change, and while they must not
+        self._weights_wanted = asyncio.Event()  # set when `serve` has to look whether weights are due
+        self._weights_lock = asyncio.Lock()  # held while weights change, and while they must not
         self._loss_raised = asyncio.Event()  # set when `next_report` has raised the engine's loss
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
-        self._streams = Streams(engine, self._out, store, environments, ended=self._on_left, lost=self._lose)
+        self._streams = Streams(
+            engine, self._out, store, environments, on_ended=self._on_ended, on_lost=self._lose
+        )
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 
     # ---- called by the controller
 
     def start_assignments(self, assignments: Sequence[Assignment]) -> None:
-        """Start assignments; those pinned to another version wait until it is loaded, oldest version first."""
+        """Start assignments, or queue them until their version is loaded; if stopped, hand training back."""
         self._admission.received += sum(assignment.version is None for assignment in assignments)
         self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
         self._expected_passes.update(item.group_id for item in assignments if item.more_to_come)
+        serves = self._streams.serving.is_set()  # no weights are being loaded
         for assignment in assignments:
             if not self._admission.trains and assignment.kind is Kind.TRAIN:
                 self._streams.hand_back(assignment)
-            elif assignment.version is None or (assignment.version == self._loader.version and self._serves):
+            elif assignment.version is None or (serves and assignment.version == self._loader.version):
                 self._admission.count(assignment)
                 self._streams.start(assignment)
             else:
@@ -180,30 +183,33 @@ class Replica:
             self._weights_wanted.set()
 
     async def abort(self, trajectory_ids: Sequence[str]) -> None:
-        """Abort trajectories; the next report has their tokens, with finish reason ABORT."""
+        """Abort trajectories by their ids; later reports have their tokens, with finish reason ABORT."""
         self._hand_back_pinned(trajectory_ids)
         with self._watching_for_loss():
             await self._streams.abort(trajectory_ids)
 
     async def stop(self, *, evaluations: bool) -> None:
-        """Admit nothing more and abort all training, and `evaluations` too; reports have the partial responses."""
+        """Take no more training and abort all training; abort evaluations too if `evaluations` is true."""
         self._admission.stop()
         self._expected.clear()
         assignments = [*self._pinned, *(running.assignment for running in self._running.values())]
         await self.abort([item.trajectory_id for item in assignments if evaluations or item.kind is Kind.TRAIN])
 
     async def next_report(self, timeout_s: float) -> ReplicaReport:
-        """Wait for news, at most `timeout_s`, and return the next report.
+        """Wait for news, at most `timeout_s`, store it durably, and return the next report.
 
-        Raises `EngineLostError` after the last report of a lost engine, `StoreFullError` if the disk is full; that
-        report is lost, and its trajectories continue from the journal in a later epoch.
+        Raises `EngineLostError` after the last report of a lost engine. Raises `StoreFullError` if the disk is
+        full; that report is lost, and its trajectories continue from the journal in a later epoch.
         """
-        if self._admission.loss is not None and not self._out.urgent.is_set():
+        if self._admission.lost_error is not None and not self._out.urgent.is_set():
             self._loss_raised.set()
-            raise self._admission.loss
+            raise self._admission.lost_error
         await self._out.wait(timeout_s)
         status = self._engine_status()
-        admissible = 0 if self._pinned else self._admissible(status)
+        # trajectories that wait for environments free their places only while the engine has no queue
+        num_away = 0 if status.waiting else len(self.away)
+        admissible = self._admission.admissible(num_running=len(self._running), num_away=num_away)
+        admissible = 0 if self._pinned else admissible
         report = self._out.pop_report(status, admissible=admissible, received=self._admission.received)
         await self._store.synced()  # one sync for all tokens that the report names
         return report
@@ -211,13 +217,13 @@ class Replica:
     async def measure_speed(
         self, *, vocab: int, max_len: int, sampling: SamplingParams
     ) -> tuple[EngineSpeed, bool]:
-        """Measure the engine's speed once it has weights; return it, and whether the engine was idle.
+        """Wait for the first weights, and return the engine's speed and whether the engine was idle at the start.
 
-        New weights wait meanwhile. Raises `EngineLostError`, after the last report.
+        New weights wait during the measurement. Raises `EngineLostError`, after the last report.
         """
         await self._streams.serving.wait()
         try:
-            async with self._weights_kept:
+            async with self._weights_lock:
                 bounds = EngineBounds(
                     vocab=vocab,
                     slots=self._max_batch,
@@ -237,7 +243,7 @@ class Replica:
         self._out.flush_now()
 
     def journal_partials(self) -> None:
-        """Write new tokens of running trajectories to the journal, as every `partial_interval_s`."""
+        """Write new tokens of running trajectories to the journal now, not only every `partial_interval_s`."""
         self._streams.save_partials()
 
     @property
@@ -248,9 +254,9 @@ class Replica:
     # ---- called for repacking
 
     async def survey(self, lengths: Callable[[], Mapping[str, int]] = dict) -> Survey:
-        """Return its training trajectories and KV use; no trajectories if the engine is lost.
+        """Return the replica's training trajectories and KV use; no trajectories if the engine is lost.
 
-        `lengths()` gives response lengths by id, where the engine has more tokens than it delivered.
+        `lengths()` gives response lengths by id, where the engine has more tokens than it has delivered.
         """
         status = self._engine_status()
         await asyncio.sleep(0)  # first handle what the engine has just delivered
@@ -263,33 +269,30 @@ class Replica:
             kv_used=status.kv_used,
             kv_capacity=status.kv_capacity,
             running=tuple(
-                running.held(grown.get(running.assignment.trajectory_id, running.length))
+                running.summary(grown.get(running.assignment.trajectory_id, running.length))
                 for running in training
-                if not running.queues
+                if not running.is_queued
             ),
-            waiting=tuple(running.held(running.length) for running in training if running.queues),
+            waiting=tuple(running.summary(running.length) for running in training if running.is_queued),
             can_move=len(training) == len(self._running) and not self._pinned and self._keeps_version,
             held_s=self._streams.held_s,
         )
 
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Promise to keep `version` until these trajectories arrive or are called off.
-
-        Return False if it cannot.
-        """
+        """Promise to keep `version` until these trajectories arrive or are called off; return False to refuse."""
         if version != self._loader.version or not self._keeps_version:
             return False
         self._expected.update(trajectory_ids)
         return True
 
     def call_off(self, names: Sequence[str]) -> None:
-        """Stop expecting trajectories or further members of passes, by their ids."""
+        """Stop expecting trajectories, or further members of passes, by the ids in `names`."""
         self._expected.difference_update(names)
         self._expected_passes.difference_update(names)
         self._weights_wanted.set()
 
     async def give_up(self, trajectory_ids: Sequence[str]) -> None:
-        """Abort trajectories that move elsewhere, wait for the ends of their streams, and report at once."""
+        """Abort trajectories by their ids, wait for the ends of their streams, and let the next report leave."""
         self._hand_back_pinned(trajectory_ids)
         with self._watching_for_loss():
             await self._streams.give_up(trajectory_ids)
@@ -298,23 +301,23 @@ class Replica:
     # ---- the loop, and tasks beside it
 
     async def serve(self) -> None:
-        """The loop: load weights whenever the state of the replica allows it, until the engine is lost."""
+        """Load weights whenever the state of the replica allows it, until the engine is lost."""
         while self._admission.state is not ReplicaState.LOST:
             await self._weights_wanted.wait()
             self._weights_wanted.clear()
-            async with self._weights_kept:
+            async with self._weights_lock:
                 with self._watching_for_loss():
                     if self._running and not self._pinned and self._may_swap():
                         await self._loader.swap(self._policy, may_swap=self._may_swap)
-                    elif self._running or self._promised_version:
-                        continue  # its trajectories, or trajectories on their way here, need this version
+                    elif self._running or self._expects_more:
+                        continue  # running trajectories, or trajectories on their way here, need this version
                     elif self._pinned:
                         await self._load_pinned()
                     else:
                         await self._begin_batch()
 
     async def run(self) -> None:
-        """Start the initial assignments, then run the loop and its watchers until cancelled."""
+        """Start the initial assignments, then run `serve` and the tasks beside it until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._streams.open(tasks)
@@ -328,16 +331,18 @@ class Replica:
             self._streams.close()
 
     async def _until_lost(self, work: Awaitable[None]) -> None:
+        """Await `work`; if it raises `EngineLostError`, note the loss instead."""
         with self._watching_for_loss():
             await work
 
     async def _follow_relay(self) -> None:
+        """Note each newer version that the relay announces, and wake `serve`, until cancelled."""
         while True:
             self._newest = await self._weights.wait_newer(self._newest)
             self._weights_wanted.set()
 
     async def _watch_partials(self) -> None:
-        """Journal new tokens every `_partial_interval_s`, and abort overdue trajectories."""
+        """Journal new tokens and abort overdue trajectories every `_partial_interval_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._partial_interval_s)
             if self._max_seconds is not None:
@@ -346,8 +351,8 @@ class Replica:
             with self._watching_for_loss():
                 self._streams.save_partials()
 
-    def _on_left(self) -> None:
-        """After a trajectory left: wake the loading of weights if it is due; report at once if idle."""
+    def _on_ended(self) -> None:
+        """After a trajectory left, wake `serve` if weights may be due now, and report at once if none runs."""
         if not self._running:
             self._weights_wanted.set()
             self._out.flush_now()
@@ -357,17 +362,17 @@ class Replica:
     # ---- weights
 
     async def _begin_batch(self) -> None:
-        """Load the newest weights and admit a batch, unless there are none yet or the replica stops."""
+        """Load the newest weights, if they are newer, and admit a batch under them; no batch without weights."""
         if self._newest > self._loader.version:
             await self._loader.load(None)
         if self._loader.version < 0:
             return  # a trajectory that ran now would delay the first weights
-        # trajectories that arrived during the load begin under the new weights
+        # new trajectories that arrived during the load belong to this batch
         self._admission.begin_batch(admitted=sum(is_new(item.assignment) for item in self._running.values()))
         self._out.flush_now()
 
     async def _load_pinned(self) -> None:
-        """Load the version of the first pinned trajectories; admit new ones only if it is the newest."""
+        """Load the first pinned trajectories' version, and start these; report them as lost if no relay has it."""
         version = self._pinned[0].version
         assert version is not None, "only pinned trajectories wait"
         try:
@@ -385,7 +390,7 @@ class Replica:
         self._out.urgent.set()
 
     def _start_pinned(self) -> None:
-        """Start trajectories pinned to the current version; hand back trajectories of older versions (law 2)."""
+        """Start waiting trajectories of the current version, and hand back those of older versions (law 2)."""
         waiting, self._pinned = self._pinned, deque()
         for assignment in waiting:
             if assignment.version == self._loader.version:
@@ -411,19 +416,21 @@ class Replica:
 
     @contextlib.contextmanager
     def _watching_for_loss(self) -> Iterator[None]:
+        """Run the body; if it raises `EngineLostError`, note the loss instead."""
         try:
             yield
         except EngineLostError as error:
             self._lose(error)
 
     def _lose(self, error: EngineLostError) -> None:
+        """Note that the engine is lost, and report all delivered tokens; the first loss is logged."""
         if self._admission.state is not ReplicaState.LOST:
             log.error("replica %d lost its engine: %s", self.index, error)
         self._admission.lose(error)
         self._streams.report_all()
 
     def _engine_status(self) -> EngineStatus:
-        """Return the engine's status; a lost engine holds nothing."""
+        """Return the engine's status; an empty one if the engine is lost, which is noted."""
         if self._admission.state is not ReplicaState.LOST:
             try:
                 return self._engine.status()
@@ -433,34 +440,22 @@ class Replica:
 
     # ---- its state
 
-    def _admissible(self, status: EngineStatus) -> int:
-        """Return how many training trajectories may begin.
-
-        Trajectories in `away` free their places only while the engine's queue is empty.
-        """
-        num_away = 0 if status.waiting else len(self.away)
-        return self._admission.admissible(num_running=len(self._running), num_away=num_away)
-
     @property
     def _running(self) -> Mapping[str, RunningTrajectory]:
         return self._streams.running
 
     @property
-    def _serves(self) -> bool:
-        """Whether no weights are being loaded."""
-        return self._streams.serving.is_set()
-
-    @property
-    def _promised_version(self) -> bool:
-        """Whether it expects trajectories, or further members of evaluation passes, under its version."""
+    def _expects_more(self) -> bool:
+        """Whether trajectories, or further members of passes, are on their way here under the current version."""
         return bool(self._expected or self._expected_passes - {item.group_id for item in self._pinned})
 
     @property
     def _keeps_version(self) -> bool:
-        """Whether it serves a version and is not about to load another."""
-        return self._serves and self._admission.trains and bool(self._running)
+        """Whether the replica can promise its version: it loads none, takes training, and trajectories run."""
+        return self._streams.serving.is_set() and self._admission.trains and bool(self._running)
 
     def _hand_back_pinned(self, trajectory_ids: Sequence[str]) -> None:
+        """Hand back the trajectories among these that wait for their version."""
         for assignment in [waiting for waiting in self._pinned if waiting.trajectory_id in trajectory_ids]:
             self._pinned.remove(assignment)
             self._streams.hand_back(assignment)

@@ -1,10 +1,10 @@
 """A trajectory that runs on a replica: its tokens, and how many of them were reported. `rollout.streams` owns it.
 
-Every token is reported once, in order, with the version that the engine stamped on it (law 2), with its sampling
-mask and, per stream, the experts of every position, if the run records them (`tests/rollout/test_replica.py`).
+Every token is reported once, in order, with the version that the engine stamped on it (law 2). If the run records
+sampling masks or experts, these are reported too (`tests/rollout/test_replica.py`).
 
-A response can be a tree; then the engine gets the context of its last branch alone. A branch has its own seed, so
-two branches from one place differ, and a repeated request draws the same tokens
+A response can be a tree; then the engine gets only the context of the last branch. Each branch has a seed of its
+own, so two branches from one place differ, and a repeated request of a branch draws the same tokens
 (`tests/environment/test_truth.py`).
 """
 
@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -49,15 +48,16 @@ _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small nu
 
 
 def in_context(request: GenerateRequest, spans: tuple[Span, ...]) -> GenerateRequest:
-    """Turn a request that continues a whole tree into a request with the context of its last branch alone.
+    """Return a request for the last branch of a tree, from a request with all response tokens and their spans.
 
-    E.g. if the last 15 of 60 response tokens follow the first 41, the engine gets these 56 behind the prompt.
+    E.g. if the last 15 of 60 response tokens follow the first 41, the engine gets these 56 behind the prompt. The
+    cap on new tokens stays the same, and the seed is the branch's own.
     """
     context, sampling = context_of(spans), request.sampling
     root, branch = context.parts[0][0], context.parts[-1][0]
     ids = request.prefix_ids[context.places]
     prompt, group = request.prompt_ids, request.group_id
-    if not context.has_prompt:  # the branch begins with a prompt of its own, which no other shares
+    if not context.has_prompt:  # the branch begins with a prompt of its own, which no other request shares
         count = next(span.end - span.start for span in spans if span.start == root)
         prompt, ids, group = ids[:count], ids[count:], f"{request.rid}/{root}"
     room = sampling.max_new_tokens - len(request.prefix_ids)
@@ -72,7 +72,6 @@ def in_context(request: GenerateRequest, spans: tuple[Span, ...]) -> GenerateReq
     )
 
 
-AnyArray = TypeVar("AnyArray", IntArray, FloatArray)
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -88,48 +87,51 @@ class StreamState(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class RunningTrajectory:
-    """An assignment that runs, e.g. `begin(assignment, now)`; it has a prefix if it was interrupted before."""
+    """An assignment that runs, e.g. `begin(assignment, now)`, with the response so far.
+
+    The reported part of the response is the prefix; the lists have the unreported part, with an item per delta.
+    """
 
     assignment: Assignment
-    submitted_s: float
+    submitted_s: float  # start here, on the replica's clock
     length: int  # response tokens so far
     stream: int  # place in the response of the current stream's first token
     routed: int  # leading positions whose experts are recorded
     prefix: IntArray | None = None  # [reported] tokens; None until they are read from storage
     prefix_spans: tuple[Span, ...] = ()
     prefix_logprobs: FloatArray = field(default_factory=lambda: _NO_LOGPROBS)  # [reported]
-    ids: list[IntArray] = field(default_factory=list)  # unreported, an array for each delta
+    ids: list[IntArray] = field(default_factory=list)
     logprobs: list[FloatArray] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # unreported; reach back to versions that the engine corrected
-    masks: list[SamplingMask | None] = field(default_factory=list)  # one for each of `ids`
+    masks: list[SamplingMask | None] = field(default_factory=list)
     experts: list[RoutedExperts] = field(default_factory=list)
     journaled: int = 0  # leading unreported deltas that are in the journal
     first_token_s: float | None = None
     state: StreamState = StreamState.OUTSIDE
     is_aborted: bool = False  # it ends here even if its stream ends a turn
-    cut: Cap | None = None
+    cut: Cap | None = None  # the cap on seconds or on turns, if it ends the response
     away_since_s: float = 0.0  # start of its environment's work, while it is `AWAY`
     environment_s: float = 0.0  # unreported time of its environment
     reward: float | None = None  # from its environment
     roles: tuple[RoleCredit, ...] = ()  # roles to which its environment gave rewards
     task: "asyncio.Task[None] | None" = None  # brings it into the engine, and may read its stream
     is_open: bool = False  # an engine stream has not ended
-    over: "asyncio.Future[None] | None" = None  # done at the end of that stream, if somebody waits
+    _stream_over: "asyncio.Future[None] | None" = None  # done at the end of that stream; None without a waiter
 
     def stream_end(self) -> "asyncio.Future[None]":
-        """Return a future that is done when the open stream ends."""
-        self.over = self.over or asyncio.get_running_loop().create_future()
-        return self.over
+        """Return a future that is done when the open stream ends; all waiters share it."""
+        self._stream_over = self._stream_over or asyncio.get_running_loop().create_future()
+        return self._stream_over
 
     def close_stream(self) -> None:
         """Note that the stream ended, and wake its waiters."""
         self.is_open = False
-        over, self.over = self.over, None
+        over, self._stream_over = self._stream_over, None
         if over is not None and not over.done():
             over.set_result(None)
 
     def request(self) -> GenerateRequest:
-        """Return an engine request for a new stream, which begins at the end of the response so far."""
+        """Begin a new stream at the end of the response so far, and return its engine request."""
         item, turn_end = self.assignment, self._turn_end
         sampling = item.sampling
         if turn_end is not None and turn_end < sampling.max_new_tokens:
@@ -146,16 +148,16 @@ class RunningTrajectory:
         )
         return in_context(whole, self.all_spans) if self._is_tree else whole
 
-    def held(self, length: int) -> TrajectorySummary:
-        """Return its entry in a survey, with `length` response tokens."""
+    def summary(self, length: int) -> TrajectorySummary:
+        """Return its entry in a survey, if the engine has generated `length` response tokens so far."""
         context = len(self.assignment.prompt_ids) + length
         if self._is_tree:
             context = context_tokens(len(self.assignment.prompt_ids), self.all_spans) + length - self.length
         return TrajectorySummary(self.assignment.trajectory_id, context, length)
 
     @property
-    def queues(self) -> bool:
-        """Whether it waits for its first token here, and not for its environment."""
+    def is_queued(self) -> bool:
+        """Whether it waits for its first token on this replica, and not for its environment."""
         return self.first_token_s is None and self.state is not StreamState.AWAY
 
     @property
@@ -165,12 +167,12 @@ class RunningTrajectory:
         return is_tree(self.prefix_spans) or is_tree(self.spans)
 
     def used_s(self, now: float) -> float:
-        """Return seconds since the first token, on all replicas, with waits for environments and weights."""
+        """Return seconds of generation on this and earlier replicas, with waits for environments and weights."""
         here = 0.0 if self.first_token_s is None else now - self.first_token_s
         return self.assignment.used_s + here
 
     def append_delta(self, delta: Delta, now: float) -> None:
-        """Append the tokens of a delta; the last delta may correct the spans of the whole stream."""
+        """Append a delta's tokens; the last delta of a stream also corrects spans and brings experts."""
         if len(delta.ids):
             if self.first_token_s is None:
                 self.first_token_s = now
@@ -184,24 +186,25 @@ class RunningTrajectory:
             self._apply_corrections(delta)
 
     def _apply_corrections(self, delta: Delta) -> None:
-        """Replace the stream's spans by the corrected spans of its last delta, and keep the delta's experts."""
+        """Replace the stream's spans by the spans in its last delta, if given, and keep the delta's experts."""
         name, experts = self.assignment.trajectory_id, delta.routed_experts
         if delta.spans:
             corrected = shift_spans(delta.spans, self.stream)
             whole = covers(corrected, self.stream, self.length)
-            assert whole, f"{name}: {corrected} for [{self.stream}, {self.length})"
+            assert whole, f"{name}: the engine's spans {corrected} do not cover [{self.stream}, {self.length})"
             self.spans = list(replace_spans(self.spans, corrected))
         if experts is not None and experts.positions:
-            assert experts.start == self.routed, f"{name}: experts from {experts.start}, not from {self.routed}"
+            begins = experts.start == self.routed
+            assert begins, f"{name}: the engine's experts begin at {experts.start}, not at {self.routed}"
             self.experts.append(experts)
             self.routed += experts.positions
 
     def append_observation(
         self, ids: IntArray, *, follows: int | None = None, max_tokens: int | None = None
     ) -> None:
-        """Append [n] tokens of the environment, unchanged; `max_tokens` limits the next turn.
+        """Append [n] tokens of the environment as they are; `max_tokens` limits the model's next turn.
 
-        `Span` explains `follows`.
+        `follows` is the number of leading response tokens that the new tokens stand behind, None for all.
         """
         if not len(ids):
             return
@@ -213,7 +216,7 @@ class RunningTrajectory:
 
     @property
     def response_ids(self) -> IntArray:
-        """[L] tokens of the response so far; needs the prefix."""
+        """[L] tokens of the response so far, the prefix included, which must have been read."""
         assert self.prefix is not None, f"{self.assignment.trajectory_id} continues before its prefix was read"
         return np.concatenate([self.prefix, *self.ids])
 
@@ -229,7 +232,7 @@ class RunningTrajectory:
 
     @property
     def awaits_environment(self) -> bool:
-        """Whether its environment acts next: before the first turn of the model, and after each."""
+        """Whether its environment acts next: before the model's first turn, and after each turn of the model."""
         if self.assignment.problem is None:
             return False
         if not self.length:
@@ -239,14 +242,14 @@ class RunningTrajectory:
         return self._is_full or int(self.response_ids[-1]) in self.assignment.sampling.stop_ids
 
     def turn_ended(self, reason: FinishReason) -> bool:
-        """Whether the end of a stream ends a turn that its environment answers, not the response."""
+        """Whether a stream that ended for `reason` ended a turn for its environment, and not the response."""
         if self.assignment.problem is None:
             return False
         return reason is FinishReason.STOP or (reason is FinishReason.LENGTH and self._is_full)
 
     @property
     def _is_full(self) -> bool:
-        """Whether the current turn has reached its environment's limit, with room for further turns."""
+        """Whether the current turn has reached its environment's limit, and the response has room for more."""
         end = self._turn_end
         return end is not None and self.length >= end and self.room > 0
 
@@ -259,29 +262,25 @@ class RunningTrajectory:
         return None if last is None or last.turn_limit is None else last.end + last.turn_limit
 
     def model_turn(self) -> ModelTurn:
-        """Return the request to its environment."""
-        problem = self.assignment.problem
+        """Return the request to its environment, with the log-probabilities of the model's last turn."""
+        problem, spans = self.assignment.problem, self.all_spans
         assert problem is not None, f"{self.assignment.trajectory_id} has no environment"
+        turn_start = next((span.end for span in reversed(spans) if span.version is None), 0)
         return ModelTurn(
             trajectory_id=self.assignment.trajectory_id,
             problem=problem,
             response_ids=self.response_ids,
-            spans=self.all_spans,
-            logprobs=_last(self.logprobs, self.length - self._turn_start, self.prefix_logprobs),
+            spans=spans,
+            logprobs=_last(self.logprobs, self.length - turn_start, self.prefix_logprobs),
         )
 
     @property
-    def _turn_start(self) -> int:
-        """Response tokens before the last turn of the model."""
-        return next((span.end for span in reversed(self.all_spans) if span.version is None), 0)
-
-    @property
     def reported(self) -> int:
-        """Response tokens that were reported."""
+        """Response tokens that were reported, here or by earlier replicas."""
         return self.length - sum(map(len, self.ids))
 
     def pop_unjournaled(self, now: float) -> Piece | None:
-        """Return tokens that the journal has not got, None if there are none; they count as journaled."""
+        """Return the tokens that the journal lacks, and count them as journaled; None if it lacks none."""
         if self.journaled == len(self.ids):
             return None
         piece = self._piece(self.journaled, now)
@@ -295,7 +294,7 @@ class RunningTrajectory:
         return self._piece(0, now, experts=pack_experts(join_experts(self.experts)) if self.experts else None)
 
     def _piece(self, first: int, now: float, *, experts: bytes | None = None) -> Piece:
-        """Return the unreported tokens without the `first` deltas."""
+        """Return a piece with the unreported tokens, without the first `first` deltas."""
         name, ids, mask = self.assignment.trajectory_id, self.ids[first:], _joined(self.masks[first:])
         count = sum(map(len, ids))
         rows = count if mask is None else len(mask.counts)
@@ -325,10 +324,14 @@ class RunningTrajectory:
         failure: DropReason | None = None,
         detail: str = "",
     ) -> Progress:
-        """Return its news, with the stored `tokens` of its `unreported` piece, which count as reported now."""
+        """Return the progress since the last report, after which its tokens count as reported.
+
+        `tokens` is where the `unreported` piece is stored, None if there was none. `reason` is set if the response
+        has finished; `broken`, `failure` and `detail` are as in `Progress`.
+        """
         start = self.reported
         if tokens is not None:
-            if reason is None:  # else the engine never continues it
+            if reason is None:  # a finished response needs no prefix, since no request continues it
                 self.prefix = np.concatenate([_NO_IDS if self.prefix is None else self.prefix, *self.ids])
                 self.prefix_spans = self.all_spans
                 if self.assignment.problem is not None:
@@ -355,7 +358,7 @@ class RunningTrajectory:
 
 
 def begin(assignment: Assignment, now: float) -> RunningTrajectory:
-    """Return an assignment as it starts; its response so far is read before it enters the engine."""
+    """Return an assignment as a trajectory that starts now; a response so far must still be read from storage."""
     length = assignment.length
     return RunningTrajectory(
         assignment=assignment,
@@ -368,7 +371,7 @@ def begin(assignment: Assignment, now: float) -> RunningTrajectory:
 
 
 def handed_back(assignment: Assignment, *, lost: str = "") -> Progress:
-    """Return the news of an assignment that never started; `lost` says which stored part is lost, if any."""
+    """Return the progress of an assignment that never started; `lost` names its lost stored tokens, if any."""
     return Progress(
         trajectory_id=assignment.trajectory_id,
         epoch=assignment.epoch,
@@ -380,13 +383,13 @@ def handed_back(assignment: Assignment, *, lost: str = "") -> Progress:
 
 
 def _joined(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
-    """Join masks; None if the whole vocabulary was open to each token, or none are recorded."""
+    """Join the masks of deltas; None if none are recorded, or the whole vocabulary was open to each token."""
     recorded = [mask for mask in masks if mask is not None]
     return join_masks(recorded) if any(mask.counts.any() for mask in recorded) else None
 
 
-def _last(arrays: Sequence[AnyArray], count: int, prefix: AnyArray) -> AnyArray:
-    """Return the last [count] values of `prefix` followed by the arrays."""
+def _last(arrays: Sequence[FloatArray], count: int, prefix: FloatArray) -> FloatArray:
+    """Return the last `count` values of `prefix` followed by `arrays`, joining only the arrays that it needs."""
     found, place = 0, len(arrays)
     while found < count and place:
         place -= 1

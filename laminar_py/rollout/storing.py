@@ -23,35 +23,35 @@ SYNC_S = 5.0  # between syncs to disk, against a loss of power
 
 
 class ResponseStore(Protocol):
-    """Storage of responses as a replica needs it; a run uses `SegmentStore`."""
+    """Storage of responses as a replica needs it; a run uses `SegmentStore`, and the simulator counts tokens."""
 
     def keep(self, piece: Piece) -> TokensRef:
         """Store a piece that will be reported, and return its place."""
         ...
 
     def journal(self, pieces: Sequence[Piece]) -> None:
-        """Store unreported tokens of running trajectories, to be salvaged after a crash."""
+        """Store unreported tokens of running trajectories, from which the controller salvages after a crash."""
         ...
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop the journal of a trajectory that left, since all of it was reported."""
+        """Drop a trajectory's tokens from the journal, since all of them were reported."""
         ...
 
     async def read(self, assignment: Assignment) -> Payload:
-        """Read the response that an assignment continues. Raises `PayloadLostError`."""
+        """Read the response so far, which an assignment continues. Raises `PayloadLostError`."""
         ...
 
     async def synced(self) -> None:
-        """Return when every host of the run can read all stored pieces."""
+        """Return when every host of the run can read all kept pieces."""
         ...
 
     async def keep_synced(self) -> None:
-        """Sync stored pieces to disk regularly, until cancelled."""
+        """Sync kept pieces to disk regularly, until cancelled."""
         ...
 
 
 class SegmentStore:
-    """Segment and journal of one replica in `folder`, and a reader for the responses that it continues.
+    """Segment and journal of one replica in `folder`, and a reader for the responses that the replica continues.
 
     The constructor and every write raise `StoreFullError` if the disk is full or cannot be written.
     """
@@ -65,7 +65,7 @@ class SegmentStore:
             make_folder(folder)
             free = shutil.disk_usage(folder).free
         if free < LEAST_FREE:
-            raise StoreFullError(f"segments={folder}: {free / 2**20:.0f} MiB are free there; make room")
+            raise StoreFullError(f"segments={folder}: only {free / 2**20:.0f} MiB are free there; make room")
 
     def keep(self, piece: Piece) -> TokensRef:
         """Write a piece that will be reported, and return its place."""
@@ -73,16 +73,16 @@ class SegmentStore:
             return tokens_ref(piece, self._segment.write(piece))
 
     def journal(self, pieces: Sequence[Piece]) -> None:
-        """Write unreported tokens of running trajectories, to be salvaged after a crash."""
+        """Write unreported tokens of running trajectories, from which the controller salvages after a crash."""
         with self._writing():
             self._journal.write(pieces)
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop the journal of a trajectory that left, since all of it was reported."""
+        """Drop a trajectory's tokens from the journal, since all of them were reported."""
         self._journal.forget(trajectory_id)
 
     async def read(self, assignment: Assignment) -> Payload:
-        """Read the response that an assignment continues. Raises `PayloadLostError`."""
+        """Read the response so far, which an assignment continues. Raises `PayloadLostError`."""
         return await asyncio.to_thread(self._read, assignment)
 
     async def synced(self) -> None:
@@ -98,7 +98,7 @@ class SegmentStore:
                 await self._segment.on_disk()
 
     def _read(self, assignment: Assignment) -> Payload:
-        """Read the response that an assignment continues. Raises `PayloadLostError` if it has another length."""
+        """Read an assignment's response so far. Raises `PayloadLostError` unless it has the recorded length."""
         loaded = self._reader.load(ref.at for ref in assignment.tokens)
         response = loaded.response(assignment.tokens)
         if len(response.ids) != assignment.length:
@@ -110,6 +110,7 @@ class SegmentStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
+        """Run the body; raise `StoreFullError` if it raises `OSError`."""
         try:
             yield
         except OSError as error:

@@ -9,11 +9,11 @@ reads them:
     IN_ENGINE -> OUTSIDE       a turn ended that an environment answers
     IN_ENGINE -> INTERRUPTED   new weights interrupt the stream (`interrupt`)
     INTERRUPTED -> OUTSIDE     the weights are loaded (`resume_interrupted`)
-    any -> ENDED               the response ended, the engine refused it, or it was aborted
+    any -> ENDED               the response ended, the engine refused the request, or the trajectory was aborted
 
 Every token is reported once, in order, with the version that the engine stamped on it (law 2). If the engine is
-lost, all delivered tokens are reported. A turn is in the journal before the environment gets it, so that after any
-crash the environment gets the same turn again (law 9).
+lost, all delivered tokens are reported. A turn is in the journal before the environment gets the turn, so that
+after any crash the environment gets the same turn again (law 9).
 """
 
 import asyncio
@@ -38,43 +38,43 @@ log = logging.getLogger(__name__)
 
 
 class Callbacks:
-    """Guards callbacks of an engine or the event loop: a task of a task group raises their first exception."""
+    """Guards callbacks of an engine: a task of a task group waits for their first exception, and raises it."""
 
     def __init__(self) -> None:
-        self._mistake: asyncio.Future[None] | None = None
+        self._first_error: asyncio.Future[None] | None = None
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
         """Start the task that raises the first exception."""
-        self._mistake = asyncio.get_running_loop().create_future()
-        tasks.create_task(_raise(self._mistake), name="callbacks")
+        first_error = self._first_error = asyncio.get_running_loop().create_future()
+
+        async def raise_it() -> None:
+            await first_error
+
+        tasks.create_task(raise_it(), name="callbacks")
 
     def close(self) -> None:
-        """Cancel the task."""
-        if self._mistake is not None:
-            self._mistake.cancel()
+        """End the task without an exception; later callbacks see `ended`."""
+        if self._first_error is not None:
+            self._first_error.cancel()
 
     @property
     def ended(self) -> bool:
-        """Whether the task group is ending, so that callbacks do nothing more."""
-        return self._mistake is not None and self._mistake.done()
+        """Whether a callback has raised or `close` was called, so that callbacks must do nothing more."""
+        return self._first_error is not None and self._first_error.done()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Run a callback's body; log its exception and pass it to the task."""
+        """Run the body of a callback; log an exception and pass it to the task instead of raising it here."""
         try:
             yield
-        except Exception as error:  # the task raises it
-            log.exception("a callback failed")
-            if self._mistake is not None and not self._mistake.done():
-                self._mistake.set_exception(error)
-
-
-async def _raise(mistake: asyncio.Future[None]) -> None:
-    await mistake
+        except Exception as error:
+            log.exception("a callback of a stream failed")
+            if self._first_error is not None and not self._first_error.done():
+                self._first_error.set_exception(error)
 
 
 class Streams:
-    """Trajectories on one replica; calls `ended()` when one leaves, `lost(error)` if the engine is lost."""
+    """The trajectories of one replica; calls `on_ended()` after one leaves, `on_lost(error)` for a lost engine."""
 
     def __init__(
         self,
@@ -83,27 +83,27 @@ class Streams:
         store: ResponseStore,
         environments: Environments | None,
         *,
-        ended: Callable[[], None],
-        lost: Callable[[EngineLostError], None],
+        on_ended: Callable[[], None],
+        on_lost: Callable[[EngineLostError], None],
     ) -> None:
-        self.running: dict[str, RunningTrajectory] = {}
+        self.running: dict[str, RunningTrajectory] = {}  # by id, from `start` until ENDED
         self.serving = asyncio.Event()  # cleared while weights are loaded: nothing enters the engine
         self._engine = engine
         self._pushing = engine if isinstance(engine, PushEngine) else None
         self._out = out
         self._store = store
-        self._left = ended
-        self._lost = lost
+        self._on_ended = on_ended
+        self._on_lost = on_lost
         self._environments = environments
         self._callbacks = Callbacks()
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Run the tasks of streams in a task group."""
+        """Run the tasks of all streams in a task group from now on."""
         self._tasks = tasks
         self._callbacks.open(tasks)
 
     def close(self) -> None:
-        """Ignore the engine from now on, and wake waiters for streams."""
+        """Ignore later deltas of the engine, and wake all waiters for the ends of streams."""
         self._callbacks.close()
         for running in self.running.values():
             running.close_stream()
@@ -118,62 +118,62 @@ class Streams:
         """Ids of trajectories whose environment answers a turn now."""
         if self._environments is None:
             return frozenset()
-        return frozenset(name for name, one in self.running.items() if one.state is StreamState.AWAY)
+        return frozenset(name for name, running in self.running.items() if running.state is StreamState.AWAY)
 
     @property
     def held_s(self) -> float:
-        """Seconds for which all trajectories have waited for environments; 0 if any has not."""
+        """Seconds for which all trajectories have waited for environments; 0 unless all wait now."""
         if not all(running.state is StreamState.AWAY for running in self.running.values()):
             return 0.0
         last_s = max((running.away_since_s for running in self.running.values()), default=math.inf)
         return max(0.0, self._out.clock.now() - last_s)
 
     def start(self, assignment: Assignment) -> None:
-        """Start an assignment; it enters the engine when the engine serves."""
+        """Start an assignment; its request enters the engine when the engine serves."""
         running = begin(assignment, self._out.clock.now())
         self.running[assignment.trajectory_id] = running
         self._spawn(running)
 
     def hand_back(self, assignment: Assignment) -> None:
-        """Report an assignment that never started here."""
+        """Report at once that an assignment did not start here, so that another replica gets it."""
         self._out.progress.append(handed_back(assignment))
         self._out.urgent.set()
 
-    # ---- ending them
+    # ---- aborts and interruptions
 
     async def abort(self, trajectory_ids: Iterable[str]) -> None:
-        """Abort trajectories; the engine still delivers the ends of open streams."""
+        """Abort trajectories by their ids: in the engine, whose last deltas then end them, or else at once."""
         wanted = [running for name in trajectory_ids if (running := self.running.get(name)) is not None]
         await asyncio.gather(*(self._abort(running) for running in wanted))
 
     async def give_up(self, trajectory_ids: Iterable[str]) -> None:
-        """Abort trajectories, and wait for the ends of their streams."""
+        """Abort trajectories by their ids, and wait until their open streams have ended."""
         wanted = [running for name in trajectory_ids if (running := self.running.get(name)) is not None]
         streams = [running.stream_end() for running in wanted if running.is_open]
-        await self.abort(running.assignment.trajectory_id for running in wanted)
+        await asyncio.gather(*(self._abort(running) for running in wanted))
         if streams:
             await asyncio.wait(streams)
 
     async def interrupt(self) -> list[RunningTrajectory]:
-        """Abort all streams for new weights, and return their trajectories for `resume_interrupted`."""
+        """Pause the engine, which aborts all open streams; wait for their ends, and return the trajectories."""
         interrupted = [running for running in self.running.values() if running.state is StreamState.IN_ENGINE]
-        # only streams of this moment: a turn that ends meanwhile starts a new stream, which waits for the weights
+        # only the streams of this moment: if one ends its turn now, its next stream waits for the weights anyway
         streams = [running.stream_end() for running in interrupted if running.is_open]
         for running in interrupted:
             running.state = StreamState.INTERRUPTED
         await self._engine.pause(PauseMode.ABORT)
-        if streams:  # else all that runs still waits to enter the engine
+        if streams:
             await asyncio.wait(streams)
         return interrupted
 
     def resume_interrupted(self, interrupted: Iterable[RunningTrajectory]) -> None:
-        """Continue interrupted trajectories that did not end meanwhile."""
+        """Continue interrupted trajectories, except those that have ended since."""
         for running in interrupted:
             if running.state is StreamState.INTERRUPTED:
                 self._spawn(running)
 
     async def cut_overdue(self, max_seconds: float) -> None:
-        """Abort trajectories that have generated for longer than `max_seconds`."""
+        """Abort trajectories that have generated for longer than `max_seconds`, so that they end as LENGTH."""
         now = self._out.clock.now()
         for running in list(self.running.values()):
             if running.first_token_s is not None and running.used_s(now) > max_seconds:
@@ -192,17 +192,17 @@ class Streams:
             running.task.cancel()
         self._end(running, FinishReason.ABORT)
 
-    # ---- reporting them
+    # ---- journal and reports
 
     def save_partials(self) -> None:
-        """Write new tokens of running trajectories to the journal."""
+        """Write the tokens of all running trajectories to the journal, as far as the journal lacks them."""
         now = self._out.clock.now()
         pieces = [running.pop_unjournaled(now) for running in self.running.values()]
         self._store.journal([piece for piece in pieces if piece is not None])
 
     def report_all(self) -> None:
-        """Report all delivered tokens; tokens that cannot be stored are lost."""
-        with contextlib.suppress(EngineLostError):
+        """Report all delivered tokens at once, until the store fails; later tokens are then lost."""
+        with contextlib.suppress(EngineLostError):  # `StoreFullError`
             for running in self.running.values():
                 if running.ids:
                     self._report(running, None)
@@ -211,7 +211,7 @@ class Streams:
     # ---- one stream
 
     def _spawn(self, running: RunningTrajectory) -> None:
-        """Bring a trajectory into the engine, without a task if it can enter at once and the engine pushes."""
+        """Bring a trajectory into the engine: at once if it is free to enter a `PushEngine`, else by a task."""
         item, running.state = running.assignment, StreamState.OUTSIDE
         is_free = running.prefix is not None and item.problem is None and self.serving.is_set()
         if self._pushing is None or not is_free:
@@ -224,7 +224,7 @@ class Streams:
                 self._break_off(running, error)
 
     async def _generate(self, running: RunningTrajectory) -> None:
-        """Read its prefix, ask its environment, wait until the engine serves; then run its stream."""
+        """Read a trajectory's prefix, ask its environment if it acts next, await weights, and run its stream."""
         if running.prefix is None and not await self._read_prefix(running):
             return
         try:
@@ -234,71 +234,75 @@ class Streams:
             if self._pushing is not None:
                 self._follow(running, self._pushing)
                 return
-            await self._read(running)
-            self._go_on(running)
+            running.state, running.is_open = StreamState.IN_ENGINE, True
+            try:
+                async for delta in self._engine.generate(running.request()):
+                    self._receive(running, delta)
+            finally:
+                running.close_stream()
+            self._start_next_turn(running)
         except (EngineLostError, RefusedError) as error:
             self._break_off(running, error)
 
     def _follow(self, running: RunningTrajectory, engine: PushEngine) -> None:
+        """Submit a trajectory's request; the engine then calls `_on_pushed` for each delta."""
         running.state, running.is_open = StreamState.IN_ENGINE, True
-        engine.follow(running.request(), partial(self._hear, running))
+        engine.follow(running.request(), partial(self._on_pushed, running))
 
-    def _hear(self, running: RunningTrajectory, news: Delta | EngineLostError) -> None:
-        """Handle a delta, or the error, that the engine pushes for a stream."""
+    def _on_pushed(self, running: RunningTrajectory, pushed: Delta | EngineLostError) -> None:
+        """Handle a delta that the engine pushes for a trajectory's stream, or the loss of the engine."""
         if self._callbacks.ended:
             return running.close_stream()
         with self._callbacks.guarded():
             try:
-                if isinstance(news, EngineLostError):
-                    raise news
-                self._receive(running, news)
-                if news.finish_reason is not None:
+                if isinstance(pushed, EngineLostError):
+                    raise pushed
+                self._receive(running, pushed)
+                if pushed.finish_reason is not None:
                     running.close_stream()
-                    self._go_on(running)
+                    self._start_next_turn(running)
             except EngineLostError as error:
                 self._break_off(running, error)
 
-    async def _read(self, running: RunningTrajectory) -> None:
-        """Read an engine stream to its end."""
-        running.state, running.is_open = StreamState.IN_ENGINE, True
-        try:
-            async for delta in self._engine.generate(running.request()):
-                self._receive(running, delta)
-        finally:
-            running.close_stream()
-
     def _receive(self, running: RunningTrajectory, delta: Delta) -> None:
-        if self._has(running):  # it may have ended outside the engine
-            self._append(running, delta)
-            if delta.finish_reason is not None:
-                self._stream_ended(running, delta.finish_reason)
+        """Append a delta's tokens, and handle the stream's end, unless the trajectory has ended already."""
+        if not self._is_current(running):
+            return
+        item, is_first = running.assignment, running.first_token_s is None
+        running.append_delta(delta, self._out.clock.now())
+        self._out.generated += len(delta.ids) if item.kind is Kind.TRAIN else 0
+        if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
+            self._out.report_first_token(item, delta.version)  # fixes the version of its pass
+        if delta.finish_reason is not None:
+            self._stream_ended(running, delta.finish_reason)
 
-    def _go_on(self, running: RunningTrajectory) -> None:
-        """Start the next turn, if the stream ended a turn that its environment answers."""
+    def _start_next_turn(self, running: RunningTrajectory) -> None:
+        """Start the next turn, if the stream ended a turn that the trajectory's environment answers."""
         if running.state is StreamState.OUTSIDE:
             self._spawn(running)
 
     def _break_off(self, running: RunningTrajectory, error: EngineLostError | RefusedError) -> None:
-        """Report a trajectory whose engine is lost, or drop a trajectory that the engine refuses."""
+        """Report a trajectory whose engine is lost, or drop a trajectory that it refuses; end the stream."""
         if isinstance(error, EngineLostError):
-            if self._has(running):
+            if self._is_current(running):
                 with contextlib.suppress(EngineLostError):  # the store may be lost too
                     self._report(running, None, broken=InterruptReason.ENGINE_LOST)
-            self._lost(error)
+            self._on_lost(error)
         else:  # the request's fault, not the engine's
-            log.error("replica %d: %s", self._out.index, error)
-            if self._has(running):
+            name = running.assignment.trajectory_id
+            log.error("replica %d: the engine refused trajectory %s: %s", self._out.index, name, error)
+            if self._is_current(running):
                 self._fail(running, DropReason.REFUSED, str(error))
         running.close_stream()
 
-    def _has(self, running: RunningTrajectory) -> bool:
-        """Whether a trajectory has not ended meanwhile."""
+    def _is_current(self, running: RunningTrajectory) -> bool:
+        """Whether a trajectory has not ended; its id may run here again, under a later epoch."""
         return self.running.get(running.assignment.trajectory_id) is running
 
     # ---- its environment
 
     async def _ask_environment(self, running: RunningTrajectory) -> bool:
-        """Send the turn to its environment; return whether the model acts next."""
+        """Journal a turn, send it to the environment, apply the answer; return whether the model acts next."""
         assert self._environments is not None, f"{running.assignment.trajectory_id} has an environment"
         running.state, running.away_since_s = StreamState.AWAY, self._out.clock.now()
         piece = running.pop_unjournaled(self._out.clock.now())
@@ -321,7 +325,9 @@ class Streams:
         else:
             assert answer.ids is not None, f"{running.assignment.trajectory_id}: its environment gave no tokens"
             if answer.follows is not None and running.routed:
-                detail = "it went back in its conversation, but rollout.record records experts"
+                detail = (
+                    "the environment went back in its conversation, which rollout.record=routed_experts forbids"
+                )
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
             running.append_observation(
@@ -333,7 +339,7 @@ class Streams:
         return False
 
     def _end_full(self, running: RunningTrajectory) -> None:
-        """End a trajectory without room for another turn; fail it if it has no turn to train on."""
+        """End a trajectory without room for another turn, as LENGTH, or as failed if it has no sampled token."""
         if num_sampled(running.all_spans):
             self._end(running, FinishReason.LENGTH)
         else:
@@ -342,13 +348,13 @@ class Streams:
             self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
 
     def _fail(self, running: RunningTrajectory, reason: DropReason, detail: str) -> None:
-        """Report that a trajectory cannot continue."""
+        """Report that a trajectory can never continue, remove it here, and end its environment."""
         self._report(running, None, failure=reason, detail=detail)
         self._remove(running)
-        self._forget(running)
+        self._end_environment(running)
 
-    def _forget(self, running: RunningTrajectory) -> None:
-        """End its environment, since all of its answers are stored."""
+    def _end_environment(self, running: RunningTrajectory) -> None:
+        """Start a task that ends the trajectory's environment, if it has one, since no turn will follow."""
         item = running.assignment
         if self._environments is not None and item.problem is not None:
             forgotten = self._environments.forget(item.trajectory_id)
@@ -357,23 +363,17 @@ class Streams:
     # ---- its tokens
 
     async def _read_prefix(self, running: RunningTrajectory) -> bool:
-        """Read its stored response; if that is lost, hand it back and return False."""
+        """Read a trajectory's stored response; if it is lost, report that, remove the trajectory, return False."""
         try:
             response = await self._store.read(running.assignment)
             running.prefix, running.prefix_spans = response.ids, response.spans
             running.prefix_logprobs = response.logprobs
         except PayloadLostError as error:
-            log.error("replica %d: %s: %s", self._out.index, running.assignment.trajectory_id, error)
+            name = running.assignment.trajectory_id
+            log.error("replica %d: stored tokens of trajectory %s are lost: %s", self._out.index, name, error)
             self._out.progress.append(handed_back(running.assignment, lost=str(error)))
             self._remove(running)
         return running.prefix is not None
-
-    def _append(self, running: RunningTrajectory, delta: Delta) -> None:
-        item, is_first = running.assignment, running.first_token_s is None
-        running.append_delta(delta, self._out.clock.now())
-        self._out.generated += len(delta.ids) if item.kind is Kind.TRAIN else 0
-        if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
-            self._out.report_first_token(item, delta.version)  # fixes the version of its pass
 
     def _stream_ended(self, running: RunningTrajectory, reason: FinishReason) -> None:
         """Handle the end of a stream: an interruption, the end of a turn, or the end of the response."""
@@ -382,7 +382,7 @@ class Streams:
         if reason is FinishReason.ABORT and continues and not overdue:
             self._report(running, None, broken=InterruptReason.NEW_WEIGHTS)
         elif running.turn_ended(reason):
-            if running.is_aborted:  # it ended its turn just before it was aborted
+            if running.is_aborted:  # its turn ended just before the abort reached the engine
                 self._end(running, FinishReason.ABORT)
             else:
                 running.state = StreamState.OUTSIDE
@@ -390,24 +390,25 @@ class Streams:
             self._end(running, reason)
 
     def _end(self, running: RunningTrajectory, reason: FinishReason) -> None:
-        """Report the end of a stream, and forget its trajectory unless it continues elsewhere.
+        """Report a trajectory's end, remove it, and end its environment unless another replica continues it.
 
-        A cut by seconds counts only if the engine's stream was aborted for it; a cut ends as LENGTH.
+        A trajectory that a cap cut ends as LENGTH. The cap on seconds counts only if the abort cut a response.
         """
         if running.cut is Cap.SECONDS and (reason is not FinishReason.ABORT or not running.length):
-            running.cut = None  # it ended by itself
+            running.cut = None
         if running.cut is not None:
             reason = FinishReason.LENGTH
         self._report(running, reason)
         self._remove(running)
         if reason is not FinishReason.ABORT:
-            self._forget(running)
+            self._end_environment(running)
 
     def _remove(self, running: RunningTrajectory) -> None:
+        """Remove a reported trajectory here and from the journal, call `on_ended`, and make the news urgent."""
         running.state = StreamState.ENDED
         self._store.forget(running.assignment.trajectory_id)
         del self.running[running.assignment.trajectory_id]
-        self._left()
+        self._on_ended()
         self._out.urgent.set()
 
     def _report(
@@ -419,9 +420,9 @@ class Streams:
         failure: DropReason | None = None,
         detail: str = "",
     ) -> None:
-        """Store the trajectory's unreported tokens in the segment, and add its progress to the next report.
+        """Store a trajectory's unreported tokens in the segment, and add its progress to the next report.
 
-        `reason` is set if the response has finished. The store raises `StoreFullError`.
+        `reason` is set if the response has finished; the others are as in `Progress`. Raises `StoreFullError`.
         """
         now = self._out.clock.now()
         piece = running.unreported(now)

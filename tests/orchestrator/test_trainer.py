@@ -12,7 +12,7 @@ from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.settings import control_settings
-from laminar_py.control.steps import MIN_CEILINGS
+from laminar_py.control.steps import MIN_EMPTY
 from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
@@ -239,7 +239,7 @@ async def test_a_task_without_any_signal_ends_the_run_with_one_line_and_an_event
         assert (learner.steps, trainer.step) == (0, 0)
     with reading(tmp_path) as connection:
         (count,) = connection.execute("SELECT count(*) FROM event WHERE kind = 'refillstopped'").fetchone()
-    assert count >= MIN_CEILINGS
+    assert count >= MIN_EMPTY
     assert f"step 1, {count} times in a row" in fault
     assert recover(tmp_path).rewards == (0.0, 1.0)
     assert recover(tmp_path).refilled == (), "what the last ceiling dropped counts for no step to come"

@@ -34,7 +34,7 @@ async def test_the_last_report_of_a_dead_engine_has_all_that_it_gave(folders):  
             await story.until(lambda s: False)
         assert set(story.broken[InterruptReason.ENGINE_LOST]) == {"a", "b"}
         assert all(len(story.ids[name]) >= length > 0 for name, length in given.items())
-        assert isinstance(story.replica._admission.loss.__cause__, ZeroDivisionError)
+        assert isinstance(story.replica._admission.lost_error.__cause__, ZeroDivisionError)
         assert not story.task.done(), "the loss is the replica's to tell, and ends none of its tasks"
 
 

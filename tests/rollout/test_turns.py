@@ -326,7 +326,7 @@ async def at_the_end_of_a_turn(*, engine=None, script=says):
     """Streams with one trajectory in an engine that is about to end a turn of it."""
     engine, out = engine or EndsItsTurn(), Outbox(index=0, clock=SystemClock())
     environments = Scripted(script, holds_at=1)
-    streams = Streams(engine, out, NoStore(), environments, ended=lambda: None, lost=lambda error: None)
+    streams = Streams(engine, out, NoStore(), environments, on_ended=lambda: None, on_lost=lambda error: None)
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         streams.open(tasks)
         streams.serving.set()
