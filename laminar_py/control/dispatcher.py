@@ -39,10 +39,7 @@ class Dispatcher:
         self._prompt_at = prompt_at
 
     def dispatch(self) -> dict[int, list[Assignment]]:
-        """Assign waiting trajectories, then issue and assign new groups; return the assignments by replica.
-
-        A call issues as many groups as admission and the replicas' room allow, at most a batch or `MOST_NEW`.
-        """
+        """Assign waiting trajectories, then at most a batch of new groups; return the assignments by replica."""
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for trajectory, replica, pin in self._waiting.pop_placed():
@@ -76,7 +73,7 @@ class Dispatcher:
     def move(self, version: int, planned: Sequence[Move]) -> Round:
         """Begin the moves of a repack plan that are still possible, and return them as a round.
 
-        Each destination has promised to keep `version`. A move that has become impossible calls the promise off.
+        Each destination has promised to keep `version`. It gets a call-off for a move that has become impossible.
         """
         moving = Round(version=version, open={})
         for move in planned:

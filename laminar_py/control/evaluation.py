@@ -78,8 +78,8 @@ class Evaluations:
     ) -> "asyncio.Future[Evaluation]":
         """Open a pass with `samples` members per prompt; the future has the pass once all members have answers.
 
-        The pass runs under `version`, or under the newest version that a replica serves if it is None. A resumed
-        run gives a pass its earlier `index` and its known `answers`. The future raises `EvaluationLostError`.
+        It runs under `version`, or for None under the newest version that a replica serves. A resumed run gives
+        its earlier `index` and the known `answers`. The future raises `EvaluationLostError` if a member is lost.
         """
         number = self.next_index if index is None else index
         evaluation = Evaluation(
@@ -134,7 +134,7 @@ class Evaluations:
         return self._by_id[member.group_id]
 
     def record_answer(self, trajectory: LiveTrajectory) -> None:
-        """Record a dropped or scored member's answer, and consume a scored one; the last completes the pass."""
+        """Record a member that was dropped or scored, and consume a scored member; the last completes the pass."""
         evaluation = self.pass_of(trajectory)
         evaluation.pending.discard(trajectory.id)
         evaluation.answers[trajectory.id] = EvalAnswer(

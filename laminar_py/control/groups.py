@@ -73,7 +73,7 @@ class Credit:
     length_cost: Callable[[int], float] = lambda length: 0.0
 
     def assign(self, members: Sequence[LiveTrajectory]) -> list[MemberCredit]:
-        """Return each scored member's credit, in their order; a role is compared with itself in other members."""
+        """Return the credit of each scored member, in order; advantages compare returns role by role."""
         returns = [member.returns_by_role() for member in members]
         found: list[dict[str, MemberCredit]] = [{} for _ in members]
         for role in {role: None for rewards in returns for role in rewards}:

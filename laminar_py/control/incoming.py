@@ -36,7 +36,7 @@ from laminar_py.records.trajectory import (
 
 HOUSEKEEPING_S = 0.5  # between checks of deadlines, since no report or score triggers them
 MIN_FAILURES = 32  # in a row before a run ends: an environment that fails now and then rarely fails so often
-OUTAGE_S = 600.0  # how long a run waits for the end of an outage of a service that environments need
+OUTAGE_S = 600.0  # longest outage of a service for environments that a run waits for
 
 
 class ConsecutiveFailures:
@@ -324,7 +324,7 @@ class Incoming:
     async def enforce_deadlines(self) -> None:
         """Drop waiting trajectories whose version no replica will serve again, and pending members of late groups.
 
-        A group is late `rollout.group_deadline_s` after its first finished response. It closes without them.
+        A group is late `rollout.group_deadline_s` after its first finished response; then it closes.
         """
         for trajectory in self._waiting.take_unreachable():
             await self._lose_version(trajectory)
@@ -341,7 +341,7 @@ class Incoming:
                 await self._close_if_complete(group)
 
     async def drop_unscored(self) -> None:
-        """Close groups that wait only for scores and would be too old for the step after the next.
+        """Close groups that wait only for scores and would be too old after the next step.
 
         The scheduler calls this when a batch is full, so that a late score costs one response, not its group. A
         group with a response that still generates stays open: without its long responses it would favour short

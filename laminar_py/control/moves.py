@@ -88,7 +88,7 @@ class Moves:
     def arrives(self, trajectory_id: str, replica: int, *, length: int, prefill: int) -> None:
         """Close a trajectory's move, if it has one, because `replica` gets the trajectory.
 
-        At the destination, count the arrival of `length` response tokens, and of `prefill` tokens to prefill.
+        At the move's destination, count the arrival: `length` response tokens, and `prefill` tokens to prefill.
         """
         moving = self._rounds.get(trajectory_id)
         if moving is not None and moving.open[trajectory_id] == replica:
@@ -100,7 +100,7 @@ class Moves:
         self.ends(trajectory_id, at=replica)
 
     def ends(self, trajectory_id: str, *, at: int | None = None) -> None:
-        """Close a trajectory's open move, if it has one; its last move completes a round.
+        """Close a trajectory's open move, if it has one; the last move of a round sets `done`.
 
         `at` is the replica that gets the trajectory, None if no replica does. Another destination is called off.
         """

@@ -126,8 +126,7 @@ class TrajectoryScheduler:
     def resize(self, *, capacity: int) -> None:
         """Set the most live groups to `capacity`, after the fleet grew or shrank."""
         settings = self.state.settings
-        admission = replace(settings.admission, capacity=capacity)
-        self.state.settings = replace(settings, admission=admission)
+        self.state.settings = replace(settings, admission=replace(settings.admission, capacity=capacity))
 
     # ---- between the parts
 

@@ -83,7 +83,7 @@ class StalenessBound:
     policies: tuple[StalePolicy, ...] = ()
 
     def weight(self, staleness: int) -> float | None:
-        """Return the loss weight of a trajectory of this staleness in learner steps, None to drop it.
+        """Return the loss weight for a trajectory with this staleness in learner steps, None to drop it.
 
         With a bound of 3 and `reweight`, staleness 3 gives 1, 7 gives 0.5; with `drop`, 7 gives None.
         """

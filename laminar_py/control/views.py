@@ -149,7 +149,7 @@ class ReplicaViews:
     def planned(self, has_place: Iterable[bool]) -> None:
         """Note for each replica, in order of index, whether the cluster has a place for it.
 
-        A replica that joined after the plan was made has none. Trajectories do not wait for replicas without.
+        A replica that joined after the plan was made has none. Trajectories wait only for replicas with a place.
         """
         planned = dict(enumerate(has_place))
         for index, view in self.by_index.items():

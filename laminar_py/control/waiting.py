@@ -72,7 +72,7 @@ class Router:
         """Return a replica that can continue work of `version`, None if none can now.
 
         It is the least loaded replica that serves the version, if fewer than `limit` trajectories are in flight
-        there. Otherwise it is an idle replica that can load the version, and at last a leaving replica.
+        there. Otherwise it is an idle replica that can load the version, or if there is none, a leaving replica.
         """
         first = next(self._views.that_serve(version), None)
         if first is not None and (limit is None or len(first.in_flight) < limit):

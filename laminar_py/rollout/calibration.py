@@ -20,7 +20,7 @@ from laminar_py.repack.signals import EngineSpeed
 SHORT, LONG = 16, 48  # response tokens of the two batches
 PROMPT, LONG_PROMPT = 8, 4096  # prompt tokens
 FEW = 8  # sequences in a batch with long prompts
-REPEATS = 3  # of each pair of batches
+REPEATS = 3  # pairs of batches for one result
 MARGIN = 0.25  # the roofline batch lengthens a step by this share over a single sequence
 
 
@@ -84,9 +84,9 @@ class TimedRequests:
         return max(1e-6, median(steps))
 
     async def batch(self, sequences: int, prompt: int, tokens: int, *, groups: int | None = None) -> float:
-        """Send requests together; return the seconds until each has generated `tokens` tokens.
+        """Send `sequences` requests at once; return the seconds until each has generated `tokens` tokens.
 
-        Prompts are `prompt` random tokens, which no prefix cache has. `groups` prompts are shared; None: no sharing.
+        A prompt is `prompt` random tokens, which no prefix cache has. With `groups` so many prompts are shared.
         """
         prompts = [
             self._rng.integers(0, self._bounds.vocab, prompt).astype(np.int32) for _ in range(groups or sequences)

@@ -141,7 +141,6 @@ class Replica:
         self.index = index
         self._engine = engine
         self._weights = weights
-        self._clock = clock
         self._policy = on_new_weights
         self._max_batch = max_batch
         self._store = store
@@ -196,7 +195,7 @@ class Replica:
         await self.abort([item.trajectory_id for item in assignments if evaluations or item.kind is Kind.TRAIN])
 
     async def next_report(self, timeout_s: float) -> ReplicaReport:
-        """Wait for news, at most `timeout_s`, store it durably, and return the next report.
+        """Wait for news, at most `timeout_s`, and return the next report; every host can read the reported tokens.
 
         Raises `EngineLostError` after the last report of a lost engine. Raises `StoreFullError` if the disk is
         full; that report is lost, and its trajectories continue from the journal in a later epoch.
@@ -208,8 +207,8 @@ class Replica:
         status = self._engine_status()
         # trajectories that wait for environments free their places only while the engine has no queue
         num_away = 0 if status.waiting else len(self.away)
-        admissible = self._admission.admissible(num_running=len(self._running), num_away=num_away)
-        admissible = 0 if self._pinned else admissible
+        num_free = self._admission.admissible(num_running=len(self._running), num_away=num_away)
+        admissible = 0 if self._pinned else num_free
         report = self._out.pop_report(status, admissible=admissible, received=self._admission.received)
         await self._store.synced()  # one sync for all tokens that the report names
         return report
@@ -232,7 +231,7 @@ class Replica:
                     sampling=sampling,
                 )
                 idle = not self._running
-                return await measure_speed(self._engine, bounds, self._clock), idle
+                return await measure_speed(self._engine, bounds, self._out.clock), idle
         except EngineLostError as error:
             self._lose(error)
             await self._loss_raised.wait()
@@ -390,7 +389,7 @@ class Replica:
         self._out.urgent.set()
 
     def _start_pinned(self) -> None:
-        """Start waiting trajectories of the current version, and hand back those of older versions (law 2)."""
+        """Start waiting trajectories of the current version; hand back trajectories of older versions (law 2)."""
         waiting, self._pinned = self._pinned, deque()
         for assignment in waiting:
             if assignment.version == self._loader.version:
@@ -451,7 +450,7 @@ class Replica:
 
     @property
     def _keeps_version(self) -> bool:
-        """Whether the replica can promise its version: it loads none, takes training, and trajectories run."""
+        """Whether the replica can promise its version: it serves, takes training, and trajectories run."""
         return self._streams.serving.is_set() and self._admission.trains and bool(self._running)
 
     def _hand_back_pinned(self, trajectory_ids: Sequence[str]) -> None:

@@ -371,7 +371,7 @@ def begin(assignment: Assignment, now: float) -> RunningTrajectory:
 
 
 def handed_back(assignment: Assignment, *, lost: str = "") -> Progress:
-    """Return the progress of an assignment that never started; `lost` names its lost stored tokens, if any."""
+    """Return the progress of an assignment that never started here; `lost` names its lost tokens, if any."""
     return Progress(
         trajectory_id=assignment.trajectory_id,
         epoch=assignment.epoch,

@@ -167,7 +167,7 @@ class Streams:
         return interrupted
 
     def resume_interrupted(self, interrupted: Iterable[RunningTrajectory]) -> None:
-        """Continue interrupted trajectories, except those that have ended since."""
+        """Continue the interrupted trajectories that have not ended since."""
         for running in interrupted:
             if running.state is StreamState.INTERRUPTED:
                 self._spawn(running)
@@ -325,9 +325,7 @@ class Streams:
         else:
             assert answer.ids is not None, f"{running.assignment.trajectory_id}: its environment gave no tokens"
             if answer.follows is not None and running.routed:
-                detail = (
-                    "the environment went back in its conversation, which rollout.record=routed_experts forbids"
-                )
+                detail = "the environment went back in its conversation; rollout.record=routed_experts forbids it"
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
             running.append_observation(
@@ -392,7 +390,7 @@ class Streams:
     def _end(self, running: RunningTrajectory, reason: FinishReason) -> None:
         """Report a trajectory's end, remove it, and end its environment unless another replica continues it.
 
-        A trajectory that a cap cut ends as LENGTH. The cap on seconds counts only if the abort cut a response.
+        With a `cut` the reason is LENGTH; a cut by seconds counts only if it aborted a response with tokens.
         """
         if running.cut is Cap.SECONDS and (reason is not FinishReason.ABORT or not running.length):
             running.cut = None
