@@ -139,7 +139,7 @@ class Consumption:
         )
 
     def checkpointed(self, step: int) -> None:
-        """Note that a checkpoint holds steps up to `step`, which cannot be undone any more."""
+        """Forget the consumptions up to `step`, which a checkpoint holds: they cannot be undone any more."""
         self._undoable = [entry for entry in self._undoable if entry[0] > step]
 
     async def roll_back(self, step: int) -> int:
@@ -160,7 +160,7 @@ class Consumption:
 
     @property
     def _ends_refill(self) -> bool:
-        """Whether the step takes the groups there are, because `refill` reached its limit.
+        """Whether the step takes the ready groups although there are too few, since `refill` reached its limit.
 
         A schedule that issues for one step at a time waits for the groups that still generate, since they belong
         to this step. Under `async` they may belong to later steps, so the step does not wait.
@@ -205,7 +205,7 @@ class Consumption:
         return True
 
     def _drop_stale(self, count: int) -> None:
-        """Drop stale members until the first `count` groups of the buffer, or all of fewer, have none."""
+        """Drop stale members among the first `count` groups of the buffer."""
 
         def staleness(member: TrajectoryRef) -> str | None:
             age = self._age(member)

@@ -62,7 +62,7 @@ class Dispatcher:
         return self._router.num_admitted > 0 and self._router.for_new(self._state.settings.group_size) is not None
 
     def for_starting(self, replica: int) -> list[Assignment]:
-        """Assign a starting replica trajectories of versions that no replica serves, oldest version first."""
+        """Assign to a starting replica trajectories of versions that no replica serves, oldest version first."""
         out: dict[int, list[Assignment]] = {}
         self._waiting.extend(self._evaluations.start())
         for trajectory, pin in self._waiting.pop_for_starting():

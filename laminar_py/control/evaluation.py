@@ -47,7 +47,7 @@ class Evaluation:
         return len(self.prompts) * self.samples
 
     def finish(self) -> None:
-        """Complete `done` with this pass, or with `EvaluationLostError` if it is lost or mixes versions."""
+        """Complete `done` with this pass; if the pass is lost or mixes versions, with `EvaluationLostError`."""
         if self.done.done():
             return
         if self.lost or len(self.versions) > 1:
@@ -134,7 +134,7 @@ class Evaluations:
         return self._by_id[member.group_id]
 
     def record_answer(self, trajectory: LiveTrajectory) -> None:
-        """Record a member that was dropped or scored, and consume a scored member; the last completes the pass."""
+        """Record a dropped or scored member, and consume a scored one; the last member completes the pass."""
         evaluation = self.pass_of(trajectory)
         evaluation.pending.discard(trajectory.id)
         evaluation.answers[trajectory.id] = EvalAnswer(

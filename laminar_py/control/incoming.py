@@ -258,7 +258,7 @@ class Incoming:
         await self._close_with(trajectory)
 
     async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
-        """Note where a response's reference log-probabilities are stored; the last ones of a group close it."""
+        """Note where a response's reference log-probabilities are stored; a group's last ones close the group."""
         trajectory = self._state.live.get(trajectory_id)
         if trajectory is None:
             return

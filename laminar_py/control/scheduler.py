@@ -102,7 +102,7 @@ class TrajectoryScheduler:
         self.moves.end_all()
 
     def end(self) -> None:
-        """Give replicas no more work, and end all moves, because the run stops; a resumed run can continue it."""
+        """Give replicas no more work, and end all moves, because the run stops; a resumed run may continue."""
         self.state.phase = Phase.ENDING
         self.moves.end_all()
 

@@ -158,5 +158,5 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
 
 
 def max_groups(config: RunConfig) -> int:
-    """Return the most live groups of a run."""
+    """Return the most live groups of a run: its capacity of trajectories, in groups."""
     return config.capacity // config.rollout.group_size

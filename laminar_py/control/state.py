@@ -30,7 +30,7 @@ from laminar_py.records.trajectory import DropReason, Kind, Prompt
 
 
 class Recorder(Protocol):
-    """The ledger, as the scheduler sees it: stores events and places of tokens, and applies each to `machine`."""
+    """The scheduler's interface to the ledger, which stores events and token places, and updates `machine`."""
 
     machine: Machine
 
@@ -168,7 +168,7 @@ class ControlState:
         return () if group is None else group.finished_lengths
 
     def versions_alive(self) -> int:
-        """Return how many weight versions live training trajectories have tokens of or run under now."""
+        """Return the number of weight versions under which live training trajectories have run or run now."""
         versions, replicas = set[int](), set[int]()
         for trajectory in self.live.values():
             if trajectory.kind is Kind.TRAIN:

@@ -111,7 +111,7 @@ Need: TypeAlias = str | int | None  # a version; the id of a pass or of a moving
 class Lane:
     """Waiting trajectories with one need, first come first served, e.g. all that continue under version 7.
 
-    `share` bounds how many of them each starting replica gets, so that several starting replicas divide the lane.
+    `share` is the most that each starting replica gets, so that several starting replicas divide the lane.
     """
 
     entries: list[tuple[int, LiveTrajectory]] = field(default_factory=list)  # a heap of (arrival, trajectory)

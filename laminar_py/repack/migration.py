@@ -146,7 +146,7 @@ class Migration:
         return [survey for task in surveys if (survey := task.result()) is not None]
 
     def _context(self, speed: EngineSpeed, surveys: Sequence[Survey]) -> PlanningContext:
-        """Return the state of the run that the planner uses; the forecast takes in the lengths in `surveys`."""
+        """Update the forecast by the response lengths in `surveys`, and return the state that a planner uses."""
         self._remaining.update([summary.length for survey in surveys for summary in survey.running])
         if self._growth is None:  # before the first move: the tokens that a response adds in one interval
             self._growth = self._settings.interval_s * speed.rate(sequences=1, kv_tokens=0.0)
@@ -164,7 +164,7 @@ class Migration:
         """Carry out the planned moves of a version, and wait for their end, at most one interval.
 
         Leaves out a move whose trajectory is already in a move, or whose destination does not promise to keep the
-        version. A task in `recording` waits longer if it must, and records the round.
+        version. A task in `recording` records the round after its last move.
         """
         moves = self._scheduler.moves
         planned = [move for move in planned if moves.destination(move.trajectory_id) is None]

@@ -14,7 +14,7 @@ CACHE_READS = 2.5  # most time in a destination's step for reading KV caches, ov
 class PredictivePlanner:
     """Shares waiting trajectories, then empties replicas if that gains time.
 
-    1. Waiting trajectories move from replicas with a queue to replicas with room; they have no KV cache to lose.
+    1. Waiting trajectories move from replicas with a queue to replicas with room; these have no KV cache to lose.
     2. Of the replicas that have no queue and received nothing, the planner empties as many as the others have room
        for in this round, the emptiest first, and spreads their trajectories evenly. A destination has room until
        reading KV caches takes `CACHE_READS` times as long as reading weights; more would slow down its batch for
@@ -52,7 +52,7 @@ class PredictivePlanner:
     ) -> tuple[list[Move], set[int]]:
         """Return moves that fill the `takers` from the longest of the queues, and the replicas that receive any.
 
-        `queues` has the waiting trajectories without tokens by replica; the moved ones are removed from it.
+        `queues` has the waiting trajectories without tokens by replica; moved trajectories are removed from it.
         """
         moves: list[Move] = []
         filled: set[int] = set()
@@ -80,7 +80,7 @@ class PredictivePlanner:
     # ---- running trajectories
 
     def _consolidate(self, tail: Sequence[Survey]) -> list[Move]:
-        """Return moves that empty those replicas of `tail` whose emptying gains time and whose trajectories fit.
+        """Return moves that empty replicas of `tail`, if that gains time and their trajectories fit elsewhere.
 
         A replica moves all its running trajectories or none.
         """
@@ -117,7 +117,7 @@ class PredictivePlanner:
         """Return the emptiest replicas that gain, as many as the others have room for in this round.
 
         `gains` has each replica's gain in seconds, `free` its room in KV tokens. A replica whose longest response
-        fits nowhere else is skipped, since that response would keep it busy just as long.
+        fits nowhere else is skipped, since that response would keep the replica busy just as long.
         """
         room = {replica: min(tokens, self._stall_tokens) for replica, tokens in free.items()}
         widest = sorted(room.values())[-2:]
@@ -148,9 +148,9 @@ class PredictivePlanner:
     def _gains(self, tail: Sequence[Survey]) -> list[float]:
         """Return [n] the replica seconds that emptying each replica of `tail` would gain, costs subtracted.
 
-        A replica gains the time until its longest response would end. It costs the time that a full replica takes
-        for the same tokens, their prefill, and the slowdown of the batches that they join. The gain is infinite if
-        all responses of the replica wait for environments longer than `hold_s`.
+        A replica gains the time until its longest response would end. The costs are the time that a full replica
+        takes for the same tokens, their prefill, and the slowdown of the batches that they join. A replica whose
+        responses all wait for environments longer than `hold_s` has an infinite gain.
         """
         counts = np.array([len(survey.running) for survey in tail])
         running = [response for survey in tail for response in survey.running]

@@ -67,11 +67,11 @@ class ReplicaAdmission:
         self.state = ReplicaState.LOST
 
     def count(self, assignment: Assignment) -> None:
-        """Count a trajectory that starts now towards the batch, if it is new training."""
+        """Add a trajectory that starts now to the batch's count, if it is new training."""
         self._admitted += is_new(assignment)
 
     def count_pinned(self, assignment: Assignment) -> None:
-        """Count a trajectory for which the current version was loaded towards the batch, if it is training."""
+        """Add a pinned trajectory that starts now to the batch's count, if it is training."""
         self._admitted += assignment.kind is Kind.TRAIN
 
     def admissible(self, *, num_running: int, num_away: int = 0) -> int:

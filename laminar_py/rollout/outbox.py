@@ -18,7 +18,7 @@ GATHER_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Outbox:
-    """News since the last report, e.g. `Outbox(index=0, clock=clock)`; bounded by what the replica runs."""
+    """News since the last report, e.g. `Outbox(index=0, clock=clock)`; bounded by the replica's trajectories."""
 
     index: int
     clock: Clock
@@ -78,7 +78,7 @@ class Outbox:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait until an event is set, and set it after `seconds`; return at once if `seconds` is not positive."""
+    """Wait for an event, and set it after `seconds` at the latest; return at once if `seconds` is not positive."""
     if seconds <= 0:
         return
     if seconds == math.inf:

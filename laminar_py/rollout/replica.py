@@ -278,7 +278,7 @@ class Replica:
         )
 
     def expect(self, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """Promise to keep `version` until these trajectories arrive or are called off; return False to refuse."""
+        """Promise to keep `version` until these trajectories arrive or are called off; return False if not."""
         if version != self._loader.version or not self._keeps_version:
             return False
         self._expected.update(trajectory_ids)
@@ -429,7 +429,7 @@ class Replica:
         self._streams.report_all()
 
     def _engine_status(self) -> EngineStatus:
-        """Return the engine's status; an empty one if the engine is lost, which is noted."""
+        """Return the engine's status; if the engine is lost, note the loss and return a status without load."""
         if self._admission.state is not ReplicaState.LOST:
             try:
                 return self._engine.status()
@@ -454,7 +454,7 @@ class Replica:
         return self._streams.serving.is_set() and self._admission.trains and bool(self._running)
 
     def _hand_back_pinned(self, trajectory_ids: Sequence[str]) -> None:
-        """Hand back the trajectories among these that wait for their version."""
+        """Hand back each of these trajectories that still waits for its version."""
         for assignment in [waiting for waiting in self._pinned if waiting.trajectory_id in trajectory_ids]:
             self._pinned.remove(assignment)
             self._streams.hand_back(assignment)

@@ -162,6 +162,7 @@ class RunningTrajectory:
 
     @property
     def _is_tree(self) -> bool:
+        """Whether the response has branches."""
         if self.assignment.problem is None:  # only environments begin branches
             return False
         return is_tree(self.prefix_spans) or is_tree(self.spans)

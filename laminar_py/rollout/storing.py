@@ -30,7 +30,7 @@ class ResponseStore(Protocol):
         ...
 
     def journal(self, pieces: Sequence[Piece]) -> None:
-        """Store unreported tokens of running trajectories, from which the controller salvages after a crash."""
+        """Store unreported tokens of running trajectories, which the controller reads after a crash."""
         ...
 
     def forget(self, trajectory_id: str) -> None:
@@ -73,7 +73,7 @@ class SegmentStore:
             return tokens_ref(piece, self._segment.write(piece))
 
     def journal(self, pieces: Sequence[Piece]) -> None:
-        """Write unreported tokens of running trajectories, from which the controller salvages after a crash."""
+        """Write unreported tokens of running trajectories, which the controller reads after a crash."""
         with self._writing():
             self._journal.write(pieces)
 
@@ -98,7 +98,7 @@ class SegmentStore:
                 await self._segment.on_disk()
 
     def _read(self, assignment: Assignment) -> Payload:
-        """Read an assignment's response so far. Raises `PayloadLostError` unless it has the recorded length."""
+        """Read an assignment's response so far. Raises `PayloadLostError` if it is lost or has another length."""
         loaded = self._reader.load(ref.at for ref in assignment.tokens)
         response = loaded.response(assignment.tokens)
         if len(response.ids) != assignment.length:
@@ -110,7 +110,7 @@ class SegmentStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Run the body; raise `StoreFullError` if it raises `OSError`."""
+        """Run the body; raise `StoreFullError` instead of an `OSError`."""
         try:
             yield
         except OSError as error:

@@ -282,7 +282,7 @@ class Streams:
             self._spawn(running)
 
     def _break_off(self, running: RunningTrajectory, error: EngineLostError | RefusedError) -> None:
-        """Report a trajectory whose engine is lost, or drop a trajectory that it refuses; end the stream."""
+        """End a stream: report its trajectory if the engine is lost, or drop it if the engine refuses it."""
         if isinstance(error, EngineLostError):
             if self._is_current(running):
                 with contextlib.suppress(EngineLostError):  # the store may be lost too
