@@ -122,7 +122,7 @@ class Evaluations:
         )
 
     def restore_member(self, trajectory: LiveTrajectory) -> bool:
-        """Take a live trajectory of a crashed controller into its pass; return False if the pass is not open."""
+        """Count a crashed controller's live trajectory as pending in its pass; return False without that pass."""
         evaluation = self._by_id.get(trajectory.group_id)
         if evaluation is None:
             return False

@@ -233,7 +233,7 @@ class WaitingQueue:
                 popped += [self._pop(need) for _ in range(count)]
         for _, trajectory in sorted(popped):
             pin = self.pin(trajectory)
-            assert pin is not None, f"{trajectory.id} may continue under any version"
+            assert pin is not None, f"{trajectory.id} goes to a starting replica without a pinned version"
             yield trajectory, pin
 
     # ---- dividing a version among replicas that start

@@ -373,7 +373,7 @@ class Replica:
     async def _load_pinned(self) -> None:
         """Load the first pinned trajectories' version, and start these; report them as lost if no relay has it."""
         version = self._pinned[0].version
-        assert version is not None, "only pinned trajectories wait"
+        assert version is not None, f"{self._pinned[0].trajectory_id} waits here without a pinned version"
         try:
             if version > self._loader.version:
                 await self._loader.load(version)

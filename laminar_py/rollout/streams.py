@@ -303,7 +303,8 @@ class Streams:
 
     async def _ask_environment(self, running: RunningTrajectory) -> bool:
         """Journal a turn, send it to the environment, apply the answer; return whether the model acts next."""
-        assert self._environments is not None, f"{running.assignment.trajectory_id} has an environment"
+        name = running.assignment.trajectory_id
+        assert self._environments is not None, f"{name} has an environment, but its replica reaches none"
         running.state, running.away_since_s = StreamState.AWAY, self._out.clock.now()
         piece = running.pop_unjournaled(self._out.clock.now())
         self._store.journal([] if piece is None else [piece])
