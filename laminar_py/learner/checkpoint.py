@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: weights, optimizer, step and random states. `step.Learner` and `export` use it.
+"""Checkpoints of the learner: weights, optimizer, step and random states. `step.Learner` and `export` use them.
 
 A save has two halves. `begin` copies the state out of the learner's memory; the learner waits for that alone. A
 thread writes the files from the copy during the next steps. One save runs at a time. States: IDLE -> (begin)

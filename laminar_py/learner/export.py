@@ -40,8 +40,8 @@ TOKENIZER_FILES = (
 def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight in full and contiguous, floats cast to `dtype`; a tied weight once, under its first name.
 
-    A shard is cast before it is gathered, and only one full tensor exists at a time. It may alias the model's
-    own memory, so read it before the next step.
+    A shard is cast before it is gathered, and only one full tensor exists at a time. A tensor may alias the
+    model's own memory, so read it before the next step. Collective.
     """
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}

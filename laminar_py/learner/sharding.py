@@ -74,7 +74,7 @@ def shard(
 
 
 def make_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers of a model on the meta device, such as rotary frequencies, which no file holds."""
+    """Compute the buffers of a model on the meta device in memory, e.g. rotary frequencies; no file holds them."""
     for module in model.modules():
         absent = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in absent.items():
@@ -166,7 +166,7 @@ def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _fill_shard(shard: nn.Parameter, read_rows: ReadRows) -> None:
-    """Read this rank's rows of a weight into its shard; rows are split as by `torch.chunk`, maybe none for us."""
+    """Read this rank's rows of a weight into its shard: the rows of its part by `torch.chunk`, or none."""
     values = shard.data
     assert isinstance(values, DTensor)
     local, mesh, length = values.to_local(), values.device_mesh, values.shape[0]
@@ -236,6 +236,7 @@ def _names_by_expert(
     each = len(pieces) // num_experts
     numbered = torch.arange(num_experts * each).reshape(num_experts, each, 1)
     places: Mapping[str, Tensor] = revert_weight_conversion(model, {name: numbered})
-    assert all(place.numel() == 1 for place in places.values()), f"transformers splits rows of {name}"
+    whole = all(place.numel() == 1 for place in places.values())
+    assert whole, f"{name}: transformers splits a matrix of an expert into several tensors"
     order = sorted(pieces, key=lambda piece: int(places[piece]))
     return [order[start : start + each] for start in range(0, len(order), each)]

@@ -64,9 +64,9 @@ class WeightAges:
             place = bisect_right(self._versions, version)
             assert place, f"version {version} is older than all published versions"
             version = self._versions[place - 1]
-        here = self._learned_by(after)
-        shared = min(self._shared[version], here)
-        return here - shared + self._made[version] - shared
+        learned = self._learned_by(after)
+        shared = min(self._shared[version], learned)
+        return (learned - shared) + (self._made[version] - shared)  # steps since, and undone steps
 
     def oldest_within(self, bound: int) -> int | None:
         """Return the lowest version whose age, and the age of all later versions, is at most `bound`.

@@ -26,12 +26,12 @@ def pass_id(index: int, set_name: str = "") -> str:
 
 
 def set_of(group_id: str) -> str:
-    """Name of the set in a pass's id, which is the group of its answers; "" for an unnamed set."""
+    """Name of the set in `group_id`, the id of a pass, e.g. "aime" in "e4-aime"; "" for an unnamed set."""
     return group_id.partition("-")[2]
 
 
 def pass_number(group_id: str) -> int:
-    """Number in the id of a pass, e.g. 4 for "e4-aime"; a run counts its passes from 0."""
+    """Number in `group_id`, the id of a pass, e.g. 4 in "e4-aime"; a run counts its passes from 0."""
     return int(group_id.partition("-")[0].removeprefix("e"))
 
 

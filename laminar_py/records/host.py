@@ -55,7 +55,7 @@ def visible(text: str, *, keep: str = "") -> str:
 class Finding:
     """A row of `laminar doctor`, e.g. `Finding("GPU", "none", good=True)`.
 
-    Each entry point of `laminar_py.findings` returns one.
+    Packages add rows by functions under the entry point `laminar_py.findings`; each returns a `Finding`.
     """
 
     subject: str

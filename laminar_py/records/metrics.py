@@ -118,42 +118,42 @@ class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl` for one step, e.g. `StepRow(step=9, version=9, rl_s=81.0, reward=0.4, ...)`.
 
-    Rates are over the RL phase so far, times are seconds of that phase. Figures of tokens may be NaN or infinite;
-    `loss` and `grad_norm` never are.
+    Rates are over the RL phase so far, and times are seconds of that phase. The inherited figures of tokens may be
+    NaN or infinite; `loss` and `grad_norm` never are.
     """
 
     step: int
     version: int
-    rl_s: float
+    rl_s: float  # duration of the RL phase so far
     reward: float  # mean over trajectories scored since the last step; the last value if there were none
     reward_terms: dict[str, float] = {}  # mean of each term before its weight, if there are several
-    trajectories: int
+    trajectories: int  # of this step
     trained_tokens: int  # of responses, sum so far
     generated_tokens: int  # sum so far
-    staleness_mean: float
+    staleness_mean: float  # over the step's trajectories
     staleness_max: int
     length_p50: int  # tokens of responses scored since the last step
     length_p95: int
     turns: TurnFigures = TurnFigures()  # of trajectories scored since the last step
-    learner_s: float
-    learner_waiting_share: float
+    learner_s: float  # duration of the step in the learner
+    learner_waiting_share: float  # share of time in which the learner had no batch
     learner_busy_s: float  # sum so far
     overlap_s: float  # part of `learner_busy_s` in which a replica was generating
-    versions_alive: int
+    versions_alive: int  # weight versions of live trajectories
     kv_use: float = 0.0  # share of the replicas' KV caches in use, mean over the RL phase so far
-    publish_stall_s: float = 0.0
-    reference_busy_s: float = 0.0  # sum so far, of a stage or (inside `learner_busy_s`) of the learner's own pass
+    publish_stall_s: float = 0.0  # seconds that the learner waited for the publish of this step
+    reference_busy_s: float = 0.0  # sum so far, of a stage or (inside `learner_busy_s`) of the learner's own runs
     waited_s: float = 0.0  # until the learner had the batch of this step
     reference_s: float = 0.0  # part of `reference_busy_s` since the last step
     learner_tokens_per_s: float = 0.0  # of this step, prompts included
-    learner_flops_per_s: float = 0.0
-    mfu: float | None = None
+    learner_flops_per_s: float = 0.0  # model FLOPs of this step, per second
+    mfu: float | None = None  # None: the devices' peak is unknown
     loss: float = 0.0
     grad_norm: float = 0.0
     mismatch_mean: float = 0.0
     mismatch_p99: float = 0.0
     mismatch_max: float = 0.0
-    skipped: int = 0
+    skipped: int = 0  # updates of this step with a loss or gradient that was not finite
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
     order: OrderFigures = OrderFigures()
 

@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     ids: bytes  # [n] little-endian int32
     logprobs: bytes  # [n] little-endian float32
     mask: bytes | None = None  # n rows by `pack_mask`; None: not recorded
-    experts: bytes | None = None  # by `pack_experts`, which has its own range of positions; then n may be 0
+    experts: bytes | None = None  # by `pack_experts`, for a range of positions of its own; n may be 0
     used_s: float = 0.0  # seconds of the trajectory's generation until the piece's end, on all replicas
     reward: float | None = None  # reward of the environment that ended the trajectory
     roles: tuple[RoleCredit, ...] = ()  # rewards by role, which sum to `reward`
@@ -158,9 +158,8 @@ def join_experts(pieces: Sequence[RoutedExperts]) -> RoutedExperts:
         if piece.start != end:
             raise ValueError(f"routed experts of positions [{end}, {piece.start}) are missing or stored twice")
         end += piece.positions
-    numbers = np.concatenate(
-        [np.frombuffer(piece.data, f"<u{piece.width}") for piece in pieces]
-    )  # the widest type
+    # `concatenate` widens all numbers to the widest type
+    numbers = np.concatenate([np.frombuffer(piece.data, f"<u{piece.width}") for piece in pieces])
     width, data = numbers.itemsize, numbers.tobytes()
     return RoutedExperts(start=first.start, layers=first.layers, top_k=first.top_k, width=width, data=data)
 

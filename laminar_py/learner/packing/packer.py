@@ -56,7 +56,7 @@ class Layout:
 
     ids: IntArray  # [T] tokens
     lengths: list[int]  # [S]
-    responses: IntArray  # [S] place of each sequence's trajectory
+    responses: IntArray  # [S] index of each sequence's trajectory in the bundle
     placed: list[PlacedResponse]  # [R]
 
 
@@ -131,8 +131,8 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     aggregation: Aggregation
-    num_trajectories: int  # those without signal included
-    num_trained: int  # tokens of all of these
+    num_trajectories: int  # including trajectories without signal
+    num_trained: int  # trained tokens of these trajectories
     ages: dict[int, int] | None = None  # version -> staleness, see `records.ages`; None: 0 for all tokens
     constant: int = 1
     advantage_mean: float = 0.0  # subtracted from all advantages
