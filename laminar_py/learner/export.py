@@ -152,7 +152,7 @@ def export_checkpoint(
 
 
 def _load_checkpoint(checkpoint: Path, source: Path) -> PreTrainedModel:
-    """Return the model in `source` on the CPU, with a checkpoint's weights in place of its own."""
+    """Make the model of the config in `source` on the CPU, with a checkpoint's weights."""
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -72,7 +72,7 @@ def _selective_contexts() -> tuple[object, object]:
             return CheckpointPolicy.MUST_SAVE
         if op.name() in PRODUCTS:
             products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:  # the last one has an odd number: it is never recomputed
+            if products[context.is_recompute] % 2 == 0:  # a layer's last product is odd: never recomputed
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -48,7 +48,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """Contents of a checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
+    """Text of `complete.json` in a checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
 
     step: int
     world_size: int

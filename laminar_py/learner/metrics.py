@@ -31,7 +31,7 @@ class TokenSums:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(BUCKETS), len(_COLUMNS), dtype=torch.float64, device=device)
         # gap: |engine - learner| log-probability of a token with staleness 0, before the step's first update
-        self._gaps = torch.zeros(GAPS, dtype=torch.float64, device=device)  # number of tokens by bin of their gap
+        self._gap_counts = torch.zeros(GAPS, dtype=torch.float64, device=device)  # tokens by bin of the gap
         self._gap_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._largest_gap = torch.zeros((), dtype=torch.float64, device=device)
         self._peaks = torch.zeros(len(BUCKETS), len(_PEAKS), dtype=torch.float64, device=device)
@@ -48,7 +48,7 @@ class TokenSums:
         ratio, gap = clipped_ratio(inputs, settings), (logprobs - inputs.behaviour).double()
         low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
         reference = inputs.columns.get(REFERENCE_LOGPROBS)
-        means = {
+        averaged = {
             "entropy": entropy.detach(),
             "ratio": ratio,
             "ratio_deviation": (ratio - 1.0).abs(),
@@ -62,35 +62,35 @@ class TokenSums:
             "advantage_mean": inputs.advantages,
             "advantage_squares": inputs.advantages.double().square(),
         }
-        counts = {
+        summed = {
             "tokens": torch.ones_like(logprobs),
             "weight": inputs.weights,
             "importance": gap.exp(),
             "importance_squares": (2 * gap).exp(),
         }
-        columns = [*(inputs.weights * means[name] for name in _MEANS), *(counts[name] for name in _COUNTS)]
+        columns = [*(inputs.weights * averaged[name] for name in _MEANS), *(summed[name] for name in _COUNTS)]
         bucket = torch.bucketize(inputs.staleness, self._edges, right=True)
         self._sums.index_add_(0, bucket, torch.stack([column.double() for column in columns], dim=1))
         peaks = torch.stack([ratio, inputs.advantages.abs()], dim=1)  # as in `_PEAKS`
         self._peaks.scatter_reduce_(0, bucket[:, None].expand_as(peaks), peaks.double(), "amax")
-        fresh = gap[bucket == 0].abs()  # engine and learner computed these with the same weights
-        if at_step_start and len(fresh):
-            self._gap_sum += fresh.sum()
-            place = (fresh.clamp(min=1e-30).log10() - GAP_FLOOR) / (GAP_TOP - GAP_FLOOR) * GAPS
-            self._gaps += torch.bincount(place.long().clamp(0, GAPS - 1), minlength=GAPS)
-            self._largest_gap = torch.maximum(self._largest_gap, fresh.max())
+        fresh_gaps = gap[bucket == 0].abs()  # of tokens that engine and learner computed with the same weights
+        if at_step_start and len(fresh_gaps):
+            self._gap_sum += fresh_gaps.sum()
+            place = (fresh_gaps.clamp(min=1e-30).log10() - GAP_FLOOR) / (GAP_TOP - GAP_FLOOR) * GAPS
+            self._gap_counts += torch.bincount(place.long().clamp(0, GAPS - 1), minlength=GAPS)
+            self._largest_gap = torch.maximum(self._largest_gap, fresh_gaps.max())
 
     def merge(self, other: "TokenSums") -> None:
         """Add the sums of `other`, and keep the larger maxima."""
         self._sums += other._sums
-        self._gaps += other._gaps
+        self._gap_counts += other._gap_counts
         self._gap_sum += other._gap_sum
         self._largest_gap = torch.maximum(self._largest_gap, other._largest_gap)
         self._peaks = torch.maximum(self._peaks, other._peaks)
 
     def reduce(self, ranks: Ranks) -> None:
-        """Sum up all sums over ranks, and take maxima over ranks, in place. Collective."""
-        for tensor in (self._sums, self._gaps, self._gap_sum):
+        """Replace each sum by its sum over ranks, and each maximum by its maximum over ranks. Collective."""
+        for tensor in (self._sums, self._gap_counts, self._gap_sum):
             ranks.reduce_tensor(tensor)
         for tensor in (self._largest_gap, self._peaks):
             ranks.reduce_tensor(tensor, dist.ReduceOp.MAX)
@@ -106,10 +106,10 @@ class TokenSums:
 
     def mismatch(self) -> Mismatch:
         """Mean, 99th percentile (the upper edge of its bin) and maximum of the gaps; zeros without any gap."""
-        total = float(self._gaps.sum())
+        total = float(self._gap_counts.sum())
         if total == 0:
             return Mismatch()
-        place = int((self._gaps.cumsum(0) < 0.99 * total).sum()) + 1
+        place = int((self._gap_counts.cumsum(0) < 0.99 * total).sum()) + 1
         p99 = 10.0 ** (GAP_FLOOR + place / GAPS * (GAP_TOP - GAP_FLOOR))
         largest = float(self._largest_gap)
         return Mismatch(float(self._gap_sum) / total, min(p99, largest), largest)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
 
 
 class InnerReference:
-    """A reference inside the learner: a model of its own, or the policy without its `adapters`."""
+    """A reference inside the learner: a separate `model`, or the policy with its `adapters` switched off."""
 
     def __init__(self, model: PreTrainedModel, *, adapters: "LoraAdapters | None" = None) -> None:
         self.model = model

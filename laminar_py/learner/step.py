@@ -64,11 +64,11 @@ class Optimizer:
         gradient norm before clipping. If this norm or the loss is not finite, changes no weight and returns None.
         """
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total)
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total_norm)
             factor = lr_factor(step, self._settings, total_steps=self._total_steps)
             for group in self.adamw.param_groups:
                 group["lr"] = self._settings.lr * factor

@@ -19,7 +19,7 @@ class WeightAges:
     """
 
     def __init__(self) -> None:
-        self._learned = [0]  # by step: number of steps up to it that changed the weights
+        self._learned = [0]  # step -> number of steps, up to and including it, that changed the weights
         self._versions: list[int] = []  # ascending
         self._made: dict[int, int] = {}  # version -> number of steps that made it
         self._shared: dict[int, int] = {}  # version -> number of these steps that no rollback has undone

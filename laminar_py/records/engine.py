@@ -19,7 +19,7 @@ from laminar_py.records.trajectory import FinishReason
 class EngineLostError(Exception):
     """The engine crashed, hangs or sent an invalid answer; the message says which, in one line.
 
-    `__cause__` is set if the engine's own code raised; then the run ends, since a restart would not help.
+    `__cause__` is set if the engine's own code raised; such a mistake in the code ends the run.
     """
 
 

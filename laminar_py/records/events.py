@@ -48,7 +48,7 @@ class RunEnded(Event, frozen=True):
 class Scaled(Event, frozen=True):
     """The replicas of the run from now on, e.g. `Scaled((0, 1, 4))`; replicas that are not named leave.
 
-    The log has it at the start of each incarnation, which numbers its replicas from 0, and at each change.
+    The log has this event at the start of each incarnation, which numbers its replicas from 0, and at each change.
     """
 
     replicas: tuple[int, ...]

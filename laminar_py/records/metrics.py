@@ -47,7 +47,7 @@ class Mismatch(msgspec.Struct, frozen=True):
     """|new - behaviour| log-probability of tokens at staleness 0, in nats, e.g. `Mismatch(1e-6, 1e-5, 2e-4)`.
 
     The learner measures this before the step's first update, so it shows where engine and learner compute
-    differently. If only some steps publish, it includes the policy's change since the last version.
+    differently. If only some steps publish, the mismatch includes the policy's change since the last version.
     """
 
     mean: float = 0.0

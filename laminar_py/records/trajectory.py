@@ -181,8 +181,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """S sequences of R responses, packed without padding into T tokens, e.g. two sequences of 3 and 2 tokens:
 
     `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. `labels[t]` is the token after `input_ids[t]` in the
-    same sequence (0 at a sequence's end). The other [T] arrays have a token's number at the position that predicts
-    the token.
+    same sequence (0 at a sequence's end). From `loss_weights` on, a [T] array has a token's number at the position
+    that predicts the token.
     """
 
     input_ids: IntArray  # [T]
@@ -198,7 +198,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     groups: IntArray  # [R] index of each response's group in the step
     columns: dict[str, Array] = msgspec.field(default_factory=dict)  # inputs of the loss by name, each [T]
     support: SamplingMask | None = None  # T rows: ids that the label was drawn from; empty row: whole vocabulary
-    experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not recorded
+    experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] of input tokens, -1 where not recorded
 
     @property
     def num_tokens(self) -> int:

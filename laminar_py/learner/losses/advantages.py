@@ -48,7 +48,7 @@ def against_others(returns: Sequence[Returns]) -> Advantages:
 
 
 def unchanged(returns: Sequence[Returns]) -> Advantages:
-    """`r`; the packer later normalises it over the whole step: REINFORCE++, Hu et al. 2025."""
+    """Rewards as they are; the packer later normalises them over the whole step: REINFORCE++, Hu et al. 2025."""
     return _totals(returns), 1.0
 
 

@@ -46,7 +46,7 @@ def proximal_logprobs(
 
     Arguments are [N]: `logprobs` of the trained policy, `behaviour` of the policy that drew the token,
     `recomputed` of the policy at the start of the step (None: `logprobs`), `staleness` in learner steps.
-    `interpolate` gives `logprobs` at staleness 0, and `behaviour + (1 - 1/d) (logprobs - behaviour)` at d.
+    `interpolate` gives `logprobs` at staleness 0, `b + (1 - 1/d) (logprobs - b)` at staleness d (b: `behaviour`).
 
     Decoupled PPO, Hilton et al. 2022; AReaL, Fu et al. 2025; interpolation: A-3PO, Li et al. 2025.
     """

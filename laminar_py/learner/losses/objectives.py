@@ -63,11 +63,11 @@ def clip(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 
 
 def sequence_clip(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`clip` with one ratio for all tokens of a sequence, the geometric mean `s = exp(mean_t(lp_t - x_t))`.
+    """`min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with one ratio s for all tokens of a response.
 
-    A token's ratio has the value s and the gradient `s grad lp_t`, so that advantages may differ inside a
-    sequence. Where they are equal, value and gradient are the sequence form's, under `sequence_mean`.
-    GSPO, Zheng et al. 2025, eq. 5 and 14.
+    s is the geometric mean of the tokens' ratios, `exp(mean_t(lp_t - x_t))`. A token's ratio has the value s and
+    the gradient `s grad lp_t`, so that advantages may differ inside a response. Where they are equal, value and
+    gradient are the sequence form's, under `sequence_mean`. GSPO, Zheng et al. 2025, eq. 5 and 14.
     """
     logprobs = inputs.logprobs.detach()
     ratio = inputs.response_mean(logprobs - inputs.proximal).exp() * (inputs.logprobs - logprobs).exp()
@@ -99,7 +99,7 @@ def balance(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 
 
 def imbalance(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """[R] `sum_t (lp_t - ref_t) - reward / beta` of each response: the d of `balance`."""
+    """[R] trajectory imbalance of each response, `sum_t (lp_t - ref_t) - reward / beta`."""
     reference = inputs.columns[REFERENCE_LOGPROBS]
     return inputs.response_sum(inputs.logprobs - reference) - inputs.rewards / settings.beta
 

@@ -134,7 +134,7 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
     num_trajectories: int  # including trajectories without signal
     num_trained: int  # trained tokens of these trajectories
     ages: dict[int, int] | None = None  # version -> staleness, see `records.ages`; None: 0 for all tokens
-    constant: int = 1
+    constant: int = 1  # tokens by which the aggregation `constant` divides each response
     advantage_mean: float = 0.0  # subtracted from all advantages
     advantage_scale: float = 1.0  # then multiplies them
     groups: tuple[str, ...] = ()  # ids of the groups in the step
@@ -183,7 +183,7 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
 class Packed(Generic[PackedT]):
     """A packed step: equally many bundles for each rank, and the weights of their tokens."""
 
-    bundles: list[list[list[PackedT]]]  # [ranks][n]
+    bundles: list[list[list[PackedT]]]  # [ranks][n] trajectories that share a microbatch
     weights: StepWeights
 
     def microbatches(self: "Packed[Trajectory]", rank: int) -> list[MicroBatch]:
@@ -220,7 +220,7 @@ def step_weights(
     normalises: bool = False,
     columns: Sequence[Column] = (),
 ) -> StepWeights:
-    """Compute the weights of a step with these bins; `normalises`: by mean and deviation of the advantages.
+    """Compute the weights of a step with these bins; `normalises` gives its advantages mean 0 and deviation 1.
 
     `tokens_without_signal` has the number of trained tokens of each response that was dropped, since its group has
     no signal. Such responses would have advantage 0, and they stay in every denominator. Else the weight of a
