@@ -200,7 +200,7 @@ def architecture(model: PreTrainedModel, adapters: AdapterFingerprint | None) ->
 
 
 def check_model(folder: Path, saved: Architecture, present: Architecture) -> None:
-    """Raise `ConfigError` if the checkpoint in `folder` is of a model `saved` other than the `present` one."""
+    """Raise `ConfigError` unless the model `saved` in the checkpoint `folder` equals the `present` model."""
     if saved != present:
         raise ConfigError(
             f"checkpoint={folder}: was saved of a {saved}, and this run has a {present}; set model.path, its warm"

@@ -70,7 +70,7 @@ def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torc
 
 
 def _set_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
-    """Set `eos_token_id` in the `generation_config.json` of an exported folder; make the file if it is missing."""
+    """Set `eos_token_id` to `stop_ids` in a folder's `generation_config.json`; make the file if it is missing."""
     path = folder / GENERATION_CONFIG
     if path.is_file():
         settings = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
@@ -92,7 +92,7 @@ class _TokenizerFile(msgspec.Struct):  # the part of `tokenizer.json` that names
 
 
 def _tokenizer_config(source: Path, config: PretrainedConfig) -> bytes:
-    """Return the tokenizer config of `source`; if it names no class, with a class that reads `tokenizer.json`.
+    """Return the tokenizer config of `source`; if the config names no class, add one for `tokenizer.json`.
 
     Without a class transformers would take the class for the `model_type`, which may split text differently. Then
     the special tokens come from the ids in the model's `config`.
@@ -127,9 +127,9 @@ def export_checkpoint(
 
     With `lora` the checkpoint's adapters are merged into the model in `base`, by default `source`. Works on the
     CPU, with memory for the model in fp32 and in `dtype`, for a checkpoint of any world size. `folder` must not
-    exist yet, and appears only when it is complete. Engines that load it stop at `stop_ids`; without any, at the
-    ids in `source`. Raises `ConfigError` if the checkpoint is incomplete or of another model, or the base has no
-    weights.
+    exist yet, and appears only when it is complete. Engines that load `folder` stop at `stop_ids`; without any,
+    at the ids in `source`. Raises `ConfigError` if the checkpoint is incomplete or of another model, or the base
+    has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
     if lora is None:

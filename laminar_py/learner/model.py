@@ -192,6 +192,6 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a float tensor to `dtype` while it is sharded, then gather it in full and contiguous. Collective."""
+    """Return a tensor in full and contiguous; floats are cast to `dtype` before the gather. Collective."""
     cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()

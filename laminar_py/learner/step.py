@@ -222,7 +222,7 @@ class Learner:
         self._checkpointer.finish()
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint and its `steps_taken`. Raises `ConfigError` if it is torn or of another model."""
+        """Restore a checkpoint, with `steps_taken`. Raises `ConfigError` if it is torn or of another model."""
         self.steps_taken = self._checkpointer.load(folder)
 
     # ---- parts of a step

@@ -56,9 +56,9 @@ class WeightAges:
         return version in self._made
 
     def age_of(self, version: int, *, after: int | None = None) -> int:
-        """Age of a version for the learner as it was after a step, by default after the last one.
+        """Age of a version when the learner had made the step `after`, by default the last step.
 
-        A version that was never published is as old as the published one before it.
+        A version that was never published is as old as the next lower published version.
         """
         if not self.knows_version(version):
             place = bisect_right(self._versions, version)

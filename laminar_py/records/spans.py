@@ -84,7 +84,7 @@ def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tup
 
 
 def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Replace the spans of the tokens that `by` covers; tokens behind the old spans are appended.
+    """Replace the spans of the tokens that `by` covers, or append `by` if it lies behind all spans.
 
     E.g. version 7: [0, 5) replaced by 8: [4, 9) gives 7: [0, 4), 8: [4, 9).
     """
@@ -254,7 +254,7 @@ def _runs(spans: Iterable[Span]) -> list[TokenRun]:
 
 
 def _path_to(runs: Sequence[TokenRun], end: int) -> tuple[bool, list[tuple[int, int]]]:
-    """Return the path from the root to token `end`: if it starts with the prompt, and its parts (start, end)."""
+    """Return the path from the root to token `end`: whether the prompt begins it, and its parts (start, end)."""
     parts: list[tuple[int, int]] = []
     while end > 0:
         run = next(run for run in runs if run.start < end <= run.end)

@@ -36,12 +36,12 @@ def divided_by_std(returns: Sequence[Returns]) -> Advantages:
 
 
 def centred(returns: Sequence[Returns]) -> Advantages:
-    """`r - mean`: Dr. GRPO, Liu et al. 2025."""
+    """`r - mean` for the group's rewards r: Dr. GRPO, Liu et al. 2025."""
     return _totals(returns) - float(_means(returns).mean()), 1.0
 
 
 def against_others(returns: Sequence[Returns]) -> Advantages:
-    """`r_i - mean_{j != i} r_j`: RLOO, Ahmadian et al. 2024; equals `K / (K - 1) (r - mean)`."""
+    """`r_i - mean_{j != i} r_j` for K rewards r: RLOO, Ahmadian et al. 2024; equals `K / (K - 1) (r - mean)`."""
     means = _means(returns)
     others = (means - float(means.mean())) * (len(means) / (len(means) - 1))
     return (_totals(returns) - means) + others, 1.0

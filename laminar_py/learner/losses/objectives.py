@@ -215,7 +215,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """`q / p - 1 - log(q / p)`: unbiased, never negative; the mean gradient is KL(reference || policy)'s."""
+    """`q / p - 1 - log(q / p)`: unbiased, never negative. The mean gradient is grad KL(reference || policy)."""
     gap = reference - logprobs
     return gap.expm1() - gap
 

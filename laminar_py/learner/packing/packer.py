@@ -220,7 +220,7 @@ def step_weights(
     normalises: bool = False,
     columns: Sequence[Column] = (),
 ) -> StepWeights:
-    """Compute the weights of a step with these bins; `normalises` gives its advantages mean 0 and deviation 1.
+    """Compute the weights of a step with these bins; `normalises` gives advantages mean 0 and deviation 1.
 
     `tokens_without_signal` has the number of trained tokens of each response that was dropped, since its group has
     no signal. Such responses would have advantage 0, and they stay in every denominator. Else the weight of a
