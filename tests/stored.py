@@ -65,7 +65,7 @@ def at_ranks(packed):
     with tempfile.TemporaryDirectory() as folder:
         cuts = [1] if all(len(item.response_ids) > 1 for item in items) else []
         finished = {one.id: one for one in store_all(items, Path(folder), cuts=cuts)}
-        return [_at_rank(mine, packed.terms, finished, Path(folder)) for mine in packed.bundles]
+        return [_at_rank(mine, packed.weights, finished, Path(folder)) for mine in packed.bundles]
 
 
 def _at_rank(bundles, terms, finished, folder):

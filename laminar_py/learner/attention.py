@@ -30,7 +30,7 @@ VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float |
 
 
 class PackedKernel(StrEnum):
-    """Kernels for packed rows; the value is the `attn_implementation` it is registered under."""
+    """Kernels for packed rows; the value is the kernel's name in transformers, its `attn_implementation`."""
 
     SDPA = "packed_sdpa"
     VARLEN = "packed_varlen"
@@ -42,8 +42,8 @@ FLASH4_CAPABILITIES = (9, 10)  # Hopper and Blackwell
 
 
 def choose_kernel(device: torch.device) -> PackedKernel:
-    """The kernel for a device: per-sequence SDPA on a CPU; on CUDA the first that is installed of flash-attn 2,
-    FlashAttention-4 and torch's own.
+    """Return the kernel for a device: on a CPU SDPA for each sequence; on CUDA the first of flash-attn 2,
+    FlashAttention-4 (on `FLASH4_CAPABILITIES`) and torch's own kernel that is installed.
     """
     if device.type == "cpu":
         return PackedKernel.SDPA
@@ -62,11 +62,14 @@ def _installed(module: str) -> bool:
 
 
 def register_kernel(kernel: PackedKernel) -> None:
-    """Register `attn_implementation=kernel` with transformers, without a mask. A second call is harmless."""
+    """Register a kernel with transformers, so that no mask is built; repeated calls change nothing.
+
+    FLASH4 also becomes the flash attention of torch, in the whole process.
+    """
     if kernel is PackedKernel.FLASH4 and current_flash_attention_impl() != "FA4":
         activate_flash_attention_impl("FA4")
     AttentionInterface.register(kernel.value, _through_transformers(KERNELS[kernel]))
-    AttentionMaskInterface.register(kernel.value, _no_mask)
+    AttentionMaskInterface.register(kernel.value, lambda **_: None)  # `cu_seqlens` has the same information
 
 
 def sdpa_per_sequence(
@@ -84,7 +87,7 @@ def sdpa_per_sequence(
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
-    """Torch's varlen attention, its own or the activated one; a window without a right side makes it causal."""
+    """Torch's varlen attention, or FlashAttention-4 once `register_kernel` activates it; the window is causal."""
     output = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED
     )
@@ -109,10 +112,6 @@ KERNELS: dict[PackedKernel, VarlenKernel] = {
 }
 
 
-def _no_mask(**_: object) -> None:
-    """Make no mask: `cu_seqlens` has the same information."""
-
-
 def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, None]]:
     """Wrap a kernel in the signature that transformers calls: q [1, H, T, D] in, [1, T, H, D] out."""
 
@@ -133,7 +132,7 @@ def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, N
         **_: object,
     ) -> tuple[Tensor, None]:
         """Attend within each packed sequence; `cu_seq_lens_q` has their ends. Returns [1, T, H, D] and None."""
-        assert attention_mask is None, "packed attention takes no mask; sequences are told apart by cu_seqlens"
+        assert attention_mask is None, "packed attention takes no mask; cu_seqlens separates the sequences"
         assert dropout == 0.0, f"attention dropout {dropout} would change the log-probabilities"
         assert softcap is None, "attention logits with a soft cap are not supported"
         assert s_aux is None, "attention sinks are not supported"

@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: weights, optimizer, step and random states. `step.Learner` and `export` use it.
+"""Checkpoints of the learner: weights, optimizer, step and random states. `step.Learner` and `export` use them.
 
 A save has two halves. `begin` copies the state out of the learner's memory; the learner waits for that alone. A
 thread writes the files from the copy during the next steps. One save runs at a time. States: IDLE -> (begin)
@@ -45,11 +45,11 @@ class RandomState(msgspec.Struct, frozen=True):
     """States of the random generators of one rank."""
 
     cpu: bytes
-    cuda: bytes | None  # of its device
+    cuda: bytes | None  # of the rank's device; None on a CPU
 
 
 class Checkpointer:
-    """Saves and restores one learner. Collective: all ranks make one and call its methods together."""
+    """Saves and restores one learner. All ranks must make a `Checkpointer` and call each method together."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Checkpointer:
         staged = self._stager.stage({"model": weights, "optimizer": moments}, non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        random = encode(self._random())
+        random = encode(self._random_state())
         self._writing = self._thread.submit(self._write, folder, staged, random, step)
 
     def finish(self) -> None:
@@ -92,10 +92,10 @@ class Checkpointer:
             self._writing.result()
 
     def load(self, folder: Path) -> int:
-        """Restore model and optimizer bit for bit; returns the step.
+        """Restore model, optimizer and random generators bit for bit; returns the number of steps taken.
 
-        A checkpoint of another world size loads too, but leaves the random generators as they are. Raises
-        `ConfigError` if the checkpoint is incomplete or of another model.
+        A checkpoint of another world size leaves the random generators as they are. Raises `ConfigError` if the
+        checkpoint is incomplete or of another model.
         """
         marker = read_marker(folder)
         check_model(folder, marker.model, architecture(self._model, self._adapters))
@@ -107,15 +107,15 @@ class Checkpointer:
             self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=partial_state
         )
         if marker.world_size == self._world_size:
-            self._set_random(decode(RandomState, _random_file(folder, self._rank).read_bytes()))
+            self._set_random_state(decode(RandomState, _random_file(folder, self._rank).read_bytes()))
         return marker.step
 
     # ---- on the writing thread
 
     def _write(self, folder: Path, staged: dict[str, object], random: bytes, step: int) -> None:
-        """Write a staged copy of the state to a partial folder; rank 0 renames it when all ranks are done.
+        """Write the `staged` state and this rank's `random` state; rank 0 completes `folder` after all ranks.
 
-        Runs in a thread. Raises the first error of any rank's write.
+        The files are in `<name>.tmp` until then. Runs in a thread. Raises the first error of any rank's write.
         """
         partial = folder.with_name(f"{folder.name}.tmp")
         if self._rank == 0:
@@ -142,7 +142,7 @@ class Checkpointer:
     # ---- the state
 
     def _state(self) -> tuple[dict[str, ValueType], OptimizerStateType]:
-        """Trained weights and optimizer moments; before the first step torch makes zero moments."""
+        """Return trained weights and optimizer moments; before the first step the moments are zero."""
         fresh = not self._optimizer.state
         weights, moments = get_state_dict(self._model, self._optimizer)
         if fresh:  # torch made them by a step, which the bias correction of later steps must not count
@@ -151,14 +151,14 @@ class Checkpointer:
                     values["step"].zero_()
         return _trained(weights, self._model), moments
 
-    def _random(self) -> RandomState:
-        on_gpu = self._device.type == "cuda"
-        cuda = torch.cuda.get_rng_state(self._device).numpy().tobytes() if on_gpu else None
+    def _random_state(self) -> RandomState:
+        cuda = torch.cuda.get_rng_state(self._device).numpy().tobytes() if self._on_gpu else None
         return RandomState(torch.get_rng_state().numpy().tobytes(), cuda)
 
-    def _set_random(self, state: RandomState) -> None:
+    def _set_random_state(self, state: RandomState) -> None:
+        """Set the random generators of the CPU and, if `state` has it and the rank has a GPU, of the GPU."""
         torch.set_rng_state(torch.frombuffer(bytearray(state.cpu), dtype=torch.uint8))
-        if state.cuda is not None and self._device.type == "cuda":
+        if state.cuda is not None and self._on_gpu:
             cuda = torch.frombuffer(bytearray(state.cuda), dtype=torch.uint8)
             torch.cuda.set_rng_state(cuda, self._device)
 
@@ -167,26 +167,27 @@ def load_weights(folder: Path, model: PreTrainedModel, *, adapters: AdapterFinge
     """Load a checkpoint's trained weights into an unsharded `model`, whatever world size saved them.
 
     Frozen weights do not change. Raises `ConfigError` if the checkpoint is incomplete, of another model, or
-    deleted meanwhile.
+    deleted during the read.
     """
     check_model(folder, read_marker(folder).model, architecture(model, adapters))
     weights = _trained(get_model_state_dict(model), model)
     try:
         state_dict_loader.load({"model": weights}, checkpoint_id=folder, no_dist=True)
     except CheckpointException:
-        read_marker(folder)  # raises if the run has deleted the checkpoint meanwhile
+        read_marker(folder)  # raises if the run has deleted the checkpoint during the read
         raise
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
 
 
 def _trained(weights: dict[str, ValueType], model: PreTrainedModel) -> dict[str, ValueType]:
+    """Return the entries of `weights` that are not frozen in `model`."""
     every = model.named_parameters(remove_duplicate=False)  # torch's own filter misses tied weights
     frozen = {name for name, parameter in every if not parameter.requires_grad}
     return {name: value for name, value in weights.items() if name not in frozen}
 
 
 def architecture(model: PreTrainedModel, adapters: AdapterFingerprint | None) -> Architecture:
-    """Type of a model, and a digest over the sorted names and full shapes of its parameters."""
+    """Return a model's type and a digest over the sorted names and full shapes of its parameters."""
     shapes = sorted((name, list(parameter.shape)) for name, parameter in model.named_parameters())
     digest = blake3(msgspec.json.encode(shapes)).hexdigest(length=16)
     num_parameters = sum(math.prod(shape) for _, shape in shapes)
@@ -199,11 +200,11 @@ def architecture(model: PreTrainedModel, adapters: AdapterFingerprint | None) ->
 
 
 def check_model(folder: Path, saved: Architecture, present: Architecture) -> None:
-    """Raise `ConfigError` unless a checkpoint of `saved` fits the model."""
+    """Raise `ConfigError` unless the model `saved` in the checkpoint `folder` equals the `present` model."""
     if saved != present:
         raise ConfigError(
             f"checkpoint={folder}: was saved of a {saved}, and this run has a {present}; set model.path, its warm"
-            " start and learner.lora as they were, or start a run of its own"
+            " start and learner.lora as they were, or start a new run"
         )
 
 

@@ -23,11 +23,11 @@ from laminar_py.records.codec import decode, encode
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
-JOIN_S = 600  # ranks load their models at different speeds
+JOIN_S = 600  # seconds that a rank waits for the others: ranks load their models at different speeds
 
 
 def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str = "cpu") -> DeviceMesh:
-    """Join the data-parallel group; returns its mesh once all ranks have joined.
+    """Join the data-parallel group: wait until all ranks have joined, and return the mesh.
 
     `rendezvous` is the same for all ranks and new for each start: the path of a file that does not exist yet for
     ranks of one host, or `tcp://ip:port` with an address of rank 0's host and a port that is free there.
@@ -49,7 +49,7 @@ def leave_group() -> None:
 
 
 def share_record(record: Record | None, kind: type[Record], *, mesh: DeviceMesh) -> Record:
-    """Broadcast the record of rank 0 to all ranks, which give None, and return it. Collective."""
+    """Return rank 0's `record`, of type `kind`, on every rank; other ranks pass None. Collective."""
     data = torch.frombuffer(bytearray(encode(record)), dtype=torch.uint8) if record is not None else torch.empty(0)
     length = torch.tensor(len(data))
     dist.broadcast(length, group=mesh.get_group(), group_src=0)
@@ -60,7 +60,7 @@ def share_record(record: Record | None, kind: type[Record], *, mesh: DeviceMesh)
 
 
 def _open_store(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Store", str]:  # type: ignore[name-defined]
-    """Open the store at the rendezvous; returns it and the name of the interface that leads to the other ranks."""
+    """Open the key-value store by which ranks meet; returns it and the network interface towards other ranks."""
     address = urlsplit(rendezvous)
     if address.scheme != "tcp":
         return dist.FileStore(rendezvous, world_size), "lo"  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def _open_store(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Stor
     assert port is not None, f"rendezvous {rendezvous} has no port"
     listening = None
     if rank == 0:
-        # Without a socket of ours the store would listen on every interface. It closes ours with itself.
+        # Without this socket the store would listen on every interface. The store closes the socket with itself.
         listening = socket.create_server((host, port)).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
@@ -84,23 +84,20 @@ def _open_store(rendezvous: str, rank: int, world_size: int) -> tuple["dist.Stor
 
 
 def _interface_towards(host: str, port: int) -> str:
-    """Name of the interface from which the route to a host leaves, e.g. `eth0`."""
+    """Return the name of the interface from which the route to a host leaves, e.g. `eth0`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outgoing:
         outgoing.connect((host, port))  # sends nothing
         local_address = outgoing.getsockname()[0]
-    names = [
-        name
-        for name, known in psutil.net_if_addrs().items()
-        if local_address in (entry.address for entry in known)
-    ]
+    interfaces = psutil.net_if_addrs().items()
+    names = [name for name, known in interfaces if local_address in [entry.address for entry in known]]
     assert names, f"no interface has the address {local_address}"
     return names[0]
 
 
 class Ranks:
-    """Sums over the ranks of `mesh`; without a mesh this process is alone, on the CPU, and sums change nothing.
+    """Sums over the ranks of `mesh`; without a mesh this process is the only rank, on the CPU.
 
-    Each method is a collective: every rank calls it, in the same order.
+    Each method is a collective: all ranks must call it, in the same order.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -113,11 +110,11 @@ class Ranks:
         return self.mesh.size() if self.mesh else 1
 
     def sum(self, value: float) -> float:
-        """Sum of a number over ranks."""
+        """Return the sum of `value` over ranks."""
         return self._reduce_number(value, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
-        """Maximum of a number over ranks."""
+        """Return the largest `value` of any rank."""
         return self._reduce_number(value, dist.ReduceOp.MAX)
 
     def reduce_tensor(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -126,6 +123,7 @@ class Ranks:
             dist.all_reduce(tensor, op=how, group=self.mesh.get_group())
 
     def _reduce_number(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
+        """Return the sum or the maximum of `value` over ranks, in fp64."""
         if not self.mesh:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -40,8 +40,8 @@ TOKENIZER_FILES = (
 def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight in full and contiguous, floats cast to `dtype`; a tied weight once, under its first name.
 
-    A shard is cast before it is gathered, and only one full tensor exists at a time. It may alias the model's
-    own memory, so read it before the next step.
+    A shard is cast before it is gathered, and only one full tensor exists at a time. A tensor may alias the
+    model's own memory, so read it before the next step. Collective.
     """
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}
@@ -56,7 +56,7 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
 
 
 def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torch.dtype) -> None:
-    """Write an unsharded model as a new Hugging Face folder: config, weights, tokenizer files of `source`."""
+    """Write an unsharded model as a new Hugging Face folder, with config and tokenizer files from `source`."""
     weights = dict(named_tensors(model, dtype=dtype))
     folder.mkdir(parents=True)
     config = model.config.__class__.from_pretrained(source)
@@ -70,7 +70,7 @@ def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torc
 
 
 def _set_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
-    """Write these ids into `generation_config.json` of an exported folder as the ids that end a response."""
+    """Set `eos_token_id` to `stop_ids` in a folder's `generation_config.json`; make the file if it is missing."""
     path = folder / GENERATION_CONFIG
     if path.is_file():
         settings = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
@@ -87,14 +87,15 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
-class _TokenizerFile(msgspec.Struct):
+class _TokenizerFile(msgspec.Struct):  # the part of `tokenizer.json` that names special tokens
     added_tokens: list[_AddedToken] = []
 
 
 def _tokenizer_config(source: Path, config: PretrainedConfig) -> bytes:
-    """The tokenizer config of `source`, completed with a class that reads `tokenizer.json` if it names none.
+    """Return the tokenizer config of `source`; if the config names no class, add one for `tokenizer.json`.
 
-    Without a class transformers would take the class for the `model_type`, which may split text differently.
+    Without a class transformers would take the class for the `model_type`, which may split text differently. Then
+    the special tokens come from the ids in the model's `config`.
     """
     path = source / TOKENIZER_CONFIG
     written = path.read_bytes() if path.is_file() else b"{}"
@@ -124,15 +125,19 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint of the model in `source` as a Hugging Face folder, e.g. in `bfloat16`.
 
-    With `lora` its adapters are merged into `base`, or into `source`. Works on the CPU, with memory for the model
-    in fp32 and in `dtype`, for a checkpoint of any world size. `folder` must not exist yet, and appears only when
-    it is complete. Other engines will stop at `stop_ids`; without any, at the ids in `source`. Raises
-    `ConfigError` if the checkpoint is incomplete or of another model, or the base has no weights.
+    With `lora` the checkpoint's adapters are merged into the model in `base`, by default `source`. Works on the
+    CPU, with memory for the model in fp32 and in `dtype`, for a checkpoint of any world size. `folder` must not
+    exist yet, and appears only when it is complete. Engines that load `folder` stop at `stop_ids`; without any,
+    at the ids in `source`. Raises `ConfigError` if the checkpoint is incomplete or of another model, or the base
+    has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
-    model = (
-        _load_checkpoint(checkpoint, source) if lora is None else _load_merged(checkpoint, base or source, lora)
-    )
+    if lora is None:
+        model = _load_checkpoint(checkpoint, source)
+    else:
+        from laminar_py.learner.lora import load_merged  # imports peft, which is an extra
+
+        model = load_merged(checkpoint, base=base or source, settings=lora)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
@@ -147,7 +152,7 @@ def export_checkpoint(
 
 
 def _load_checkpoint(checkpoint: Path, source: Path) -> PreTrainedModel:
-    """Return the model of folder `source` on the CPU with the weights of a checkpoint."""
+    """Make the model of the config in `source` on the CPU, with a checkpoint's weights."""
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -155,9 +160,3 @@ def _load_checkpoint(checkpoint: Path, source: Path) -> PreTrainedModel:
     model.tie_weights()
     load_weights(checkpoint, model)
     return model
-
-
-def _load_merged(checkpoint: Path, base: Path, lora: LoraConfig) -> PreTrainedModel:
-    from laminar_py.learner.lora import load_merged
-
-    return load_merged(checkpoint, base=base, settings=lora)

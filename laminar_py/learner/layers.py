@@ -1,7 +1,7 @@
 """Changes to a model's layers: activation recomputation, compilation, fused norms, replay of routed experts.
 
-`step` recomputes and compiles before it shards; `model` fuses norms and hooks routers. Recomputation and
-compilation change results by fp32 rounding at most (`tests/learner/test_layers.py`).
+`step` sets up recomputation and compilation before it shards; `model` fuses norms and hooks routers. Recomputation
+and compilation change results by fp32 rounding at most (`tests/learner/test_layers.py`).
 """
 
 import types
@@ -24,7 +24,7 @@ from laminar_py.config.learner import Recompute
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import MicroBatch
 
-PRODUCTS = {"aten::mm", "aten::addmm"}
+PRODUCTS = {"aten::mm", "aten::addmm"}  # of matrices
 ATTENTION = {
     "flash_attn::_flash_attn_varlen_forward",
     "torch_attn::_varlen_attn",
@@ -40,7 +40,10 @@ REPLAYABLE = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")
 
 
 def recompute_activations(model: PreTrainedModel, kind: Recompute) -> None:
-    """Let each layer keep only its input for the backward pass; `selective` keeps attention and half the GEMMs."""
+    """Let each layer keep only its input and compute its activations again in the backward pass.
+
+    `selective` also keeps the outputs of attention and of every second matrix product. `none` changes nothing.
+    """
     how: dict[str, Any] = {"use_reentrant": False}
     if kind is Recompute.SELECTIVE:
         how["context_fn"] = _selective_contexts
@@ -50,7 +53,7 @@ def recompute_activations(model: PreTrainedModel, kind: Recompute) -> None:
 
 
 def _checkpointed(forward: Callable[..., Tensor], how: dict[str, Any]) -> Callable[..., Tensor]:
-    """Wrap a forward in a checkpoint. A closure, since the compiler does not look into a `functools.partial`."""
+    """Wrap a forward in `checkpoint` with options `how`. The compiler looks into a closure, not into a partial."""
 
     def checkpointed(*args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = checkpoint(forward, *args, **how, **kwargs)
@@ -60,16 +63,16 @@ def _checkpointed(forward: Callable[..., Tensor], how: dict[str, Any]) -> Callab
 
 
 def _selective_contexts() -> tuple[object, object]:
-    """Contexts for one layer's forward pass and for its recomputation; both must make the same choices."""
+    """Make the contexts of one layer's forward pass and of its recomputation, which make the same choices."""
     products: Counter[bool] = Counter()
 
     def policy(context: SelectiveCheckpointContext, op: Any, *_: object, **__: object) -> CheckpointPolicy:
-        """Save attention and every second product of a layer; recompute the rest."""
+        """Save the outputs of attention and of a layer's every second matrix product; recompute other outputs."""
         if op.name() in ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if op.name() in PRODUCTS:
             products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:  # the last one has an odd number: it is never recomputed
+            if products[context.is_recompute] % 2 == 0:  # a layer's last product is odd: never recomputed
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -78,7 +81,7 @@ def _selective_contexts() -> tuple[object, object]:
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each layer by itself: all are alike, so one compilation serves all; FSDP can wrap each later."""
+    """Compile each layer by itself: layers are alike, so one compilation serves all, and FSDP can wrap each."""
     for layer in model.base_model.layers:
         layer.compile(dynamic=True, backend=backend)
 
@@ -95,9 +98,9 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _fused_norm(norm: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Forward of an RMS norm. It reads the weight at each call, since sharding replaces it."""
+    """Compute the forward of an RMS norm. Reads the weight at each call, since sharding replaces the weight."""
     weight = norm.weight
-    assert isinstance(weight, Tensor), f"{type(norm).__name__} has a weight"
+    assert isinstance(weight, Tensor), f"the weight of {type(norm).__name__} is no tensor"
     return F.rms_norm(hidden_states, weight.shape, weight, float(norm.variance_epsilon))  # type: ignore[arg-type]
 
 
@@ -113,22 +116,22 @@ Hook: TypeAlias = Callable[[nn.Module, object, RouterOutput], RouterOutput]
 class RouterReplay:
     """Makes the routers of a mixture model choose the experts that the engine chose; R3, Ma et al. 2025.
 
-    An engine and a learner that compute a little differently choose other experts for some tokens. The trained
-    policy would then differ from the policy that drew them. The weights of the replayed experts come from the
-    learner's own router, so its gradient is kept. Without `force` the hooks change nothing.
+    Engine and learner compute a little differently, so their routers choose different experts for some tokens. The
+    trained policy would then differ from the policy that drew the tokens. The weights of the replayed experts come
+    from the learner's own router, so its gradient is kept. Before the first `force` the hooks change nothing.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         self._name = model.config.model_type
         self._renormalises = bool(getattr(model.config, "norm_topk_prob", self._name == "mixtral"))
-        # [T, layers, k], -1: the router's own choice. It stays for recomputation in the backward pass.
+        # [T, layers, k] experts, -1: the router's own choice. Kept for recomputation in the backward pass.
         self._forced: Tensor | None = None
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(self._hook(layer))
 
     def force(self, batch: MicroBatch, *, device: torch.device) -> None:
-        """Replay the experts recorded in this microbatch, in the next forward and backward pass.
+        """Replay the experts recorded in this microbatch, until the next call; without records replay nothing.
 
         Raises `ConfigError` for a model type whose routers it cannot replay.
         """
@@ -144,14 +147,13 @@ class RouterReplay:
         self._forced = torch.tensor(batch.experts, dtype=torch.long, device=device)
 
     def _hook(self, layer: int) -> Hook:
-        """Make a hook on the router of a layer that replaces its chosen experts by the recorded ones.
-
-        The weights of the recorded experts come from the learner's own logits, so gradients reach the router. A
-        recorded -1 leaves the router's own choice.
-        """
+        """Make a hook for the router of this layer."""
 
         def replay(router: nn.Module, _: object, output: RouterOutput) -> RouterOutput:
-            """Replace the router's experts where experts are recorded, and take their weights from its logits."""
+            """Replace the router's experts by recorded experts, except where the record is -1.
+
+            The weights of the experts come from the learner's own logits, so gradients reach the router.
+            """
             if self._forced is None:
                 return output
             logits, weights, routed = output

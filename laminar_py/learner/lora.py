@@ -32,7 +32,7 @@ _NAME = "policy"  # peft can hold several adapters by name
 
 
 class LoraAdapters:
-    """Adapters in the layers of `model`; making them freezes its other weights. Make them before `shard`.
+    """Adapters in the layers of `model`. Making them freezes the model's other weights; make them before `shard`.
 
     A is drawn from `seed`, so it is the same on all ranks. `base` is the folder that the model was loaded from.
     Raises `ConfigError` for a mixture of experts, whose expert matrices are no modules that peft can adapt, and
@@ -40,26 +40,26 @@ class LoraAdapters:
     """
 
     def __init__(self, model: PreTrainedModel, settings: LoraConfig, *, base: Path, seed: int) -> None:
-        _check(model, settings)
+        _check_targets(model, settings)
         self._model = model
         self._settings = settings
         self._base = base.resolve()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with placeholder_weights(model):
-                peft.inject_adapter_in_model(_config(settings), model, adapter_name=_NAME)
+                peft.inject_adapter_in_model(_peft_config(settings), model, adapter_name=_NAME)
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     def fingerprint(self, mesh: DeviceMesh | None) -> AdapterFingerprint:
-        """Return the fingerprint of the adapters. Collective: rank 0 reads all of the base for its digest."""
+        """Return the adapters' fingerprint. Collective: rank 0 reads the whole base folder for its digest."""
         if mesh is None:
             return _fingerprint(self._settings, self._base_digest)
         of_rank_0 = _fingerprint(self._settings, self._base_digest) if mesh.get_rank() == 0 else None
         return share_record(of_rank_0, AdapterFingerprint, mesh=mesh)
 
     def config(self) -> bytes:
-        """Text of `adapter_config.json` as peft writes it. The first call reads all of the base for a digest."""
-        config = _config(self._settings)
+        """Text of `adapter_config.json` as peft writes it. The first call reads the base folder for its digest."""
+        config = _peft_config(self._settings)
         config.base_model_name_or_path, config.revision = str(self._base), self._base_digest
         config.inference_mode = True
         return json.dumps(config.to_dict(), sort_keys=True, default=sorted, indent=2).encode()
@@ -75,9 +75,9 @@ class LoraAdapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Give the base model inside the block, for passes without gradients, by a scale of 0 for the adapters.
+        """Set the adapters' scale to 0 inside the block, so that the model computes as its base.
 
-        peft's own switch would also freeze parameters, which FSDP has replaced.
+        For passes without gradients. peft's own switch would also freeze parameters, which FSDP has replaced.
         """
         for layer in self._layers:
             layer.set_scale(_NAME, 0.0)
@@ -100,14 +100,14 @@ def load_merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTra
     """
     fingerprint = _fingerprint(settings, _digest_base(base))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
-    tuner = peft.LoraModel(model, _config(settings), _NAME)
+    tuner = peft.LoraModel(model, _peft_config(settings), _NAME)
     load_weights(checkpoint, model, adapters=fingerprint)
     result: PreTrainedModel = tuner.merge_and_unload()
     return result
 
 
 def _digest_base(base: Path) -> str:
-    """Return the digest of the base weights. Raises `ConfigError` if the folder has none."""
+    """Return the digest of the weights in `base`. Raises `ConfigError` if the folder has none."""
     try:
         return base_digest(base)
     except RefusedError as error:
@@ -116,7 +116,8 @@ def _digest_base(base: Path) -> str:
         ) from error
 
 
-def _config(settings: LoraConfig) -> peft.LoraConfig:
+def _peft_config(settings: LoraConfig) -> peft.LoraConfig:
+    """Return the settings in peft's own type."""
     return peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM,
         r=settings.rank,
@@ -130,7 +131,8 @@ def _fingerprint(settings: LoraConfig, digest: str) -> AdapterFingerprint:
     return AdapterFingerprint(digest, settings.rank, settings.alpha, targets)
 
 
-def _check(model: PreTrainedModel, settings: LoraConfig) -> None:
+def _check_targets(model: PreTrainedModel, settings: LoraConfig) -> None:
+    """Raise `ConfigError` for a mixture of experts, or if the model lacks a module that should get an adapter."""
     if is_mixture(model.config):
         raise ConfigError("learner.lora: experts of a mixture model cannot be adapted; leave learner.lora out")
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}

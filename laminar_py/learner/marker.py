@@ -16,7 +16,7 @@ MARKER = "complete.json"
 
 
 class AdapterFingerprint(msgspec.Struct, frozen=True):
-    """Tells adapters that fit a checkpoint from others: their base and their settings.
+    """Base and settings of adapters. A checkpoint loads only into adapters with an equal fingerprint.
 
     E.g. `AdapterFingerprint("9f2c...", 16, 32.0, ("q_proj", "v_proj"))`.
     """
@@ -32,7 +32,10 @@ class AdapterFingerprint(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Models that a checkpoint fits: `Architecture(model_type="qwen3", num_parameters=9, fingerprint="5fd1")`."""
+    """Shape of a model. A checkpoint loads only into a model with an equal `Architecture`.
+
+    E.g. `Architecture(model_type="qwen3", num_parameters=9, fingerprint="5fd1")`.
+    """
 
     model_type: str
     num_parameters: int
@@ -45,16 +48,16 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """Contents of a checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
+    """Text of `complete.json` in a checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
 
     step: int
     world_size: int
     model: Architecture
-    files: dict[str, int]  # bytes of each
+    files: dict[str, int]  # name -> bytes
 
 
 def complete_checkpoint(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
-    """Write the marker into `partial`, flush it to disk, and rename it to `folder`, replacing an older one."""
+    """Write the marker into the folder `partial`, sync it, and rename it to `folder`, which it replaces."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files)))
     sync(partial)
@@ -67,7 +70,7 @@ def read_marker(folder: Path) -> Marker:
     """Read the marker of a checkpoint. Raises `ConfigError`, naming the fault, if the checkpoint is incomplete."""
     path = folder / MARKER
     if not folder.is_dir():
-        raise ConfigError(f"checkpoint={folder}: no such folder; name a checkpoint that is there")
+        raise ConfigError(f"checkpoint={folder}: no such folder; name an existing checkpoint")
     if not path.is_file():
         raise _torn(folder, f"has no {MARKER}")
     try:

@@ -30,29 +30,25 @@ class TokenSums:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(BUCKETS), len(_COLUMNS), dtype=torch.float64, device=device)
-        self._gaps = torch.zeros(GAPS, dtype=torch.float64, device=device)
+        # gap: |engine - learner| log-probability of a token with staleness 0, before the step's first update
+        self._gap_counts = torch.zeros(GAPS, dtype=torch.float64, device=device)  # tokens by bin of the gap
         self._gap_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._largest_gap = torch.zeros((), dtype=torch.float64, device=device)
         self._peaks = torch.zeros(len(BUCKETS), len(_PEAKS), dtype=torch.float64, device=device)
         self._edges = torch.tensor(EDGES, device=device)
 
     def add(
-        self,
-        terms: LossInputs,
-        *,
-        entropy: Tensor,
-        settings: AlgorithmConfig,
-        untouched: bool = True,
+        self, inputs: LossInputs, *, entropy: Tensor, settings: AlgorithmConfig, at_step_start: bool = True
     ) -> None:
         """Add the N trained tokens of one microbatch; `entropy` is [N].
 
-        `untouched` says that no update of the step has changed the weights, so that engine and learner compare.
+        `at_step_start`: no update of the step has changed the weights, so that gaps of fresh tokens are measured.
         """
-        logprobs, proximal = terms.logprobs.detach(), terms.proximal
-        ratio, gap = clipped_ratio(terms, settings), (logprobs - terms.behaviour).double()
+        logprobs, proximal = inputs.logprobs.detach(), inputs.proximal
+        ratio, gap = clipped_ratio(inputs, settings), (logprobs - inputs.behaviour).double()
         low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
-        reference = terms.columns.get(REFERENCE_LOGPROBS)
-        means = {
+        reference = inputs.columns.get(REFERENCE_LOGPROBS)
+        averaged = {
             "entropy": entropy.detach(),
             "ratio": ratio,
             "ratio_deviation": (ratio - 1.0).abs(),
@@ -63,40 +59,40 @@ class TokenSums:
             "kl_proximal_k1": proximal - logprobs,
             "kl_proximal_k3": k3(proximal, logprobs),
             "kl_reference_k3": torch.zeros_like(logprobs) if reference is None else k3(logprobs, reference),
-            "advantage_mean": terms.advantages,
-            "advantage_squares": terms.advantages.double().square(),
+            "advantage_mean": inputs.advantages,
+            "advantage_squares": inputs.advantages.double().square(),
         }
-        counts = {
+        summed = {
             "tokens": torch.ones_like(logprobs),
-            "weight": terms.weights,
+            "weight": inputs.weights,
             "importance": gap.exp(),
             "importance_squares": (2 * gap).exp(),
         }
-        columns = [*(terms.weights * means[name] for name in _MEANS), *(counts[name] for name in _COUNTS)]
-        bucket = torch.bucketize(terms.staleness, self._edges, right=True)
+        columns = [*(inputs.weights * averaged[name] for name in _MEANS), *(summed[name] for name in _COUNTS)]
+        bucket = torch.bucketize(inputs.staleness, self._edges, right=True)
         self._sums.index_add_(0, bucket, torch.stack([column.double() for column in columns], dim=1))
-        peaks = torch.stack([ratio, terms.advantages.abs()], dim=1)  # as in `_PEAKS`
+        peaks = torch.stack([ratio, inputs.advantages.abs()], dim=1)  # as in `_PEAKS`
         self._peaks.scatter_reduce_(0, bucket[:, None].expand_as(peaks), peaks.double(), "amax")
-        fresh = gap[bucket == 0].abs()  # engine and learner computed these with the same weights
-        if untouched and len(fresh):
-            self._gap_sum += fresh.sum()
-            place = (fresh.clamp(min=1e-30).log10() - GAP_FLOOR) / (GAP_TOP - GAP_FLOOR) * GAPS
-            self._gaps += torch.bincount(place.long().clamp(0, GAPS - 1), minlength=GAPS)
-            self._largest = torch.maximum(self._largest, fresh.max())
+        fresh_gaps = gap[bucket == 0].abs()  # of tokens that engine and learner computed with the same weights
+        if at_step_start and len(fresh_gaps):
+            self._gap_sum += fresh_gaps.sum()
+            place = (fresh_gaps.clamp(min=1e-30).log10() - GAP_FLOOR) / (GAP_TOP - GAP_FLOOR) * GAPS
+            self._gap_counts += torch.bincount(place.long().clamp(0, GAPS - 1), minlength=GAPS)
+            self._largest_gap = torch.maximum(self._largest_gap, fresh_gaps.max())
 
     def merge(self, other: "TokenSums") -> None:
-        """Add the sums of `other`."""
+        """Add the sums of `other`, and keep the larger maxima."""
         self._sums += other._sums
-        self._gaps += other._gaps
+        self._gap_counts += other._gap_counts
         self._gap_sum += other._gap_sum
-        self._largest = torch.maximum(self._largest, other._largest)
+        self._largest_gap = torch.maximum(self._largest_gap, other._largest_gap)
         self._peaks = torch.maximum(self._peaks, other._peaks)
 
     def reduce(self, ranks: Ranks) -> None:
-        """Replace all sums by those over ranks. Collective."""
-        for tensor in (self._sums, self._gaps, self._gap_sum):
+        """Replace each sum by its sum over ranks, and each maximum by its maximum over ranks. Collective."""
+        for tensor in (self._sums, self._gap_counts, self._gap_sum):
             ranks.reduce_tensor(tensor)
-        for tensor in (self._largest, self._peaks):
+        for tensor in (self._largest_gap, self._peaks):
             ranks.reduce_tensor(tensor, dist.ReduceOp.MAX)
 
     def tokens(self) -> TokenMetrics:
@@ -109,17 +105,17 @@ class TokenSums:
         return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_COLUMNS.index("tokens")] > 0}
 
     def mismatch(self) -> Mismatch:
-        """Gap between the log-probabilities of engine and learner, over tokens of staleness 0; 0 without any."""
-        total = float(self._gaps.sum())
+        """Mean, 99th percentile (the upper edge of its bin) and maximum of the gaps; zeros without any gap."""
+        total = float(self._gap_counts.sum())
         if total == 0:
             return Mismatch()
-        place = int((self._gaps.cumsum(0) < 0.99 * total).sum()) + 1
+        place = int((self._gap_counts.cumsum(0) < 0.99 * total).sum()) + 1
         p99 = 10.0 ** (GAP_FLOOR + place / GAPS * (GAP_TOP - GAP_FLOOR))
-        largest = float(self._largest)
+        largest = float(self._largest_gap)
         return Mismatch(float(self._gap_sum) / total, min(p99, largest), largest)
 
 
-_MEANS = (  # weighted with the loss weights; named as in `TokenMetrics`, but for `advantage_squares`
+_MEANS = (  # means with the loss weights, named as in `TokenMetrics` except `advantage_squares`
     "entropy",
     "ratio",
     "ratio_deviation",
@@ -139,7 +135,7 @@ _PEAKS = ("ratio_max", "advantage_max")
 
 
 def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
-    """Compute metrics from a row of weighted sums over tokens and from `peaks`, the largest values."""
+    """Compute metrics from `row`, sums over tokens in the order of `_COLUMNS`, and `peaks`, as in `_PEAKS`."""
     sums = dict(zip(_COLUMNS, row.tolist(), strict=True))
     means = {name: sums[name] / (sums["weight"] or 1.0) for name in _MEANS}
     variance = means.pop("advantage_squares") - means["advantage_mean"] * means["advantage_mean"]
@@ -158,12 +154,11 @@ def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
 # Model FLOPs for L tokens in one sequence, forward and backward: `6 N_active L + 6 layers width L^2`.
 #
 # - `N_active` counts the weights of matrix products that a token uses: k of E experts, the output embedding once,
-# no   lookup and no norm. Each weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2 for its own
-# gradient,
-#   which a frozen weight (under adapters) does not have.
-# - Attention is causal: `width` is heads times their size, and scores and values cost `L^2 width` each, forward. -
-# Recomputation (activations, logits in chunks, scores in the backward pass) does not count, and neither do passes
-#   without a gradient: of a reference model, a proximal policy, an estimate of a partition function.
+#   no lookup and no norm. Each weight costs 2 FLOPs forward, 2 for the gradient of its input, and 2 for its own
+#   gradient, which a frozen weight (under adapters) does not have.
+# - Attention is causal: `width` is heads times their size, and scores and values cost `L^2 width` each, forward.
+# - Recomputation (activations, logits in chunks, scores in the backward pass) does not count. Passes without a
+#   gradient do not count either: of a reference model, a proximal policy, an estimate of a partition function.
 #
 # Source: Chowdhery et al. 2022 (PaLM), appendix B, with causal attention counted once.
 
@@ -189,8 +184,8 @@ PEAKS = {
 class TrainingCost:
     """FLOPs of training one model, e.g. `TrainingCost(6 * 7.6e9, 1.3e-5)`."""
 
-    per_token: float  # FLOPs of its matrix products
-    attention_share: float  # attention over L^2 tokens in units of `per_token`
+    per_token: float  # FLOPs of a token's matrix products, forward and backward
+    attention_share: float  # attention costs `attention_share * L^2 * per_token` FLOPs for L tokens
 
     def flops(self, lengths: Iterable[int]) -> float:
         """Model FLOPs for sequences with these lengths, forward and backward."""
@@ -199,7 +194,7 @@ class TrainingCost:
 
 
 def training_cost(model: PreTrainedModel) -> TrainingCost:
-    """FLOPs of training a Hugging Face decoder, sharded or not."""
+    """Compute the training FLOPs of a Hugging Face decoder, sharded or not."""
     config = model.config
     per_token = _flops_per_token(model)
     share = attention_share(
@@ -226,7 +221,7 @@ def _head_size(config: PretrainedConfig) -> int:
 
 
 def _flops_per_token(model: PreTrainedModel) -> float:
-    """Return FLOPs of the linear layers per token: 6 a trained weight, 4 a frozen one, by the share in use."""
+    """Return FLOPs of the linear layers per token: 6 for each trained weight that the token uses, 4 if frozen."""
     head = model.get_output_embeddings().weight
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head)}
     total = 0.0

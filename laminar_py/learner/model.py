@@ -1,8 +1,8 @@
 """The policy: a Hugging Face decoder whose forward takes a packed row and returns log-probabilities.
 
-`step`, `reference` and `warm_start` load models here. `load_policy` replaces the model's forward by the packed one
-before anything wraps the model. Master weights are fp32, and dropout is off, so that log-probabilities are those
-of the weights (law 4).
+`step`, `reference` and `warm_start` load models here. `load_policy` replaces the model's forward by the packed
+forward before anything wraps the model. Master weights are fp32, and dropout is off, so that log-probabilities
+follow from the weights alone (law 4).
 """
 
 import types
@@ -28,17 +28,18 @@ from laminar_py.records.trajectory import MicroBatch
 def load_reference(
     folder: Path, *, vocab_size: int, temperature: float, device: torch.device, on_meta: bool = False
 ) -> PreTrainedModel:
-    """Load a frozen model for its log-probabilities; `on_meta` without weights, as in `load_policy`.
+    """Load the reference model in `folder`: frozen, in fp32 on `device`, with the packed forward.
 
-    Raises `ConfigError` if the folder holds no usable model, or its vocabulary is not the policy's `vocab_size`.
+    With `on_meta` it has no weights until `sharding.shard` fills them in. Raises `ConfigError` if the folder holds
+    no usable model, or the size of its vocabulary is not the policy's `vocab_size`.
     """
-    check_model_folder(ModelConfig(path=folder), field="algorithm.reference")
     source = ModelConfig(path=folder)
+    check_model_folder(source, field="algorithm.reference")
     model = load_policy(source, seed=0, temperature=temperature, device=device, on_meta=on_meta)
     if model.config.vocab_size != vocab_size:
         raise ConfigError(
-            f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size}, the model one of"
-            f" {vocab_size}; name a model with the same tokenizer"
+            f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size} tokens, the policy"
+            f" one of {vocab_size}; name a model with the policy's tokenizer"
         )
     model.requires_grad_(False)
     model.router_replay = None  # the reference chooses its own experts
@@ -50,8 +51,9 @@ def load_policy(
 ) -> PreTrainedModel:
     """Load the model in the folder `settings.path`, in fp32 on `device`, with the packed forward.
 
-    `settings.from_scratch` draws its weights from `seed` instead. With `on_meta` it has no weights until
-    `sharding.shard` fills them in. Raises `ConfigError` if the folder holds no usable model.
+    With `settings.from_scratch` the weights are drawn from `seed`. With `on_meta` the model has no weights until
+    `sharding.shard` fills them in. Raises `ConfigError` if the folder holds no usable model, or `temperature` is
+    not above 0.
     """
     check_model_folder(settings)
     if temperature <= 0:
@@ -80,7 +82,7 @@ def load_policy(
 
 
 def _load_on_meta(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
-    """Make the model with its buffers but without weights, so that `seed` has no use."""
+    """Make the model with buffers in memory and weights on the meta device, so `seed` has no effect."""
     config = AutoConfig.from_pretrained(settings.path)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -91,7 +93,7 @@ def _load_on_meta(settings: ModelConfig, *, seed: int, attention: str) -> PreTra
 
 
 def _load(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
-    """Return the model in fp32 with attention kernel `attention`; drawn from `seed` with `from_scratch`."""
+    """Read the model in fp32, or draw it from `seed` with `from_scratch`; `attention` names its kernel."""
     config = AutoConfig.from_pretrained(settings.path)
     if not settings.from_scratch:
         return AutoModelForCausalLM.from_pretrained(
@@ -103,12 +105,12 @@ def _load(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedMode
 
 
 def is_mixture(config: PretrainedConfig) -> bool:
-    """True for a mixture-of-experts model."""
+    """True for the config of a mixture-of-experts model."""
     return bool(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None))
 
 
 def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> None:
-    """Raise `ConfigError`, naming the field, the value and the remedy, unless the folder holds a model."""
+    """Raise `ConfigError`, which names `field`, unless the folder has a config, a tokenizer and needed weights."""
     path = settings.path
     if not path.is_dir():
         raise ConfigError(f"{field}={path}: no such folder; name a Hugging Face model folder")
@@ -122,10 +124,11 @@ def check_model_folder(settings: ModelConfig, *, field: str = "model.path") -> N
 def policy_logprobs(
     model: PreTrainedModel, batch: MicroBatch, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the policy: log-probability of each label and entropy of its distribution, fp32 [T] each.
+    """Run a model on a microbatch; returns each label's log-probability and each row's entropy, fp32 [T] each.
 
-    Both are at the model's temperature. With `rows` [N], ascending, only these rows go through the output
-    embedding, and the results are [N]: a loss needs no rows of prompts.
+    Both are at the model's temperature, over the recorded sampling masks and with the recorded experts, if any.
+    With `rows` [N], ascending, only these rows go through the output embedding, and the results are [N]: a loss
+    needs no rows of prompts.
     """
     device = model.compute_device
     replay: RouterReplay | None = getattr(model, "router_replay", None)
@@ -145,7 +148,7 @@ def policy_logprobs(
 
 
 def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Support | None:
-    """Return the ids among which the engine sampled the tokens at `rows`, None where it did not record them."""
+    """Return the ids among which the engine sampled the tokens at `rows`; None if the batch records none."""
     if batch.support is None:
         return None
     counts, ids = batch.support.counts, batch.support.ids
@@ -157,7 +160,7 @@ def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Su
 
 
 def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make the packed forward, which must replace the model's before FSDP hooks it to gather the embedding."""
+    """Make the forward of a policy; it replaces the model's own before FSDP hooks it to gather the embedding."""
 
     def forward(
         model: PreTrainedModel,
@@ -170,7 +173,7 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         longest: int,
         support: Support | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities and entropies [N] of `labels` at `rows`, without logits of other positions."""
+        """Return log-probabilities of `labels` and entropies, [N] each; only `rows` get logits, by default all."""
         hidden = model.base_model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -189,6 +192,6 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a float tensor to `dtype` while it is sharded, then gather it in full and contiguous. Collective."""
+    """Return a tensor in full and contiguous; floats are cast to `dtype` before the gather. Collective."""
     cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()

@@ -1,8 +1,8 @@
 """The reference model: a frozen policy whose log-probabilities the loss compares with.
 
-`step` adds them to its microbatches, or `workers.processes.learner` computes them for trajectories in a
-process of its own. Both run the same forward at the same temperature over the same part of the vocabulary, so a
-token gets the same number (`tests/learner/test_reference.py`). A step runs the reference once for each microbatch.
+The reference runs in the learner (`InnerReference`, called by `step`), or as a stage in a process of its own
+(`ReferenceModel`, called by `workers.processes.learner`). Both run the same forward at the same temperature over
+the same part of the vocabulary, so a token gets the same number (`tests/learner/test_reference.py`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.learner.model import load_reference, policy_logprobs
-from laminar_py.learner.packing.packer import PlacedResponse, StepWeights, lay_out, microbatch
+from laminar_py.learner.packing.packer import StepWeights, lay_out, microbatch
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
@@ -30,20 +30,20 @@ if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
 
 
 class InnerReference:
-    """A reference inside the learner: a model of its own, or the policy without its `adapters`."""
+    """A reference inside the learner: a separate `model`, or the policy with its `adapters` switched off."""
 
     def __init__(self, model: PreTrainedModel, *, adapters: "LoraAdapters | None" = None) -> None:
         self.model = model
         self._adapters = adapters
 
     def add_logprobs(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the microbatches of a step with the reference's log-probabilities as a column."""
+        """Return copies of the microbatches that have the reference's log-probabilities as a column."""
+        completed = []
         with nullcontext() if self._adapters is None else self._adapters.disabled():
-            columns = [batch.columns | {REFERENCE_LOGPROBS: _logprobs(self.model, batch)} for batch in batches]
-        return [
-            msgspec.structs.replace(batch, columns=of_batch)
-            for batch, of_batch in zip(batches, columns, strict=True)
-        ]
+            for batch in batches:
+                columns = batch.columns | {REFERENCE_LOGPROBS: _logprobs(self.model, batch)}
+                completed.append(msgspec.structs.replace(batch, columns=columns))
+        return completed
 
 
 def open_reference(
@@ -56,16 +56,15 @@ def open_reference(
     mesh: DeviceMesh | None,
     offload: bool,
 ) -> InnerReference | None:
-    """Load the reference that runs inside the learner; None if the algorithm has none, or runs it as a stage.
+    """Load and shard the reference that runs inside the learner.
 
-    `start` is the folder of the model that RL starts with, which is the reference if the config names no other.
+    Returns None if the algorithm has no reference, or runs it in a process of its own. `start` is the folder of
+    the model that RL starts with, the reference if the config names no other.
     """
     if not algorithm.has_reference or algorithm.reference_in_own_process:
         return None
-    if (
-        algorithm.reference is None and adapters is not None
-    ):  # without its adapters the policy is the model that RL started with
-        return InnerReference(policy, adapters=adapters)
+    if algorithm.reference is None and adapters is not None:
+        return InnerReference(policy, adapters=adapters)  # without adapters it is the model that RL starts with
     folder = algorithm.reference or start
     model = load_reference(
         folder,
@@ -80,10 +79,10 @@ def open_reference(
 
 
 class ReferenceModel:
-    """The reference as a stage of its own: the model in `folder`, on the device of `mesh`, which has one rank.
+    """The reference in a process of its own: the model in `folder`, on the device of `mesh`, which has one rank.
 
-    With `offload` its weights are in the host's memory between their uses. Raises `ConfigError` like
-    `load_reference`.
+    With `offload` its weights are in the host's memory between their uses. Raises `ConfigError` if the folder
+    holds no usable model, or its vocabulary is not of `vocab_size`.
     """
 
     def __init__(
@@ -91,30 +90,25 @@ class ReferenceModel:
     ) -> None:
         device = torch.device(mesh.device_type)
         self._model = load_reference(folder, vocab_size=vocab_size, temperature=temperature, device=device)
-        # To compute in the learner's precision, which on CUDA is bf16.
+        # A model on one rank needs no shards, but FSDP makes it compute in the learner's precision, bf16 on CUDA.
         shard(self._model, mesh, source=ModelConfig(path=folder), offload=offload)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-        """Log-probabilities [L] of each trajectory's response tokens, from one packed forward."""
+        """[L] log-probabilities of each response, from one packed forward; 0 for a token that no row predicts."""
         groups = tuple({trajectory.group_id: None for trajectory in trajectories})
         # Nothing is trained here, so any loss weights will do.
-        terms = StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
-        values = _logprobs(self._model, microbatch(list(trajectories), terms))
-        layout = lay_out(trajectories)
-        return [
-            _of_response(values, trajectory, placed)
-            for trajectory, placed in zip(trajectories, layout.placed, strict=True)
-        ]
-
-
-def _of_response(values: FloatArray, trajectory: Trajectory, placed: PlacedResponse) -> FloatArray:
-    """[L] values of a response's tokens, out of those [T] of all rows; 0 for a token that no row predicts."""
-    of_response = np.zeros(len(trajectory.response_ids), np.float32)
-    of_response[placed.places] = values[placed.rows]
-    return of_response
+        weights = StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
+        values = _logprobs(self._model, microbatch(list(trajectories), weights))
+        found = []
+        for trajectory, placed in zip(trajectories, lay_out(trajectories).placed, strict=True):
+            of_response = np.zeros(len(trajectory.response_ids), np.float32)
+            of_response[placed.places] = values[placed.rows]
+            found.append(of_response)
+        return found
 
 
 def _logprobs(reference: PreTrainedModel, batch: MicroBatch) -> FloatArray:
+    """[T] log-probabilities of a microbatch's labels, on the host."""
     with torch.no_grad():
         logprobs: FloatArray = policy_logprobs(reference, batch)[0].cpu().numpy()
     return logprobs

@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.section import ConfigError
 
-Rows = Callable[[int, int], Tensor]
+ReadRows = Callable[[int, int], Tensor]
 """Function that reads rows [first, last) of a weight."""
 
 
@@ -56,22 +56,25 @@ def shard(
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
     # Neither setting is recursive, and a module without them would divide its gradients by the world size.
-    for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    _fill(model, source, seed=seed, device=torch.device("cpu" if offload else mesh.device_type))
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The sharded modules of a model, the model included; none before `shard`."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    device = torch.device("cpu" if offload else mesh.device_type)
+    if source.from_scratch:
+        _fill_drawn(model, seed, device)
+    else:
+        with _Files(source.path) as files:
+            _fill_read(model, files, device)
 
 
 # ---- models on the meta device
 
 
 def make_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers of a model on the meta device, such as rotary frequencies, which no file holds."""
+    """Compute the buffers of a model on the meta device in memory, e.g. rotary frequencies; no file holds them."""
     for module in model.modules():
         absent = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in absent.items():
@@ -107,39 +110,29 @@ def placeholder_weights(model: nn.Module) -> Iterator[None]:
 # ---- weights of a shard
 
 
-def _fill(model: PreTrainedModel, source: ModelConfig, *, seed: int, device: torch.device) -> None:
-    """Give every parameter on the meta device this rank's shard of its values."""
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return
-    if source.from_scratch:
-        _fill_drawn(model, seed, device)
-    else:
-        with _Files(source.path) as files:
-            _fill_read(model, files, device)
-
-
 def _fill_read(model: PreTrainedModel, files: "_Files", device: torch.device) -> None:
-    """Make this rank's shard of each parameter on `device`, and fill it from the files, like the buffers."""
-    made: dict[int, nn.Parameter] = {}  # a tied weight is one parameter under several names
+    """Replace each meta parameter by this rank's shard on `device`, read from `files`; also read the buffers."""
+    made: dict[int, nn.Parameter] = {}  # by id of the meta parameter: a tied weight has several names
     for prefix, module in model.named_modules():
         for local_name, parameter in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{local_name}".replace(".base_layer.", ".")  # peft's name for a layer that it adapts
             if parameter.is_meta and id(parameter) not in made:
                 made[id(parameter)] = _empty_shard(parameter, device)
-                _fill_shard(made[id(parameter)], files.rows(model, name, parameter.shape))
+                _fill_shard(made[id(parameter)], files.row_reader(model, name, parameter.shape))
             if parameter.is_meta:
                 module.register_parameter(local_name, made[id(parameter)])
     for name, buffer in model.named_buffers():
-        if name in files.names:
+        if name in files.file_of:
             buffer.copy_(files.read(name))
 
 
 def _fill_drawn(model: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Draw full tensors, one module at a time, so that the weights do not depend on the number of ranks.
+    """Replace each meta parameter by this rank's shard on `device`, with weights drawn from `seed`.
 
-    A shard is allocated before the full tensor, which then leaves no hole in memory among the shards.
+    Every rank draws full tensors, one module at a time, so the weights do not depend on the number of ranks. A
+    shard is allocated before its full tensor, so that the freed tensor leaves no hole between shards.
     """
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # by id of the meta parameter
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
@@ -152,19 +145,19 @@ def _fill_drawn(model: PreTrainedModel, seed: int, device: torch.device) -> None
                 model._init_weights(module)
             for name, parameter in absent.items():
                 if name in fresh:
-                    _fill_shard(made[id(parameter)], _rows_of(getattr(module, name).data))
+                    _fill_shard(made[id(parameter)], _rows_in_memory(getattr(module, name).data))
                 module.register_parameter(name, made[id(parameter)])
 
 
-def _rows_of(tensor: Tensor) -> Rows:
+def _rows_in_memory(tensor: Tensor) -> ReadRows:
     return lambda first, last: tensor[first:last]
 
 
 def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Make a parameter like one on the meta device, with memory for this rank's rows but no values yet."""
+    """Make a copy of a sharded meta parameter with memory for this rank's rows, but without values."""
     like = parameter.data
-    assert isinstance(like, DTensor), "only what is sharded is on the meta device"
-    assert tuple(like.placements) == (Shard(0),), f"sharded as {like.placements}, not by rows"
+    assert isinstance(like, DTensor), f"a parameter {tuple(like.shape)} on the meta device is not sharded"
+    assert tuple(like.placements) == (Shard(0),), f"a parameter is sharded as {like.placements}, not by rows"
     local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
     values = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -172,15 +165,15 @@ def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-def _fill_shard(shard: nn.Parameter, rows: Rows) -> None:
-    """Copy this rank's rows into a shard, dealt as by torch.chunk; a rank beyond the last row has none."""
+def _fill_shard(shard: nn.Parameter, read_rows: ReadRows) -> None:
+    """Read this rank's rows of a weight into its shard: the rows of its part by `torch.chunk`, or none."""
     values = shard.data
     assert isinstance(values, DTensor)
     local, mesh, length = values.to_local(), values.device_mesh, values.shape[0]
     each = -(-length // mesh.size())
     first = mesh.get_local_rank() * each
     if local.numel():
-        local.copy_(rows(first, min(length, first + each)))
+        local.copy_(read_rows(first, min(length, first + each)))
 
 
 class _Files:
@@ -189,12 +182,12 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open = ExitStack()
-        self.names: dict[str, Any] = {}  # name of a tensor -> the open file that has it
+        self.file_of: dict[str, Any] = {}  # name of a tensor -> the open file that has it
 
     def __enter__(self) -> "_Files":
         for path in sorted(self._folder.glob("*.safetensors")):
             file = self._open.enter_context(safe_open(path, framework="pt"))
-            self.names |= dict.fromkeys(file.keys(), file)
+            self.file_of |= dict.fromkeys(file.keys(), file)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,45 +195,48 @@ class _Files:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor in full."""
-        tensor: Tensor = self.names[name].get_tensor(name)
+        tensor: Tensor = self.file_of[name].get_tensor(name)
         return tensor
 
-    def rows(self, model: PreTrainedModel, name: str, shape: Sequence[int]) -> Rows:
-        """Reader for rows of parameter `name`, which the files may have under other names or expert by expert.
+    def row_reader(self, model: PreTrainedModel, name: str, shape: Sequence[int]) -> ReadRows:
+        """Return a function that reads rows of parameter `name`, which has this full shape.
 
-        Raises `ConfigError` if the files lack it.
+        The files may hold the parameter under another name, or in one tensor or several for each expert. Raises
+        `ConfigError` if the files lack it.
         """
         base = f"{model.base_model_prefix}."
         for stored in (name, name.removeprefix(base)):
-            if stored in self.names:
+            if stored in self.file_of:
                 return lambda first, last: self._slice(stored, first, last)
         pieces = list(revert_weight_conversion(model, {name: torch.empty(tuple(shape), device="meta")}))
-        missing = next((piece for piece in pieces if piece not in self.names), None)
+        missing = next((piece for piece in pieces if piece not in self.file_of), None)
         if missing is not None:
             raise ConfigError(
                 f"model.path={self._folder}: its safetensors have no {missing}; name a folder with all weights"
             )
         if len(pieces) == 1:
             return lambda first, last: self._slice(pieces[0], first, last)
-        return self._experts(_by_expert(model, name, pieces, num_experts=shape[0]))
+        names = _names_by_expert(model, name, pieces, num_experts=shape[0])
+        return lambda first, last: torch.stack(
+            [torch.cat([self.read(piece) for piece in names[expert]]) for expert in range(first, last)]
+        )
 
     def _slice(self, name: str, first: int, last: int) -> Tensor:
-        rows: Tensor = self.names[name].get_slice(name)[first:last]
-        return rows
-
-    def _experts(self, names: Sequence[Sequence[str]]) -> Rows:
-        def rows(first: int, last: int) -> Tensor:
-            stacked = [torch.cat([self.read(name) for name in names[expert]]) for expert in range(first, last)]
-            return torch.stack(stacked)
-
+        rows: Tensor = self.file_of[name].get_slice(name)[first:last]
         return rows
 
 
-def _by_expert(model: PreTrainedModel, name: str, pieces: Sequence[str], *, num_experts: int) -> list[list[str]]:
-    """Names in the files of each expert's matrices, in the order of the fused tensor."""
+def _names_by_expert(
+    model: PreTrainedModel, name: str, pieces: Sequence[str], *, num_experts: int
+) -> list[list[str]]:
+    """Return, for each expert, the names of its matrices in the files, in the order of the fused tensor `name`.
+
+    transformers splits a tensor of numbered rows into `pieces`; the number in a piece gives its place.
+    """
     each = len(pieces) // num_experts
     numbered = torch.arange(num_experts * each).reshape(num_experts, each, 1)
     places: Mapping[str, Tensor] = revert_weight_conversion(model, {name: numbered})
-    assert all(place.numel() == 1 for place in places.values()), f"{name} is not made of rows of its experts"
+    whole = all(place.numel() == 1 for place in places.values())
+    assert whole, f"{name}: transformers splits a matrix of an expert into several tensors"
     order = sorted(pieces, key=lambda piece: int(places[piece]))
     return [order[start : start + each] for start in range(0, len(order), each)]

@@ -1,9 +1,9 @@
-"""The learner: optimizer steps on packed microbatches. `workers.processes.learner` owns one on each rank.
+"""The learner: optimizer steps on packed microbatches. `workers.processes.learner` owns a `Learner` on each rank.
 
-An update depends only on its tokens and their loss weights, not on how they are split into microbatches and over
-ranks (law 5, up to fp32 rounding). That split decides which tokens are in which update of a step. The learning
-rate depends on the number of steps alone, so a resumed run needs no other state. An update whose loss or
-gradient is not finite changes nothing (`tests/learner/test_optimizer.py`).
+An update depends only on its tokens and their loss weights, not on their split into microbatches and over ranks
+(law 5, up to fp32 rounding). If a step has several updates, the split decides which update a token is in. The
+learning rate depends on the number of steps alone, so a resumed run needs no scheduler state. An update whose
+loss or gradient is not finite changes nothing (`tests/learner/test_optimizer.py`).
 """
 
 import math
@@ -33,7 +33,10 @@ from laminar_py.learner.sharding import shard
 from laminar_py.records.metrics import StepMetrics, TokenMetrics, Work
 from laminar_py.records.trajectory import MicroBatch
 
-# factor on the learning rate, by the share of the decay that is past, in [0, 1]
+if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
+    from laminar_py.learner.lora import LoraAdapters
+
+# kind of decay -> factor on the learning rate, for the share of the decay's steps that are done, in [0, 1]
 DECAYS: dict[Decay, Callable[[float], float]] = {
     Decay.NONE: lambda share: 1.0,
     Decay.LINEAR: lambda share: 1.0 - share,
@@ -42,11 +45,11 @@ DECAYS: dict[Decay, Callable[[float], float]] = {
 
 
 class Optimizer:
-    """AdamW with clipping and a schedule, on the trained parameters of a model; checkpoints keep `adamw`."""
+    """AdamW on a model's trainable parameters, with clipped gradients and a learning-rate schedule."""
 
     def __init__(self, model: nn.Module, settings: LearnerConfig, *, total_steps: int | None = None) -> None:
         """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
-        assert total_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay} needs an end"
+        assert total_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay}: no total_steps"
         self._settings = settings
         self._total_steps = total_steps
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -57,15 +60,15 @@ class Optimizer:
     def update(self, step: int, *, loss: float) -> float | None:
         """Clip the gradients, make an AdamW step, and clear the gradients.
 
-        `step` is the learner step, 0 for the first of the run; `loss` is that of all ranks. Returns the gradient
-        norm before clipping. If that or the loss is not finite, changes no weight and returns None.
+        `step` counts learner steps from 0 and gives the learning rate; `loss` is the sum over ranks. Returns the
+        gradient norm before clipping. If this norm or the loss is not finite, changes no weight and returns None.
         """
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total)
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total_norm)
             factor = lr_factor(step, self._settings, total_steps=self._total_steps)
             for group in self.adamw.param_groups:
                 group["lr"] = self._settings.lr * factor
@@ -75,9 +78,10 @@ class Optimizer:
 
 
 def lr_factor(step: int, settings: LearnerConfig, *, total_steps: int | None) -> float:
-    """Factor on the learning rate at a step (0 for the first): linear warm-up, then the decay to 0 at the end.
+    """Factor on the learning rate at a step (0 for the first): linear warm-up, then the decay of `settings`.
 
-    E.g. 0.5, 1, 1, 0.875, ..., 0.125 for 10 steps with 2 of warm-up and a `linear` decay.
+    E.g. 0.5, 1, 1, 0.875, ..., 0.125 for 10 steps with 2 of warm-up and a `linear` decay. None for `total_steps`
+    means no decay.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -87,28 +91,21 @@ def lr_factor(step: int, settings: LearnerConfig, *, total_steps: int | None) ->
     return DECAYS[settings.decay](min(1.0, past))
 
 
-if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
-    from laminar_py.learner.lora import LoraAdapters
-
-
-def accumulates_whole(settings: LearnerConfig, ranks: Ranks) -> bool:
-    """True if a rank keeps unsharded gradients between microbatches: by its setting, or because it is alone."""
-    return settings.accumulate is Accumulate.WHOLE or (ranks.num_ranks == 1 and not settings.offload)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An optimizer step of a learner step, e.g. `Update(batches=batches[1::4], share=0.25, at_start=None)`."""
+    """Input of one optimizer step, e.g. `Update(batches=batches[1::4], share=0.25, at_start=None)`."""
 
-    batches: Sequence[MicroBatch]
-    share: float  # of the step's loss weights, all ranks together
-    at_start: Sequence[Tensor] | None  # [N] log-probabilities at the start of the step, if the loss needs them
+    batches: Sequence[MicroBatch]  # of this rank
+    share: float  # share of the learner step's loss weights that this update has, over all ranks
+    # by batch: [N] log-probabilities of its trained tokens at the start of the learner step; None: not needed
+    at_start: Sequence[Tensor] | None
 
 
 class Learner:
-    """A data-parallel rank: the policy, its optimizer and the number of steps taken.
+    """One data-parallel rank: the policy, its optimizer and the number of steps taken.
 
-    Without a `mesh` it is alone, on a CPU and unsharded. With one, each method is a collective of all ranks.
+    Without a `mesh` the rank is alone, on a CPU, and the policy is unsharded. With a mesh every method is a
+    collective, so all ranks must call it.
     """
 
     def __init__(
@@ -123,13 +120,14 @@ class Learner:
         mesh: DeviceMesh | None = None,
     ) -> None:
         """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
-        self._source = model.path
         self._algorithm = algorithm
         self._ranks = Ranks(mesh)
-        self._accumulates_whole = accumulates_whole(settings, self._ranks)
+        # True: gradients stay unsharded between microbatches. A rank alone has no other rank to reduce with.
+        alone = self._ranks.num_ranks == 1 and not settings.offload
+        self._keeps_whole_gradients = settings.accumulate is Accumulate.WHOLE or alone
         device, on_meta = self._ranks.device, self._ranks.num_ranks > 1
         self.model = load_policy(model, seed=seed, temperature=temperature, device=device, on_meta=on_meta)
-        self._adapters = self._adapt(settings.lora, seed)
+        self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
         recompute_activations(self.model, settings.recompute)
         if settings.compile:
             compile_layers(self.model)
@@ -150,19 +148,20 @@ class Learner:
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
         self.steps_taken = 0
 
-    def _adapt(self, settings: LoraConfig | None, seed: int) -> "LoraAdapters | None":
+    def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
+        """Add adapters to the policy and freeze its other weights; without `settings` do nothing."""
         if settings is None:
             return None
         from laminar_py.learner.lora import LoraAdapters
 
-        return LoraAdapters(self.model, settings, base=self._source, seed=seed)
+        return LoraAdapters(self.model, settings, base=base, seed=seed)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
-        """Make `updates_per_step` optimizer steps, each on its own microbatches; returns metrics of all together.
+        """Make `updates_per_step` optimizer steps, each on its own microbatches; returns metrics over all of them.
 
-        The loss weights of all microbatches on all ranks sum to 1, or less (`packing.packer`). Every rank brings
-        equally many microbatches, of zero weight where it has no more: a rank with fewer would leave the others
-        waiting in a collective. An update whose loss or gradient is not finite only counts as skipped.
+        The loss weights of all microbatches on all ranks sum to 1 or less (`packing.packer`). Every rank must pass
+        equally many microbatches, if need be with zero weight: a rank with fewer would leave other ranks waiting
+        in a collective. An update whose loss or gradient is not finite changes no weight and counts as skipped.
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
@@ -174,19 +173,18 @@ class Learner:
         sums = TokenSums(self._ranks.device)
         losses: list[float] = []  # of updates that were not skipped
         norms: list[float] = []
-        lengths: list[int] = []  # of all sequences
         for update in updates:
-            seen = TokenSums(self._ranks.device)
-            loss = self._backward(update, seen, partition, lengths, untouched=not norms)
-            total = self._ranks.sum(float(loss))
-            norm = self._optimizer.update(self.steps_taken, loss=total)
+            of_update = TokenSums(self._ranks.device)
+            own_loss = self._backward(update, of_update, partition, at_step_start=not norms)
+            loss = self._ranks.sum(float(own_loss))
+            norm = self._optimizer.update(self.steps_taken, loss=loss)
             if norm is not None:
-                losses.append(total)
+                losses.append(loss)
                 norms.append(norm)
-                sums.merge(seen)
+                sums.merge(of_update)
         self.steps_taken += 1
         sums.reduce(self._ranks)
-        work = self._measure_work(lengths)  # on CUDA this waits for all kernels of the step
+        work = self._measure_work(microbatches)  # on CUDA this waits for all kernels of the step
         return StepMetrics(
             loss=sum(losses) / len(losses) if losses else 0.0,
             grad_norm=max(norms, default=0.0),
@@ -201,7 +199,7 @@ class Learner:
         )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to publish, in full, one at a time: weights under Hugging Face names, or adapters."""
+        """Yield (name, full tensor) to publish: adapters under peft's names, or weights under Hugging Face's."""
         if self._adapters is not None:
             return self._adapters.tensors(dtype=dtype)
         return named_tensors(self.model, dtype=dtype)
@@ -211,12 +209,12 @@ class Learner:
         return None if self._adapters is None else self._adapters.config()
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint; a later `load` continues bit-identically."""
+        """Write a checkpoint to `folder` and wait for its files; after `load` training continues bit for bit."""
         self.begin_save(folder)
         self.finish_save()
 
     def begin_save(self, folder: Path) -> None:
-        """Copy the state and begin to write a checkpoint; the next step may follow at once."""
+        """Copy the state, and let a thread write the copy to `folder`; the next step may start at once."""
         self._checkpointer.begin(folder, step=self.steps_taken)
 
     def finish_save(self) -> None:
@@ -224,31 +222,34 @@ class Learner:
         self._checkpointer.finish()
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Raises `ConfigError` if it is incomplete or of another model."""
+        """Restore a checkpoint, with `steps_taken`. Raises `ConfigError` if it is torn or of another model."""
         self.steps_taken = self._checkpointer.load(folder)
 
     # ---- parts of a step
 
     def _split_updates(self, microbatches: Sequence[MicroBatch]) -> list[Update]:
-        """Split a step into updates. The first computes the log-probabilities of the step's start itself."""
+        """Deal the microbatches to updates in turn, and compute the shares and `at_start` of all updates.
+
+        The first update needs no `at_start`: its own forward pass runs on the weights of the step's start.
+        """
         count = min(self._algorithm.updates_per_step, len(microbatches))
         dealt = [microbatches[first::count] for first in range(count)]
         shares = self._update_shares(dealt)
         at_start = [None, *(self._start_logprobs(batches) for batches in dealt[1:])]
         return [
-            Update(batches=batches, share=share, at_start=before)
-            for batches, share, before in zip(dealt, shares, at_start, strict=True)
+            Update(batches=batches, share=share, at_start=logprobs)
+            for batches, share, logprobs in zip(dealt, shares, at_start, strict=True)
         ]
 
     def _update_shares(self, dealt: Sequence[Sequence[MicroBatch]]) -> list[float]:
-        """Share of each update in the loss weights of the step, over all ranks."""
+        """Share of each update in the step's loss weights, over all ranks; 1 for an update without any weight."""
         if len(dealt) == 1:
             return [1.0]
         weights = [self._ranks.sum(sum(float(batch.loss_weights.sum()) for batch in batches)) for batches in dealt]
         return [weight / (sum(weights) or 1.0) or 1.0 for weight in weights]
 
     def _start_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Log-probabilities before the first update; None if the algorithm does not compare with them."""
+        """Log-probabilities [N] of each batch's trained tokens now; None if the algorithm does not use them."""
         if self._algorithm.proximal is not Proximal.RECOMPUTE:
             return None
         with torch.no_grad():
@@ -258,37 +259,37 @@ class Learner:
             ]
 
     def _backward(
-        self, update: Update, seen: TokenSums, partition: Tensor | None, lengths: list[int], *, untouched: bool
+        self, update: Update, sums: TokenSums, partition: Tensor | None, *, at_step_start: bool
     ) -> Tensor:
-        """Add up the gradients of an update; returns its loss (scalar).
+        """Add up the gradients of an update's microbatches in the parameters; returns this rank's loss, a scalar.
 
-        Adds the update's tokens to `seen`, and the lengths of its sequences to `lengths`. `untouched` says that no
+        Adds the update's tokens to `sums`. `partition` is the result of `estimate_partition`. `at_step_start`: no
         update of the step has changed the weights yet.
         """
         loss = torch.zeros((), device=self._ranks.device)
         for place, batch in enumerate(update.batches):
-            lengths += batch.lengths
-            self._reduce_gradients(last=place == len(update.batches) - 1)
+            self._set_gradient_sync(last=place == len(update.batches) - 1)
             rows = trained_rows(batch, self._ranks.device)
             logprobs, entropy = policy_logprobs(self.model, batch, rows)
-            before = None if update.at_start is None else update.at_start[place]
-            terms = make_loss_inputs(
-                batch, rows, logprobs, self._algorithm, recomputed=before, log_partition=partition
+            at_start = None if update.at_start is None else update.at_start[place]
+            inputs = make_loss_inputs(
+                batch, rows, logprobs, self._algorithm, recomputed=at_start, log_partition=partition
             )
-            of_batch = policy_loss(terms, self._algorithm) * (1.0 / update.share)
-            of_batch.backward()  # type: ignore[no-untyped-call]
-            seen.add(terms, entropy=entropy, settings=self._algorithm, untouched=untouched)
-            loss += of_batch.detach()
+            batch_loss = policy_loss(inputs, self._algorithm) * (1.0 / update.share)
+            batch_loss.backward()  # type: ignore[no-untyped-call]
+            sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
+            loss += batch_loss.detach()
         return loss
 
-    def _reduce_gradients(self, *, last: bool) -> None:
-        """Let FSDP reduce the next gradients into the shards now, or only at the last microbatch."""
+    def _set_gradient_sync(self, *, last: bool) -> None:
+        """Let FSDP reduce gradients over ranks in the next backward pass: always, or only in the `last` one."""
         if self._ranks.mesh:
-            self.model.set_requires_gradient_sync(last or not self._accumulates_whole)
-            self.model.set_is_last_backward(last or not self._accumulates_whole)
+            self.model.set_requires_gradient_sync(last or not self._keeps_whole_gradients)
+            self.model.set_is_last_backward(last or not self._keeps_whole_gradients)
 
-    def _measure_work(self, lengths: Sequence[int]) -> Work:
-        """Tokens and FLOPs of all ranks; `lengths` has this rank's sequences."""
+    def _measure_work(self, microbatches: Sequence[MicroBatch]) -> Work:
+        """Return tokens and FLOPs of a step, summed over ranks, from this rank's `microbatches`."""
+        lengths = [length for batch in microbatches for length in batch.lengths]
         peak = peak_flops(self._ranks.device)
         return Work(
             int(self._ranks.sum(sum(lengths))),

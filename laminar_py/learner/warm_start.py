@@ -1,7 +1,7 @@
 """The supervised phase before RL, and the cache of its results. One process calls it, before the learner starts.
 
-A cached folder is named by a hash of its inputs, and appears by rename when it is complete.
-So a folder that exists may be used (`tests/learner/test_warm_start.py`).
+A hash of the inputs names a cached folder, and the folder appears by rename when it is complete. So a folder that
+exists may be used (`tests/learner/test_warm_start.py`).
 """
 
 import os
@@ -33,7 +33,7 @@ BETAS = (0.9, 0.95)  # AdamW's decay rates
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
 WARMUP_STEPS = 20
-DECAY_SHARE = 0.4  # of the steps, at their end
+DECAY_SHARE = 0.4  # last share of the steps, in which the learning rate decays
 POOL = 1024  # examples that are sorted by length together
 
 
@@ -51,7 +51,7 @@ class Example:
 
 
 Progress = Callable[[int, float], None]
-"""Function that gets the number of steps done and the loss, after each step."""
+"""Function that is called after each step with the number of steps done and the loss."""
 
 
 def warm_start(
@@ -65,8 +65,8 @@ def warm_start(
 ) -> Path:
     """Return the Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
 
-    `examples` come from `settings.data`, tokenised. Raises `ConfigError` if the folder holds no usable model or
-    an example does not fit into a step.
+    `examples` come from `settings.data`, tokenised. Calls `on_step` after each step. Raises `ConfigError` if the
+    folder holds no usable model, there are no examples, or an example does not fit into a step.
     """
     check_model_folder(model)
     folder = settings.cache / cache_key(model, settings, seed=seed, chat=chat)
@@ -86,7 +86,7 @@ def warm_start(
 
 
 def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int, chat: ChatConfig | None = None) -> str:
-    """BLAKE3 of all that the result depends on: files by content, not by path; data on the hub by name."""
+    """Name of the result's folder: a BLAKE3 digest of all inputs, files by content and hub data by name."""
     weights = "from_scratch"
     if not model.from_scratch:
         weights = "".join(_file_digest(path) for path in sorted(model.path.glob("*.safetensors")))
@@ -114,7 +114,10 @@ def train_supervised(
     seed: int,
     on_step: Progress = lambda step, loss: None,
 ) -> None:
-    """Train `policy` for `settings.steps` AdamW steps on packed batches; each epoch has its own random order."""
+    """Train `policy` in place for `settings.steps` AdamW steps on packed batches of `examples`.
+
+    The order of the examples is drawn from `seed`, again for each epoch. Calls `on_step` after each step.
+    """
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
     )
@@ -132,7 +135,7 @@ def train_supervised(
 
 
 def warm_start_lr_factor(step: int, num_steps: int) -> float:
-    """Factor on the learning rate: linear warm-up over 20 steps, linear decay to 0 over the last 40 %."""
+    """Learning-rate factor at a step (from 0): linear warm-up in 20 steps, linear decay in the last 40 %."""
     return min(1.0, (step + 1) / WARMUP_STEPS, (num_steps - step) / (DECAY_SHARE * num_steps))
 
 
@@ -141,16 +144,21 @@ def epochs(
 ) -> Iterator[list[Example]]:
     """Yield batches of at most `tokens_per_step` tokens without end, shuffled again for each epoch.
 
-    Examples of similar length share a batch (sorted in pools of 1,024), and batches come in random order. So short
-    responses fill some steps alone, and the loss of each step is a mean over many complete examples.
+    Examples of similar length share a batch, since they are sorted in pools of 1,024. Batches come in random
+    order. Short examples therefore share a step with other short ones, and a step has many of them.
     """
     order = list(examples)
     while True:
         generator.shuffle(order)
-        batches = []
+        batches: list[list[Example]] = []
         for start in range(0, len(order), POOL):
-            pool = sorted(order[start : start + POOL], key=lambda example: example.num_tokens)
-            batches += _fill_batches(pool, tokens_per_step)
+            room = 0  # tokens that still fit into the last batch; a pool starts a new batch
+            for example in sorted(order[start : start + POOL], key=lambda example: example.num_tokens):
+                if example.num_tokens > room:
+                    batches.append([])
+                    room = tokens_per_step
+                batches[-1].append(example)
+                room -= example.num_tokens
         generator.shuffle(batches)
         yield from batches
 
@@ -159,7 +167,7 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
     """Pack examples into one row whose loss is the mean over all response tokens."""
     lengths = [example.num_tokens for example in examples]
     tokens = [np.concatenate((example.prompt_ids, example.response_ids)) for example in examples]
-    trained = np.concatenate([_trained_rows(example) for example in examples])
+    trained = np.concatenate([_predicts_response(example) for example in examples])
     unused = np.zeros(sum(lengths), dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(tokens).astype(np.int32),
@@ -176,29 +184,17 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
     )
 
 
-def _trained_rows(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """[P + L] 1 where the next token is a response token, else 0."""
+def _predicts_response(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """[P + L] 1 on tokens whose next token is a response token, else 0."""
     mask = np.zeros(example.num_tokens, dtype=np.float32)
     mask[len(example.prompt_ids) - 1 : -1] = 1.0
     return mask
 
 
-def _fill_batches(pool: Sequence[Example], tokens_per_step: int) -> list[list[Example]]:
-    """Split a pool in order into batches of at most `tokens_per_step` tokens."""
-    batches: list[list[Example]] = []
-    room = 0
-    for example in pool:
-        if example.num_tokens > room:
-            batches.append([])
-            room = tokens_per_step
-        batches[-1].append(example)
-        room -= example.num_tokens
-    return batches
-
-
 def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
+    """Raise `ConfigError` if there are no examples, or one is longer than a step."""
     if not examples:
-        raise ConfigError("warm_start.data: has no examples; add lines with prompt and response")
+        raise ConfigError("warm_start.data: the files have no examples; add lines with prompt and response")
     longest = max(example.num_tokens for example in examples)
     if longest > tokens_per_step:
         raise ConfigError(
@@ -207,13 +203,17 @@ def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
 
 
 def _data_digests(source: SourceConfig) -> list[str]:
-    """Settings and file digests that the examples depend on; for a folder, with the names of its files."""
-    path, read = Path(source.path), source.model_dump_json(exclude={"path"})
+    """Return the inputs of `cache_key` that come from a data source: its settings, then its data.
+
+    Hub data is given by name, a file by its digest, a folder by the name and digest of each file.
+    """
+    path, settings = Path(source.path), source.model_dump_json(exclude={"path"})
     if source.is_hub_name:
-        return [read, source.path]
+        return [settings, source.path]
+    if not path.is_dir():
+        return [settings, _file_digest(path)]
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    inside = [word for file in files for word in (str(file.relative_to(path)), _file_digest(file))]
-    return [read, *(inside if path.is_dir() else [_file_digest(path)])]
+    return [settings, *(text for file in files for text in (str(file.relative_to(path)), _file_digest(file)))]
 
 
 def _file_digest(path: Path) -> str:

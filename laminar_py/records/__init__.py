@@ -1,4 +1,4 @@
-"""Typed records that cross processes. A module for each topic is public; here are the names that users need."""
+"""Typed records that cross processes. All modules here are public; this one has the names that users need most."""
 
 from typing import TYPE_CHECKING
 

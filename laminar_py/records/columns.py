@@ -1,9 +1,9 @@
 """Columns: numbers per response token that a loss needs and that engine and packer know nothing about.
 
-An algorithm declares each column once (`config.algorithm`). The scoring worker checks the numbers of a reward
-function against the declaration, the ledger keeps them, the packer puts each number where its token is predicted,
-and the objective reads `terms.columns[name]`. Every scored trajectory has every column that comes from the scorer:
-a response without one counts as a failed reward.
+An algorithm declares each column once (`config.algorithm`). The scorer checks the numbers of a reward function
+against the declaration, the ledger keeps the numbers, the packer puts each number where its token is predicted,
+and the objective reads `LossInputs.columns[name]`. Every scored trajectory has all columns whose source is the
+scorer: a response that lacks a column counts as a failed reward.
 """
 
 from enum import StrEnum
@@ -44,7 +44,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenValues(msgspec.Struct, frozen=True, array_like=True):
-    """A column of one response as it travels, e.g. `TokenValues(Dtype.FLOAT32, b"...")` of 4 L bytes."""
+    """A column of one response in bytes, e.g. `TokenValues(Dtype.FLOAT32, b"...")` with 4 L bytes."""
 
     dtype: Dtype
     data: bytes  # [L] little-endian
@@ -56,9 +56,9 @@ class TokenValues(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ColumnError(ValueError):
-    """A reward function returned a column that does not fit its declaration; the message names it."""
+    """A reward function returned a column that does not fit its declaration; the message names the column."""
 
 
 def token_values(array: Array) -> TokenValues:
-    """Record of an array [L], whose dtype is one of `Dtype`."""
+    """Copy an array [L] into a record. Raises ValueError unless its dtype is one of `Dtype`."""
     return TokenValues(Dtype(array.dtype.name), array.tobytes())

@@ -1,10 +1,10 @@
 """Credit of response tokens: returns of process rewards, and rewards by role. Pure.
 
-A reward for the whole response gives every token the same return. Process rewards give each token the sum of the
-rewards from there on. In an episode of several roles, e.g. both sides of a game that one policy plays, each turn
-of the model belongs to one role and each role has a reward of its own. The advantage of a token is then against
-the same role in the other episodes of the group. `control` compares returns, the packer writes advantages of
-tokens.
+A reward for the whole response gives every token the same return. With process rewards, the return of a token is
+the sum of the rewards from this token on. In an episode of several roles, e.g. both sides of a game that one
+policy plays, each turn of the model belongs to one role and each role has a reward of its own. Then an advantage
+compares a role with the same role in the group's other episodes. `control` compares returns, and the packer writes
+advantages of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,23 +21,23 @@ from laminar_py.records.spans import Span, sampled_mask, turn_ends
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 
-ROUNDING = 1e-6  # relative to the sum of a response's absolute rewards, which travel as float32
+ROUNDING = 1e-6  # error of a return, relative to the sum of the response's absolute rewards, which are float32
 MOST_ROLES = 64  # roles of an episode
 ROLE_CHARS = 256  # characters of a role's name
 
 
 def earlier_rewards(columns: Mapping[str, TokenValues]) -> Numbers | None:
-    """[L] sum of the process rewards before each token, which the token has no credit for; None without any."""
-    given = columns.get(TOKEN_REWARDS)
-    if given is None:
+    """[L] sum of the process rewards before each token, which earn it no credit; None without process rewards."""
+    column = columns.get(TOKEN_REWARDS)
+    if column is None:
         return None
-    rewards = given.array
+    rewards = column.array
     earlier: Numbers = np.cumsum(rewards, dtype=np.float64) - rewards
     return earlier
 
 
 class Earned(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of a response's `earlier_rewards`, from which decisions get returns without reading tokens.
+    """Summary of a response's `earlier_rewards`: enough to compute its returns without reading its tokens.
 
     E.g. for rewards [0, 1, 1], whose earlier rewards are [0, 0, 1]:
     `Earned(mean=1/3, variance=2/9, last=1.0, gross=1.0)`.
@@ -46,13 +46,13 @@ class Earned(msgspec.Struct, frozen=True, kw_only=True):
     mean: float  # over tokens
     variance: float  # over tokens
     last: float  # before the last token
-    gross: float  # sum of the absolute rewards before the last token, by which rounding is judged
+    gross: float  # sum of the absolute rewards before the last token; rounding is in proportion to it
 
 
 def earned_by(columns: Mapping[str, TokenValues], *, among: BoolArray | None = None) -> Earned | None:
-    """Summarise the process rewards in a response's columns; None where it has none, or no token.
+    """Summarise the process rewards in a response's columns; None if there are none, or no token counts.
 
-    Mean and variance are over the tokens where `among` [L] is True, by default over all.
+    Mean and variance are over the tokens where `among` [L] is True, by default over all tokens.
     """
     earlier = earlier_rewards(columns)
     if earlier is None or not len(earlier):
@@ -75,17 +75,17 @@ class Returns:
     total: float  # of the first token: the reward of the whole response
     mean: float  # over tokens
     variance: float = 0.0  # over tokens
-    noise: float = 0.0  # smaller differences are rounding
+    noise: float = 0.0  # differences up to this are rounding
 
     def minus(self, cost: float) -> "Returns":
-        """Returns of a response that loses `cost` at its end."""
+        """Return the returns after a `cost` is taken from the response's last reward."""
         if not cost:
             return self
         return Returns(total=self.total - cost, mean=self.mean - cost, variance=self.variance, noise=self.noise)
 
 
 def returns_of(total: float, earned: Earned | None = None) -> Returns:
-    """Returns of a response whose rewards sum to `total`; `earned` is None if only the whole is scored."""
+    """Returns of a response whose rewards sum to `total`; `earned` is None without process rewards."""
     if earned is None:
         return Returns(total=total, mean=total)
     gross = earned.gross + abs(total - earned.last)
@@ -93,7 +93,7 @@ def returns_of(total: float, earned: Earned | None = None) -> Returns:
 
 
 def returns_differ(returns: Sequence[Returns]) -> bool:
-    """True where tokens of these responses have different returns, so that their group has signal."""
+    """True if any tokens of these responses have different returns, so that their group has signal."""
     noise = max(item.noise for item in returns)
     means = [item.mean for item in returns]
     return max(means) - min(means) > noise or max(item.variance for item in returns) > noise * noise
@@ -105,7 +105,7 @@ class RoleCredit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: str
     reward: float
     turns: tuple[int, ...]  # turns of the model that the role played, counted from 1
-    advantage: float = 0.0  # set once its group is complete
+    advantage: float = 0.0  # 0 until the group is complete
 
 
 def credits_of(rewards: Mapping[str, float], roles: Sequence[str]) -> tuple[RoleCredit, ...]:
@@ -121,7 +121,7 @@ def credits_of(rewards: Mapping[str, float], roles: Sequence[str]) -> tuple[Role
 
 
 def role_advantages(credits: Sequence[RoleCredit], spans: Sequence[Span]) -> FloatArray:
-    """[L] advantage of each token: the one of the role that played its turn, 0 for tokens of an environment."""
+    """[L] advantage of each token: its role's advantage, 0 on an environment's tokens."""
     ends = [0, *turn_ends(spans)]
     advantages = np.zeros(spans[-1].end if spans else 0, np.float32)
     for credit in credits:
@@ -131,7 +131,7 @@ def role_advantages(credits: Sequence[RoleCredit], spans: Sequence[Span]) -> Flo
 
 
 def role_returns(credits: Sequence[RoleCredit], spans: Sequence[Span]) -> Returns:
-    """Mean and variance of the advantages over a response's sampled tokens."""
+    """Mean and variance of advantages over a response's sampled tokens, as `Returns`."""
     advantages = role_advantages(credits, spans)
     sampled = advantages[sampled_mask(spans, len(advantages))].astype(np.float64)
     mean = float(sampled.mean())

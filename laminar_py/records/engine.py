@@ -1,6 +1,6 @@
 """The inference engine: its requests, its answers, its calls (`InferenceEngine`) and its errors.
 
-A replica calls an engine. `tests/engines/engine_conformance.py` defines what every engine does.
+A replica calls an engine. `tests/engines/engine_conformance.py` tests the behaviour that all engines share.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -17,18 +17,21 @@ from laminar_py.records.trajectory import FinishReason
 
 
 class EngineLostError(Exception):
-    """The engine is gone, hangs or answers nonsense; the message says which, in one line.
+    """The engine crashed, hangs or sent an invalid answer; the message says which, in one line.
 
-    `__cause__` is set where the engine's own code raised; such a mistake ends the run.
+    `__cause__` is set if the engine's own code raised; such a mistake in the code ends the run.
     """
 
 
 class StoreFullError(EngineLostError):
-    """A folder of segments cannot be written, so this replica is of no use; replicas on other hosts are."""
+    """The replica cannot write to its folder of segments, e.g. on a full disk. Other hosts may still write."""
 
 
 class RefusedError(ValueError):
-    """A request can never be served, or weights do not fit. The message says why; the engine keeps serving."""
+    """The engine refuses a request that it can never serve, or weights that do not fit, and keeps serving.
+
+    The message says why.
+    """
 
 
 class PauseMode(StrEnum):
@@ -42,11 +45,11 @@ class PauseMode(StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine draws tokens, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
 
-    One `seed` and one position always give the same uniform number, whatever else is in the batch. SGLang ignores
-    `seed`.
+    A token's random number depends only on `seed` and its position, not on other requests in the batch. SGLang
+    ignores `seed`.
     """
 
-    max_new_tokens: int  # cap on all response tokens, the prefix of a resumed request included
+    max_new_tokens: int  # cap on all response tokens, including the prefix of a resumed request
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: the whole vocabulary
     top_p: float = 1.0  # 1: the whole vocabulary
@@ -73,9 +76,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request, all generated under `version`; the last delta has a finish reason.
 
-    E.g. `Delta(rid="g3.1", ids=ids, logprobs=logprobs, version=7)`. When weights change under a running stream,
-    the place of the change may stay uncertain until the stream ends. Then `spans` in the last delta is the
-    engine's own account of the whole stream, and it replaces the `version` of every delta before.
+    E.g. `Delta(rid="g3.1", ids=ids, logprobs=logprobs, version=7)`. When an engine changes weights during a
+    stream, it may learn the new version's first token only when the stream ends. Then `spans` in the last delta
+    covers the whole stream and replaces the `version` of all earlier deltas.
     """
 
     rid: str
@@ -92,7 +95,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Load of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, kv_capacity=131072, version=7)`.
 
-    KV cache that an engine keeps between turns, and drops when a request needs the room, is not counted.
+    `kv_used` leaves out caches between turns, which the engine drops when a request needs the room.
     """
 
     running: int  # requests
@@ -106,18 +109,18 @@ class InferenceEngine(Protocol):
     """Continuous-batching engine. Every method raises `EngineLostError` once the engine is lost."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Yield new tokens as they come; the last delta has a finish reason.
+        """Generate for a request, and yield its new tokens; the last delta has a finish reason.
 
         Raises `RefusedError` if the request can never be served, `ValueError` if its `rid` is in flight.
         """
         ...
 
     async def abort(self, rid: str) -> None:
-        """End the stream of `rid`; its remaining tokens are delivered with finish reason ABORT."""
+        """End the stream of `rid`: it delivers its remaining tokens with finish reason ABORT."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating, and treat running requests as `mode` says."""
+        """Stop generating, and abort, retract or keep running requests by `mode`."""
         ...
 
     async def resume(self) -> None:
@@ -133,15 +136,15 @@ class InferenceEngine(Protocol):
         ...
 
     async def checksum(self) -> str:
-        """Hash of the tensors that the engine serves; equal for equal weights and layout."""
+        """Return a hash of the tensors that the engine serves, equal for equal weights and layout."""
         ...
 
     async def watch(self) -> None:
-        """Run until cancelled. Raises `EngineLostError` when the engine is lost."""
+        """Wait until cancelled. Raises `EngineLostError` when the engine is lost."""
         ...
 
     def status(self) -> EngineStatus:
-        """Load and version: of this moment, or as the engine last reported."""
+        """Return load and version, current or as the engine last reported them."""
         ...
 
 
@@ -150,9 +153,9 @@ class PushEngine(InferenceEngine, Protocol):
     """Engine on the caller's event loop that delivers deltas by callback, which saves a task for each stream."""
 
     def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """Generate as `generate` does, and call `hear` with each delta, or with the error when the engine is lost.
+        """Start to generate for a request, and return. Later call `hear` with each delta.
 
-        Raises what `generate` raises before the first delta. `hear` must not raise; the first call of it comes
-        after this method has returned.
+        If the engine is lost, call `hear` with the error instead. `hear` must not raise. Raises `RefusedError` if
+        the request can never be served, `ValueError` if its `rid` is in flight.
         """
         ...

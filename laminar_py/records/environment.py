@@ -1,5 +1,4 @@
-"""Records between a replica and the environment of a trajectory: a turn of the model, and the environment's
-answer."""
+"""Records between a replica and a trajectory's environment: a turn of the model, and the environment's answer."""
 
 from typing import Any, Protocol
 
@@ -26,8 +25,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 class ModelTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Request to an environment: the response up to the end of the model's turn, empty before the first turn.
 
-    E.g. `ModelTurn(trajectory_id="g3.1", problem=problem, response_ids=ids, spans=(Span(7, 0, 41),))`. It carries
-    the whole response, so that another process can rebuild a crashed environment.
+    E.g. `ModelTurn(trajectory_id="g3.1", problem=problem, response_ids=ids, spans=(Span(7, 0, 41),))`. The request
+    has the whole response, so that another process can rebuild a crashed environment.
     """
 
     trajectory_id: str
@@ -43,25 +42,25 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
     E.g. `EnvironmentTurn(ids=ids, elapsed_s=0.2)` or `EnvironmentTurn(ends=True, reward=1.0, elapsed_s=0.2)`.
     """
 
-    ids: IntArray | None = None  # [n] tokens to append as they are
-    follows: int | None = None  # leading response tokens that `ids` stand behind, see `Span`; None: all
-    max_tokens: int | None = None  # cap on the model's next turn, see `Span.turn_limit`
-    ends: bool = False
-    is_cut: bool = False  # the cap on turns ended it
+    ids: IntArray | None = None  # [n] tokens to append without a change
+    follows: int | None = None  # number of leading response tokens that `ids` follow, see `Span`; None: all
+    max_tokens: int | None = None  # cap on the tokens of the model's next turn, see `Span.turn_limit`
+    ends: bool = False  # the trajectory ends
+    is_cut: bool = False  # the cap on turns ended the trajectory
     reward: float | None = None  # with `ends`; None: the reward's terms score the response
     roles: tuple[RoleCredit, ...] = ()  # rewards by role, which sum to `reward`
     failure: DropReason | None = None  # the trajectory is dropped for this reason
     detail: str = ""
-    elapsed_s: float = 0.0  # seconds until the answer, waiting and rebuilding included
+    elapsed_s: float = 0.0  # seconds until the answer, including waits and rebuilding
 
 
 class Environments(Protocol):
-    """Environments of trajectories, in whatever processes they run. A replica calls them."""
+    """Access of a replica to the environments of its trajectories, which run in any process."""
 
     async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
-        """Have a trajectory's environment answer a turn, and begin the environment at the first turn.
+        """Send a turn to its trajectory's environment, which starts at the first turn; return the answer.
 
-        A turn that was answered before gets the same answer; the environment does not see it twice.
+        A repeated turn gets the same answer again, and the environment does not see the turn twice.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Evaluations: ids of passes and answers, and figures of a pass (means, intervals, pass@k, majority votes). Pure.
 
-A pass is all answers to one set of held-out problems under one version. `e4-aime` is the fifth pass of a run, over
-the set "aime", and `e4-aime.12.3` is sample 3 of its problem 12. The controller makes the figures when a pass
-ends, the audit makes them again. Equal answers have equal figures, in whatever order they came
+A pass has all answers to one set of held-out problems under one version. `e4-aime` is the fifth pass of a run,
+over the set "aime", and `e4-aime.12.3` is sample 3 of problem 12 in this pass. The controller computes the figures
+when a pass ends, and the audit computes them again. The figures do not depend on the order of the answers
 (`tests/records/test_evaluations.py`).
 """
 
@@ -16,22 +16,22 @@ import numpy as np
 from laminar_py.records.columns import Array
 
 RESAMPLES = 1_000
-SEED = 0  # of the resampling: every process computes the same figures
+SEED = 0  # of the resampling, so that every process computes the same figures
 TAILS = (2.5, 97.5)  # percentiles that hold 95 % of the resampled means
 
 
 def pass_id(index: int, set_name: str = "") -> str:
-    """Id of pass number `index`, e.g. "e4-aime", or "e4" for a pass without a set."""
+    """Id of pass number `index`, e.g. "e4-aime", or "e4" for a pass over an unnamed set."""
     return f"e{index}-{set_name}" if set_name else f"e{index}"
 
 
 def set_of(group_id: str) -> str:
-    """Name of the set in the id of a pass; "" for a pass without a set."""
+    """Name of the set in `group_id`, the id of a pass, e.g. "aime" in "e4-aime"; "" for an unnamed set."""
     return group_id.partition("-")[2]
 
 
 def pass_number(group_id: str) -> int:
-    """Number of a pass in its id, counted in the order in which a run began its passes."""
+    """Number in `group_id`, the id of a pass, e.g. 4 in "e4-aime"; a run counts its passes from 0."""
     return int(group_id.partition("-")[0].removeprefix("e"))
 
 
@@ -46,15 +46,14 @@ def problem_of(trajectory_id: str) -> int:
 
 
 class EvalAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to a held-out problem, e.g. `EvalAnswer(problem=12, sample=3, reward=1.0, answer="42",
-    length=310)`."""
+    """A response to a held-out problem, e.g. `EvalAnswer(problem=12, sample=3, reward=1.0, length=310)`."""
 
     problem: int  # place in the set
     sample: int
-    reward: float | None  # None: it could not be scored
-    answer: str = ""  # answer by the verifier, which majority votes count; "" where the verifier found none
+    reward: float | None  # None: the response could not be scored
+    answer: str = ""  # final answer that the verifier found, which majority votes count; "" if it found none
     length: int  # response tokens
-    truncated: bool = False  # a cap ended it
+    truncated: bool = False  # a cap ended the response
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a pass, over answers that have a score. Each mean is over samples, then over problems.
+    """Figures of a pass. Each mean is over a problem's samples, then over problems; rewards are of scored answers.
 
     E.g. `SetFigures(problems=30, samples=32, unscored=0, is_accuracy=True, mean=Estimate(0.41, 0.36, 0.47), ...)`.
     """
@@ -80,32 +79,32 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
     unscored: int  # answers without a score
     is_accuracy: bool  # every reward is 0 or 1
     mean: Estimate  # mean reward: avg@k
-    pass_at: dict[int, Estimate] = {}  # k -> share of problems that one of k answers solves; if `is_accuracy`
-    majority: Estimate | None = None  # maj@k: reward of the most frequent answer; None: no term names answers
+    pass_at: dict[int, Estimate] = {}  # k -> pass@k, the share of problems that one of k answers solves
+    majority: Estimate | None = None  # maj@k: reward of the most frequent answer; None: no answers were found
     truncated: Estimate  # share of answers that a cap ended
     length_p50: int  # response tokens
     length_p95: int  # response tokens
 
     @property
     def name(self) -> str:
-        """Name of the mean."""
+        """Name of the figure `mean`."""
         return "accuracy" if self.is_accuracy else "mean reward"
 
     @property
     def best(self) -> tuple[int, Estimate] | None:
-        """Largest k and its pass@k; None with one sample."""
+        """(largest k, pass@k); None with one sample for each problem, or if rewards are no accuracy."""
         return max(self.pass_at.items()) if self.samples > 1 and self.pass_at else None
 
     @property
     def exact(self) -> tuple[object, ...]:
-        """Figures that the audit compares: those without resampling, with means to nine digits."""
+        """Figures that the audit compares: all but the bootstrap intervals, with means to nine digits."""
         means = self.mean, self.truncated, self.majority, *self.pass_at.values()
-        rounded = [None if one is None else round(one.value, 9) for one in means]
+        rounded = [None if mean is None else round(mean.value, 9) for mean in means]
         counts = self.problems, self.samples, self.unscored, self.length_p50, self.length_p95
         return *counts, self.is_accuracy, *self.pass_at, *rounded
 
     def describe(self) -> str:
-        """Line of text, e.g. "accuracy 0.410 (0.360 to 0.470) on 30 problems x 32, pass@32 0.733, 4.1% cut"."""
+        """Text such as "accuracy 0.410 (0.360 to 0.470) on 30 problems x 32, pass@32 0.733, 4.1% cut"."""
         words = [f"{self.name} {self.mean.describe()} on {self.problems} problems"]
         if self.samples > 1:
             words[0] += f" x {self.samples}"
@@ -121,7 +120,10 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | None:
-    """Figures of a pass with `samples` answers to each problem; None where no answer has a score."""
+    """Compute figures of a pass with `samples` answers to each problem; None if no answer has a score.
+
+    A problem without any scored answer is left out of the means.
+    """
     ordered = sorted(answers, key=lambda answer: (answer.problem, answer.sample))
     by_problem: dict[int, list[EvalAnswer]] = {}
     for answer in ordered:
@@ -132,7 +134,7 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
     scored = [[one for one in group if one.reward is not None] for group in kept]
     rewards = [[one.reward or 0.0 for one in group] for group in scored]
     is_accuracy = all(reward in (0.0, 1.0) for group in rewards for reward in group)
-    votes = samples > 1 and any(one.answer for group in scored for one in group)
+    can_vote = samples > 1 and any(one.answer for group in scored for one in group)
     lengths = [answer.length for answer in ordered]
     return SetFigures(
         problems=len(by_problem),
@@ -141,7 +143,7 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
         is_accuracy=is_accuracy,
         mean=_estimate([sum(group) / len(group) for group in rewards]),
         pass_at=_pass_at(rewards, samples) if is_accuracy else {},
-        majority=_estimate([_majority_reward(group) for group in scored]) if votes else None,
+        majority=_estimate([_majority_reward(group) for group in scored]) if can_vote else None,
         truncated=_estimate([sum(one.truncated for one in group) / len(group) for group in kept]),
         length_p50=int(np.percentile(lengths, 50, method="higher")),
         length_p95=int(np.percentile(lengths, 95, method="higher")),
@@ -149,7 +151,7 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of `k` answers is right, from `num_answers` >= k.
+    """Unbiased estimate of the chance that at least one of `k` answers is right, from `num_answers` >= k.
 
     Chen et al. 2021, "Evaluating large language models trained on code", equation 1.
     """
@@ -157,7 +159,10 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
 
 
 def _pass_at(rewards: Sequence[Sequence[float]], samples: int) -> dict[int, Estimate]:
-    """pass@k for k = 1, 2, 4, ... and `samples`, over problems with at least k scored answers."""
+    """pass@k for k = 1, 2, 4, ... and `samples`, over problems with at least k scored answers.
+
+    `rewards` has the rewards 0 or 1 of each problem's scored answers.
+    """
     counts = [(len(group), round(sum(group))) for group in rewards]
     found: dict[int, Estimate] = {}
     for k in (*(2**power for power in range((samples - 1).bit_length())), samples):
@@ -168,7 +173,7 @@ def _pass_at(rewards: Sequence[Sequence[float]], samples: int) -> dict[int, Esti
 
 
 def _majority_reward(group: Sequence[EvalAnswer]) -> float:
-    """Mean reward of the most frequent answers to a problem: one, or several in a tie; 0 without any answer."""
+    """Reward of the most frequent answer to a problem, or the mean over tied answers; 0 without any answer."""
     votes = Counter(one.answer for one in group if one.answer)
     if not votes:
         return 0.0
@@ -182,7 +187,7 @@ def _majority_reward(group: Sequence[EvalAnswer]) -> float:
 
 
 def _estimate(numbers: Sequence[float]) -> Estimate:
-    """Mean and bootstrap interval of one number per problem, by resampling problems."""
+    """Mean of one number per problem, with its 95 % interval by resampling problems."""
     values: Array = np.array(numbers)  # [problems]
     draws, size = np.random.default_rng(SEED), len(values)
     means = [values[draws.integers(size, size=size)].mean() for _ in range(RESAMPLES)]

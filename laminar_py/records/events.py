@@ -1,4 +1,4 @@
-"""Events: the only input of the ledger. Each record here is one row of the event log.
+"""Events: the only input of the ledger. Each event is one row of the event log.
 
 Events name trajectories, versions and parts of the run by id. They carry no tokens: the ledger has references.
 """
@@ -21,24 +21,25 @@ class Event(msgspec.Struct, frozen=True, tag_field="event", tag=lambda name: nam
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """The controller started, e.g. `RunStarted(incarnation=2, resumed_step=40, ...)` from the checkpoint of step
-    40."""
+    """The controller started, e.g. from a checkpoint: `RunStarted(incarnation=2, resumed_step=40, ...)`."""
 
     incarnation: int  # counts starts of the controller
     host: str
     pid: int
     schema: int  # version of the ledger's schema
     config_digest: str
-    drain: bool  # the run promises one version per trajectory
-    max_staleness: int | None  # bound that is enforced at consumption; None: no bound
-    resumed_step: int | None = None
-    data: dict[str, str] = field(default_factory=dict)  # field of the config -> digest of the source's rows
+    drain: bool  # True: each trajectory has one version
+    max_staleness: int | None  # bound on the staleness of consumed trajectories; None: no bound
+    resumed_step: int | None = None  # step of the checkpoint that it started from; None: no checkpoint
+    data: dict[str, str] = field(
+        default_factory=dict
+    )  # field of the config that names a source -> digest of its rows
     eval_sampling: dict[str, str] = field(default_factory=dict)  # by set, see `EvalConfig.sampling_by_set`
     simulated: bool = False  # a simulation: tokens are only counted, times are of a virtual clock
 
 
 class RunEnded(Event, frozen=True):
-    """The controller ended by itself, e.g. `RunEnded(2, "finished")` or `RunEnded(2, "interrupted")`."""
+    """The controller ended without a crash, e.g. `RunEnded(2, "finished")` or `RunEnded(2, "interrupted")`."""
 
     incarnation: int
     reason: str
@@ -47,46 +48,45 @@ class RunEnded(Event, frozen=True):
 class Scaled(Event, frozen=True):
     """The replicas of the run from now on, e.g. `Scaled((0, 1, 4))`; replicas that are not named leave.
 
-    It is on record at the start of each incarnation, whose replicas are numbered from 0, and at each change.
+    The log has this event at the start of each incarnation, which numbers its replicas from 0, and at each change.
     """
 
     replicas: tuple[int, ...]
-    servers: tuple[str, ...] = ()  # [replicas] that they attach to; empty: the run starts its engines
+    servers: tuple[str, ...] = ()  # [replicas] servers to which they attach; empty: the run starts its engines
 
 
 class ReplicaLeft(Event, frozen=True):
-    """A replica that was to leave has no trajectories any more, and its process has ended, e.g.
-    `ReplicaLeft(4)`."""
+    """A leaving replica has no trajectories any more, and its process has ended, e.g. `ReplicaLeft(4)`."""
 
     replica: int
-    reason: str = "scaled"  # or why it could not start
+    reason: str = "scaled"  # or why the replica could not start
 
 
 class PartStarted(Event, frozen=True):
-    """A supervised part runs, e.g. `PartStarted("replica-1", 4711)`."""
+    """A keeper has started a process of the run, e.g. `PartStarted("replica-1", 4711)`."""
 
     part: str
     pid: int
 
 
 class PartCrashed(Event, frozen=True):
-    """The supervisor found that a part crashed or hangs, e.g. `PartCrashed("replica-1", "exit code -9")`."""
+    """A keeper found that its process crashed or hangs, e.g. `PartCrashed("replica-1", "exit code -9")`."""
 
     part: str
     reason: str
 
 
 class SealBroken(Event, frozen=True):
-    """A sealed run was resumed, e.g. `SealBroken(digest)`."""
+    """A sealed run was resumed, so its seal is invalid, e.g. `SealBroken(digest)`."""
 
-    digest: str  # of the seal that holds no longer
+    digest: str  # of the seal
 
 
 # A trajectory, from its prompt to the learner
 
 
 class Issued(Event, frozen=True, kw_only=True):
-    """A trajectory exists from now on, e.g. sample 1 of group "g3":
+    """The controller created a trajectory, e.g. sample 1 of group "g3":
 
     `Issued(trajectory_id="g3.1", group_id="g3", prompt_id="p7", prompt_index=3, sample_index=1, kind=Kind.TRAIN)`.
     """
@@ -100,7 +100,7 @@ class Issued(Event, frozen=True, kw_only=True):
 
 
 class Assigned(Event, frozen=True):
-    """A replica generates it now, e.g. `Assigned("g3.1", 2, 1, 41)`."""
+    """The controller assigned a trajectory to a replica, e.g. `Assigned("g3.1", 2, 1, 41)`."""
 
     trajectory_id: str
     replica: int
@@ -109,8 +109,10 @@ class Assigned(Event, frozen=True):
 
 
 class Interrupted(Event, frozen=True, kw_only=True):
-    """Generation stopped early, e.g. `Interrupted(trajectory_id="g3.1", epoch=1, length=41,
-    reason="new_weights")`."""
+    """A trajectory's generation stopped before its end; an assignment may resume it.
+
+    E.g. `Interrupted(trajectory_id="g3.1", epoch=1, length=41, reason="new_weights")`.
+    """
 
     trajectory_id: str
     epoch: int
@@ -122,8 +124,8 @@ class Interrupted(Event, frozen=True, kw_only=True):
 class StreamLost(Event, frozen=True):
     """A stream broke off before the engine's last delta, e.g. `StreamLost("g3.1", 2, 41)`.
 
-    Until the trajectory continues, two facts stay open: the exact token at which its version changed, and the
-    experts that its tokens were routed to.
+    The last delta would have had the exact token at which the version changed, and the experts of the tokens. So
+    both are unknown until the trajectory continues.
     """
 
     trajectory_id: str
@@ -132,23 +134,25 @@ class StreamLost(Event, frozen=True):
 
 
 class Restamped(Event, frozen=True):
-    """The engine's last delta corrected the token of a version's change, e.g. `Restamped("g3.1", spans)`."""
+    """The engine's last delta corrected the tokens at which versions changed, e.g. `Restamped("g3.1", spans)`."""
 
     trajectory_id: str
     spans: tuple[Span, ...]  # cover the whole response so far
 
 
 class Cut(Event, frozen=True):
-    """A cap ended it early, e.g. `Cut("g3.1", Cap.TOKENS, 1024.0)`."""
+    """A cap ended a trajectory early, e.g. `Cut("g3.1", Cap.TOKENS, 1024.0)`."""
 
     trajectory_id: str
     cap: Cap
-    value: float  # of the cap
+    value: float  # limit of the cap, in tokens, seconds or turns
 
 
 class Finished(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """Its response is complete, e.g. `Finished(trajectory_id="g3.1", epoch=1, length=441, spans=(Span(7, 0,
-    441),), ...)`."""
+    """A trajectory's response is complete, e.g. with 441 tokens under version 7:
+
+    `Finished(trajectory_id="g3.1", epoch=1, length=441, spans=(Span(7, 0, 441),), ...)`.
+    """
 
     trajectory_id: str
     epoch: int
@@ -156,13 +160,13 @@ class Finished(Event, frozen=True, kw_only=True, omit_defaults=True):
     spans: tuple[Span, ...]  # cover [0, length)
     length: int  # response tokens
     digest: str  # `codec.response_digest` of its pieces
-    queue_s: float
-    generate_s: float
-    environment_s: float = 0.0  # seconds until its environment answered, with waits and transport
+    queue_s: float  # seconds from arrival at a replica to the first tokens
+    generate_s: float  # seconds at replicas
+    environment_s: float = 0.0  # seconds of waiting for its environment, including queues and transport
 
 
 class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """The reward is known, e.g. `Scored(trajectory_id="g3.1", reward=1.0, elapsed_s=0.2)`."""
+    """A scorer returned a trajectory's reward, e.g. `Scored(trajectory_id="g3.1", reward=1.0, elapsed_s=0.2)`."""
 
     trajectory_id: str
     reward: float
@@ -174,12 +178,12 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def answer(self) -> str:
-        """Answer that the response gives."""
+        """Answer that the response gives, for majority votes; "" if no term names an answer."""
         return answer_by(self.terms)
 
 
 class Ready(Event, frozen=True, omit_defaults=True):
-    """Its group is complete and the learner may train on it, e.g. `Ready("g3.1", 0.7)`."""
+    """A trajectory's group is complete, and the learner may train on the trajectory, e.g. `Ready("g3.1", 0.7)`."""
 
     trajectory_id: str
     advantage: float  # mean over roles, if there are several
@@ -188,25 +192,24 @@ class Ready(Event, frozen=True, omit_defaults=True):
 
 
 class Consumed(Event, frozen=True, kw_only=True):
-    """The learner trained on it, e.g. `Consumed(trajectory_id="g3.1", step=9, version=8, staleness=1,
-    weight=1.0)`."""
+    """The learner trained on a trajectory, e.g. `Consumed(trajectory_id="g3.1", step=9, version=8, ...)`."""
 
     trajectory_id: str
     step: int
     version: int  # of the learner before the step
     staleness: int
-    weight: float  # factor on its loss
+    weight: float  # factor on the trajectory's loss
 
 
 class Undone(Event, frozen=True):
-    """A rollback undid the step that consumed it, so it is READY again, e.g. `Undone("g3.1", 9)`."""
+    """A rollback undid the step that consumed a trajectory, which is READY again, e.g. `Undone("g3.1", 9)`."""
 
     trajectory_id: str
     step: int
 
 
 class Dropped(Event, frozen=True):
-    """The learner will never train on it, e.g. `Dropped("g3.1", DropReason.REWARD_TIMEOUT, "math took 10 s")`."""
+    """The learner will never train on a trajectory, e.g. `Dropped("g3.1", DropReason.REWARD_TIMEOUT, "10 s")`."""
 
     trajectory_id: str
     reason: DropReason
@@ -217,21 +220,19 @@ class Dropped(Event, frozen=True):
 
 
 class VersionPublished(Event, frozen=True, kw_only=True):
-    """The learner published a version, e.g. `VersionPublished(version=8, step=8, incarnation=1, parent=7,
-    ...)`."""
+    """The learner published a version, e.g. `VersionPublished(version=8, step=8, parent=7, ...)`."""
 
     version: int
-    step: int
+    step: int  # that made the weights
     incarnation: int
-    parent: int | None  # version that its weights were trained from; None: the first
+    parent: int | None  # version that its weights were trained from; None: the first version
     digest: str
     num_bytes: int
-    stall_s: float  # seconds that the learner stood still for it
+    stall_s: float  # seconds that the learner waited for the publish
 
 
 class VersionLoaded(Event, frozen=True, kw_only=True):
-    """A replica serves a version from now on, e.g. `VersionLoaded(replica=2, version=8, digest=digest,
-    elapsed_s=0.8)`."""
+    """A replica has loaded a version and serves it, e.g. `VersionLoaded(replica=2, version=8, ...)`."""
 
     replica: int
     version: int
@@ -241,30 +242,30 @@ class VersionLoaded(Event, frozen=True, kw_only=True):
 
 
 class Relayed(Event, frozen=True, kw_only=True):
-    """A relay holds a verified version, e.g. as a delta against version 7:
+    """A relay has received and verified a version, e.g. as a delta against version 7:
 
     `Relayed(node="relay-1", version=8, base=7, num_bytes=988_065_792, wire_bytes=31_457_280, ...)`. Seconds count
-    from the relay's first request for it. At the root, which has it from the learner, they are 0.
+    from the relay's first request for the version. At the root, where the learner writes the version, they are 0.
     """
 
     node: str
     version: int
     digest: str
     num_bytes: int
-    base: int | None  # version that it came as a delta against; None: it came in full
-    wire_bytes: int  # received for it
+    base: int | None  # base version of the delta that the relay received; None: it received the whole version
+    wire_bytes: int  # bytes that it received
     first_byte_s: float
     elapsed_s: float
-    parent: str = ""  # node that it came from, the last one of several; "" at the root
+    parent: str = ""  # node that sent the version, the last node if there were several; "" at the root
 
 
 class Pulled(Event, frozen=True):
     """A subscriber pulled a version from its host's relay, e.g. `Pulled("relay-1", "replica-1", 8, 0.4)`."""
 
-    node: str
+    node: str  # the relay
     subscriber: str
     version: int
-    waited_s: float
+    waited_s: float  # seconds from the request to the version
 
 
 class RelayGaveUp(Event, frozen=True):
@@ -276,33 +277,32 @@ class RelayGaveUp(Event, frozen=True):
 
 
 class Reattached(Event, frozen=True):
-    """A relay left its parent for another, e.g. `Reattached("relay-2", "tcp://10.0.0.4:7000",
-    "tcp://10.0.0.5:7000")`."""
+    """A relay changed its parent, e.g. `Reattached("relay-2", "tcp://10.0.0.4:7000", "tcp://10.0.0.5:7000")`."""
 
-    node: str
-    old: str  # endpoint
-    new: str  # endpoint; equal to `old` if the relay has no other
+    node: str  # the relay
+    old: str  # endpoint of the old parent
+    new: str  # endpoint of the new parent; equal to `old` if the relay has no other
 
 
 class Repacked(Event, frozen=True, kw_only=True):
-    """A round of repacking among the replicas of one version is done: every trajectory of its plan has moved.
+    """A round of repacking among the replicas of one version is complete: each trajectory of the plan has moved.
 
     E.g. `Repacked(version=8, num_running=3, num_waiting=2, sources=(4,), prefill=1323, elapsed_s=0.1)`.
     """
 
     version: int
     num_running: int  # moved trajectories with response tokens
-    num_waiting: int  # moved trajectories without
-    sources: tuple[int, ...]  # replicas
-    prefill: int  # tokens that the busiest destination prefills for `num_running`
-    elapsed_s: float  # since its plan
+    num_waiting: int  # moved trajectories without response tokens
+    sources: tuple[int, ...]  # replicas that gave trajectories away
+    prefill: int  # tokens that the busiest destination prefills for the `num_running` trajectories
+    elapsed_s: float  # since the plan
 
 
 # Learner steps, checkpoints and evaluations
 
 
 class Stepped(Event, frozen=True, kw_only=True):
-    """A learner step; it is committed together with the consumption of its trajectories.
+    """The learner made a step. The ledger commits this event together with the step's `Consumed` events.
 
     E.g. `Stepped(step=9, incarnation=1, num_trajectories=256, num_tokens=80_000, loss=0.1, grad_norm=0.4, ...)`.
     """
@@ -313,16 +313,16 @@ class Stepped(Event, frozen=True, kw_only=True):
     num_tokens: int
     loss: float
     grad_norm: float
-    reward: float  # mean
+    reward: float  # mean over trajectories scored since the last step
     elapsed_s: float
     waited_s: float = 0.0  # seconds that the learner waited for the batch
-    reference_s: float = 0.0  # of the reference model: in the learner, or as a stage since the last step
+    reference_s: float = 0.0  # seconds of the reference model: in this step, or as a stage since the last step
 
 
 class StepSkipped(Event, frozen=True):
-    """Updates of a step were not finite and changed nothing, e.g. `StepSkipped(9, 1, 1, ("g3.1",))`.
+    """Updates of a step had a loss or gradient that was not finite, e.g. `StepSkipped(9, 1, 1, ("g3.1",))`.
 
-    The step consumes its trajectories all the same.
+    These updates changed no weights, but the step consumed its trajectories.
     """
 
     step: int
@@ -346,7 +346,7 @@ class RefillStopped(Event, frozen=True, kw_only=True):
     only_reward: float | None = None  # the only reward of the run so far; then `num_best` and `num_worst` are 0
 
     def describe(self) -> str:
-        """Text for a log: how many groups had no signal, and which share of these is solved or hopeless."""
+        """Text for a log: how many groups had no signal, and which shares of them are solved and hopeless."""
         solved, hopeless = self.num_best / self.num_without_signal, self.num_worst / self.num_without_signal
         judged = f"{solved:.0%} are solved (all rewards the best of the run), {hopeless:.0%} hopeless (the worst)"
         if self.only_reward is not None:
@@ -358,18 +358,18 @@ class RefillStopped(Event, frozen=True, kw_only=True):
 class Checkpointed(Event, frozen=True, kw_only=True):
     """A checkpoint is on disk, e.g. `Checkpointed(step=40, version=40, path="checkpoints/step-40", ...)`.
 
-    Later steps may be on record before it, since it is written beside them.
+    The log may have later steps before this event, since the learner trains while a thread writes the files.
     """
 
     step: int
     version: int
     path: str  # in the run folder
-    stall_s: float  # seconds that the learner stood still
+    stall_s: float  # seconds that the learner waited for the copy of its state
     elapsed_s: float  # seconds until all files were on disk
 
 
 class RolledBack(Event, frozen=True):
-    """The learner went back to a checkpoint and undid later steps, e.g. `RolledBack(40, "learner-0 crashed")`."""
+    """The learner returned to a checkpoint and undid later steps, e.g. `RolledBack(40, "learner-0 crashed")`."""
 
     step: int  # of the checkpoint
     reason: str
@@ -378,14 +378,14 @@ class RolledBack(Event, frozen=True):
 class Evaluated(Event, frozen=True, kw_only=True):
     """An evaluation pass is complete, e.g. `Evaluated(pass_id="e4-aime", set_name="aime", version=40, ...)`.
 
-    Its figures follow from the answers of the trajectories with `pass_id` as their group.
+    The figures follow from the trajectories whose `group_id` is `pass_id`.
     """
 
     pass_id: str
     set_name: str
     version: int
     step: int  # that made the version
-    rl_s: float  # seconds of the RL phase
+    rl_s: float  # seconds of the RL phase so far
     figures: SetFigures
 
 

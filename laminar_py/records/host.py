@@ -1,5 +1,4 @@
-"""Services of the host that every part uses: the clock, files that survive a power cut, text safe for a
-terminal."""
+"""Services of the host that all rooms use: the clock, files that survive a power cut, text safe for a terminal."""
 
 import os
 import time
@@ -17,7 +16,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """Real time."""
+    """Clock of a real run."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -25,7 +24,7 @@ class SystemClock:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file and return when its bytes are on disk. Its name is on disk after `sync` of its folder."""
+    """Write a file and wait until its bytes are on disk. Its name is on disk after `sync` of its folder."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -33,7 +32,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when the bytes of a file, or the names in a folder, are on disk and so survive a power cut."""
+    """Wait until a file's bytes, or the names in a folder, are on disk and so survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,10 +41,10 @@ def sync(path: Path) -> None:
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    r"""Replace characters that do not print by escapes, e.g. `\x1b` or `\u202e`, except those in `keep`.
+    r"""Replace characters that do not print by escapes, e.g. `\x1b` or `\u202e`, except characters in `keep`.
 
-    Text of models, data and programs passes through here before a terminal or a page shows it. Replaced are
-    control characters, overrides of direction, lone surrogates, and every space other than the plain one.
+    This makes text of models, data and programs safe for a terminal or a page. It replaces control characters,
+    overrides of direction, lone surrogates, and every space other than the plain one.
     """
     if text.isprintable():
         return text
@@ -56,7 +55,7 @@ def visible(text: str, *, keep: str = "") -> str:
 class Finding:
     """A row of `laminar doctor`, e.g. `Finding("GPU", "none", good=True)`.
 
-    Each entry point of `laminar_py.findings` returns one.
+    Packages add rows by functions under the entry point `laminar_py.findings`; each returns a `Finding`.
     """
 
     subject: str

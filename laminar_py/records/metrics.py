@@ -1,6 +1,6 @@
 """Metrics: measurements of a learner step, the rows of `metrics.jsonl` and `fleet.jsonl`, progress of a learner.
 
-The learner and the controller make them, `observe` reads them. docs/metrics.md explains every key.
+The learner and the controller make these records, and `observe` reads them. docs/metrics.md explains every key.
 """
 
 import math
@@ -11,8 +11,8 @@ import msgspec
 class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Means over trained tokens with their loss weights, e.g. `TokenFigures(entropy=1.2, ratio=1.01)`.
 
-    A name that ends in `max` is a maximum. KL is in nats, from the policy named first, on tokens of the behaviour
-    policy. The estimator k1 may be negative, k3 never is.
+    A name that ends in `max` is a maximum. `kl_behaviour_k1` is KL(behaviour || new policy) in nats, by the
+    estimator k1 on tokens of the behaviour policy. k1 may be negative, k3 never is.
     """
 
     entropy: float = 0.0
@@ -21,11 +21,11 @@ class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
     ratio_max: float = 0.0
     clip_fraction: float = 0.0  # share of tokens whose ratio is outside the clip range
     truncated_fraction: float = 0.0  # share of tokens whose ratio is above the importance cap
-    kl_behaviour_k1: float = 0.0  # behaviour to new policy
+    kl_behaviour_k1: float = 0.0  # from behaviour to new policy
     kl_behaviour_k3: float = 0.0
-    kl_proximal_k1: float = 0.0  # proximal to new policy
+    kl_proximal_k1: float = 0.0  # from proximal to new policy
     kl_proximal_k3: float = 0.0
-    kl_reference_k3: float = 0.0  # new policy to reference model; 0 without one
+    kl_reference_k3: float = 0.0  # from new policy to reference model; 0 without a reference model
     effective_share: float = 1.0  # effective sample size of the weights new / behaviour, over the number of tokens
     advantage_mean: float = 0.0
     advantage_std: float = 0.0
@@ -46,17 +46,17 @@ class TokenMetrics(TokenFigures, frozen=True, kw_only=True):
 class Mismatch(msgspec.Struct, frozen=True):
     """|new - behaviour| log-probability of tokens at staleness 0, in nats, e.g. `Mismatch(1e-6, 1e-5, 2e-4)`.
 
-    It is measured before the step's first update, so it shows where engine and learner compute differently. If
-    only some steps publish, it includes the policy's movement since the last version.
+    The learner measures this before the step's first update, so it shows where engine and learner compute
+    differently. If only some steps publish, the mismatch includes the policy's change since the last version.
     """
 
     mean: float = 0.0
-    p99: float = 0.0  # upper edge of its bin, an eighth of a decade
+    p99: float = 0.0  # upper edge of the histogram bin, which is an eighth of a decade wide
     max: float = 0.0
 
     @property
     def figures(self) -> dict[str, float]:
-        """Value by its name in a step's row, e.g. `{"mismatch_mean": 1e-6, ...}`."""
+        """Value by its name in `StepRow`, e.g. `{"mismatch_mean": 1e-6, ...}`."""
         return {f"mismatch_{name}": getattr(self, name) for name in self.__struct_fields__}
 
 
@@ -65,36 +65,36 @@ class Work(msgspec.Struct, frozen=True):
 
     num_tokens: int = 0  # of prompts and responses, each counted once
     flops: float = 0.0  # model FLOPs, see `learner.metrics`
-    peak_flops: float | None = None  # per second, of all their devices; None: unknown
+    peak_flops: float | None = None  # FLOPs per second of all ranks' devices; None: unknown
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a learner step, e.g. `StepMetrics(loss=0.1, grad_norm=0.4, elapsed_s=2.5, updates=4)`."""
 
     loss: float
-    grad_norm: float
+    grad_norm: float  # before clipping; the largest of all updates
     elapsed_s: float
     tokens: TokenMetrics = TokenMetrics()
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
     mismatch: Mismatch = Mismatch()
     updates: int = 1
     skipped: int = 0  # updates with a loss or gradient that was not finite; the other figures leave them out
-    reference_s: float = 0.0  # share of `elapsed_s` in the reference model, seconds
+    reference_s: float = 0.0  # part of `elapsed_s` that the reference model took
     work: Work = Work()
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the step, prompts included, per second."""
+        """Tokens of prompts and responses per second of the step; 0 for a step that took no time."""
         return self.work.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def flops_per_s(self) -> float:
-        """Model FLOPs per second."""
+        """Model FLOPs per second of the step; 0 for a step that took no time."""
         return self.work.flops / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def mfu(self) -> float | None:
-        """Share of the devices' peak; None where the peak is unknown."""
+        """Model FLOPs per second over the devices' peak; None if the peak is unknown."""
         peak = self.work.peak_flops
         return None if peak is None else self.flops_per_s / peak
 
@@ -102,9 +102,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class OrderFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """State of the problem order, e.g. `OrderFigures(open_levels=2, solved={"1": 0.9, "2": 0.2})`."""
 
-    open_levels: int = 0  # `curriculum`: number over all sources
-    solved: dict[str, float] = {}  # `curriculum`: level -> share of solved responses in its last groups
-    resting: int = 0  # `signal`: problems that come rarely, since their last group had no signal
+    open_levels: int = 0  # order `curriculum`: number of open levels of all sources
+    solved: dict[str, float] = {}  # order `curriculum`: level -> share of solved responses in its last groups
+    resting: int = 0  # order `signal`: problems that come rarely, since their last group had no signal
 
 
 class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -118,42 +118,42 @@ class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl` for one step, e.g. `StepRow(step=9, version=9, rl_s=81.0, reward=0.4, ...)`.
 
-    Rates are over the RL phase so far, times are seconds of that phase. Figures of tokens may be NaN or infinite;
-    `loss` and `grad_norm` never are.
+    Rates are over the RL phase so far, and times are seconds of that phase. The inherited figures of tokens may be
+    NaN or infinite; `loss` and `grad_norm` never are.
     """
 
     step: int
     version: int
-    rl_s: float
+    rl_s: float  # duration of the RL phase so far
     reward: float  # mean over trajectories scored since the last step; the last value if there were none
     reward_terms: dict[str, float] = {}  # mean of each term before its weight, if there are several
-    trajectories: int
+    trajectories: int  # of this step
     trained_tokens: int  # of responses, sum so far
     generated_tokens: int  # sum so far
-    staleness_mean: float
+    staleness_mean: float  # over the step's trajectories
     staleness_max: int
     length_p50: int  # tokens of responses scored since the last step
     length_p95: int
     turns: TurnFigures = TurnFigures()  # of trajectories scored since the last step
-    learner_s: float
-    learner_waiting_share: float
+    learner_s: float  # duration of the step in the learner
+    learner_waiting_share: float  # share of time in which the learner had no batch
     learner_busy_s: float  # sum so far
     overlap_s: float  # part of `learner_busy_s` in which a replica was generating
-    versions_alive: int
+    versions_alive: int  # weight versions of live trajectories
     kv_use: float = 0.0  # share of the replicas' KV caches in use, mean over the RL phase so far
-    publish_stall_s: float = 0.0
-    reference_busy_s: float = 0.0  # sum so far, of a stage or (inside `learner_busy_s`) of the learner's own pass
+    publish_stall_s: float = 0.0  # seconds that the learner waited for the publish of this step
+    reference_busy_s: float = 0.0  # sum so far, of a stage or (inside `learner_busy_s`) of the learner's own runs
     waited_s: float = 0.0  # until the learner had the batch of this step
     reference_s: float = 0.0  # part of `reference_busy_s` since the last step
     learner_tokens_per_s: float = 0.0  # of this step, prompts included
-    learner_flops_per_s: float = 0.0
-    mfu: float | None = None
+    learner_flops_per_s: float = 0.0  # model FLOPs of this step, per second
+    mfu: float | None = None  # None: the devices' peak is unknown
     loss: float = 0.0
     grad_norm: float = 0.0
     mismatch_mean: float = 0.0
     mismatch_p99: float = 0.0
     mismatch_max: float = 0.0
-    skipped: int = 0
+    skipped: int = 0  # updates of this step with a loss or gradient that was not finite
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
     order: OrderFigures = OrderFigures()
 

@@ -16,15 +16,15 @@ NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)  # of a res
 
 
 class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished response with its problem, as a reward function gets it, e.g. "4" and the end after "2+2=":
+    """A finished response with its problem, as a reward function gets it, e.g. "4" as the answer to "2+2=":
 
     `ScoringRequest(trajectory_id="g3.1", prompt="2+2=", response="4", answer="4", response_ids=[19, 1], ...)`.
     """
 
     trajectory_id: str
     prompt: str
-    response: str  # text of `response_ids` without special tokens; empty on the way to a scorer
-    answer: str
+    response: str  # text of `response_ids` without special tokens; "" until the scorer has decoded it
+    answer: str  # reference answer of the problem
     task: str = ""
     set_name: str = ""  # evaluation set; "" in training
     finish_reason: FinishReason  # `length`: a cap ended it
@@ -42,11 +42,10 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unscored(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished response on its way to a scorer, e.g. `Unscored(request=request, tokens=(TokensRef(0, 41,
-    at),))`."""
+    """Input of a scorer: a finished response, e.g. `Unscored(request=request, tokens=(TokensRef(0, 41, at),))`."""
 
-    request: ScoringRequest  # without ids and log-probabilities where `tokens` refer to them
-    tokens: tuple[TokensRef, ...] = ()  # the scorer reads them; empty: the request has its tokens
+    request: ScoringRequest  # without ids and log-probabilities if `tokens` refers to them
+    tokens: tuple[TokensRef, ...] = ()  # tokens that the scorer reads; empty: the request has its tokens
 
     @property
     def id(self) -> str:
@@ -56,7 +55,7 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Return value of a reward function that says more than a number, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`."""
+    """Return value of a reward function, if a number is not enough, e.g. `Reward(1.0, {"hints": [0, 0, 1]})`."""
 
     value: float | Sequence[float] | FloatArray | Mapping[str, float]
     """Reward of the response, or [L] process rewards of its tokens, or named numbers whose sum is the reward."""
@@ -69,11 +68,11 @@ class Reward:
 
 
 class TryAgainError(Exception):
-    """Raised by a reward function where another call may succeed, e.g. when a server is busy."""
+    """A reward function raises this if another call may succeed, e.g. when a server is busy."""
 
 
 class NoValueError(Exception):
-    """Raised by a served term where a response has no value; the reason becomes part of the record."""
+    """A served term raises this for a response without a value; the drop event gets the reason and the detail."""
 
     def __init__(self, detail: str, reason: DropReason = DropReason.REWARD_FAILED) -> None:
         super().__init__(detail)
@@ -87,11 +86,11 @@ class TermValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     value: float
     elapsed_s: float = 0.0
     text: str = ""  # note of the verifier
-    answer: str = ""  # as in `Reward`
+    answer: str = ""  # answer that the response gives, for majority votes
 
 
 def answer_by(terms: Iterable[TermValue]) -> str:
-    """Answer of a response by the first term that names one; "" where none does."""
+    """Answer of a response, by the first term that names an answer; "" if no term does."""
     return next((term.answer for term in terms if term.answer), "")
 
 
@@ -111,18 +110,18 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
     at_once: float = 1.0  # responses of this kind that the scorer works on at the same time
     failure: DropReason | None = None
-    detail: str = ""
+    detail: str = ""  # of `failure`
 
     @property
     def answer(self) -> str:
-        """Answer that the response gives."""
+        """Answer that the response gives, for majority votes; "" if no term names an answer."""
         return answer_by(self.terms)
 
 
 class GroupRewards(msgspec.Struct, frozen=True):
     """Rewards of a training group when it closed, e.g. `GroupRewards(17, "p3", (1.0, 0.0, 1.0))`.
 
-    Orders of problems that learn (`data.stream`) read it.
+    The orders of problems that adapt to rewards (`data.stream`) read this record.
     """
 
     place: int  # of the group's prompt in the stream
@@ -131,7 +130,7 @@ class GroupRewards(msgspec.Struct, frozen=True):
 
     @property
     def differ(self) -> bool:
-        """True where the rewards are not all equal."""
+        """True if the rewards are not all equal."""
         return min(self.rewards) < max(self.rewards)
 
     def solved(self, at: float) -> float:
@@ -140,7 +139,7 @@ class GroupRewards(msgspec.Struct, frozen=True):
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """A server that a term of the reward asks, e.g. `ServerAddress("http://10.0.0.4:30000", "8f2c...")`."""
+    """A server that a term of the reward calls, e.g. `ServerAddress("http://10.0.0.4:30000", "8f2c...")`."""
 
     url: str
     key: str | None = None  # None: the server needs no key
@@ -152,5 +151,5 @@ class ServerAddress(msgspec.Struct, frozen=True):
 class PoolAddresses(msgspec.Struct, frozen=True):
     """Servers that are up, by pool, e.g. `PoolAddresses(2, {"judge": [ServerAddress(url, key)]})`."""
 
-    number: int  # counts updates: the higher number is the newer
+    number: int  # counts updates; a higher number is newer
     pools: dict[str, list[ServerAddress]]

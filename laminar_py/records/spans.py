@@ -1,13 +1,13 @@
-"""Spans say which weights generated each response token; a tree of spans says which tokens each one followed.
-Pure.
+"""Spans: which weights generated each response token, and which tokens each token followed. Pure.
 
 The running stream, the ledger, the packer and the audit share this arithmetic. Every tuple of spans that a
-function here returns is in order, holds no empty span, and merges neighbours that differ in nothing.
+function here returns is in order and has no empty span; equal neighbours are merged.
 
-Tokens stand in the order in which they came. Most follow all tokens before them, and the response is one sequence
-behind its prompt. A span that `follows` fewer begins a branch: the conversation continued from an earlier place,
-or started with an empty context. A learner sees one sequence for each leaf of the tree. Each token is trained on
-(`own`) in exactly one of these sequences; the others have it as context (`tests/records/test_spans.py`).
+Response tokens are numbered in the order of their arrival. Usually a token follows all tokens before it, and the
+response is one sequence behind its prompt. A span that `follows` fewer tokens starts a branch: the conversation
+continued from an earlier place, or started with an empty context. A learner sees one sequence for each leaf of the
+tree. It trains on each token in exactly one sequence, which owns (`own`) the token; other sequences have the token
+as context (`tests/records/test_spans.py`).
 """
 
 import sys
@@ -19,11 +19,11 @@ import numpy as np
 
 from laminar_py.records.codec import BoolArray, IntArray
 
-NEW_CONVERSATION = -1  # value of `Span.follows`: the span begins a context of its own, without the prompt
+NEW_CONVERSATION = -1  # value of `Span.follows`: the span starts an empty context, without the prompt
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Response tokens [start, end) and the weights that generated them."""
+    """Response tokens [start, end) and the weights that generated them; `Span` explains the fields."""
 
     version: int | None
     start: int
@@ -34,13 +34,13 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 class Span(VersionSpan, frozen=True, array_like=True, kw_only=True):
     """Weights `version` generated response tokens [start, end), e.g. `Span(7, 0, 41)`.
 
-    `kv_version` is set where the tokens attended to a KV cache of older weights; it is the oldest of these. A span
-    without a version was written by an environment, e.g. `Span(None, 41, 60)`. A response is a tree where a span
-    follows fewer tokens than all before it, e.g. `Span(None, 60, 75, follows=41)`. An environment may limit the
-    next turn of the model, e.g. `Span(None, 41, 60, turn_limit=64)`.
+    `kv_version` is the oldest version in the KV cache that the tokens attended to, if it is older than `version`.
+    An environment wrote a span without a version, e.g. `Span(None, 41, 60)`. A span that follows fewer tokens than
+    all before it makes the response a tree, e.g. `Span(None, 60, 75, follows=41)`. An environment may limit the
+    model's next turn, e.g. `Span(None, 41, 60, turn_limit=64)`.
     """
 
-    follows: int | None = None  # leading response tokens that the span stands behind; None: all before it
+    follows: int | None = None  # number of leading response tokens before the span; None: all tokens before it
     turn_limit: int | None = None  # cap on the tokens of the model's next turn
 
 
@@ -49,7 +49,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def add_span(spans: list[Span], span: Span) -> None:
-    """Append a span to `spans`, or extend the last one if both touch and differ in nothing else."""
+    """Append a span to the list `spans`, or extend the last span if the two touch and are otherwise equal."""
     last = spans[-1] if spans else None
     if (
         last is not None
@@ -65,7 +65,7 @@ def add_span(spans: list[Span], span: Span) -> None:
 
 
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge neighbours that differ in nothing, e.g. 7: [0, 3), 7: [3, 5) to 7: [0, 5)."""
+    """Merge touching spans that are otherwise equal, e.g. version 7: [0, 3), [3, 5) to 7: [0, 5)."""
     merged: list[Span] = []
     for span in spans:
         add_span(merged, span)
@@ -73,7 +73,7 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tuple[Span, ...]:
-    """Cut spans to the tokens [start, end)."""
+    """Return the parts of the spans within tokens [start, end); a span that is cut at `start` loses `follows`."""
     clipped: list[Span] = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)
@@ -84,9 +84,9 @@ def clip_spans(spans: Iterable[Span], start: int, end: int = sys.maxsize) -> tup
 
 
 def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Replace the spans of some tokens by `by`, or append them.
+    """Replace the spans of the tokens that `by` covers, or append `by` if it lies behind all spans.
 
-    E.g. 7: [0, 5) by 8: [4, 9) makes 7: [0, 4), 8: [4, 9).
+    E.g. version 7: [0, 5) replaced by 8: [4, 9) gives 7: [0, 4), 8: [4, 9).
     """
     spans = tuple(spans)
     if not by or not spans or spans[-1].end <= by[0].start:
@@ -95,7 +95,7 @@ def replace_spans(spans: Iterable[Span], by: tuple[Span, ...]) -> tuple[Span, ..
 
 
 def shift_spans(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
-    """Move the spans of one stream by `by` tokens; each follows the span before it."""
+    """Move the spans of one stream by `by` tokens, and clear `follows`: they follow all tokens before them."""
     return tuple(
         msgspec.structs.replace(span, start=span.start + by, end=span.end + by, follows=None) for span in spans
     )
@@ -111,12 +111,12 @@ def covers(spans: Iterable[Span], start: int, end: int) -> bool:
 
 
 def versions_of(spans: Iterable[Span]) -> set[int]:
-    """Versions that generated these tokens or the KV cache behind them."""
+    """Versions that generated these tokens, and the oldest versions in their KV caches."""
     return {v for span in spans for v in (span.version, span.kv_version) if v is not None}
 
 
 def sampled_versions(spans: Iterable[Span]) -> list[int]:
-    """Versions of the spans that an engine sampled, in order; spans of an environment have none."""
+    """Version of each span that an engine sampled, in order; an environment's spans are left out."""
     return [span.version for span in spans if span.version is not None]
 
 
@@ -134,7 +134,7 @@ def sampled_mask(spans: Iterable[Span], length: int) -> BoolArray:
 
 
 def num_turns(spans: Iterable[Span]) -> int:
-    """Number of the model's turns: stretches of sampled tokens, each of one or more versions."""
+    """Number of the model's turns; a turn is a run of sampled spans, of one or more versions."""
     turns, sampled = 0, False
     for span in spans:
         turns += span.version is not None and not sampled
@@ -143,19 +143,19 @@ def num_turns(spans: Iterable[Span]) -> int:
 
 
 def turn_ends(spans: Sequence[Span]) -> list[int]:
-    """Place in the response behind each turn of the model, in the order of the turns."""
+    """End of each turn that the model sampled, in order: the number of response tokens up to this end."""
     is_last = [after.version is None for after in spans[1:]] + [True]
     return [span.end for span, ends in zip(spans, is_last, strict=False) if ends and span.version is not None]
 
 
 def encode_spans(spans: tuple[Span, ...]) -> str:
-    """JSON of spans, such as `[[7,0,41,null,null]]`; a span with a turn limit has a sixth entry."""
+    """Encode spans as JSON, e.g. `[[7,0,41,null,null]]`; a span with a turn limit has a sixth entry."""
     rows = [span if span.turn_limit is not None else msgspec.structs.astuple(span)[:-1] for span in spans]
     return _encoder.encode(rows).decode()
 
 
 def decode_spans(text: str) -> tuple[Span, ...]:
-    """Spans of JSON that `encode_spans` wrote. Raises `msgspec.DecodeError`."""
+    """Decode JSON of `encode_spans`. Raises `msgspec.DecodeError`."""
     return _decoder.decode(text)
 
 
@@ -170,9 +170,10 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPath:
-    """Tokens that a model sees in one context, e.g. the last 4 of a response of 9 behind its first 3:
+    """Response tokens that a model sees in one context, and which of them the sequence owns for training.
 
-    `TokenPath(has_prompt=True, parts=((0, 3, False), (5, 9, True)))`, where another sequence owns the first 3.
+    E.g. the first 3 of 9 response tokens, owned by another sequence, then the last 4:
+    `TokenPath(has_prompt=True, parts=((0, 3, False), (5, 9, True)))`.
     """
 
     has_prompt: bool
@@ -189,22 +190,22 @@ class TokenPath:
 
     @property
     def places(self) -> IntArray:
-        """[n] place of each token in the response."""
+        """[n] index of each token in the response."""
         return np.concatenate([np.arange(start, end, dtype=np.int32) for start, end, _ in self.parts])
 
     @property
     def own(self) -> BoolArray:
-        """[n] True on tokens that the learner trains on in this sequence."""
+        """[n] True on tokens that this sequence owns."""
         return np.concatenate([np.full(end - start, own) for start, end, own in self.parts])
 
 
 def is_tree(spans: Iterable[Span]) -> bool:
-    """True where a part of the response does not follow all tokens before it."""
+    """True if a span does not follow all tokens before it."""
     return any(span.follows is not None for span in spans)
 
 
 def context_of(spans: Sequence[Span]) -> TokenPath:
-    """Context of the next token: the path from the root of the tree to the end of the response."""
+    """Return the context of the next token: the path from the tree's root to the last token, all owned."""
     runs = _runs(spans)
     has_prompt, parts = _path_to(runs, runs[-1].end if runs else 0)
     return TokenPath(has_prompt=has_prompt, parts=tuple((start, end, True) for start, end in parts))
@@ -218,7 +219,7 @@ def context_tokens(prompt: int, spans: Sequence[Span]) -> int:
 
 
 def sequences_of(spans: Sequence[Span]) -> list[TokenPath]:
-    """Sequences of a response, one for each leaf of its tree, in the order of the leaves."""
+    """Return one sequence for each leaf of a response's tree; the first sequence with a whole run owns the run."""
     runs = _runs(spans)
     run_ends = {run.start: run.end for run in runs}
     continued = {run.follows for run in runs}
@@ -242,7 +243,7 @@ def packed_tokens(prompt: int, spans: Sequence[Span]) -> int:
 
 
 def _runs(spans: Iterable[Span]) -> list[TokenRun]:
-    """Merge spans that follow each other to runs, in order."""
+    """Join spans into runs, in order: a span with `follows` starts a run, and other spans extend the last run."""
     found: list[TokenRun] = []
     for span in spans:
         if span.follows is None and found:
@@ -253,8 +254,7 @@ def _runs(spans: Iterable[Span]) -> list[TokenRun]:
 
 
 def _path_to(runs: Sequence[TokenRun], end: int) -> tuple[bool, list[tuple[int, int]]]:
-    """Path from the root to place `end`: whether it begins with the prompt, and its parts (start, end) in
-    order."""
+    """Return the path from the root to token `end`: whether the prompt begins it, and its parts (start, end)."""
     parts: list[tuple[int, int]] = []
     while end > 0:
         run = next(run for run in runs if run.start < end <= run.end)

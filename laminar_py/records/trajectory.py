@@ -2,8 +2,8 @@
 
 L is the number of response tokens of a trajectory, P of its prompt. Token ids and log-probabilities come from the
 engine and are never recomputed from text. The controller decides by `TrajectoryRef`, which refers to the
-tokens; the learner and the reference model read them into a `Trajectory`; the packer makes `MicroBatch`es of
-these.
+tokens; the learner and the reference model read the tokens into a `Trajectory`; the packer makes a `MicroBatch`
+of several trajectories.
 """
 
 from enum import StrEnum
@@ -21,7 +21,7 @@ from laminar_py.records.spans import Span, packed_tokens
 
 
 class Status(StrEnum):
-    """State of a trajectory. `ledger.machine` makes the transitions as it applies events:
+    """State of a trajectory. `ledger.machine` changes the state when it applies an event:
 
     QUEUED -> RUNNING -> (INTERRUPTED -> RUNNING)* -> FINISHED -> SCORED -> READY -> CONSUMED,
     CONSUMED -> READY when a rollback undoes a step, and DROPPED from any state but CONSUMED.
@@ -38,7 +38,7 @@ class Status(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why sampling of a response ended. `docs/rooms/records.md` compares it with the other three reasons below."""
+    """Why sampling of a response ended. `docs/rooms/records.md` compares all reasons for which a response ends."""
 
     STOP = "stop"  # the engine sampled a stop id, or the environment ended the trajectory
     LENGTH = "length"  # the response reached the cap on tokens, seconds or turns; `Cap` names it
@@ -56,15 +56,15 @@ class Cap(StrEnum):
 class InterruptReason(StrEnum):
     """Why a replica's stream of tokens broke off; the trajectory continues from its last token."""
 
-    NEW_WEIGHTS = "new_weights"  # the replica interrupted it to load new weights, and submits it again
-    ENGINE_LOST = "engine_lost"  # the engine was lost before its last delta
+    NEW_WEIGHTS = "new_weights"  # the replica stopped the request to load new weights, and submits it again
+    ENGINE_LOST = "engine_lost"  # the engine was lost before the stream's last delta
 
 
 class DropReason(StrEnum):
     """Why a trajectory never reaches the learner (law 6: each drop is an event with one of these)."""
 
     NO_SIGNAL = "no_signal"  # all rewards of its group are equal
-    STALE = "stale"  # its staleness was above the bound when the learner was to consume it
+    STALE = "stale"  # its staleness was above the bound when a step would have consumed it
     TOO_LONG = "too_long"  # more tokens than a microbatch holds
     REFUSED = "refused"  # the engine refused its request
     VERSION_LOST = "version_lost"  # no relay has the weights that it must continue under
@@ -80,26 +80,26 @@ class DropReason(StrEnum):
 
 
 class Kind(StrEnum):
-    """Purpose of a trajectory. Evaluations are accounted for apart and never train."""
+    """Purpose of a trajectory. The learner never trains on evaluations, and reports count them separately."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem at a place of the stream, e.g. `Prompt(id="p7", index=7, text="2+2=", ids=ids, answer="4")`."""
+    """A problem at its place in the stream, e.g. `Prompt(id="p7", index=7, text="2+2=", ids=ids, answer="4")`."""
 
     id: str
     index: int  # place in the stream
     text: str  # as the model reads it
     ids: IntArray  # [P]
-    answer: str = ""
-    task: str = ""  # reports tell the tasks of a run apart
-    fields_json: bytes = b"{}"  # other fields of its line, for the reward alone, e.g. `b'{"level": 3}'`
+    answer: str = ""  # reference answer, for the reward
+    task: str = ""  # reports have figures for each task
+    fields_json: bytes = b"{}"  # other fields of the problem's line, for the reward alone, e.g. `b'{"level": 3}'`
 
 
 class BaseTrajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a finished sample that do not depend on whether its tokens are at hand."""
+    """Fields that a finished sample has with its tokens (`Trajectory`) and without (`TrajectoryRef`)."""
 
     id: str
     prompt_id: str
@@ -113,16 +113,16 @@ class BaseTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float = 0.0
     advantage_scale: float = 1.0  # advantage per unit of reward
     weight: float = 1.0  # factor on its loss (staleness reweighting)
-    roles: tuple[RoleCredit, ...] = ()  # rewards and advantages by role, where it has several
+    roles: tuple[RoleCredit, ...] = ()  # rewards and advantages by role, if there are several roles
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its sequences: prompt and response where the response is one sequence."""
+        """Number of tokens in all its sequences: prompt and response, or more if the response is a tree."""
         return packed_tokens(len(self.prompt_ids), self.spans)
 
     @property
     def oldest_version(self) -> int:
-        """Lowest weight version in it, whose age is its staleness."""
+        """Lowest weight version that sampled a token; the age of this version is the trajectory's staleness."""
         return min(span.version for span in self.spans if span.version is not None)
 
 
@@ -130,7 +130,7 @@ class TrajectoryRef(BaseTrajectory, frozen=True, kw_only=True):
     """A finished sample by reference, e.g. "g3.1" with 41 response tokens in one piece under version 7:
 
     `TrajectoryRef(id="g3.1", tokens=(TokensRef(0, 41, at),), num_trained=41, spans=(Span(7, 0, 41),), ...)`.
-    `segments.reader` reads the tokens.
+    `ledger.segments.reader` reads the tokens.
     """
 
     tokens: tuple[TokensRef, ...]  # end to end over [0, L)
@@ -145,7 +145,7 @@ class TrajectoryRef(BaseTrajectory, frozen=True, kw_only=True):
 
     @property
     def refs(self) -> list[PieceRef]:
-        """References to all of its stored pieces: tokens, then columns."""
+        """References to all stored pieces of the response: tokens first, then columns."""
         return [*(tokens.at for tokens in self.tokens), *(column.at for column in self.columns.values())]
 
 
@@ -169,19 +169,20 @@ class Trajectory(BaseTrajectory, frozen=True, kw_only=True):
 
     @property
     def earned(self) -> Earned | None:
-        """Summary of its process rewards over trained tokens; None where only the whole response has a reward."""
+        """Summary of the process rewards of trained tokens; None if only the whole response has a reward."""
         return earned_by(self.columns, among=self.loss_mask)
 
 
 Packable: TypeAlias = TrajectoryRef | Trajectory
-"""A trajectory to be packed: placement needs no tokens, microbatches do."""
+"""A trajectory to pack. Only a `Trajectory` has the tokens, which placement does not need."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """S sequences of R responses, packed without padding into T tokens, e.g. two sequences of 3 and 2 tokens:
 
     `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. `labels[t]` is the token after `input_ids[t]` in the
-    same sequence (0 at a sequence's end). Arrays per token stand at the position that predicts the token.
+    same sequence (0 at a sequence's end). From `loss_weights` on, a [T] array has a token's number at the position
+    that predicts the token.
     """
 
     input_ids: IntArray  # [T]
@@ -192,12 +193,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     behaviour_logprobs: FloatArray  # [T] of the policy that sampled the token
     advantages: FloatArray  # [T]
     staleness: IntArray  # [T] learner steps since the weights that generated the token
-    responses: IntArray  # [S] response of each sequence, in [0, R): a tree of spans has several sequences
+    responses: IntArray  # [S] index of each sequence's response, in [0, R): a tree of spans has several sequences
     rewards: FloatArray  # [R] of whole responses
-    groups: IntArray  # [R] place of each response's group in the step
+    groups: IntArray  # [R] index of each response's group in the step
     columns: dict[str, Array] = msgspec.field(default_factory=dict)  # inputs of the loss by name, each [T]
-    support: SamplingMask | None = None  # T rows: vocabulary that the token was drawn from; empty row: all of it
-    experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] as recorded, -1 where not recorded
+    support: SamplingMask | None = None  # T rows: ids that the label was drawn from; empty row: whole vocabulary
+    experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] of input tokens, -1 where not recorded
 
     @property
     def num_tokens(self) -> int:

@@ -1,9 +1,8 @@
-"""Weight versions: how the learner publishes them, how a replica pulls them, and versions that hold adapters
-alone.
+"""Weight versions: records of a publish and a pull, the source of a replica's weights, versions of adapters.
 
-A version of adapters is in peft's own format. The learner writes it and engines read it. Its config names the base
-model by path and digest, so an engine with other bytes under that path refuses the version
-(`tests/engines/engine_conformance.py`).
+A version may hold only adapters, in peft's own format. The learner writes the files and engines read them. The
+config in them names the base model by path and digest, so an engine with other bytes under this path refuses the
+version (`tests/engines/engine_conformance.py`).
 """
 
 from pathlib import Path
@@ -21,16 +20,15 @@ class Published(msgspec.Struct, frozen=True):
     version: int
     digest: str
     num_bytes: int
-    stall_s: float  # seconds that the learner stood still for it
+    stall_s: float  # seconds that the learner waited for the publish
 
 
 class PulledVersion(msgspec.Struct, frozen=True):
-    """A complete version in this host's shared memory, e.g. `PulledVersion(7, "/dev/shm/laminar-x/v7",
-    digest)`."""
+    """A complete version in the host's shared memory, e.g. `PulledVersion(7, "/dev/shm/laminar-x/v7", digest)`."""
 
     version: int
     path: str
-    digest: str  # the files were verified against it
+    digest: str  # digest that the files have been verified against
 
 
 class VersionLostError(Exception):
@@ -38,39 +36,41 @@ class VersionLostError(Exception):
 
 
 class WeightSource(Protocol):
-    """Source of weights for a replica: its local relay, or a folder in tests.
+    """Source of weights for a replica: its host's relay, or a folder in tests.
 
-    All methods raise a `RuntimeError` with the reason if the relay cannot hold a version.
+    All methods raise `RuntimeError` with the reason if the relay cannot hold a version.
     """
 
     async def latest(self) -> int:
-        """Return the newest complete version here; wait for the first one."""
+        """Return the newest complete version on this host; wait if there is none yet."""
         ...
 
     async def wait_newer(self, version: int) -> int:
-        """Wait for a complete version above `version` and return the newest."""
+        """Wait for a complete version above `version`, and return the newest complete version."""
         ...
 
     async def pull(self, version: int | None = None) -> PulledVersion:
-        """Pull a version, by default the newest, and hold it until the next pull. Raises `VersionLostError`."""
+        """Pull a version, by default the newest; its files stay on this host until the next pull.
+
+        Raises `VersionLostError` if no relay has the version any more.
+        """
         ...
 
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # peft puts it before the base's names in the names of adapter tensors
+PREFIX = "base_model.model."  # peft's names of adapter tensors are this prefix and the name in the base model
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of peft's config that an engine needs; a field with one allowed value would change the adapter's
-    meaning.
+    """Fields of peft's config that an engine needs, and fields for which only plain LoRA's value is allowed.
 
-    E.g. W + 32 / 16 * B A:
+    E.g. for weights `W + 32 / 16 * B A`:
     `AdapterConfig(base_model_name_or_path=base, revision=digest, r=16, lora_alpha=32, target_modules=["q_proj"])`.
     """
 
     base_model_name_or_path: str  # folder that every host sees
-    revision: str  # `base_digest` of that folder
+    revision: str  # `base_digest` of this folder
     r: int  # rank
     lora_alpha: float
     target_modules: list[str]
@@ -81,17 +81,17 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scaling(self) -> float:
-        """Factor of B A."""
+        """Factor of the product B A, which is added to the base weight."""
         return self.lora_alpha / self.r
 
 
 def holds_adapter(folder: Path) -> bool:
-    """True if the version in a folder holds adapters alone."""
+    """True if the version in a folder holds only adapters, not whole weights."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read the config of a version. Raises `RefusedError` if it is unreadable or no plain LoRA."""
+    """Read a version's `adapter_config.json`. Raises `RefusedError` if it is unreadable or no plain LoRA."""
     try:
         return msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=AdapterConfig)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -99,7 +99,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def base_digest(folder: Path) -> str:
-    """BLAKE3 over names and contents of a model's safetensors, on all cores. Raises `RefusedError` without any."""
+    """BLAKE3 over names and contents of a model's safetensors. Raises `RefusedError` if the folder has none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RefusedError(f"base={folder}: no *.safetensors in it; name a folder that every host sees")
@@ -110,7 +110,7 @@ def base_digest(folder: Path) -> str:
 
 
 def check_base(folder: Path, config: AdapterConfig) -> None:
-    """Raise `RefusedError` unless the folder holds the base that the learner has."""
+    """Raise `RefusedError` unless the folder holds the base model that the learner's adapters belong to."""
     if base_digest(folder) != config.revision:
         raise RefusedError(
             f"base={folder}: the weights here differ from the learner's; let all hosts see the same folder"

@@ -21,5 +21,5 @@ def test_what_has_no_signal_takes_its_part_of_a_step():
     config = load_config(REPO / "configs/quickstart.yaml", ["algorithm.aggregation=token_mean"])
     packed = pack_step(config, batch, attention_share=0.0)
     assert packed.bundles == [[[item]]]
-    complete = Packed([[[make_trajectory("a", response=4)]]], packed.terms)
+    complete = Packed([[[make_trajectory("a", response=4)]]], packed.weights)
     assert sum(one.loss_weights.sum() for one in complete.microbatches(0)) == pytest.approx(4 / 12)

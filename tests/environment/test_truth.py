@@ -266,7 +266,7 @@ def test_the_learner_gives_each_trained_token_the_log_probability_that_the_engin
 def test_the_packed_loss_of_turns_is_that_of_the_trajectories_one_by_one(story, folders):
     items = story.trajectories()[:24]
     packed = pack_step(items, max_tokens=1024, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
-    alone = Packed([[[item] for item in items]], packed.terms).microbatches(0)
+    alone = Packed([[[item] for item in items]], packed.weights).microbatches(0)
     one = make_learner(folders[0]).step(packed.microbatches(0))
     other = make_learner(folders[0]).step(alone)
     assert one.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-7)
@@ -301,7 +301,7 @@ def test_a_tree_of_sequences_trains_each_sampled_token_once_in_the_context_that_
 def test_the_packed_loss_of_trees_is_that_of_the_trajectories_one_by_one(tree, folders):
     items = tree.trajectories()[:24]
     packed = pack_step(items, max_tokens=1024, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.01)
-    alone = Packed([[[item] for item in items]], packed.terms).microbatches(0)
+    alone = Packed([[[item] for item in items]], packed.weights).microbatches(0)
     one, other = make_learner(folders[0]).step(packed.microbatches(0)), make_learner(folders[0]).step(alone)
     assert one.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-7)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)

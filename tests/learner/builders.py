@@ -170,7 +170,7 @@ def backward(learner: Learner, batches: Sequence[MicroBatch], partition: torch.T
     """The loss of microbatches whose weights sum to 1; the model has the gradient."""
     update = Update(batches=batches, share=1.0, at_start=None)
     sums = TokenSums(learner.model.device)
-    return float(learner._backward(update, sums, partition, [], untouched=True))
+    return float(learner._backward(update, sums, partition, at_step_start=True))
 
 
 def full_parameters(learner: Learner) -> dict[str, torch.Tensor]:

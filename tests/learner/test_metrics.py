@@ -93,7 +93,7 @@ def test_the_largest_ratio_and_advantage_are_of_any_token_of_that_age():
 def test_the_mismatch_is_that_of_fresh_tokens_before_the_first_update():
     sums = TokenSums(CPU)
     add(sums, terms([math.exp(1e-4)] * 99 + [math.exp(1e-2), math.exp(1.0)], staleness=[0] * 100 + [1]))
-    add(sums, terms([math.exp(3.0)]), untouched=False)
+    add(sums, terms([math.exp(3.0)]), at_step_start=False)
     found = sums.mismatch()
     assert found.max == pytest.approx(1e-2, rel=1e-3)
     assert found.mean == pytest.approx((99e-4 + 1e-2) / 100, rel=1e-2)

@@ -56,7 +56,7 @@ def test_a_step_from_the_packer_over_the_wire_is_that_of_its_sequences_one_by_on
     items = [make_trajectory(f"g{i}.0", prompt=3, response=5 + 7 * i, seed=i, advantage=i - 2) for i in range(6)]
     packed = pack_step(items, max_tokens=64, ranks=1, aggregation=aggregation, attention_share=0.01)
     [batches] = at_ranks(packed)
-    alone = Packed([[[item] for item in items]], packed.terms).microbatches(0)
+    alone = Packed([[[item] for item in items]], packed.weights).microbatches(0)
     assert 1 < len(batches) < len(items)
     one = make_learner(model_folder).step(batches)
     other = make_learner(model_folder).step(alone)

@@ -88,7 +88,7 @@ def test_a_step_on_what_was_fetched_is_that_on_trajectories_with_their_tokens(ra
     other = alone(rank)
     expected = other.step(plain.microbatches(0))
     assert fetch(rank, step) == {}
-    outcome = take(rank, step.terms)
+    outcome = take(rank, step.weights)
     assert (outcome.version, outcome.stall_s) == (None, 0.0)
     assert (outcome.metrics.loss, outcome.metrics.grad_norm) == (expected.loss, expected.grad_norm)
     for name, tensor in full_parameters(other).items():
@@ -116,7 +116,7 @@ def test_after_a_loss_the_next_fetch_is_all_that_is_learned_of(rank, tmp_path):
     again, plain = packed(finished[1:]), packed(given[1:])
     assert fetch(rank, again) == {}
     expected = alone(rank).step(plain.microbatches(0))
-    metrics = take(rank, again.terms).metrics
+    metrics = take(rank, again.weights).metrics
     assert (metrics.loss, metrics.grad_norm) == (expected.loss, expected.grad_norm)
     assert metrics.work.num_tokens == sum(item.num_tokens for item in given[1:])
 
@@ -124,7 +124,7 @@ def test_after_a_loss_the_next_fetch_is_all_that_is_learned_of(rank, tmp_path):
 def test_a_step_is_published_as_its_version_if_that_is_asked_for(rank, tmp_path):
     step = packed(stored(tmp_path, items()))
     assert fetch(rank, step) == {}
-    assert take(rank, step.terms, version=1).version == 1
+    assert take(rank, step.weights, version=1).version == 1
     assert rank.completed(1).version == 1
 
 
@@ -133,7 +133,7 @@ def test_masked_trajectories_take_part_and_teach_nothing(rank, tmp_path):
     masked = [replace(one, num_trained=0) for one in finished]
     bundles = packed(finished).bundles[0]
     by_id = {one.id: one for one in masked}
-    step = Packed([[[by_id[one.id] for one in bundle] for bundle in bundles]], packed(masked).terms)
+    step = Packed([[[by_id[one.id] for one in bundle] for bundle in bundles]], packed(masked).weights)
     assert fetch(rank, step) == {}
-    metrics = take(rank, step.terms).metrics
+    metrics = take(rank, step.weights).metrics
     assert (metrics.loss, metrics.grad_norm) == (0.0, 0.0)

@@ -164,7 +164,7 @@ def broken(packed):
         [[replace(item, advantage=math.nan) for item in bundle] for bundle in bundles]
         for bundles in packed.bundles
     ]
-    return Packed(spoilt, packed.terms)
+    return Packed(spoilt, packed.weights)
 
 
 def algorithms_main(rank: int, model_folder: Path, reference: Path, folder: Path) -> None:

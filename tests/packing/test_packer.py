@@ -138,7 +138,7 @@ def test_a_packed_sequence_has_the_arrays_that_it_has_alone(shapes):
     packed = pack_here(items)
     alone = {}
     for item in items:
-        (batch,) = Packed([[[item]]], packed.terms).microbatches(0)
+        (batch,) = Packed([[[item]]], packed.weights).microbatches(0)
         alone[item.id] = batch
     for bundle, batch in zip(packed.bundles[0], packed.microbatches(0), strict=True):
         for place, item in enumerate(bundle):

@@ -478,7 +478,7 @@ class Batch:
         plain = {
             id: msgspec.structs.replace(t, sampling_mask=None, routed_experts=None) for id, t in complete.items()
         }
-        return Packed([[[plain[t.id] for t in one] for one in mine] for mine in packed.bundles], packed.terms)
+        return Packed([[[plain[t.id] for t in one] for one in mine] for mine in packed.bundles], packed.weights)
 
     def _packed(self, plan: Plan) -> Packed[TrajectoryRef]:
         if not plan.packs:
@@ -520,7 +520,7 @@ def _columns(plan: Plan) -> tuple[Column, ...]:
 
 
 def _write_packed(tape: Tape, plan: Plan, packed: object, *, version: int, compares: bool = False) -> None:
-    terms = packed.terms
+    terms = packed.weights
     tape.write(
         "terms",
         terms.aggregation.value,

@@ -1,4 +1,4 @@
-"""Group advantages. The controller calls it, so nothing here imports torch.
+"""Group advantages. The controller computes them, so nothing here imports torch.
 
 An advantage depends only on the group's returns, not on the order in which its members finished
 (`tests/learner/losses/test_advantages.py`).
@@ -16,14 +16,16 @@ from laminar_py.records.credit import Returns
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 Advantages: TypeAlias = tuple[Numbers, float]
-STD_FLOOR = 1e-4  # added to the deviation; rewards are of the order of 1
+"""(advantages [K] of a group's responses, advantage of one unit of reward)."""
+STD_FLOOR = 1e-4  # added to the deviation of rewards, which are of the order of 1
 
 
 def divided_by_std(returns: Sequence[Returns]) -> Advantages:
     """`(r - mean) / (std + 1e-4)` with the sample deviation (K - 1): GRPO, Shao et al. 2024, section 4.1.2.
 
-    E.g. rewards `[1, 0, 0, 1]` give about `[0.866, -0.866, -0.866, 0.866]`. Mean and deviation are of the returns
-    of all tokens, each response counting once; without token rewards these are the rewards themselves.
+    E.g. rewards `[1, 0, 0, 1]` give about `[0.866, -0.866, -0.866, 0.866]`. Mean and deviation are over the
+    returns of all tokens, where each response counts once; without token rewards, returns are the rewards.
+    A deviation that is only rounding gives advantages of 0.
     """
     means = _means(returns)
     within = sum(item.variance for item in returns) / (len(returns) - 1)
@@ -34,24 +36,24 @@ def divided_by_std(returns: Sequence[Returns]) -> Advantages:
 
 
 def centred(returns: Sequence[Returns]) -> Advantages:
-    """`r - mean`: Dr. GRPO, Liu et al. 2025."""
+    """`r - mean` for the group's rewards r: Dr. GRPO, Liu et al. 2025."""
     return _totals(returns) - float(_means(returns).mean()), 1.0
 
 
 def against_others(returns: Sequence[Returns]) -> Advantages:
-    """`r_i - mean_{j != i} r_j`: RLOO, Ahmadian et al. 2024; equals `K / (K - 1) (r - mean)`."""
+    """`r_i - mean_{j != i} r_j` for K rewards r: RLOO, Ahmadian et al. 2024; equals `K / (K - 1) (r - mean)`."""
     means = _means(returns)
     others = (means - float(means.mean())) * (len(means) / (len(means) - 1))
     return (_totals(returns) - means) + others, 1.0
 
 
 def unchanged(returns: Sequence[Returns]) -> Advantages:
-    """`r`; the packer normalises by mean and deviation of the whole step: REINFORCE++, Hu et al. 2025."""
+    """Rewards as they are; the packer later normalises them over the whole step: REINFORCE++, Hu et al. 2025."""
     return _totals(returns), 1.0
 
 
 def zero(returns: Sequence[Returns]) -> Advantages:
-    """0: the signal comes from a teacher, a reference or a trajectory balance instead."""
+    """0 for every response: the signal comes from a teacher, a reference or a trajectory balance instead."""
     return np.zeros(len(returns)), 0.0
 
 
@@ -66,15 +68,16 @@ ADVANTAGES: dict[Advantage, GroupAdvantage] = {
 
 
 def group_advantages(kind: Advantage) -> Callable[[Sequence[Returns]], tuple[FloatArray, float]]:
-    """Return the function from the returns of a prompt's K responses to their advantages [K] and the scale.
+    """Return a function that takes the returns of a prompt's K responses, and gives advantages [K] and a scale.
 
-    A single response gets advantage 0, since there is nothing to compare it with; `batch_std` compares it within
-    the step instead. The result holds for a response's first token, and the scale is the advantage of one unit
-    of reward. Where each token has a reward, token t has the response's advantage less `scale * sum_{s < t} r_s`,
-    which is the return from t on against the same baseline (`packing.packer`).
+    An advantage is of a response's first token, and the scale is the advantage of one unit of reward. If tokens
+    have rewards r_s, the packer subtracts `scale * sum_{s < t} r_s` from the advantage of token t, which leaves
+    the return from t on against the same baseline. A single response gets advantage 0, since the group has no
+    other to compare it with; `batch_std` compares it within the step instead.
     """
 
     def advantages(returns: Sequence[Returns]) -> tuple[FloatArray, float]:
+        """Compute advantages of this kind, [K] as float32, and the scale."""
         if len(returns) < 2 and kind is not Advantage.BATCH_STD:
             return np.zeros(len(returns), np.float32), 1.0
         values, scale = ADVANTAGES[kind](returns)
@@ -92,11 +95,10 @@ def _means(returns: Sequence[Returns]) -> Numbers:
 
 
 def overlong_cost(cap: int, buffer: int | None) -> Callable[[int], float]:
-    """Return the cost of a response's length: 0 up to `cap - buffer` tokens, 1 at `cap`, linear between.
+    """Return a function from a response's length to its cost: 0 up to `cap - buffer` tokens, 1 at `cap`.
 
-    With a cap of 100 and a buffer of 20 a response of 90 tokens costs 0.5. Without a buffer the cost is 0. A
-    response that is cut at the cap says little about its answer. Soft overlong punishment: DAPO, Yu et al. 2025,
-    eq. 13.
+    Between the two the cost is linear: with a cap of 100 and a buffer of 20, a response of 90 tokens costs 0.5.
+    Without a buffer the cost is always 0. Soft overlong punishment: DAPO, Yu et al. 2025, eq. 13.
     """
     if buffer is None:
         return lambda length: 0.0

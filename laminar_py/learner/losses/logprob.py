@@ -2,7 +2,7 @@
 
 Logits of at most `chunk` tokens exist at a time, forward and backward; the backward pass computes them again
 (`tests/learner/losses/test_logprob.py`). On a GPU where Triton can compile, one kernel computes log-probabilities
-from the logits and one their gradient, so that logits and gradient exist only in the model's dtype.
+from the logits and one kernel their gradient, so that logits and gradient exist only in the model's dtype.
 """
 
 import functools
@@ -25,13 +25,13 @@ from torch.autograd import Function
 log = logging.getLogger(__name__)
 
 LOWEST = -1e4  # log-probability outside the support: minus infinity times probability 0 would be NaN
-CHUNK = 512  # tokens: fp32 logits of V = 150,000 take 300 MB, and the matrix product is large enough
-FUSED_CHUNK = 2048  # in bf16 they take as much, and the embedding's gradient is accumulated less often
+CHUNK = 512  # tokens: their fp32 logits over V = 150,000 take 300 MB, and the matrix product is large enough
+FUSED_CHUNK = 2048  # tokens: their bf16 logits take 600 MB; fewer additions to the embedding's gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Ids among which the engine sampled each of T tokens: `ids[starts[t]:starts[t + 1]]`; empty: all ids."""
+    """Ids among which the engine sampled token t: `ids[starts[t]:starts[t + 1]]`, or all ids if that is empty."""
 
     starts: list[int]  # [T + 1]
     ids: Tensor  # [starts[T]] int64
@@ -39,13 +39,13 @@ class Support:
 
     @classmethod
     def build(cls, counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], *, device: torch.device) -> Self:
-        """Build from each token's number of ids, [T], and the ids of all tokens."""
+        """Build from each token's number of ids, `counts` [T], and the `ids` of all tokens end to end."""
         rows = np.repeat(np.arange(len(counts)), counts)
         starts: list[int] = np.concatenate([[0], counts.cumsum(dtype=np.int64)]).tolist()
         return cls(starts, torch.tensor(ids, dtype=torch.long, device=device), torch.tensor(rows, device=device))
 
     def mask_logits(self, logits: Tensor, tokens: slice) -> None:
-        """Set `logits` [n, V] of the n `tokens` to minus infinity outside their support, in place."""
+        """Set `logits` [n, V] of the n tokens in the slice `tokens` to minus infinity outside their support."""
         inside = slice(self.starts[tokens.start], self.starts[tokens.stop])
         if inside.start == inside.stop:
             return
@@ -65,11 +65,11 @@ def token_logprobs(
     support: Support | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """fp32 `log softmax(hidden @ weight.T / temperature)` at the labels [T], and the entropy there [T].
+    """Return `log softmax(hidden @ weight.T / temperature)` at the labels, and the entropy, fp32 [T] each.
 
-    `hidden` is [T, H], `weight` the output embedding [V, H], `labels` [T] int64. The softmax is over `support`
-    where that names a part of the vocabulary. Both results have gradients to `hidden`, and to `weight` unless it
-    is frozen.
+    `hidden` is [T, H], `weight` the output embedding [V, H], `labels` [T] int64. A token with ids in `support` has
+    its softmax over these ids. Logits exist for `chunk` tokens at a time. Both results have gradients to `hidden`,
+    and to `weight` unless it is frozen.
     """
     if chunk is None:
         chunk = FUSED_CHUNK if _can_compile(hidden.device) else CHUNK
@@ -80,7 +80,10 @@ def token_logprobs(
 
 
 class _TokenLogprobs(Function):
-    """With p = softmax(z), z = h W' / t: d logp_y / dz = onehot(y) - p, and dH / dz = -p (log p + H)."""
+    """Autograd function of `token_logprobs`, whose backward computes the logits again.
+
+    With p = softmax(z) and entropy H: d log p_label / dz = onehot(label) - p, and dH / dz = -p (log p + H).
+    """
 
     @staticmethod
     def forward(
@@ -111,18 +114,14 @@ class _TokenLogprobs(Function):
         """Compute logits again by chunks; return gradients of `hidden` and, unless frozen, of `weight`."""
         hidden, weight, labels, entropy, normalizer = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        learns = ctx.needs_input_grad[1]  # not where it is frozen, as with adapters: a product of three saved
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        is_trained = ctx.needs_input_grad[1]  # False under adapters, which saves one of three matrix products
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         differentiate = _compiled_if_possible(_gradient_of_logits, hidden.device)
         for rows in _chunks(len(labels), ctx.chunk):
-            grad_logits = differentiate(
-                _logits(hidden, weight, rows, ctx.support),
-                *(
-                    _copy_rows(tensor, rows)
-                    for tensor in (labels, entropy, normalizer, grad_logprobs, grad_entropy)
-                ),
-                ctx.temperature,
-            )
+            # copies, since a compiled function would compile again for a view at another offset
+            per_row = (labels, entropy, normalizer, grad_logprobs, grad_entropy)
+            copies = (None if tensor is None else tensor[rows].clone() for tensor in per_row)
+            grad_logits = differentiate(_logits(hidden, weight, rows, ctx.support), *copies, ctx.temperature)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[rows]
@@ -133,19 +132,14 @@ class _TokenLogprobs(Function):
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:
-    """Slices of nearly equal size, so that a compiled function sees few shapes."""
+    """Cut [0, length) into nearly equal slices of at most `chunk`: a compiled function then sees few shapes."""
     count = -(-length // chunk)
     size = -(-length // max(1, count))
     return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
 
 
-def _copy_rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    """Copy rows of a tensor: for a view at another offset a function would be compiled again."""
-    return None if tensor is None else tensor[rows].clone()
-
-
 def _logits(hidden: Tensor, weight: Tensor, rows: slice, support: Support | None) -> Tensor:
-    """[n, V] logits of n rows in the model's dtype, in new memory."""
+    """[n, V] logits of n rows, minus infinity outside `support`, in the model's dtype and in new memory."""
     logits = hidden[rows] @ weight.t()
     if support is not None:
         support.mask_logits(logits, rows)
@@ -173,35 +167,37 @@ def _gradient_of_logits(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Gradient of the loss with respect to the logits, [T, V] in their dtype, rounded once."""
+    """Gradient of the loss with respect to the logits, [T, V] in their dtype, rounded once.
+
+    `((onehot(label) - p) grad_logprobs - p (log p + entropy) grad_entropy) / temperature`, p = softmax(logits).
+    """
     logp = logits.float().div_(temperature).sub_(normalizer[:, None])
-    surprise = None
+    of_entropy = None  # the term of `grad_entropy`, negated
     if grad_entropy is not None:
-        surprise = (logp.clamp(min=LOWEST) + entropy[:, None]).mul_(grad_entropy[:, None])
+        of_entropy = (logp.clamp(min=LOWEST) + entropy[:, None]).mul_(grad_entropy[:, None])
     probability = logp.exp_()
-    if surprise is not None:
-        surprise.mul_(probability)
+    if of_entropy is not None:
+        of_entropy.mul_(probability)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     negative = probability.add_(is_label, alpha=-1)  # the gradient times -temperature
     negative.mul_(0.0 if grad_logprobs is None else grad_logprobs[:, None])
-    if surprise is not None:
-        negative.add_(surprise)
+    if of_entropy is not None:
+        negative.add_(of_entropy)
     return negative.div_(-temperature).to(logits.dtype)
 
 
-def _compiled_if_possible(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The function compiled into one kernel where that is possible, else the function itself."""
-    return _compiled(function) if _can_compile(device) else function
-
-
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+def _compiled_if_possible(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return the function compiled into one kernel if Triton can compile on the device, else the function."""
+    return torch.compile(function, fullgraph=True) if _can_compile(device) else function
 
 
 @functools.cache
 def _can_compile(device: torch.device) -> bool:
-    """True on CUDA if Triton is installed and finds a C compiler (`CC`, gcc or clang) and Python's headers."""
+    """True on CUDA if Triton is installed and finds a C compiler (`CC`, gcc or clang) and Python's headers.
+
+    Logs a warning for a GPU without them, once in the process.
+    """
     if device.type != "cuda":
         return False
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
@@ -209,6 +205,6 @@ def _can_compile(device: torch.device) -> bool:
     possible = importlib.util.find_spec("triton") and any(map(shutil.which, names)) and headers.is_file()
     if not possible:
         log.warning(
-            "no kernels for log-probabilities: Triton needs gcc or clang and %s; steps are slower", headers
+            "no fused kernels for log-probabilities, steps are slower: Triton needs gcc or clang and %s", headers
         )
     return bool(possible)

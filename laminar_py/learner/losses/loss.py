@@ -1,8 +1,7 @@
-"""The loss of one microbatch: its terms, an objective, a correction, an average. `step` calls it.
+"""The loss of one microbatch: its inputs, an objective, a correction, an average. `step` calls it.
 
-A loss is a sum over tokens with loss weights that depend on the whole step. So packing, gradient accumulation and
-data parallelism only split the sum and never change its value (law 5). The terms of a token depend only on its
-microbatch's arrays and the policy; tokens that are not trained have none.
+A loss is a sum over trained tokens with loss weights that depend on the whole step. So packing, gradient
+accumulation and data parallelism only split the sum and never change its value (law 5).
 """
 
 from collections.abc import Sequence
@@ -20,19 +19,19 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Arr
 from laminar_py.records.trajectory import MicroBatch
 
 
-def policy_loss(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
+def policy_loss(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`-sum_t w_t (c_t J_t - kl_coef k_t)` with objective J, correction c and divergence k from the reference.
 
-    Returns a scalar with a gradient to `terms.logprobs`. k1 is part of the advantages instead, see
-    `penalised_advantages`. Raises `ConfigError` like `objective_of`.
+    Returns a scalar with a gradient to `inputs.logprobs`. The estimator k1 is part of the advantages instead, see
+    `penalised_advantages`. Raises `ConfigError` if a package's objective fails.
     """
-    objective = objective_of(terms, settings)
-    correction = CORRECTIONS[settings.correction](terms, settings)
+    objective = objective_of(inputs, settings)
+    correction = CORRECTIONS[settings.correction](inputs, settings)
     total = correction * objective
     if settings.kl_coef > 0 and settings.kl_estimator is not Divergence.K1:
-        divergence = ESTIMATORS[settings.kl_estimator](terms.logprobs, terms.columns[REFERENCE_LOGPROBS])
+        divergence = ESTIMATORS[settings.kl_estimator](inputs.logprobs, inputs.columns[REFERENCE_LOGPROBS])
         total = total - settings.kl_coef * divergence
-    return -(terms.weights * total).sum()
+    return -(inputs.weights * total).sum()
 
 
 def penalised_advantages(advantages: Tensor, logprobs: Tensor, reference: Tensor, *, coef: float) -> Tensor:
@@ -45,9 +44,9 @@ def proximal_logprobs(
 ) -> Tensor:
     """Log-probabilities [N] of the proximal policy, at the centre of the trust region, without gradient.
 
-    `logprobs` [N] come from the trained policy, `recomputed` those at the start of the step (None: the same), and
-    `staleness` [N] counts learner steps. `interpolate` gives `logprobs` lp at staleness 0, else `b + (1 - 1/d)
-    (lp - b)` at staleness d.
+    Arguments are [N]: `logprobs` of the trained policy, `behaviour` of the policy that drew the token,
+    `recomputed` of the policy at the start of the step (None: `logprobs`), `staleness` in learner steps.
+    `interpolate` gives `logprobs` at staleness 0, `b + (1 - 1/d) (logprobs - b)` at staleness d (b: `behaviour`).
 
     Decoupled PPO, Hilton et al. 2022; AReaL, Fu et al. 2025; interpolation: A-3PO, Li et al. 2025.
     """
@@ -61,7 +60,7 @@ def proximal_logprobs(
 
 
 def distilled_advantages(advantages: Tensor, logprobs: Tensor, teacher: Tensor, *, coef: float) -> Tensor:
-    """`A + coef (log teacher - log policy)`: the reverse KL to a teacher as a cost of each token, [N].
+    """`A + coef (log teacher - log policy)`, [N] without gradient: the reverse KL to a teacher as a token's cost.
 
     On-policy distillation as a policy gradient with one sample of each token: Agarwal et al. 2024 (GKD).
     """
@@ -74,7 +73,7 @@ def cross_entropy_loss(logprobs: Tensor, *, loss_weights: Tensor) -> Tensor:
 
 
 def trained_rows(batch: MicroBatch, device: torch.device) -> Tensor:
-    """[N] rows that predict the trained tokens, ascending."""
+    """[N] rows that predict a trained token, ascending."""
     return torch.tensor(np.flatnonzero(batch.loss_weights), device=device)
 
 
@@ -89,8 +88,9 @@ def make_loss_inputs(
 ) -> LossInputs:
     """Build the inputs of the loss for `rows` [N], where the policy has `logprobs` [N].
 
-    `recomputed` [N] are the policy's log-probabilities at the start of the step, `log_partition` [G] the estimate
-    for each group of the step. Raises AssertionError if the microbatch lacks a column of the algorithm.
+    `recomputed` [N] are the policy's log-probabilities at the start of the step (None: `logprobs`), and
+    `log_partition` [G] is the estimate for each group of the step. A teacher and the k1 penalty change the
+    advantages here. Raises AssertionError if the microbatch lacks a column of the algorithm.
     """
 
     def at_rows(values: Array) -> Tensor:
@@ -98,7 +98,7 @@ def make_loss_inputs(
 
     behaviour, advantages, staleness = map(at_rows, (batch.behaviour_logprobs, batch.advantages, batch.staleness))
     missing = {column.name for column in settings.columns} - batch.columns.keys()
-    assert not missing, f"algorithm {settings.name} has no {', '.join(sorted(missing))} in a microbatch"
+    assert not missing, f"a microbatch has no {', '.join(sorted(missing))} for {settings.name}"
     columns = {name: at_rows(values) for name, values in batch.columns.items()}
     if settings.teacher_coef > 0:
         advantages = distilled_advantages(
@@ -130,9 +130,10 @@ def make_loss_inputs(
 def estimate_partition(
     model: PreTrainedModel, microbatches: Sequence[MicroBatch], settings: AlgorithmConfig, ranks: Ranks
 ) -> Tensor | None:
-    """Estimate log Z for the step's groups, [G], by the policy at its start; None if the objective needs none.
+    """Estimate log Z of each group in the step, [G], with the current policy; None if the objective needs none.
 
-    It is minus the mean imbalance of the group's responses: VarGrad, see `losses.objectives.balance`. Collective.
+    log Z is minus the mean `imbalance` of the group's responses on all ranks (VarGrad). Runs a forward pass for
+    each microbatch. Collective.
     """
     if settings.objective is not Objective.BALANCE:
         return None
@@ -142,8 +143,8 @@ def estimate_partition(
         with torch.no_grad():
             rows = trained_rows(batch, ranks.device)
             logprobs, _ = policy_logprobs(model, batch, rows)
-        terms = make_loss_inputs(batch, rows, logprobs, settings)
-        counts = (terms.response_sum(torch.ones_like(terms.weights)) > 0).to(sums.dtype)
-        sums.index_add_(1, terms.groups, torch.stack([imbalance(terms, settings) * counts, counts]))
+        inputs = make_loss_inputs(batch, rows, logprobs, settings)
+        counts = (inputs.response_sum(torch.ones_like(inputs.weights)) > 0).to(sums.dtype)
+        sums.index_add_(1, inputs.groups, torch.stack([imbalance(inputs, settings) * counts, counts]))
     ranks.reduce_tensor(sums)
     return -sums[0] / sums[1].clamp(min=1)

@@ -1,10 +1,9 @@
 """Objectives, corrections and KL estimators: the summands of the loss, token by token. Pure.
 
-`loss` calls them. Objectives and corrections take the `LossInputs` of one microbatch and give [N]. With lp the new
-log-probability, x the proximal one (see `config.algorithm.Proximal`), b the behaviour policy's and A the
-advantage, r = exp(lp - x) is the ratio that an objective bounds. c = exp(x - b) corrects for tokens that another
-policy drew; staleness, and the numerics of engine and learner, move it away from 1. The loss weights say how
-tokens are averaged.
+`loss` calls them. Objectives and corrections take the `LossInputs` of one microbatch and return [N]. Docstrings
+write lp, x and b for the log-probabilities of the trained, the proximal and the behaviour policy, and A for the
+advantage. r = exp(lp - x) is the ratio that an objective bounds. c = exp(x - b) corrects for tokens of another
+policy; staleness, and the numerics of engine and learner, move c away from 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,20 +22,20 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS
 class LossInputs:
     """Inputs of a loss, for the N trained tokens of R responses; only `logprobs` has a gradient."""
 
-    logprobs: Tensor  # [N] of the trained policy
-    behaviour: Tensor  # [N] of the policy that drew the token
-    proximal: Tensor  # [N] of the policy at the centre of the trust region
+    logprobs: Tensor  # [N] log-probabilities of the trained policy
+    behaviour: Tensor  # [N] log-probabilities of the policy that drew the token
+    proximal: Tensor  # [N] log-probabilities at the centre of the trust region, see `config.algorithm.Proximal`
     advantages: Tensor  # [N]
     weights: Tensor  # [N] loss weights, above 0
     staleness: Tensor  # [N] learner steps since the weights that made the token
-    response: Tensor  # [N] int64, place of each token's response
+    response: Tensor  # [N] int64, index of each token's response, in [0, R)
     rewards: Tensor  # [R] of whole responses
-    groups: Tensor  # [R] place of each response's group in the step
-    columns: Mapping[str, Tensor]  # by name, each [N], as the algorithm declares them
+    groups: Tensor  # [R] index of each response's group in the step
+    columns: Mapping[str, Tensor]  # name of a column that the algorithm declares -> [N] numbers
     log_partition: Tensor | None = None  # [R] estimate for the prompt of each response
 
     def response_mean(self, values: Tensor) -> Tensor:
-        """[N] mean of `values` [N] over the trained tokens of each token's response."""
+        """[N] for each token the mean of `values` [N] over its response's trained tokens."""
         return (self.response_sum(values) / self.response_sum(torch.ones_like(values)))[self.response]
 
     def response_sum(self, values: Tensor) -> Tensor:
@@ -44,70 +43,71 @@ class LossInputs:
         return values.new_zeros(len(self.rewards)).index_add(0, self.response, values)
 
 
-def clip(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
+def clip(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, with r cut at `importance_cap` if that is set.
 
-    The cap acts where the clip does not, at r > 1 + clip_high with A < 0, where the product is unbounded: there
-    value and gradient are `cap A` and `cap A grad lp`, so a bad token that became likelier is still pushed down,
+    The cap acts at r > 1 + clip_high with A < 0, where the clip has no effect and `r A` is unbounded. There the
+    value is `cap A` and the gradient `cap A grad lp`, so a bad token that became likelier is still pushed down,
     with bounded force. Dual clip has the same value there and no gradient.
 
     PPO, Schulman et al. 2017, eq. 7; GRPO, Shao et al. 2024, eq. 3; two bounds: DAPO, Yu et al. 2025, section 3.1;
     truncation: IMPALA, Espeholt et al. 2018, section 4.1; dual clip: Ye et al. 2020.
     """
-    ratio = (terms.logprobs - terms.proximal).exp()
+    ratio = (inputs.logprobs - inputs.proximal).exp()
     if settings.importance_cap is not None:
-        # Its gradient is the capped ratio's times grad lp: a weight is not differentiated at its cap.
+        # The value is the capped ratio, and the gradient is the capped ratio times grad lp, also at the cap.
         capped = ratio.detach().clamp(max=settings.importance_cap)
-        ratio = capped * (terms.logprobs - terms.logprobs.detach() + 1.0)
+        ratio = capped * (inputs.logprobs - inputs.logprobs.detach() + 1.0)
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+    return torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
 
 
-def sequence_clip(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`clip` with one ratio for all tokens of a sequence, the geometric mean `s = exp(mean_t(lp_t - x_t))`.
+def sequence_clip(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """`min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with one ratio s for all tokens of a response.
 
-    Written per token, `s lp_t'` with lp' of value 1 and gradient grad lp, so that advantages may differ inside a
-    sequence; where they do not, value and gradient equal the sequence form's under `sequence_mean`.
-    GSPO, Zheng et al. 2025, eq. 5 and 14.
+    s is the geometric mean of the tokens' ratios, `exp(mean_t(lp_t - x_t))`. A token's ratio has the value s and
+    the gradient `s grad lp_t`, so that advantages may differ inside a response. Where they are equal, value and
+    gradient are the sequence form's, under `sequence_mean`. GSPO, Zheng et al. 2025, eq. 5 and 14.
     """
-    logprobs = terms.logprobs.detach()
-    ratio = terms.response_mean(logprobs - terms.proximal).exp() * (terms.logprobs - logprobs).exp()
+    logprobs = inputs.logprobs.detach()
+    ratio = inputs.response_mean(logprobs - inputs.proximal).exp() * (inputs.logprobs - logprobs).exp()
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    return torch.minimum(ratio * terms.advantages, clipped * terms.advantages)
+    return torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
 
 
-def weighted(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`sg(clip(r, 1 - clip_low, 1 + clip_high)) A lp`: each token keeps its gradient, with a bounded weight.
+def weighted(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """`w A lp` with the weight `w = clip(r, 1 - clip_low, 1 + clip_high)`, which has no gradient.
 
-    With x = behaviour: CISPO, MiniMax-M1 2025, eq. 4; AIPO, LlamaRL, Wu et al. 2025, section 6 (no lower bound).
-    Where r is 1 it is REINFORCE, e.g. RLOO, Ahmadian et al. 2024.
+    So every token keeps a gradient, with a bounded weight. With the behaviour policy as the proximal one: CISPO,
+    MiniMax-M1 2025, eq. 4; AIPO, LlamaRL, Wu et al. 2025, section 6 (no lower bound). Where r is 1 this is
+    REINFORCE, e.g. RLOO, Ahmadian et al. 2024.
     """
-    ratio = (terms.logprobs.detach() - terms.proximal).exp()
+    ratio = (inputs.logprobs.detach() - inputs.proximal).exp()
     weight = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    return weight * terms.advantages * terms.logprobs
+    return weight * inputs.advantages * inputs.logprobs
 
 
-def balance(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
+def balance(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`-(log Z + d)^2` for each token of a response with imbalance `d = sum_t (lp_t - ref_t) - reward / beta`.
 
     Under `sequence_mean` the loss is the mean square over responses. With `log Z = -mean d` over the group of a
     response, the gradient equals the gradient of d's variance inside each group: VarGrad.
     Trajectory balance, Malkin et al. 2022; with asynchrony (TBA), Bartoldson et al. 2025.
     """
-    assert terms.log_partition is not None, "the partition function is estimated before the loss"
-    return -(terms.log_partition + imbalance(terms, settings)).square()[terms.response]
+    assert inputs.log_partition is not None, "`balance` needs log_partition; `estimate_partition` makes it"
+    return -(inputs.log_partition + imbalance(inputs, settings)).square()[inputs.response]
 
 
-def imbalance(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """[R] `sum_t (lp_t - ref_t) - reward / beta` of each response: the d of `balance`."""
-    reference = terms.columns[REFERENCE_LOGPROBS]
-    return terms.response_sum(terms.logprobs - reference) - terms.rewards / settings.beta
+def imbalance(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """[R] trajectory imbalance of each response, `sum_t (lp_t - ref_t) - reward / beta`."""
+    reference = inputs.columns[REFERENCE_LOGPROBS]
+    return inputs.response_sum(inputs.logprobs - reference) - inputs.rewards / settings.beta
 
 
-def clipped_ratio(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """[N] ratio that the objective clips, without gradient."""
-    gap = terms.logprobs.detach() - terms.proximal
-    return (terms.response_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
+def clipped_ratio(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """[N] ratio of trained to proximal policy that the objective clips, without gradient."""
+    gap = inputs.logprobs.detach() - inputs.proximal
+    return (inputs.response_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
 
 
 PolicyObjective: TypeAlias = Callable[[LossInputs, AlgorithmConfig], Tensor]
@@ -119,16 +119,16 @@ OBJECTIVES: dict[Objective, PolicyObjective] = {
 }
 
 
-def objective_of(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """[N] values of the objective that the algorithm brings, or of the built-in objective in its settings.
+def objective_of(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """[N] values of the objective that the algorithm's package registered, else of `settings.objective`.
 
-    Raises `ConfigError` if an objective of a package raises, or does not return [N] numbers.
+    Raises `ConfigError` if a package's objective raises, or does not return [N] numbers.
     """
     own = ALGORITHMS.get(settings.name).objective
     if own is None:
-        return OBJECTIVES[settings.objective](terms, settings)
+        return OBJECTIVES[settings.objective](inputs, settings)
     try:
-        found: object = own(terms, settings)
+        values: object = own(inputs, settings)
     except (torch.OutOfMemoryError, MemoryError):  # too large a microbatch is no fault of the package
         raise
     except Exception as error:  # code of another package may raise anything
@@ -136,54 +136,56 @@ def objective_of(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
         raise ConfigError(
             f"algorithm.name={settings.name}: its objective raised {line}; mend that package"
         ) from error
-    if not isinstance(found, Tensor) or found.shape != terms.logprobs.shape:
+    if not isinstance(values, Tensor) or values.shape != inputs.logprobs.shape:
         raise ConfigError(
-            f"algorithm.name={settings.name}: its objective returned no tensor of {len(terms.logprobs)} numbers;"
+            f"algorithm.name={settings.name}: its objective returned no tensor of {len(inputs.logprobs)} numbers;"
             " return one for each trained token"
         )
-    return found
+    return values
 
 
-def no_correction(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
+def no_correction(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """1 for each token."""
-    return torch.ones_like(terms.behaviour)
+    return torch.ones_like(inputs.behaviour)
 
 
-def truncate(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`min(c, high)`: truncated importance sampling, Yao et al. 2025 (TIS); AReaL, Fu et al. 2025, eq. 5."""
-    return _ratio(terms).clamp(max=settings.correction_high)
+def truncate(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """`min(c, correction_high)`: truncated importance sampling, Yao et al. 2025; AReaL, Fu et al. 2025, eq. 5."""
+    return _correction_ratio(inputs).clamp(max=settings.correction_high)
 
 
-def mask_above(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`c 1[c <= high]`: masked importance sampling (MIS), Liu et al. 2025."""
-    ratio = _ratio(terms)
+def mask_above(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """c up to `correction_high`, 0 above it: masked importance sampling (MIS), Liu et al. 2025."""
+    ratio = _correction_ratio(inputs)
     return torch.where(ratio <= settings.correction_high, ratio, 0.0)
 
 
-def mask_outside(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`c 1[low <= c <= high]`: IcePop, Ring-1T, Ling team 2025."""
-    ratio = _ratio(terms)
+def mask_outside(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """c from `correction_low` to `correction_high`, 0 outside: IcePop, Ring-1T, Ling team 2025."""
+    ratio = _correction_ratio(inputs)
     inside = (ratio >= settings.correction_low) & (ratio <= settings.correction_high)
     return torch.where(inside, ratio, 0.0)
 
 
-def mask_sequences(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`1[low <= exp(mean_t(lp - b)) <= high]`, one value for all tokens of a response: geometric sequence mask."""
-    ratio = terms.response_mean(terms.logprobs.detach() - terms.behaviour).exp()
+def mask_sequences(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """1 for a response with `exp(mean_t(lp - b))` within both bounds, else 0: geometric sequence mask."""
+    ratio = inputs.response_mean(inputs.logprobs.detach() - inputs.behaviour).exp()
     return ((ratio >= settings.correction_low) & (ratio <= settings.correction_high)).to(ratio.dtype)
 
 
-def mask_negative(terms: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """`1 - 1[A < 0 and exp(mean_t(b - lp)) > high]`: do not push down a response that has become unlikely.
+def mask_negative(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """0 for a token with A < 0 in a response with `exp(mean_t(b - lp)) > correction_high`, else 1.
 
-    Off-policy sequence masking, DeepSeek-V3.2 2025, with `log high` its threshold.
+    So a response that has become unlikely is not pushed down further. Off-policy sequence masking, DeepSeek-V3.2
+    2025, whose threshold is `log(correction_high)`.
     """
-    ratio = terms.response_mean(terms.behaviour - terms.logprobs.detach()).exp()
-    return 1.0 - ((terms.advantages < 0) & (ratio > settings.correction_high)).to(ratio.dtype)
+    ratio = inputs.response_mean(inputs.behaviour - inputs.logprobs.detach()).exp()
+    return 1.0 - ((inputs.advantages < 0) & (ratio > settings.correction_high)).to(ratio.dtype)
 
 
-def _ratio(terms: LossInputs) -> Tensor:
-    return (terms.proximal - terms.behaviour).exp()
+def _correction_ratio(inputs: LossInputs) -> Tensor:
+    """[N] c: ratio of proximal to behaviour policy."""
+    return (inputs.proximal - inputs.behaviour).exp()
 
 
 OffPolicyCorrection: TypeAlias = Callable[[LossInputs, AlgorithmConfig], Tensor]
@@ -198,12 +200,12 @@ CORRECTIONS: dict[Correction, OffPolicyCorrection] = {
 
 
 # ---- estimators of KL(policy || reference), Schulman, "Approximating KL divergence", 2020. Each takes the
-# log-probabilities [T] of policy and reference on tokens that the policy drew, and gives [T] in nats. k1 and k3
-# have the divergence as their mean, and k2 has its gradient (Tang and Munos 2025).
+# log-probabilities [T] of policy and reference on tokens that the policy drew, and returns [T] in nats. The mean
+# of k1 and of k3 is the divergence; the mean gradient of k2 is the divergence's gradient (Tang and Munos 2025).
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """`log p - log q`: unbiased, may be negative. Its gradient has mean 0, so it belongs in the advantage."""
+    """`log p - log q`: unbiased, may be negative. The gradient has mean 0, so k1 belongs in the advantage."""
     return logprobs - reference
 
 
@@ -213,7 +215,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """`q / p - 1 - log(q / p)`: unbiased, never negative; its gradient is that of KL(reference || policy)."""
+    """`q / p - 1 - log(q / p)`: unbiased, never negative. The mean gradient is grad KL(reference || policy)."""
     gap = reference - logprobs
     return gap.expm1() - gap
 

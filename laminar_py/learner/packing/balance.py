@@ -1,8 +1,7 @@
 """Cost of a sequence to the learner; how sequences are put into bins, and bins dealt to ranks. Pure.
 
-`packer` and `buffer` call it. Ranks meet in collectives at every microbatch index, so a step takes the sum over
-indices of the slowest rank. So bins are filled first, whatever their rank, and bins of similar cost share an
-index.
+`packer` calls it. Ranks meet in collectives at every microbatch index, so a step takes the sum over indices of the
+slowest rank's time. Therefore bins are filled first, for any rank, and bins of similar cost share an index.
 """
 
 import heapq
@@ -17,12 +16,12 @@ PackedT = TypeVar("PackedT", bound=Packable)
 
 
 def sequence_cost(length: int, *, attention_share: float) -> float:
-    """FLOPs of one sequence, in units of one token's linear layers: `L + attention_share * L^2`."""
+    """FLOPs of one sequence with L = `length`, over one token's linear layers: `L + attention_share * L^2`."""
     return length + attention_share * length * length
 
 
 def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -> float:
-    """Ratio of a token pair's causal attention (2 * layers * hidden) to a token's linear layers (2 * N)."""
+    """FLOPs of causal attention per pair of tokens (2 * layers * hidden), over a token's linear layers (2 * N)."""
     return num_layers * hidden_size / num_parameters
 
 
@@ -49,15 +48,16 @@ def make_bin(trajectories: Iterable[PackedT]) -> Bin[PackedT]:
 
 
 def fit_bins(trajectories: Sequence[PackedT], *, max_tokens: int) -> list[Bin[PackedT]]:
-    """Pack trajectories into few bins of `max_tokens`. Raises ValueError for a longer sequence."""
+    """Pack trajectories into few bins of at most `max_tokens`. Raises ValueError for a longer trajectory."""
     packed = best_fit([trajectory.num_tokens for trajectory in trajectories], max_tokens)
     return [make_bin([trajectories[i] for i in members]) for members in packed]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack indices into bins of at most `capacity` tokens: longest first, each into the fullest bin with room.
+    """Pack sequences into bins of at most `capacity` tokens; returns the indices in `lengths` of each bin.
 
-    O(n log n) comparisons. Raises ValueError for a sequence that is longer than `capacity`.
+    Places the longest first, each into the fullest bin with room, in O(n log n) comparisons. Raises ValueError for
+    a sequence that is longer than `capacity`.
     """
     if max(lengths, default=0) > capacity:
         raise ValueError(f"sequence of {max(lengths)} tokens exceeds packer.max_tokens={capacity}; raise it")
@@ -80,10 +80,10 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def deal_bins(
     bins: Sequence[Bin[PackedT]], *, ranks: int, capacity: int, attention_share: float
 ) -> list[list[Bin[PackedT]]]:
-    """Deal bins to [n][ranks], so that the bins of one index have similar costs.
+    """Deal bins to ranks: returns [n][ranks] bins, where the bins of one index have similar costs.
 
-    The cheapest index gets the remainder, which `ranks` may not divide: its sequences are packed again in as many
-    bins as there are ranks, so that all ranks share the slack.
+    The last index gets the cheapest bins, maybe fewer than `ranks`. Their trajectories are packed again into one
+    bin for each rank, so that all ranks share the slack; if they do not fit, empty bins fill the index.
     """
     if not bins:
         return []
@@ -102,7 +102,10 @@ def deal_bins(
 def level_costs(
     lengths: Sequence[int], bins: int, *, capacity: int, attention_share: float
 ) -> list[list[int]] | None:
-    """Put indices into `bins` lists of similar cost: longest first, into the cheapest; None if one overflows."""
+    """Divide sequences among `bins` lists of similar cost; returns the indices in `lengths` of each list.
+
+    Places the longest first, each into the cheapest list. Returns None if a list exceeds `capacity` tokens.
+    """
     heap = [(0.0, index) for index in range(bins)]
     out: list[list[int]] = [[] for _ in range(bins)]
     rooms = [capacity] * bins

@@ -1,7 +1,7 @@
 """Ready groups between scoring and the learner, in the order in which steps take them.
 
-`control/consumption.py` owns the `Buffer`. Groups are read oldest version first, and groups of one version in the
-order in which they became ready. That delivers every length that was generated; short responses only come sooner.
+`control/consumption.py` owns the `Buffer`. Steps take groups by their oldest version, and groups of one version in
+the order in which they became ready. So long responses get into steps as often as short ones, only later.
 `PackQueue` is the queue of the reference stage.
 """
 
@@ -16,21 +16,21 @@ from laminar_py.records.trajectory import TrajectoryRef
 
 @dataclass(order=True, slots=True, kw_only=True)
 class ReadyGroup:
-    """A complete group; without members it is a group without signal, which still takes its place in a step."""
+    """A complete group. A group without members had no signal; it still counts as one of a step's groups."""
 
-    oldest_version: int
-    arrival: int
+    oldest_version: int  # of all members; then `arrival` decides the order of groups
+    arrival: int  # counts the groups that became ready
     group_id: str = field(compare=False)
     members: list[TrajectoryRef] = field(compare=False, default_factory=list)
-    # trained tokens of each dropped member
+    # trained tokens of each member that was dropped for lack of signal
     tokens_without_signal: tuple[int, ...] = field(compare=False, default=())
 
 
 class Buffer:
     """Ready groups in order, oldest version first; one Condition guards them.
 
-    Admission (`control.settings.Admission`) bounds its depth: a group counts as live from its issue to the commit
-    of its step. So adding a group never waits, and can neither drop nor deadlock.
+    Admission (`control.settings.Admission`) bounds the number of groups: a group counts as live from its issue to
+    the commit of its step. So adding a group never waits, and can neither drop a group nor deadlock.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Buffer:
         oldest_version: int,
         tokens_without_signal: tuple[int, ...] = (),
     ) -> None:
-        """Add a complete group."""
+        """Add a complete group behind other groups of its `oldest_version`, and wake waiters."""
         self._num_arrivals += 1
         await self.put_back(
             ReadyGroup(
@@ -65,37 +65,37 @@ class Buffer:
         )
 
     async def put_back(self, group: ReadyGroup) -> None:
-        """Return a group whose step failed to the place that it had."""
+        """Insert a group at its place in the order, e.g. when its step failed, and wake waiters."""
         async with self._changed:
             insort(self._groups, group)
             self._changed.notify_all()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; it is checked at each change here and at each `wake`."""
+        """Wait until `condition` holds. It is checked now, when a group is added, and at each `wake`."""
         async with self._changed:
             await self._changed.wait_for(condition)
 
     async def wake(self) -> None:
-        """Have waiting conditions checked again."""
+        """Let all calls of `wait_until` check their conditions again."""
         async with self._changed:
             self._changed.notify_all()
 
     def first(self, count: int) -> list[ReadyGroup]:
-        """The oldest groups, at most `count`."""
+        """Return the first groups in order, at most `count`, without removing them."""
         return self._groups[:count]
 
     def remove_groups(self, groups: Collection[ReadyGroup]) -> None:
         """Remove these groups."""
-        gone = {group.group_id for group in groups}
-        self._groups = [group for group in self._groups if group.group_id not in gone]
+        removed = {group.group_id for group in groups}
+        self._groups = [group for group in self._groups if group.group_id not in removed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """How steps are packed: microbatches of `max_tokens` on each of `ranks`.
 
-    With `by_id` a step is packed in the order of its groups' ids, so its bins do not depend on which group was
-    ready first.
+    With `by_id` a step is packed in the order of its groups' ids, so that its bins do not depend on the order in
+    which groups became ready.
     """
 
     max_tokens: int
@@ -109,12 +109,12 @@ class Packing:
 class PackQueue:
     """Finished trajectories that wait for the reference model, first come, first served.
 
-    `workers.learner` adds them one by one and takes as many as wait and fit into one forward pass.
+    `workers.learner` adds trajectories one by one, and takes a batch that fits into one forward pass.
     """
 
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        # Bounded by the trajectories that finish during one pass of the model, so adding never waits.
+        # Bounded by the trajectories that finish during one forward pass, so adding never waits.
         self._waiting: deque[TrajectoryRef] = deque()
         self._filled = asyncio.Event()
 
@@ -127,7 +127,10 @@ class PackQueue:
         self._filled.set()
 
     async def next_batch(self, *, wanted: Callable[[str], bool]) -> list[TrajectoryRef]:
-        """Wait for trajectories whose ids are still `wanted`; returns one, or more of `max_tokens` together."""
+        """Wait for trajectories whose ids are `wanted`; remove and return the first, and more up to `max_tokens`.
+
+        The first may exceed `max_tokens` alone. Trajectories that are no longer wanted are discarded.
+        """
         while True:
             await self._filled.wait()
             batch: list[TrajectoryRef] = []

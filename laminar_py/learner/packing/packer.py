@@ -6,9 +6,9 @@ exceeds `max_tokens`, all ranks get equally many, and each trained token is in e
 microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
 
-A trajectory is one sequence, or several where its response is a tree (`records.spans`); its sequences are
-adjacent. At most one row predicts a response token, a row of the token's own sequence; no row does where the token
-is first.
+A trajectory is one sequence, or several adjacent ones if its response is a tree (`records.spans`). A row predicts
+the next token of its sequence. One row predicts each response token, in the sequence that trains on the token; the
+first token of a sequence has no such row.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from laminar_py.records.pieces import SamplingMask
 from laminar_py.records.spans import TokenPath, is_tree, sequences_of, versions_of
 from laminar_py.records.trajectory import MicroBatch, Packable, Trajectory
 
-Chosen: TypeAlias = slice | IntArray
+Indices: TypeAlias = slice | IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class PlacedResponse:
     `PlacedResponse(slice(2, 4), slice(0, 2))`.
     """
 
-    rows: Chosen
-    places: Chosen
+    rows: Indices
+    places: Indices
 
     def mask_ids(self, mask: SamplingMask) -> IntArray:
-        """Token ids in a sampling mask of the response, reordered as the rows are."""
+        """Token ids of the response's sampling mask, in the order of `rows`."""
         if isinstance(self.places, slice):
             return mask.ids
         ends = np.cumsum(mask.counts)
@@ -52,16 +52,16 @@ class PlacedResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where S sequences of R trajectories lie in the T rows of a microbatch."""
+    """Where the S sequences of R trajectories lie in the T rows of a microbatch."""
 
-    ids: IntArray  # [T]
+    ids: IntArray  # [T] tokens
     lengths: list[int]  # [S]
-    responses: IntArray  # [S] place of each sequence's trajectory
+    responses: IntArray  # [S] index of each sequence's trajectory in the bundle
     placed: list[PlacedResponse]  # [R]
 
 
 def lay_out(bundle: Sequence[Trajectory]) -> Layout:
-    """Lay the sequences of trajectories end to end."""
+    """Lay the sequences of trajectories end to end, in order, and return where each response lies."""
     ids: list[IntArray] = []
     lengths: list[int] = []
     responses: list[int] = []
@@ -76,18 +76,13 @@ def lay_out(bundle: Sequence[Trajectory]) -> Layout:
             placed.append(PlacedResponse(slice(first - 1, end - 1), slice(0, len(response))))
         else:
             paths = sequences_of(trajectory.spans)
-            ids += [part for path in paths for part in _tokens(path, trajectory)]
+            ids += [part for path in paths for part in _path_tokens(path, trajectory)]
             lengths += [path.num_tokens(len(prompt)) for path in paths]
             placed.append(_place_tree(paths, prompt=len(prompt), start=start))
             end = start + sum(lengths[len(responses) :])
         responses += [index] * (len(lengths) - len(responses))
         start = end
     return Layout(ids=np.concatenate(ids), lengths=lengths, responses=np.array(responses, np.int32), placed=placed)
-
-
-def row_positions(lengths: Sequence[int]) -> IntArray:
-    """[T] position of each row in its sequence."""
-    return np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
 
 
 def next_ids(ids: IntArray, lengths: Sequence[int]) -> IntArray:
@@ -98,13 +93,16 @@ def next_ids(ids: IntArray, lengths: Sequence[int]) -> IntArray:
     return labels
 
 
-def _tokens(path: TokenPath, trajectory: Trajectory) -> list[IntArray]:
+def _path_tokens(path: TokenPath, trajectory: Trajectory) -> list[IntArray]:
     parts = [trajectory.response_ids[start:end] for start, end, _ in path.parts]
     return [trajectory.prompt_ids, *parts] if path.has_prompt else parts
 
 
 def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> PlacedResponse:
-    """Return where the own tokens of each path stand in a microbatch, for a tree packed from `start` on."""
+    """Return where a tree's `paths`, laid end to end from row `start` on, predict tokens that they own.
+
+    `prompt` is the number of prompt tokens.
+    """
     rows, places = [], []
     for path in paths:
         before = prompt if path.has_prompt else 0
@@ -116,7 +114,7 @@ def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> Place
     return PlacedResponse(np.concatenate(rows), np.concatenate(places))
 
 
-STD_FLOOR = 1e-4  # added to a deviation of advantages, which are of the order of 1
+STD_FLOOR = 1e-4  # added to the deviation of advantages, which are of the order of 1
 
 # The trajectories of one microbatch. An empty bundle makes a microbatch without trained tokens.
 Bundle: TypeAlias = list[Trajectory]
@@ -127,25 +125,27 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     `StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=256, num_trained=81_920, ages={6: 1, 7: 0})`.
 
-    With w_i the trajectory's staleness weight, n_i its trained tokens and N trajectories of the step:
-    `sequence_mean` `w_i / (n_i * N)`, `token_mean` `w_i / sum_j n_j`, `constant` `w_i / (constant * N)`.
+    A token of trajectory i has the loss weight `w_i / (n_i * N)` by `sequence_mean`, `w_i / sum_j n_j` by
+    `token_mean`, and `w_i / (constant * N)` by `constant`. Here w_i is the trajectory's staleness weight, n_i the
+    number of its trained tokens, and N the number of trajectories in the step.
     """
 
     aggregation: Aggregation
-    num_trajectories: int  # those without signal included
-    num_trained: int  # tokens of all of these
-    ages: dict[int, int] | None = None  # staleness by version, see `records.ages`; None: 0 for all tokens
-    constant: int = 1
+    num_trajectories: int  # including trajectories without signal
+    num_trained: int  # trained tokens of these trajectories
+    ages: dict[int, int] | None = None  # version -> staleness, see `records.ages`; None: 0 for all tokens
+    constant: int = 1  # tokens by which the aggregation `constant` divides each response
     advantage_mean: float = 0.0  # subtracted from all advantages
     advantage_scale: float = 1.0  # then multiplies them
     groups: tuple[str, ...] = ()  # ids of the groups in the step
-    columns: tuple[Column, ...] = ()  # of trajectories that the loss needs
+    columns: tuple[Column, ...] = ()  # columns that the loss needs
 
     def token_weights(self, trajectory: Trajectory) -> FloatArray:
         """[L] loss weight of each response token, 0 where its loss mask is False."""
         return trajectory.loss_mask * np.float32(trajectory.weight / self._denominator(trajectory))
 
     def _denominator(self, trajectory: Trajectory) -> int:
+        """Number by which the loss weight of each of a trajectory's tokens is divided."""
         if self.aggregation is Aggregation.TOKEN_MEAN:
             return max(1, self.num_trained)
         if self.aggregation is Aggregation.CONSTANT:
@@ -153,7 +153,7 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, trajectory.num_trained) * self.num_trajectories
 
     def advantages(self, trajectory: Trajectory) -> float | FloatArray:
-        """[L] advantage of each response token, or one number for every token."""
+        """[L] normalised advantage of each response token, or one number if all tokens have the same."""
         if trajectory.roles:
             by_token = role_advantages(trajectory.roles, trajectory.spans) - np.float32(self.advantage_mean)
             return by_token * np.float32(self.advantage_scale)
@@ -165,36 +165,35 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
         return (advantage - scale * earlier).astype(np.float32)
 
     def group_places(self, bundle: Bundle) -> IntArray:
-        """[R] place of each trajectory's group among the step's groups."""
+        """[R] index of each trajectory's group in `groups`."""
         place = {group: index for index, group in enumerate(self.groups)}
         return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
 
     def staleness(self, trajectory: Trajectory) -> IntArray:
-        """[L] learner steps since the weights of each token, or of its older KV cache if it has one."""
+        """[L] age of each token's weights in learner steps, or of its KV cache's weights if these are older."""
         out = np.zeros(len(trajectory.response_ids), np.int32)
         if self.ages is not None:
             for span in trajectory.spans:
-                out[span.start : span.end] = max(
-                    (self.ages[version] for version in versions_of([span])), default=0
-                )
+                ages = [self.ages[version] for version in versions_of([span])]
+                out[span.start : span.end] = max(ages, default=0)
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class Packed(Generic[PackedT]):
-    """A packed step: equally many bundles for each rank, and the terms of all tokens."""
+    """A packed step: equally many bundles for each rank, and the weights of their tokens."""
 
-    bundles: list[list[list[PackedT]]]  # [ranks][n]
-    terms: StepWeights
+    bundles: list[list[list[PackedT]]]  # [ranks][n] trajectories that share a microbatch
+    weights: StepWeights
 
     def microbatches(self: "Packed[Trajectory]", rank: int) -> list[MicroBatch]:
-        """The microbatches of a rank; the trajectories must hold their tokens."""
-        return microbatches(self.bundles[rank], self.terms)
+        """Write a rank's microbatches; the trajectories must hold their tokens."""
+        return microbatches(self.bundles[rank], self.weights)
 
 
-def microbatches(bundles: Sequence[Bundle], terms: StepWeights) -> list[MicroBatch]:
-    """The microbatches of a rank."""
-    return [microbatch(bundle, terms) for bundle in bundles]
+def microbatches(bundles: Sequence[Bundle], weights: StepWeights) -> list[MicroBatch]:
+    """Write a microbatch for each of a rank's bundles."""
+    return [microbatch(bundle, weights) for bundle in bundles]
 
 
 def pack(
@@ -205,10 +204,10 @@ def pack(
     aggregation: Aggregation,
     attention_share: float,
 ) -> Packed[PackedT]:
-    """Pack a step of trajectories that are all ready. Raises ValueError for one above `max_tokens`."""
+    """Pack ready trajectories into a step. Raises ValueError for a trajectory of more than `max_tokens`."""
     bins = fit_bins(trajectories, max_tokens=max_tokens)
-    terms = step_weights(bins, aggregation=aggregation)
-    return deal_to_ranks(bins, terms, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
+    weights = step_weights(bins, aggregation=aggregation)
+    return deal_to_ranks(bins, weights, max_tokens=max_tokens, ranks=ranks, attention_share=attention_share)
 
 
 def step_weights(
@@ -221,11 +220,11 @@ def step_weights(
     normalises: bool = False,
     columns: Sequence[Column] = (),
 ) -> StepWeights:
-    """Compute the terms of a step with these bins; `normalises` its advantages by their mean and deviation.
+    """Compute the weights of a step with these bins; `normalises` gives advantages mean 0 and deviation 1.
 
-    `tokens_without_signal` are the trained tokens of dropped responses with advantage 0
-    (`algorithm.overlong_tokens` does not count for them). These responses stay in every denominator, so the
-    gradient does not change. Else a group's weight would depend on which other groups finish at the same time.
+    `tokens_without_signal` has the number of trained tokens of each response that was dropped, since its group has
+    no signal. Such responses would have advantage 0, and they stay in every denominator. Else the weight of a
+    group would depend on which other groups finish at the same time.
     """
     trajectories = [trajectory for item in bins for trajectory in item.trajectories]
     mean, scale = _normalisation(trajectories) if normalises else (0.0, 1.0)
@@ -245,22 +244,22 @@ def step_weights(
 def _normalisation(trajectories: Sequence[PackedT]) -> tuple[float, float]:
     """Mean of the step's advantages, and 1 over their deviation; each trained token counts once.
 
-    REINFORCE++, Hu et al. 2025, eq. 10. Where whole responses are scored, a token's return is its response's.
+    The second number is 0 if the deviation is only rounding. REINFORCE++, Hu et al. 2025, eq. 10.
     """
     trained = [trajectory for trajectory in trajectories if trajectory.num_trained]
     if not trained:
         return 0.0, 1.0
-    returns = [_returns(trajectory) for trajectory in trained]
+    advantages = [_advantage_summary(trajectory) for trajectory in trained]
     counts = np.array([trajectory.num_trained for trajectory in trained], np.float64)
-    means = np.array([item.mean for item in returns])
+    means = np.array([item.mean for item in advantages])
     mean = float(np.average(means, weights=counts))
-    variance = np.average(np.array([item.variance for item in returns]) + (means - mean) ** 2, weights=counts)
-    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in returns)
+    variance = np.average(np.array([item.variance for item in advantages]) + (means - mean) ** 2, weights=counts)
+    deviation, noise = float(np.sqrt(variance)), max(item.noise for item in advantages)
     return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
 
 
-def _returns(trajectory: Packable) -> Returns:
-    """Mean and variance of the advantages in a trajectory's trained tokens."""
+def _advantage_summary(trajectory: Packable) -> Returns:
+    """Mean, variance and noise of advantages over a trajectory's trained tokens."""
     if trajectory.roles:
         return role_returns(trajectory.roles, trajectory.spans)
     return returns_of(trajectory.advantage, trajectory.earned)
@@ -268,42 +267,42 @@ def _returns(trajectory: Packable) -> Returns:
 
 def deal_to_ranks(
     bins: Sequence[Bin[PackedT]],
-    terms: StepWeights,
+    weights: StepWeights,
     *,
     max_tokens: int,
     ranks: int,
     attention_share: float,
 ) -> Packed[PackedT]:
-    """Assign bins to ranks, the most costly first, balanced by FLOPs; each rank gets at least one bundle.
+    """Deal bins to ranks, balanced by FLOPs; each rank gets equally many bundles, and at least one.
 
-    Where there are too few for all ranks some bundles are empty, since every rank takes part in every collective.
+    Some bundles are empty if there are too few bins, since every rank takes part in every collective.
     """
     indices = deal_bins(bins, ranks=ranks, capacity=max_tokens, attention_share=attention_share)
     bundles = [[list(index[rank].trajectories) for index in indices] for rank in range(ranks)]
-    return Packed([mine or [[]] for mine in bundles], terms)
+    return Packed([mine or [[]] for mine in bundles], weights)
 
 
-def microbatch(bundle: Bundle, terms: StepWeights) -> MicroBatch:
-    """Write the arrays of the trajectories that share a microbatch."""
+def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
+    """Write the arrays of the trajectories that share a microbatch; an empty bundle makes one without loss."""
     if not bundle:
-        return _untrained_microbatch(terms)
+        return _untrained_microbatch(weights)
     layout = lay_out(bundle)
     total = len(layout.ids)
     loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
     staleness, counts = np.zeros(total, np.int32), np.zeros(total, np.int32)
     for trajectory, placed in zip(bundle, layout.placed, strict=True):
         rows, places = placed.rows, placed.places
-        loss_weights[rows] = terms.token_weights(trajectory)[places]
+        loss_weights[rows] = weights.token_weights(trajectory)[places]
         logprobs[rows] = trajectory.logprobs[places]
-        advantage = terms.advantages(trajectory)
+        advantage = weights.advantages(trajectory)
         advantages[rows] = advantage if isinstance(advantage, float) else advantage[places]
-        staleness[rows] = terms.staleness(trajectory)[places]
+        staleness[rows] = weights.staleness(trajectory)[places]
         if trajectory.sampling_mask is not None:
             counts[rows] = trajectory.sampling_mask.counts[places]
     return MicroBatch(
         input_ids=layout.ids,
         cu_seqlens=np.cumsum([0, *layout.lengths], dtype=np.int32),
-        position_ids=row_positions(layout.lengths),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in layout.lengths]),
         labels=next_ids(layout.ids, layout.lengths),
         loss_weights=loss_weights,
         behaviour_logprobs=logprobs,
@@ -311,15 +310,15 @@ def microbatch(bundle: Bundle, terms: StepWeights) -> MicroBatch:
         staleness=staleness,
         responses=layout.responses,
         rewards=np.array([item.reward or 0.0 for item in bundle], np.float32),
-        groups=terms.group_places(bundle),
-        columns={column.name: _column(bundle, layout, column) for column in terms.columns},
+        groups=weights.group_places(bundle),
+        columns={column.name: _column(bundle, layout, column) for column in weights.columns},
         support=_support(bundle, layout, counts),
         experts=_experts(bundle, layout),
     )
 
 
 def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask | None:
-    """The part of the vocabulary that each token was drawn from, `counts` [T] ids each; None without masks."""
+    """Join the sampling masks of all responses; row t has `counts[t]` ids. None if no response has a mask."""
     masks = [
         placed.mask_ids(trajectory.sampling_mask)
         for trajectory, placed in zip(bundle, layout.placed, strict=True)
@@ -329,7 +328,7 @@ def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask |
 
 
 def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
-    """[T] values of a column: those [L] of each response, at the rows that predict its tokens."""
+    """[T] values of a column: each response token's value at the row that predicts it, elsewhere the padding."""
     out = np.full(len(layout.ids), column.padding, column.dtype.value)
     for trajectory, placed in zip(bundle, layout.placed, strict=True):
         values = trajectory.columns.get(column.name)
@@ -342,7 +341,8 @@ def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
 def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
     """[T, layers, k] routed experts of all sequences; -1 where none are recorded; None if no trajectory has any.
 
-    A last token has none, since it is never an input. A response that is a tree has none, so each is one sequence.
+    The last token of a response has no experts, since it is never an input. A response that is a tree has
+    none, so a trajectory with experts is one sequence.
     """
     recorded = [trajectory.routed_experts for trajectory in bundle]
     shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
@@ -357,8 +357,8 @@ def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
     return out
 
 
-def _untrained_microbatch(terms: StepWeights) -> MicroBatch:
-    """A microbatch of one token without loss, with which a rank without trajectories joins the collectives."""
+def _untrained_microbatch(weights: StepWeights) -> MicroBatch:
+    """Make a microbatch of one token without loss, for a rank that only has to join the collectives."""
     zero = np.zeros(1, np.int32)
     nothing = np.zeros(1, np.float32)
     return MicroBatch(
@@ -373,5 +373,5 @@ def _untrained_microbatch(terms: StepWeights) -> MicroBatch:
         responses=zero,
         rewards=nothing,
         groups=zero,
-        columns={column.name: np.full(1, column.padding, column.dtype.value) for column in terms.columns},
+        columns={column.name: np.full(1, column.padding, column.dtype.value) for column in weights.columns},
     )

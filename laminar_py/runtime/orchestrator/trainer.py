@@ -197,7 +197,8 @@ class Trainer:
         step = self.step + 1
         unpublished = 1 + self._scheduler.state.ages.age_of(self.version)  # steps, with this one
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
-        return await self._learner.step(packed.terms, version=self._versions.next_number() if publishes else None)
+        version = self._versions.next_number() if publishes else None
+        return await self._learner.step(packed.weights, version=version)
 
     def pause_if_last(self, batch: StepBatch) -> None:
         """Pause the scheduler if no further step follows, since new trajectories would be interrupted.
