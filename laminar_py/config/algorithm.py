@@ -66,7 +66,7 @@ class Correction(StrEnum):
     NEGATIVE_MASK = "negative_mask"
 
 
-WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # the others mask whole responses
+WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # other corrections mask whole responses
 BOUNDED = (Correction.ICEPOP, Correction.SEQUENCE_MASK)  # have a lower bound too
 
 
@@ -125,11 +125,11 @@ class AlgorithmConfig(Section):
     """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
     `distill`, or a name that an installed package registers."""
     advantage: Advantage = Advantage.GROUP_STD
-    """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
-    mean of the others. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then keeps
-    all groups, whatever `rollout.without_signal` says. `none`: 0. With process rewards, r is the return of a token
-    (the sum of rewards from there on), and mean and std of a group are over its tokens, where each response counts
-    once."""
+    """`group_std`: (r - mean) / std of the group. `group_mean`: r - mean. `leave_one_out`: r minus the mean of the
+    group's other responses. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then
+    keeps all groups, whatever `rollout.without_signal` says. `none`: 0. With process rewards, r is the return of a
+    token (the sum of rewards from there on), and mean and std of a group are over its tokens, where each response
+    counts once."""
     overlong_tokens: Annotated[int, Field(ge=1)] | None = None
     """DAPO's overlong shaping: a response that reaches the last `overlong_tokens` before
     `rollout.sampling.max_new_tokens` loses reward, from 0 at the first of them linearly to 1 at the cap. The
@@ -210,7 +210,7 @@ class AlgorithmConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """True where the run has a reference model."""
+        """True if the loss needs a reference model."""
         return any(column.source is Source.REFERENCE for column in self.columns)
 
     @property

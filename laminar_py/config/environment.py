@@ -68,7 +68,7 @@ class ClassEnvironment(EnvironmentConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentHome:
-    """Surroundings of environments in one process, e.g. `EnvironmentHome(index=1, folder=folder, model=model,
+    """Inputs from one process for its environments, e.g. `EnvironmentHome(index=1, folder=folder, model=model,
     ...)`."""
 
     index: int = 0  # number of the process

@@ -22,7 +22,7 @@ from laminar_py.config.section import ConfigError
 RESETTING = ("algorithm.name", "rollout.engine.kind")  # keys whose value decides the meaning of their section
 # keys inside sections that may be given as a path alone
 SOURCE = re.compile(r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\.")
-NEAR = 0.7  # likeness of two names (1: equal) that makes one a suggestion for the other
+NEAR = 0.7  # least likeness (1: equal) of a known name to a mistyped name, to suggest the known name
 WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -42,7 +42,7 @@ def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, hel
 
 
 def parse_config(tree: object) -> RunConfig:
-    """Check the config of a run given as plain data. Raises `ConfigError`."""
+    """Check plain data, e.g. from YAML, and return it as the config of a run. Raises `ConfigError`."""
     return _check(RunConfig, tree, help_at="docs/config.md")
 
 
@@ -66,7 +66,7 @@ def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:
 
 
 def read_config(data: str) -> RunConfig:
-    """Config from the JSON that a process of a run receives. Raises `ConfigError` if a plugin is missing here."""
+    """Read the JSON config that a process of a run receives. Raises `ConfigError` if a package is missing here."""
     return _check_json(RunConfig, data, help_at="docs/config.md")
 
 
@@ -199,7 +199,7 @@ def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def flatten(config: RunConfig) -> dict[str, object]:
-    """Dotted name -> value for all settings of a config."""
+    """Return dotted name -> value for all settings of a config, e.g. `rollout.replicas` -> 2."""
     return dict(_leaves(config.model_dump(mode="json"), ""))
 
 

@@ -81,12 +81,12 @@ class TermConfig(Section):
 
     @property
     def asked_unless(self) -> str | None:
-        """Name of an earlier term; this term runs only where that one gave 0 or less. None: it always runs."""
+        """Name of an earlier term; this term runs only where the earlier term gave 0 or less. None: always."""
         return None
 
     @property
     def pool(self) -> str | None:
-        """Pool of `reward.servers` that computes the value; None without one."""
+        """Pool of `reward.servers` that computes the value; None: no server does."""
         return None
 
     @property
@@ -136,7 +136,7 @@ class ServedReward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeContext:
-    """Surroundings of a served term in a scorer, e.g. `ServeContext(timeout_s=10.0, folder=folder, env={},
+    """Inputs from the scorer for a served term, e.g. `ServeContext(timeout_s=10.0, folder=folder, env={},
     ...)`."""
 
     timeout_s: float  # of a call for one response

@@ -177,7 +177,7 @@ def page_lock_for(pages: MappedFile, device: torch.device) -> None:
     with torch.cuda.device(device):
         refused = cudart.cudaHostRegister(address, size, 0)
     if refused != cudart.cudaError.success:
-        log.warning("CUDA cannot page-lock %d bytes: %s", size, cudart.cudaGetErrorString(refused))
+        log.warning("CUDA cannot page-lock %d bytes (slow copies): %s", size, cudart.cudaGetErrorString(refused))
         return
     pages.set_page_locked(lambda: _unlock(address))
 

@@ -44,7 +44,7 @@ class Downlink:
         self._children.add(child)
 
     def add_want(self, child: bytes, version: int) -> None:
-        """Note that a child wants a version; ignored if its connection is gone already."""
+        """Note that a child wants a version; do nothing if the child is not attached."""
         if child in self._children:
             self._wanted_by[version].add(child)
 
@@ -85,7 +85,7 @@ class Downlink:
             del self._promised[key]
 
     def send(self, to: bytes, message: Downward) -> bool:
-        """Send a record to a connection; if it is gone, return False and forget it and its wanted versions."""
+        """Send a record to connection `to`. If that is gone, return False and forget the child and its wants."""
         assert self.listener is not None, "sending before the node was started"
         if self.listener.send(to, message):
             return True
@@ -257,7 +257,7 @@ class LocalSubscribers:
     def _refuse(self, client: _Client, *, lost: bool, reason: str) -> None:
         """Answer the waiting pull of a client with `Refused`."""
         waiting, client.waiting = client.waiting, None
-        assert waiting is not None, "there is a pull to refuse"
+        assert waiting is not None, "no pull waits to be refused"
         self._reply(waiting.sender, Refused(waiting.pull.id, lost, reason))
 
     def _reply(self, sender: bytes, message: Downward) -> None:

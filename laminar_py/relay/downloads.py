@@ -180,7 +180,7 @@ class Decision(Enum):
     START = "start"  # download it
     RESUME = "resume"  # it arrives already: request its missing chunks again
     LATER = "later"  # download it after an arriving version that must complete first
-    DECLINE = "decline"  # it is here, or nobody needs it any more
+    DECLINE = "decline"  # it is complete here, or is neither wanted nor the newest
 
 
 def decide(

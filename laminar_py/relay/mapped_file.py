@@ -88,7 +88,7 @@ class MappedFile:
         """Write `data` at `position`. Raises `OSError` where the file would grow on a full file system."""
         mapped = 0 if self._mapping is None else min(len(data), max(0, len(self._mapping) - position))
         if mapped:
-            assert self._mapping is not None, "some of the file is mapped"
+            assert self._mapping is not None, "no part of the file is mapped"
             np.copyto(np.frombuffer(self._mapping, np.uint8, mapped, position), data[:mapped])
         if mapped == len(data):
             return

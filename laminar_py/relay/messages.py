@@ -1,7 +1,7 @@
 """Records on the wire of the relay tree, the manifest of a version, and the events that a node reports.
 
 Nodes and subscribers send them; `relay/node.py` lists which record answers which. A record is one MessagePack
-frame with a `type` field. The bytes of a chunk travel as a second frame, so that nobody copies them.
+frame with a `type` field. The bytes of a chunk travel as a second frame, which saves copies.
 """
 
 from typing import Annotated, Literal, TypeAlias

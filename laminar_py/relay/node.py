@@ -180,7 +180,7 @@ class RelayNode:
                 self._versions.retire_surplus()
 
     def _handle_attach(self, child: bytes, newest_there: int) -> None:
-        """Announce to a new child the newest version, or its failure, if that is news to the child."""
+        """Attach a child; announce the newest version, or a failure, that is above `newest_there`."""
         self._downlink.attach(child)
         versions = self._versions
         newest, failure = versions.find(versions.newest), versions.failure
@@ -192,7 +192,7 @@ class RelayNode:
     def _handle_fetch(self, child: bytes, fetch: m.Fetch) -> None:
         """Send or promise the chunks that a child asks for, as far as its credits reach.
 
-        A child that asks for a version without a copy here gets `Lost`, unless a parent still looks for it.
+        Sends `Lost` if the version is not here, unless nodes above still look for it.
         """
         stored = self._versions.find(fetch.version)
         if stored is None:

@@ -223,7 +223,7 @@ class _HeaderEntry(msgspec.Struct, frozen=True):
 def _header_entry(tensor: torch.Tensor, begin: int, name: str) -> _HeaderEntry:
     """Describe a tensor whose data begin at byte `begin`. Raises `ValueError` for a dtype without a name."""
     if tensor.dtype not in _DTYPES:
-        raise ValueError(f"tensor {name}: dtype {tensor.dtype} is unknown to safetensors; cast it before")
+        raise ValueError(f"tensor {name}: dtype {tensor.dtype} is unknown to safetensors; cast the tensor")
     return _HeaderEntry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
 
 
@@ -258,8 +258,8 @@ class VersionFile:
 class Shard(VersionFile):
     """A safetensors file that is written tensor by tensor, before the names of all are known.
 
-    Tensors lie one after the other behind room for the header, which is written last. So no tensor moves once it
-    is copied.
+    The file begins with room for the header, which is written last, and the tensors follow. So no tensor moves
+    after its copy.
     """
 
     def __init__(self, path: Path, pages: MappedFile, copier: TensorCopier) -> None:
@@ -290,7 +290,7 @@ class Shard(VersionFile):
         self._copier.wait()
         room = HEADER_BYTES - 8
         header = msgspec.json.encode(self._header)
-        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
+        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes, not below {room}"
         padded = room.to_bytes(8, "little") + header.ljust(room)
         self.pages.write(0, np.frombuffer(padded, np.uint8))
 

@@ -115,7 +115,7 @@ class Listener:
                 return frames[0].bytes, message
 
     def send(self, to: bytes, message: Downward) -> bool:
-        """Send a record to connection `to`; False if that is gone. A full queue drops it with a warning."""
+        """Send a record to connection `to`; False if the connection is gone. A full queue drops the record."""
         error = _send_error(self._socket.send_multipart([to, *to_frames(message)], zmq.NOBLOCK, copy=False))
         if isinstance(error, zmq.Again):
             log.warning("the queue of a connection below is full: dropped a %s", type(message).__name__)

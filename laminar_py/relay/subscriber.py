@@ -17,20 +17,20 @@ from laminar_py.relay.uplink import Uplink
 
 
 class RelayError(RuntimeError):
-    """The node cannot give the version; the message names the setting to change where there is one."""
+    """The node cannot give a version; the message names the setting to change, if one helps."""
 
 
 class Subscriber:
-    """Client of one node: `await run()` in a task until `await close()`; requests may come at any time.
+    """Client of one node: `await run()` in a task until `await close()`; call its methods at any time.
 
-    The node pins the version that was pulled last under `name`: a restarted replica of that name still finds it.
+    The node pins the version that `name` pulled last, so a restarted replica of that name still finds the version.
     """
 
     def __init__(self, endpoint: str, name: str, keys: RelayKeys | None, *, heartbeat_s: float = 5.0) -> None:
         self.name = name
         self._sockets = SocketFactory(keys, heartbeat_s=heartbeat_s)
         self._uplink = Uplink(name, [endpoint], self, sockets=self._sockets, timeout_s=heartbeat_s, chunk_bytes=0)
-        self._changed = asyncio.Event()  # set, and replaced, when one of the next four changes
+        self._changed = asyncio.Event()  # set, then replaced, when one of the next four attributes changes
         self._newest = -1
         self._failure: m.Failed | None = None  # why the node has no version at all
         self._answer: m.Granted | m.Refused | None = None
@@ -75,7 +75,7 @@ class Subscriber:
         return await self.wait_newer(-1)
 
     async def wait_newer(self, version: int) -> int:
-        """Wait until the newest is above `version`; return it. Raises `RelayError` after a failure or `close`."""
+        """Wait for a version above `version`; return the newest. Raises `RelayError` on failure or `close`."""
         await self._wait_until(lambda: self._closed or self._newest > version or self._failure is not None)
         if self._closed or self._newest <= version:
             raise RelayError(self._failure.reason if self._failure else f"subscriber {self.name} is closed")

@@ -1,7 +1,7 @@
 """The connection of a node or subscriber to its parent: the choice of the parent, and when to leave it.
 
 `RelayNode` and `Subscriber` use it. At most one connection is open. The uplink greets the parent at each connect,
-so a parent that crashed and came back is treated as a new one.
+so a restarted parent is treated as a new parent.
 
     connecting -> (handshake) following -> (connection breaks) connecting
     connecting for too long, or the follower's `handle` returns False: to the next parent, after the last the first

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
 ENCODERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads
-MOST_USELESS_DELTAS = 8  # chunks that no delta makes smaller, before any that one does: then the encoder stops
+MOST_USELESS_DELTAS = 8  # the encoder stops if its first deltas, as many as this, make no chunk smaller
 
 
 class NodeVersions:
@@ -82,7 +82,7 @@ class NodeVersions:
         return self._store.complete.get(version)
 
     def needs(self, version: int) -> bool:
-        """True if the version is not complete here, and is the newest, arrives, or is wanted below."""
+        """True if the version is not complete here, and arrives, is above all here, or is wanted below."""
         if version in self._store.complete:
             return False
         return version in self._downloads or version > self.newest or self._is_wanted(version)
@@ -90,7 +90,7 @@ class NodeVersions:
     # ---- called for children, subscribers and the root's folder
 
     def locate(self, version: int) -> None:
-        """Ask the nodes above for a version that a child or a pull wants; at the root, refuse it if it is gone."""
+        """Ask the nodes above for a wanted version that is not here; at the root, send `Lost` if it is gone."""
         if version in self._store.complete:
             return
         if self._uplink.parents:
@@ -119,7 +119,7 @@ class NodeVersions:
             self._handle_complete(stored.manifest)
 
     def retire_surplus(self) -> None:
-        """Retire versions beyond those to keep that nobody needs."""
+        """Retire complete versions that are not to be kept, pinned, wanted, or the base of a running delta."""
         self._stop_old_encoders()
         bases = {stored.base for stored in self._store.complete.values() if stored.unencoded}
         bases |= {download.stored.base for download in self._downloads.values()}
@@ -151,7 +151,7 @@ class NodeVersions:
         self._want_missing()
 
     def handle_announce(self, announce: m.Announce) -> None:
-        """Decide about a version that the parent has, or has a part of."""
+        """Act on a version that the parent announces: download it, resume, postpone or decline it."""
         version = announce.manifest.version
         decision = decide(
             announce,
@@ -420,7 +420,7 @@ class DeltaEncoder:
         self._done()
 
     def stop(self, stored: StoredVersion) -> None:
-        """Make no more deltas of a version and drop those made; chunks that wait for one are sent in full."""
+        """Stop making deltas of a version, drop its deltas, and send chunks that wait for a delta in full."""
         waiting = sorted(stored.unencoded)
         stored.forget_deltas()
         for file, index in waiting:
