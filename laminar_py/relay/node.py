@@ -205,7 +205,7 @@ class RelayNode:
             self._downlink.request_chunk(child, stored, fetch.file, index, base=fetch.base)
 
     def _handle_want(self, child: bytes, want: m.Want) -> None:
-        """Record that a child wants a version, announce the version if it is here, else ask the nodes above."""
+        """Record that a child wants a version; announce it if it is here, and ask above if it is incomplete."""
         self._downlink.add_want(child, want.version)
         stored = self._versions.find(want.version)
         if stored is not None and not want.arriving:
