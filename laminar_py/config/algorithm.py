@@ -66,12 +66,12 @@ class Correction(StrEnum):
     NEGATIVE_MASK = "negative_mask"
 
 
-WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # the others mask whole responses
+WEIGHTS = (Correction.TIS, Correction.MIS, Correction.ICEPOP)  # other corrections mask whole responses
 BOUNDED = (Correction.ICEPOP, Correction.SEQUENCE_MASK)  # have a lower bound too
 
 
 class Divergence(StrEnum):
-    """Estimators of the KL divergence to the reference."""
+    """Estimators of the KL divergence to the reference model."""
 
     K1 = "k1"
     K2 = "k2"
@@ -93,7 +93,7 @@ class ReferencePass(StrEnum):
 
 
 def _weighted(clip_high: float) -> dict[str, Any]:
-    """Settings of truncated importance sampling: ratios are cut at 1 + clip_high, and not below."""
+    """Return settings of truncated importance sampling: ratios are cut above 1 + `clip_high`, not below."""
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
@@ -125,11 +125,11 @@ class AlgorithmConfig(Section):
     """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
     `distill`, or a name that an installed package registers."""
     advantage: Advantage = Advantage.GROUP_STD
-    """`group_std`: (r - mean) / std of the group. `group_mean`: without the division. `leave_one_out`: against the
-    mean of the others. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then keeps
-    all groups, whatever `rollout.without_signal` says. `none`: 0. With process rewards, r is the return of a token
-    (the sum of rewards from there on), and mean and std of a group are over its tokens, where each response counts
-    once."""
+    """`group_std`: (r - mean) / std of the group. `group_mean`: r - mean. `leave_one_out`: r minus the mean of the
+    group's other responses. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then
+    keeps all groups, whatever `rollout.without_signal` says. `none`: 0. With process rewards, r is the return of a
+    token (the sum of rewards from there on), and mean and std of a group are over its tokens, where each response
+    counts once."""
     overlong_tokens: Annotated[int, Field(ge=1)] | None = None
     """DAPO's overlong shaping: a response that reaches the last `overlong_tokens` before
     `rollout.sampling.max_new_tokens` loses reward, from 0 at the first of them linearly to 1 at the cap. The
@@ -145,7 +145,7 @@ class AlgorithmConfig(Section):
     weights for old responses. log Z of a prompt is estimated from its responses in the step, by one more forward
     pass."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """For `balance`: the optimal policy is the reference times exp(reward / beta)."""
+    """For `balance`: the optimal policy is the reference model's policy times exp(reward / beta)."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped; 1: no lower clip."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
@@ -192,7 +192,7 @@ class AlgorithmConfig(Section):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Inputs per token that this loss needs in addition; a subclass adds its own."""
+        """Extra inputs per token that this loss needs; a subclass adds its own."""
         teacher = Column(name=TEACHER_LOGPROBS)
         reference = Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE)
         compares = self.kl_coef > 0 or self.objective is Objective.BALANCE
@@ -205,12 +205,12 @@ class AlgorithmConfig(Section):
 
     @property
     def packed_columns(self) -> tuple[Column, ...]:
-        """Columns that packed trajectories have: all except columns that the learner computes itself."""
+        """Columns that trajectories have before the learner gets them; the learner computes the other columns."""
         return self.columns if self.reference_in_own_process else self.scored_columns
 
     @property
     def has_reference(self) -> bool:
-        """True where the run has a reference model."""
+        """True if the loss needs a reference model."""
         return any(column.source is Source.REFERENCE for column in self.columns)
 
     @property
@@ -231,6 +231,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, settings: Any) -> Any:
+        """Add the preset of the section's `name` for settings that the section leaves out."""
         if not isinstance(settings, dict):
             return settings
         return PRESETS.get(str(settings.get("name", "grpo")), {}) | settings
@@ -251,7 +252,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _check_columns(self) -> None:
-        """Raise `ConfigError` if a column is declared twice, or asks the reference model for other numbers."""
+        """Raise `ConfigError` if a column is declared twice, or the reference model cannot give it."""
         seen = set[str]()
         for column in self.columns:
             if column.name in seen:
@@ -301,21 +302,21 @@ class AlgorithmConfig(Section):
             )
 
     def _check_teaching(self) -> None:
-        """Raise `ConfigError` if no setting gives a gradient, or two settings give advantages."""
+        """Raise `ConfigError` if no setting gives a gradient, or settings of advantages contradict each other."""
         if self.advantage is Advantage.NONE and self.overlong_tokens is not None:
             raise ConfigError(
                 f"algorithm.overlong_tokens={self.overlong_tokens} changes advantages, and"
-                " algorithm.advantage=none has none; leave it out"
+                " algorithm.advantage=none has none; leave overlong_tokens out"
             )
         learns = self.advantage is not Advantage.NONE or self.learns_from_equal_rewards or self.has_reference
         if not learns:
             raise ConfigError(
-                "algorithm.advantage=none leaves a loss without gradient; choose another, or set teacher_coef"
+                "algorithm.advantage=none leaves a loss without gradient; set another advantage, or teacher_coef"
             )
         if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
             raise ConfigError(
                 f"algorithm.advantage={self.advantage}: with teacher_coef the advantages come from the"
-                " teacher; set it to none"
+                " teacher; set advantage to none"
             )
 
 
@@ -360,21 +361,21 @@ def check_overlong(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None
 
 
 def check_reference(algorithm: AlgorithmConfig, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
-    """Raise `ConfigError` if the reference would have random weights."""
+    """Raise `ConfigError` if the loss needs a reference model and its weights would be random."""
     random_start = model.from_scratch and warm_start is None
     if algorithm.has_reference and algorithm.reference is None and random_start:
         raise ConfigError(
             f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the reference is the model that RL"
-            " begins with, and model.from_scratch makes that random; name algorithm.reference"
+            " begins with, and model.from_scratch makes it random; set algorithm.reference to a folder"
         )
 
 
 def check_teaching(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: RewardConfig) -> None:
-    """Raise `ConfigError` for rewards, and a use of groups, that the algorithm cannot learn from."""
+    """Raise `ConfigError` if groups, columns or log-probabilities that the algorithm needs would be missing."""
     if algorithm.learns_from_equal_rewards and rollout.without_signal is not WithoutSignal.TRAIN:
         raise ConfigError(
             f"rollout.without_signal={rollout.without_signal} drops groups with equal rewards, and"
-            f" algorithm.name={algorithm.name} learns from these; set it to train"
+            f" algorithm.name={algorithm.name} learns from these; set without_signal to train"
         )
     needed = ", ".join(column.name for column in algorithm.scored_columns)
     for terms in reward.rules.values():

@@ -50,9 +50,9 @@ class SupervisorConfig(Section):
     """Detection and restart of crashed parts."""
 
     heartbeat_timeout_s: Seconds = 30.0
-    """A part that has not answered for this long is killed and restarted, seconds."""
+    """The run kills and restarts a part that has not answered for this many seconds."""
     max_restarts: Count = 20
-    """Restarts of one part; one more failure ends the run."""
+    """Most restarts of one part; the next failure of that part ends the run."""
 
 
 class WeakestSandbox(StrEnum):
@@ -72,8 +72,8 @@ class SandboxConfig(Section):
     slots: Count = 2
     """Programs that run at the same time in each scorer, and in each environment process that runs code."""
     cpu_s: Seconds = 4.0
-    """CPU time of a run, seconds."""
+    """CPU time of one program, seconds."""
     wall_s: Seconds = 10.0
-    """Wall time of a run, seconds."""
+    """Wall time of one program, seconds."""
     memory_mib: Annotated[int, Field(ge=32)] = 256
-    """Memory of a run, MiB."""
+    """Memory of one program, MiB."""

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from laminar_py.config.section import ConfigError, Count, Section, Share
 
 PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
-# ends that no name on the hub has
+# suffixes that no name of a data set on the hub has
 FILES = {".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", *PACKED}
 
 
@@ -35,7 +35,7 @@ class SourceConfig(Section):
 
     @property
     def is_hub_name(self) -> bool:
-        """True where `path` has the form of a name on the hub, and no such file and no such folder exists here."""
+        """True if `path` looks like a name on the hub (`owner/name` or `name`) and no such path exists here."""
         path, parts = Path(self.path), self.path.split("/")
         named = len(parts) <= 2 and all(parts) and parts[0][0] not in ".~" and path.suffix not in FILES
         return named and not path.exists() and not (len(parts) == 2 and path.parent.exists())
@@ -49,12 +49,12 @@ class TrainSourceConfig(SourceConfig):
 
 
 def read_source(value: Any) -> Any:
-    """Settings of a source, also if only its path is given."""
+    """Turn a source that is only a path into settings; return other values unchanged."""
     return {"path": value} if isinstance(value, str) else value
 
 
 def read_sources(value: Any) -> Any:
-    """Settings of sources, also if one source is given without a list."""
+    """Turn one source, or a list of sources, into a tuple of settings; a source may be only a path."""
     return tuple(read_source(source) for source in (value if isinstance(value, list | tuple) else (value,)))
 
 

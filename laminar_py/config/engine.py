@@ -2,8 +2,8 @@
 
 A backend is a folder with a `Backend` in its `backend.py` and a line in `BACKENDS`, or an installed package with
 an entry point in the group `laminar_py.backends`. The model of the backend that `kind` names validates
-`rollout.engine`. Properties of that model tell placement, replicas and reports what an engine takes, so that no
-other room distinguishes backends. The controller, `laminar doctor` and every node import a backend's module, so it
+`rollout.engine`. Properties of that model say which resources an engine takes, so that no other room
+distinguishes backends. The controller, `laminar doctor` and every node import a backend's module, so it
 imports neither torch nor an HTTP client; only `open`, in the replica's process, imports the implementation.
 """
 
@@ -26,7 +26,7 @@ from laminar_py.records.trajectory import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedFleet:
-    """A backend's account of GPUs whose time passes while nothing computes.
+    """GPUs that a backend emulates: their time passes although nothing computes on them.
 
     E.g. `EmulatedFleet(learner_devices=8, compression=20.0, has_turns=False)`.
     """
@@ -92,7 +92,7 @@ class EngineConfig(Section):
         return None
 
     def secret(self) -> str | None:
-        """Value of `secret_env` in this process."""
+        """Return the value of `secret_env` in this process; None if it is unset, empty or not needed."""
         return (os.environ.get(self.secret_env) or None) if self.secret_env is not None else None
 
     def remedies(self) -> tuple[tuple[str, str, str], ...]:
@@ -126,11 +126,11 @@ class LearnerStandIn(Protocol):
         ...
 
     def begin_save(self, folder: Path) -> None:
-        """Begin a checkpoint in `folder`. Returns when the next step may begin."""
+        """Begin a checkpoint in `folder`; return when the next step may begin."""
         ...
 
     def finish_save(self) -> None:
-        """Return when the checkpoint is complete on disk."""
+        """Wait until the checkpoint that `begin_save` began is complete on disk."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -141,14 +141,6 @@ class LearnerStandIn(Protocol):
 Check: TypeAlias = Callable[[Any], None]  # of a `RunConfig`
 
 
-def accept(config: object) -> None:
-    """Check that accepts everything."""
-
-
-def _nothing(config: object) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """A kind of engine, e.g. `Backend(settings=EngineConfig, open=open_engine)`. Checks raise `ConfigError`."""
@@ -156,18 +148,17 @@ class Backend:
     settings: type[EngineConfig]  # model of `rollout.engine`
     open: Callable[[Any, EngineLaunch], Awaitable[InferenceEngine]]  # of a `RunConfig`
     """Start an engine without weights, in the replica's process. Raises `EngineLostError` if it cannot start."""
-    check: Check = accept
-    """Refuse settings of the whole config that it cannot serve; called whenever a config is read."""
-    check_node: Check = accept
-    """Refuse a host that cannot start its engines; called on every node that gets a replica."""
-    check_start: Check = accept
-    """Refuse a run whose engines lack something, as far as the controller's host can see; called before the run
-    starts."""
+    check: Check = lambda config: None
+    """Raise `ConfigError` for a config that the backend cannot serve; called whenever a config is read."""
+    check_node: Check = lambda config: None
+    """Raise `ConfigError` on a host that cannot start its engines; called on every node that gets a replica."""
+    check_start: Check = lambda config: None
+    """Raise `ConfigError` if engines lack something that the controller's host can see; called before a run."""
     open_learner: Callable[[Any], tuple[LearnerStandIn, LearnerStarted]] | None = None
     """Make the learner of a `RunConfig` in the learner's process; None: the run's own learner trains."""
-    open_environments: Callable[[Any], Environments | None] = _nothing
+    open_environments: Callable[[Any], Environments | None] = lambda config: None
     """Make the environments of a replica whose run has no section `environment`; None: a response is one turn."""
-    known_speed: Callable[[Any], Any] = _nothing
+    known_speed: Callable[[Any], Any] = lambda config: None
     """The `EngineSpeed` for a `RunConfig`; None: the replica measures it."""
 
 
@@ -185,4 +176,4 @@ AnyEngineConfig: TypeAlias = Annotated[
     PlainValidator(named_section(EngineConfig, key="kind", registry=BACKENDS)),
     WithJsonSchema({"type": "object"}),
 ]
-"""Section that the model of the named backend validates; its JSON keeps all of that model's fields."""
+"""Section that the named backend's model validates; its JSON keeps all fields of that model."""

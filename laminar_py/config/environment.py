@@ -18,7 +18,7 @@ from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 CLASS = "class"
-UNEVEN = 4  # standard deviations above the mean load of a process, since a hash of the id chooses the process
+UNEVEN = 4  # standard deviations of room above a process's mean load: a hash of the id chooses the process
 
 
 class EnvironmentConfig(Section):
@@ -68,7 +68,7 @@ class ClassEnvironment(EnvironmentConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentHome:
-    """Surroundings of environments in one process, e.g. `EnvironmentHome(index=1, folder=folder, model=model,
+    """Inputs from one process for its environments, e.g. `EnvironmentHome(index=1, folder=folder, model=model,
     ...)`."""
 
     index: int = 0  # number of the process
@@ -102,7 +102,7 @@ _read_section = named_section(EnvironmentConfig, key="kind", registry=ENVIRONMEN
 
 
 def _read_environment(given: object) -> EnvironmentConfig:
-    """Settings of an environment, also if only the path of a class is given."""
+    """Read an environment's section, or only the path of a class. Raises `ConfigError`."""
     if isinstance(given, str):
         if ".py:" not in given:
             raise ConfigError("names no class; write path/to/file.py:Class")
@@ -123,10 +123,9 @@ def check_environment(
     in_flight: int,
     sandbox: SandboxConfig,
 ) -> None:
-    """Raise `ConfigError` for a reward of environments without one, and processes without room for `in_flight`
-    trajectories.
+    """Raise `ConfigError` if a reward needs an environment and there is none, or its processes lack room.
 
-    `terms` are the kinds of the reward's terms.
+    `terms` are the kinds of the reward's terms; `in_flight` is the most trajectories of all replicas at a time.
     """
     if environment is None and "environment" in terms:
         raise ConfigError(
@@ -141,11 +140,11 @@ def check_environment(
 
 
 def _check_code(environment: EnvironmentConfig, sandbox: SandboxConfig) -> None:
-    """Raise `ConfigError` if code of the model may take as long as a turn."""
+    """Raise `ConfigError` if one program of the model may run for the whole time of a turn."""
     if environment.has_session and sandbox.wall_s >= environment.timeout_s:
         raise ConfigError(
             f"sandbox.wall_s={sandbox.wall_s:g}: not below environment.timeout_s={environment.timeout_s:g};"
-            " lower it, or slow code drops its trajectory"
+            " lower wall_s, or slow code drops its trajectory"
         )
 
 

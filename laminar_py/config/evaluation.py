@@ -32,7 +32,7 @@ class EvalSetConfig(SourceConfig):
     """Learner steps between two evaluations on this set. Default: `eval.every_steps`."""
 
     def sampling(self, run: SamplingParams) -> SamplingParams:
-        """Sampling parameters of an answer; settings that are None come from `run`."""
+        """Return the sampling parameters of an answer; settings that are None come from `run`."""
         overrides = {"top_k": self.top_k, "top_p": self.top_p, "max_new_tokens": self.max_new_tokens}
         changes = {name: value for name, value in overrides.items() if value is not None}
         return msgspec.structs.replace(run, temperature=self.temperature, **changes)
@@ -65,20 +65,20 @@ class EvalConfig(Section):
         return self
 
     def sampling_by_set(self, run: SamplingParams) -> dict[str, str]:
-        """Set -> JSON with the number of answers to a problem and their sampling parameters."""
+        """Return set -> JSON of (number of answers to a problem, their sampling parameters)."""
         return {
             name: msgspec.json.encode((settings.samples, settings.sampling(run))).decode()
             for name, settings in self.sets.items()
         }
 
     def intervals(self) -> dict[str, int]:
-        """Set -> learner steps between two evaluations, for sets that are evaluated during RL."""
+        """Return set -> learner steps between two evaluations; sets without evaluations during RL are missing."""
         every = {name: settings.every_steps or self.every_steps for name, settings in self.sets.items()}
         return {name: steps for name, steps in every.items() if steps is not None}
 
 
 def check_evaluation(evaluation: EvalConfig, rollout: RolloutConfig) -> None:
-    """Raise `ConfigError` for sets whose answers the engines cannot hold or record."""
+    """Raise `ConfigError` for a set whose answers do not fit into `max_len` or into recorded sampling masks."""
     run = rollout.sampling.params()
     for name, settings in evaluation.sets.items():
         sampling = settings.sampling(run)

@@ -36,12 +36,14 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(set(self.targets)) < len(self.targets):
-            raise ConfigError(f"learner.lora.targets={','.join(self.targets)}: one is named twice; name each once")
+            raise ConfigError(
+                f"learner.lora.targets={','.join(self.targets)}: a name occurs twice; name each once"
+            )
         return self
 
 
 def check_lora(lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
-    """Raise `ConfigError` for adapters without a base. A backend checks which adapters its engines serve."""
+    """Raise `ConfigError` for adapters whose base model has no folder; backends check the adapters' layers."""
     if lora is None:
         return
     if model.from_scratch and warm_start is None:

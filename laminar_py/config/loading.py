@@ -1,7 +1,6 @@
-"""Config files: reading YAML with overrides, writing YAML, and one line for every mistake. The command line calls
-it.
+"""Config files: the command line reads YAML with overrides, and writes YAML.
 
-Every mistake in a file raises `ConfigError` before anything starts.
+Every mistake in a file raises `ConfigError`, whose message is one line, before anything starts.
 """
 
 import json
@@ -21,15 +20,15 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
 RESETTING = ("algorithm.name", "rollout.engine.kind")  # keys whose value decides the meaning of their section
-# sections that may be given as a path alone
+# keys inside sections that may be given as a path alone
 SOURCE = re.compile(r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\.")
-NEAR = 0.7  # likeness of two names (1: equal) that makes one a suggestion for the other
+NEAR = 0.7  # least likeness (1: equal) of a known name to a mistyped name, to suggest the known name
 WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """Config of a run: a YAML file with `key.sub=value` overrides applied. Raises `ConfigError`.
+    """Read a run's config from a YAML file, and apply `key.sub=value` overrides. Raises `ConfigError`.
 
     An override that changes `algorithm.name` or `rollout.engine.kind` drops the file's other settings of that
     section, since they belong to another algorithm or engine.
@@ -43,12 +42,12 @@ def load_settings(kind: type[Settings], path: Path, overrides: list[str], *, hel
 
 
 def parse_config(tree: object) -> RunConfig:
-    """Check the config of a run given as plain data. Raises `ConfigError`."""
+    """Check plain data, e.g. from YAML, and return it as the config of a run. Raises `ConfigError`."""
     return _check(RunConfig, tree, help_at="docs/config.md")
 
 
 def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:
-    """Unchecked data of a YAML file with overrides applied. Raises `ConfigError`."""
+    """Read a YAML file and apply overrides, without a check of the settings. Raises `ConfigError`."""
     if not path.is_file():
         raise ConfigError(f"config={path}: no such file; name a YAML file such as configs/quickstart.yaml")
     try:
@@ -67,7 +66,7 @@ def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:
 
 
 def read_config(data: str) -> RunConfig:
-    """Config from the JSON that a process of a run receives. Raises `ConfigError` if a plugin is missing here."""
+    """Read the JSON config that a process of a run receives. Raises `ConfigError` if a package is missing here."""
     return _check_json(RunConfig, data, help_at="docs/config.md")
 
 
@@ -76,6 +75,7 @@ def _check(kind: type[Settings], tree: object, *, help_at: str) -> Settings:
 
 
 def _check_json(kind: type[Settings], data: str, *, help_at: str) -> Settings:
+    """Read settings of type `kind` from JSON. Raises `ConfigError` that names page `help_at`."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -83,7 +83,7 @@ def _check_json(kind: type[Settings], data: str, *, help_at: str) -> Settings:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML from which `load_config` reads the same config."""
+    """Return YAML from which `load_config` reads the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
@@ -117,11 +117,11 @@ def _apply_override(tree: dict[str, object], override: str) -> None:
     try:
         node[leaf] = _read_yaml(value)
     except yaml.YAMLError:
-        raise ConfigError(f"override={override}: its value is not YAML; quote it") from None
+        raise ConfigError(f"override={override}: its value is not YAML; put the value in quotes") from None
 
 
 def _reset_section(tree: dict[str, object], override: str) -> None:
-    """Empty the section of an override from `RESETTING` that changes its value."""
+    """Delete all settings of the section whose key `override` changes, e.g. by `algorithm.name=dapo`."""
     key, _, value = override.partition("=")
     *parents, leaf = key.split(".")
     node: object = tree
@@ -132,8 +132,7 @@ def _reset_section(tree: dict[str, object], override: str) -> None:
 
 
 def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str) -> Exception:
-    """`ConfigError` with one line for a mistake of the user; a bug that a validator ran into is returned as it
-    is."""
+    """Return a `ConfigError` of one line for a user's mistake; return another error of a validator unchanged."""
     first = error.errors()[0]
     where = first["loc"]
     while isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):  # raised by `named_section`
@@ -160,7 +159,7 @@ def _one_line(first: ErrorDetails, field: str, help_at: str) -> str:
 
 
 def _engine_remedy(where: tuple[int | str, ...]) -> str:
-    """Remedy for an engine setting that only another built-in backend has; "" for other settings."""
+    """Return the remedy for a setting of another built-in backend than the run's; "" for other settings."""
     *section, key = where
     if section != ["rollout", "engine"]:
         return ""
@@ -169,7 +168,7 @@ def _engine_remedy(where: tuple[int | str, ...]) -> str:
 
 
 def _suggestion(field: str, known: list[str]) -> str:
-    """Question that suggests a setting for an unknown one; "" where no setting is near.
+    """Return a question that suggests a known setting for the unknown `field`; "" if no name is near.
 
     Suggests `steps` for `stepz` in the same section, and `learner.lr` for `lr` in another section.
     """
@@ -181,7 +180,7 @@ def _suggestion(field: str, known: list[str]) -> str:
 
 
 def setting_names(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted names of all settings, e.g. `rollout.sampling.top_k`, with the settings of every built-in backend."""
+    """Return the dotted names of all settings, e.g. `rollout.replicas`, also of every built-in backend."""
     kinds = [BACKENDS.get(kind).settings for kind in BACKENDS.built_in] if section is EngineConfig else [section]
     names = []
     for name, field in ((name, field) for kind in kinds for name, field in kind.model_fields.items()):
@@ -192,6 +191,7 @@ def setting_names(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the models in a type annotation, e.g. `EvalSetConfig` in `dict[str, EvalSetConfig]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -199,11 +199,12 @@ def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def flatten(config: RunConfig) -> dict[str, object]:
-    """Dotted name -> value for all settings of a config."""
+    """Return dotted name -> value for all settings of a config, e.g. `rollout.replicas` -> 2."""
     return dict(_leaves(config.model_dump(mode="json"), ""))
 
 
 def _leaves(tree: dict[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    """Yield (`prefix` + dotted name, value) for each value of a tree; an empty section is a value."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -212,7 +213,7 @@ def _leaves(tree: dict[str, object], prefix: str) -> Iterator[tuple[str, object]
 
 
 def to_overrides(settings: Mapping[str, object]) -> list[str]:
-    """Settings as arguments of the command line: words as they are, other values as JSON, which is also YAML."""
+    """Return settings as `name=value` arguments: plain words as they are, other values as JSON (also YAML)."""
     plain = {key: isinstance(value, str) and WORD.fullmatch(value) for key, value in settings.items()}
     return [f"{key}={value if plain[key] else json.dumps(value)}" for key, value in settings.items()]
 

@@ -67,9 +67,9 @@ class Registry(Generic[Kind]):
         return self._load(offers[0])
 
     def package_error(self, name: str, error: BaseException) -> BaseException:
-        """`ConfigError` that names the installed package of `name`, if `error` passed through its code.
+        """Return a `ConfigError` that names the package of `name`, if `error` passed through that package's code.
 
-        A `ConfigError` is returned as it is, and so is an error from our own code.
+        Returns `error` itself if it is a `ConfigError`, or comes from our own code.
         """
         points = {point.module.partition(".")[0]: point for point in self._offers(name)}
         modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
@@ -81,7 +81,7 @@ class Registry(Generic[Kind]):
 
     @contextmanager
     def naming_package(self, name: str) -> Iterator[None]:
-        """Context that turns errors from the package of `name` into errors that name it, see `package_error`."""
+        """Context that raises `ConfigError` with the package's name for errors in the code of package `name`."""
         try:
             yield
         except Exception as error:  # a third-party package may raise anything
@@ -94,7 +94,7 @@ class Registry(Generic[Kind]):
         return [point for point in self._announced if point.name == name]
 
     def _load(self, point: EntryPoint) -> Kind:
-        """Import the object of an entry point. Raises `ConfigError` if that fails or the type is wrong."""
+        """Import an entry point's object. Raises `ConfigError` if the import fails or its type is wrong."""
         try:
             loaded = point.load()
         except Exception as error:  # a third-party package may raise anything
@@ -111,7 +111,7 @@ class Registry(Generic[Kind]):
 
 
 def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Callable[[object], Named]:
-    """Validator of a section whose `key` names an implementation: the model in that one's `settings` reads it."""
+    """Return a validator: it reads a section by the `settings` of the implementation that its `key` names."""
 
     def read(section: object) -> Named:
         """Convert a section to the settings of the implementation that its `key` names. Raises `ConfigError`."""
@@ -135,8 +135,10 @@ def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Ca
 
 
 def _located(error: ValidationError, fault: ConfigError, name: str) -> ValidationError:
-    """Error of a section's own check, e.g. `free=9: not below most=9`, in a form that lets pydantic add its
-    place."""
+    """Return `error` if it names a field; else the `fault` of a whole section, to which pydantic adds its place.
+
+    E.g. `free=9: not below most=9` is such a fault; the message shows `name` in place of the whole section.
+    """
     if error.errors()[0]["loc"]:
         return error
     line = InitErrorDetails(type="value_error", input=name, ctx={"error": fault})
@@ -152,7 +154,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def installed_points(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group, by name, without points of packages that cannot be found."""
+    """Return a group's entry points, sorted by name, except points whose module cannot be found."""
 
     def is_installed(point: EntryPoint) -> bool:
         try:
@@ -181,7 +183,7 @@ def load_from_file(given: str, *, field: str) -> Callable[..., object]:
 
 
 def _import(given: str, path: Path, *, field: str) -> ModuleType:
-    """Execute a user's Python file as a module. Raises `ConfigError` if `path` is no Python file or raises."""
+    """Run a user's Python file as a module. Raises `ConfigError` if it is no Python file or raises an error."""
     name = f"laminar_user_{path.stem}"
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -191,6 +193,6 @@ def _import(given: str, path: Path, *, field: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{field}={given}: importing {path} failed ({line}); fix the file") from error
+        fault = f"importing {path} failed ({_in_one_line(error)})"
+        raise ConfigError(f"{field}={given}: {fault}; fix the file") from error
     return module

@@ -81,12 +81,12 @@ class TermConfig(Section):
 
     @property
     def asked_unless(self) -> str | None:
-        """Name of an earlier term; this term runs only where that one gave 0 or less. None: it always runs."""
+        """Name of an earlier term; this term runs only where the earlier term gave 0 or less. None: always."""
         return None
 
     @property
     def pool(self) -> str | None:
-        """Pool of `reward.servers` that computes the value; None without one."""
+        """Pool of `reward.servers` that computes the value; None: no server does."""
         return None
 
     @property
@@ -117,7 +117,7 @@ class FunctionTerm(TermConfig):
 
     @property
     def processes(self) -> int:
-        """Most processes."""
+        """Most processes of a scorer that call the function."""
         return self.most_processes
 
 
@@ -126,17 +126,17 @@ class ServedReward(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """Number of responses that it works on at the same time; others wait."""
+        """Number of responses that the function works on at the same time; other responses wait."""
         ...
 
     async def __call__(self, request: Any) -> object:
-        """Value for a `ScoringRequest`, in any form that a reward function may return."""
+        """Return the value for a `ScoringRequest`, in any form that a reward function may return."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeContext:
-    """Surroundings of a served term in a scorer, e.g. `ServeContext(timeout_s=10.0, folder=folder, env={},
+    """Inputs from the scorer for a served term, e.g. `ServeContext(timeout_s=10.0, folder=folder, env={},
     ...)`."""
 
     timeout_s: float  # of a call for one response
@@ -186,7 +186,7 @@ _read_section = named_section(TermConfig, key="kind", registry=REWARDS)
 
 
 def _read_term(given: object) -> TermConfig:
-    """Settings of a term, also if only its kind or the path of a function is given."""
+    """Read a term's section, or only its kind or the path of a function. Raises `ConfigError`."""
     if isinstance(given, str):
         if given.endswith(".py"):
             raise ConfigError(f"reward.use={given}: a file needs its function; write {given}:score")
@@ -201,7 +201,7 @@ AnyTerm: TypeAlias = Annotated[
 
 
 def _read_terms(value: object) -> object:
-    """Terms, also if one is given without a list."""
+    """Turn one term, or a list of terms, into a tuple; return any other value unchanged."""
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | dict) else value
 
 
@@ -209,7 +209,7 @@ Terms: TypeAlias = Annotated[tuple[AnyTerm, ...], BeforeValidator(_read_terms)]
 
 
 def read_term(data: str) -> TermConfig:
-    """Term from its JSON. Raises `ConfigError` if its plugin is missing here."""
+    """Read a term from JSON. Raises `ConfigError` if the package of its kind is missing here."""
     return _read_section(json.loads(data))
 
 
@@ -262,7 +262,7 @@ class RewardConfig(Section):
         return tuple((pool, index) for pool, settings in self.servers.items() for index in range(settings.count))
 
     def of_task(self, task: str, *, set_name: str = "") -> tuple[TermConfig, ...]:
-        """Terms for a task's problems, in training or in an evaluation set; empty if the config has none."""
+        """Return the terms for a task's problems, in training or in an evaluation set; empty if there are none."""
         return self.by_set.get(set_name) or self.by_task.get(task, self.use)
 
     @model_validator(mode="after")
@@ -284,7 +284,8 @@ class RewardConfig(Section):
             for place, term in enumerate(terms):
                 if term.asked_unless is not None and term.asked_unless not in names[:place]:
                     raise ConfigError(
-                        f"{field}: {term.title} has unless={term.asked_unless}, which is no earlier term; name one"
+                        f"{field}: {term.title} has unless={term.asked_unless}, which is no earlier term;"
+                        " name an earlier term, or leave unless out"
                     )
         self._check_pools()
         return self
@@ -299,12 +300,12 @@ class RewardConfig(Section):
         for pool in self.servers:
             if pool not in asked:
                 raise ConfigError(
-                    f"reward.servers.{pool}: no term asks it; name it in one as `servers`, or leave it out"
+                    f"reward.servers.{pool}: no term asks it; name it in one term as `servers`, or remove it"
                 )
 
 
 def check_sets(reward: RewardConfig, sets: Collection[str]) -> None:
-    """Raise `ConfigError` for terms of a set that `eval.sets` lacks."""
+    """Raise `ConfigError` if `reward.by_set` has terms for a set that is not in `eval.sets`."""
     unknown = next((name for name in reward.by_set if name not in sets), None)
     if unknown is not None:
         known = ", ".join(sets) or "none"
@@ -312,9 +313,9 @@ def check_sets(reward: RewardConfig, sets: Collection[str]) -> None:
 
 
 def check_tasks(reward: RewardConfig, tasks: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for a task without a reward, or a reward without a task.
+    """Raise `ConfigError` for a task without a reward, or a reward for a task without problems.
 
-    `tasks` has the place of one problem of each task.
+    `tasks` maps each task to the place of one of its problems, e.g. a file and line, for messages.
     """
     known = ", ".join(sorted(task for task in tasks if task)) or "none"
     for task in reward.by_task:

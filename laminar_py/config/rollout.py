@@ -49,12 +49,12 @@ class StalenessConfig(Section):
         return self
 
     def unbounded(self, schedule: Schedule) -> bool:
-        """True where neither bound nor schedule limits the age of a trajectory."""
+        """True if neither `max_staleness` nor the schedule limits the age of a trajectory."""
         return schedule is Schedule.ASYNC and self.max_staleness is None
 
     @property
     def enforced(self) -> int | None:
-        """Bound that consumption enforces by `drop` or `reweight`; None where it does not."""
+        """Bound that consumption enforces by `drop` or `reweight`; None if it enforces no bound."""
         return self.max_staleness if {StalePolicy.DROP, StalePolicy.REWEIGHT} & set(self.policies) else None
 
 
@@ -71,12 +71,12 @@ def check_buffer(capacity: int, trajectories_per_step: int) -> None:
     if capacity < trajectories_per_step:
         raise ConfigError(
             f"buffer.capacity={capacity} is below one learner step of {trajectories_per_step} trajectories"
-            " (rollout.prompts_per_step * rollout.group_size); raise it"
+            " (rollout.prompts_per_step * rollout.group_size); raise buffer.capacity"
         )
 
 
 def check_schedule(schedule: Schedule, staleness: StalenessConfig, *, publish_every: int) -> None:
-    """Raise `ConfigError` for a bound that the schedule, or the learner between two versions, always exceeds."""
+    """Raise `ConfigError` if trajectories always exceed the enforced bound, by `schedule` or `publish_every`."""
     if schedule is Schedule.ONE_STEP and staleness.enforced == 0:
         raise ConfigError(
             "staleness.max_staleness=0: schedule=one_step exceeds it at every other step; set it to 1, or"
@@ -123,7 +123,7 @@ class SamplingConfig(Section):
     """Cap on the response tokens of a trajectory; a response that reaches it is cut, with an event."""
 
     def params(self, *, stop_ids: tuple[int, ...] = ()) -> SamplingParams:
-        """Parameters of a request to an engine."""
+        """Return the sampling parameters of a request to an engine, which ends a response at any of `stop_ids`."""
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -204,7 +204,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
 
 
 def _check_vocabulary(rollout: RolloutConfig) -> None:
-    """Raise `ConfigError` unless sampling masks are recorded exactly if sampling cuts the vocabulary."""
+    """Raise `ConfigError` for a cut vocabulary without recorded masks, or masks without a cut vocabulary."""
     sampling, recorded = rollout.sampling, Recording.SAMPLING_MASK in rollout.record
     if sampling.cuts_vocabulary and not recorded:
         raise ConfigError(
@@ -233,7 +233,7 @@ def _check_sampling(rollout: RolloutConfig) -> None:
     if rollout.kv_tokens < max_len:
         raise ConfigError(
             f"rollout.kv_capacity={rollout.kv_tokens} cannot hold one trajectory of rollout.max_len={max_len};"
-            " raise it"
+            " raise kv_capacity"
         )
 
 
@@ -246,7 +246,7 @@ def _check_groups(rollout: RolloutConfig) -> None:
         if value < size:
             raise ConfigError(
                 f"rollout.{name}={value} is below rollout.group_size={size}, and a group goes to one replica;"
-                " raise it"
+                f" raise {name}"
             )
 
 
@@ -282,7 +282,7 @@ class RepackConfig(Section):
 
 
 def can_repack(schedule: Schedule, rollout: RolloutConfig) -> bool:
-    """True where a freed replica gets new prompts; under other schedules it waits for the whole batch."""
+    """True for several draining replicas under `async`: only there a freed replica gets new prompts at once."""
     drains = rollout.on_new_weights is OnNewWeights.DRAIN and schedule is Schedule.ASYNC
     return drains and rollout.replicas > 1
 

@@ -127,13 +127,13 @@ class RunConfig(Section):
 
     @property
     def learner_device(self) -> Device:
-        """Device of the learner's ranks."""
+        """Device of the learner's ranks: as configured, else GPUs if the run launches engines on GPUs."""
         engine = self.rollout.engine
         return self.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
 
     @property
     def gpus(self) -> int:
-        """GPUs of all parts together, without GPUs of attached servers."""
+        """GPUs of the learner, the reference stage, engines and reward servers, without attached servers."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
         trained = self.learner.world_size + self.algorithm.reference_in_own_process
         return (
@@ -144,7 +144,7 @@ class RunConfig(Section):
 
     @property
     def num_evaluations(self) -> int:
-        """Most moments during RL at which a set is evaluated."""
+        """Most times during RL at which one or more sets are evaluated."""
         intervals = set(self.eval.intervals().values())
         return len(self.eval.at_seconds) + sum(self.steps // every for every in intervals)
 
@@ -155,10 +155,10 @@ class RunConfig(Section):
 
     @property
     def capacity(self) -> int:
-        """Most live trajectories."""
+        """Most live trajectories: `buffer.capacity`, by default 4 steps and the trajectories of all replicas."""
         return self.buffer.capacity or 4 * self.trajectories_per_step + self._in_flight
 
     @property
     def _in_flight(self) -> int:
-        """Most trajectories that replicas have at a time."""
+        """Most trajectories that all replicas together have at a time."""
         return self.rollout.replicas * self.rollout.batch_per_replica

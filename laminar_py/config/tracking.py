@@ -18,7 +18,7 @@ Setting: TypeAlias = bool | int | float | str
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of a tracker.
+    """Parameters with which a tracker begins or continues its run.
 
     E.g. `Opening(kind="wandb", folder="runs/math-3", name="math-3", project="math", settings={"seed": 0})`.
     """
@@ -38,7 +38,7 @@ class Tracker(Protocol):
         ...
 
     def undo(self, step: int) -> None:
-        """Note that steps after this one are undone, and will be repeated."""
+        """Note that the run has undone all steps after `step` and will repeat them."""
         ...
 
     def close(self, summary: Mapping[str, float] | None) -> None:
@@ -53,7 +53,7 @@ class TrackerKind:
     open: Callable[[Opening], Tracker]
     """Begin the tracker's run, or continue the run of that folder. The tracker's process calls it."""
     check: Callable[[], None] = lambda: None
-    """Raise `ConfigError` if the kind's package is missing. Called before a run, and imports no package."""
+    """Raise `ConfigError` if the kind's package is missing, without an import of it. Called before a run."""
 
 
 TRACKERS = Registry(TrackerKind, field="tracking.kinds", group="laminar_py.trackers", built_in={})

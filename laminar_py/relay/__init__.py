@@ -1,4 +1,4 @@
-"""The relay: weights from one process to any number of others, which needs no other part of the package.
+"""The relay carries weights from one process to any number of others; it works without the other rooms.
 
 The interface is `Publisher`, `RelayNode`, `Subscriber` and `RelayKeys`; `laminar relay` and benchmarks use
 the other names.

@@ -54,9 +54,9 @@ _zstd = _Zstd()
 
 
 def encode(new: Buffer, base: Buffer, *, width: int) -> bytes | None:
-    """Encode the payload that turns `base` [n] into `new` [n], elements of `width` 2 or 4 bytes; n below 4 GiB.
+    """Encode the payload that turns `base` into `new`, both [n] bytes, in elements of `width` 2 or 4 bytes.
 
-    Empty if nothing changed; None if more than one element in five changed, or if `new` itself is smaller.
+    Returns `b""` if nothing changed; None if more than one element in five changed, or the payload saves nothing.
     """
     assert len(new) == len(base) < 2**32, f"{len(new)} new bytes against {len(base)} of the base"
     compared = _compare(_elements(new, width), _elements(base, width))
@@ -113,7 +113,7 @@ def _elements(data: Buffer, width: int) -> Elements:
 
 
 def _compare(new: Elements, base: Elements) -> tuple[npt.NDArray[np.uint32], Elements] | None:
-    """[num_changed] ascending positions that differ, and the differences; None as soon as there are too many."""
+    """Return [num_changed] ascending positions that differ and their differences; None for too many changes."""
     block = _BLOCK_BYTES // new.itemsize
     mask = np.empty(min(block, len(new)), np.bool_)
     positions, steps = [np.empty(0, np.uint32)], [np.empty(0, new.dtype)]
@@ -153,34 +153,34 @@ def _join(planes: list[bytes]) -> npt.NDArray[np.uint8]:
 
 
 def _read_header(payload: Buffer, *, num_bytes: int) -> tuple[int, int]:
-    """Read width and number of changes. Raises `DeltaError` if they cannot be of a chunk of `num_bytes`."""
+    """Return width and number of changes. Raises `DeltaError` if they cannot fit a chunk of `num_bytes`."""
     if len(payload) < _HEADER.size:
-        raise DeltaError(f"{len(payload)} bytes, less than a header")
+        raise DeltaError(f"damaged delta: {len(payload)} bytes, less than a header of {_HEADER.size}")
     form, width, size, num_changed = _HEADER.unpack_from(payload)
     if form != _FORMAT or width not in _DTYPES:
-        raise DeltaError(f"format {form} with elements of {width} bytes is unknown")
+        raise DeltaError(f"unknown delta format {form} with elements of {width} bytes")
     if size != num_bytes:
-        raise DeltaError(f"made for {size} bytes, the base has {num_bytes}")
+        raise DeltaError(f"damaged delta: made for {size} bytes, the base has {num_bytes}")
     if num_changed > size // width // _MIN_SPACING:
-        raise DeltaError(f"{num_changed} changes in {size // width} elements")
+        raise DeltaError(f"damaged delta: {num_changed} changes in {size // width} elements are too many")
     return width, num_changed
 
 
 def _read_planes(left: memoryview, sizes: Sequence[int]) -> tuple[list[bytes], memoryview]:
-    """Decompress planes of these sizes; returns them and the bytes behind them. Raises `DeltaError`.
+    """Decompress planes of `sizes` bytes from `left`; return them and the rest. Raises `DeltaError`.
 
     Checks the size in each frame's header before any memory is taken for the frame.
     """
     planes = []
     for size in sizes:
         if len(left) < _LENGTH.size or len(left) - _LENGTH.size < (length := _LENGTH.unpack_from(left)[0]):
-            raise DeltaError("a plane is cut off")
+            raise DeltaError(f"damaged delta: a plane is cut off after {len(left)} bytes")
         frame, left = left[_LENGTH.size : _LENGTH.size + length], left[_LENGTH.size + length :]
         try:
             promised = zstandard.frame_content_size(frame)
             if promised != size:
-                raise DeltaError(f"a plane has {promised} bytes, the header says {size}")
+                raise DeltaError(f"damaged delta: a plane has {promised} bytes, the header says {size}")
             planes.append(_zstd.decompressor.decompress(frame, allow_extra_data=False))
         except zstandard.ZstdError as error:
-            raise DeltaError(f"a plane is no zstd frame: {error}") from error
+            raise DeltaError(f"damaged delta: a plane is no zstd frame: {error}") from error
     return planes, left

@@ -44,13 +44,13 @@ class _Piece:
 
 
 class TensorCopier:
-    """Copies one tensor after the other, from wherever it lies; uses CUDA only once a tensor lies there."""
+    """Copies tensors into mapped files, from main memory or a GPU; uses CUDA only for tensors on a GPU."""
 
     def __init__(self) -> None:
         self._device_copier: DeviceCopier | None = None
 
     def copy(self, tensor: Tensor, pages: MappedFile, position: int) -> None:
-        """Copy a tensor's bytes to `position` of a file, now or later.
+        """Copy a tensor's bytes to `position` of a file: at once from main memory, by the next `wait` from a GPU.
 
         A tensor on a GPU must not change before `wait`. Raises `OSError` on a full file system.
         """
@@ -67,7 +67,7 @@ class TensorCopier:
             self._device_copier.wait()
 
     def drop(self) -> None:
-        """Drop copies that have not arrived; returns when no copy is in flight."""
+        """Abandon copies that were not waited for; return when the GPU no longer reads a tensor."""
         if self._device_copier is not None:
             self._device_copier.drop()
 
@@ -88,11 +88,11 @@ class DeviceCopier:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._in_flight: deque[_Piece] = deque()
         self._held_bytes = 0
-        self._buffers: list[Tensor] = []
-        self._free: list[Tensor] = []
+        self._buffers: list[Tensor] = []  # [PIECE_BYTES] each, made at the first use
+        self._free: list[Tensor] = []  # buffers that no piece uses
 
     def copy(self, tensor: Tensor, pages: MappedFile, position: int) -> None:
-        """Start to copy a tensor; see `TensorCopier.copy`."""
+        """Start to copy a tensor to `position` of a file; finish copies that are done or hold much memory."""
         self.device = tensor.device
         while self._in_flight and self._held_bytes + tensor.nbytes > MAX_HELD_BYTES:
             self._finish_oldest()
@@ -131,7 +131,7 @@ class DeviceCopier:
             self._finish_oldest()
 
     def drop(self) -> None:
-        """Drop copies that have not arrived; returns when none is in flight."""
+        """Abandon copies that were not waited for; return when the device no longer reads a tensor."""
         try:
             for piece in self._in_flight:
                 piece.arrived.synchronize()
@@ -141,7 +141,7 @@ class DeviceCopier:
             self._free = list(self._buffers)
 
     def _target(self, pages: MappedFile, position: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """[size] uint8 memory that the device may write to: in the mapped file, or in a buffer, returned too."""
+        """Return [size] uint8 memory to copy to: mapped, or in a buffer (returned too) after a wait for one."""
         view = pages.mapped_view(position, size) if pages.is_page_locked else None
         if view is not None:
             return torch.frombuffer(view, dtype=torch.uint8), None
@@ -167,7 +167,7 @@ class DeviceCopier:
 
 
 def page_lock_for(pages: MappedFile, device: torch.device) -> None:
-    """Page-lock a mapped file until it is unmapped. Where CUDA refuses, copies go through buffers."""
+    """Page-lock a mapped file until it is unmapped; log a warning if CUDA refuses, and copy through buffers."""
     size = pages.size
     view = pages.mapped_view(0, size)
     if view is None or pages.is_page_locked:
@@ -177,12 +177,13 @@ def page_lock_for(pages: MappedFile, device: torch.device) -> None:
     with torch.cuda.device(device):
         refused = cudart.cudaHostRegister(address, size, 0)
     if refused != cudart.cudaError.success:
-        log.warning("CUDA cannot page-lock %d bytes: %s", size, cudart.cudaGetErrorString(refused))
+        log.warning("CUDA cannot page-lock %d bytes (slow copies): %s", size, cudart.cudaGetErrorString(refused))
         return
     pages.set_page_locked(lambda: _unlock(address))
 
 
 def _unlock(address: int) -> None:
+    """Undo the page-lock of the memory at `address`; log a warning if CUDA refuses."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     refused = cudart.cudaHostUnregister(address)
     if refused != cudart.cudaError.success:

@@ -7,14 +7,13 @@ its files' digests. So a node that checked each chunk as it came need not read t
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
 
 from blake3 import blake3
 
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import CHECKSUM_BYTES, FileEntry
 
-TASK_BYTES = 16 * 2**20  # at least, that one task hashes
+TASK_BYTES = 16 * 2**20  # least that one task of a thread hashes
 # Where cores are short the learner must win. At a still lower priority a hashing thread on busy cores would starve
 # while it holds the interpreter's lock, and stop the learner.
 NICENESS = 10
@@ -31,20 +30,6 @@ def digest_of(checksums: bytes | bytearray) -> str:
     return blake3(checksums).hexdigest()
 
 
-def read_checksums(path: Path, *, chunk_bytes: int) -> bytes:
-    """[num_chunks * CHECKSUM_BYTES] checksums of a file, from its content."""
-    checksums = bytearray()
-    with path.open("rb") as file:
-        while data := file.read(chunk_bytes):
-            checksums += chunk_checksum(data)
-    return bytes(checksums)
-
-
-def file_digest(path: Path, *, chunk_bytes: int) -> str:
-    """Digest of a file, from its content."""
-    return digest_of(read_checksums(path, chunk_bytes=chunk_bytes))
-
-
 def version_digest(files: Sequence[FileEntry]) -> str:
     """Digest of a version: BLAKE3 over `name NUL digest` of its files, sorted by name."""
     total = blake3()
@@ -54,14 +39,14 @@ def version_digest(files: Sequence[FileEntry]) -> str:
 
 
 def hashing_threads() -> ThreadPoolExecutor:
-    """Start threads for `hash_file`, on half of this process's cores: the learner needs the others."""
+    """Make threads of low priority for `hash_file`, one for two cores: the learner needs the others."""
     num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
     # Linux has a niceness for each thread.
     return ThreadPoolExecutor(num_threads, "hash", initializer=os.nice, initargs=(NICENESS,))
 
 
 def hash_file(pages: MappedFile, size: int, *, chunk_bytes: int, threads: Executor) -> bytes:
-    """[num_chunks * CHECKSUM_BYTES] checksums of the first `size` bytes of a file, made on `threads`."""
+    """[num_chunks * CHECKSUM_BYTES] checksums of the first `size` bytes of a file, computed on `threads`."""
     task_bytes = chunk_bytes * -(-TASK_BYTES // chunk_bytes)
 
     def hash_part(begin: int) -> bytes:

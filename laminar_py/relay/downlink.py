@@ -1,7 +1,7 @@
 """A node's connections downwards: `Downlink` to child nodes, `LocalSubscribers` to subscribers.
 
-A node owns one of each. Nothing is kept for a connection that is gone, and a promised chunk is dropped when it was
-sent or its version is given up.
+A node owns one of each. Both forget a connection that is gone. `Downlink` forgets a promised chunk when it has
+sent the chunk or its version is given up.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ class Downlink:
 
     @property
     def has_children(self) -> bool:
-        """True if a node has this one as its parent."""
+        """True if at least one child node is attached here."""
         return bool(self._children)
 
     def attach(self, child: bytes) -> None:
@@ -44,7 +44,7 @@ class Downlink:
         self._children.add(child)
 
     def add_want(self, child: bytes, version: int) -> None:
-        """Note that a child wants a version; ignored if its connection is gone already."""
+        """Note that a child wants a version; do nothing if the child is not attached."""
         if child in self._children:
             self._wanted_by[version].add(child)
 
@@ -61,14 +61,14 @@ class Downlink:
         self._send_all(Announce(stored.manifest, stored.base), self._children if newest else wanting)
 
     def refuse(self, version: int, message: Downward, *, newest: bool) -> None:
-        """Send `message` about a version that will not come to the same children as `announce` would."""
+        """Send `message` about a lost version to all children if `newest`, else to children that want it."""
         wanting = self._wanted_by.pop(version, set())
         self._send_all(message, wanting | self._children if newest else wanting)
 
     def request_chunk(
         self, child: bytes, stored: StoredVersion, file: int, index: int, *, base: int | None
     ) -> None:
-        """Send a chunk to a child that has `base`; promise it while it is missing here, or its delta is."""
+        """Send a chunk to a child that has `base`; promise it if the chunk or its delta is not ready."""
         if stored.can_send(file, index, base=base):
             self.send(child, stored.read_chunk(file, index, base=base))
         else:
@@ -85,7 +85,7 @@ class Downlink:
             del self._promised[key]
 
     def send(self, to: bytes, message: Downward) -> bool:
-        """Send a record to one connection; False if that is gone, which is then forgotten."""
+        """Send a record to connection `to`. If that is gone, return False and forget the child and its wants."""
         assert self.listener is not None, "sending before the node was started"
         if self.listener.send(to, message):
             return True
@@ -95,7 +95,7 @@ class Downlink:
         return False
 
     def probe(self, message: Downward) -> None:
-        """Send a harmless record to all children that want a version, so that broken connections are noticed."""
+        """Send a harmless record to children that want a version, so that `send` notices broken connections."""
         self._send_all(message, set().union(*self._wanted_by.values()))
 
     def _send_all(self, message: Downward, children: set[bytes]) -> None:
@@ -109,6 +109,8 @@ MAX_SESSIONS = 16  # earlier starts of a subscriber whose late requests are reco
 
 @dataclass(frozen=True, slots=True)
 class _WaitingPull:
+    """A pull that the node has not answered; `since` is the time of its first arrival in this session."""
+
     sender: bytes
     pull: Pull
     since: float
@@ -121,12 +123,12 @@ class _Client:
     sessions: list[int] = field(default_factory=list)  # the newest last
     last_pull: int = -1  # id of the last pull of the newest session
     waiting: _WaitingPull | None = None
-    answered: int | None = None  # id of the pull that was granted last
-    version: int | None = None  # that it was granted; None once released
+    answered: int | None = None  # id of the pull that was granted or released last
+    version: int | None = None  # granted to that pull; None once released
 
 
 class LocalSubscribers:
-    """The subscribers of a node's host: who listens, who waits for a version, who holds one.
+    """The subscribers of a node's host: they listen for versions, wait for a version, or hold a version.
 
     A version is pinned before its subscriber learns of it, so that the store cannot retire it in between. One pull
     waits for each name, so a restarted subscriber replaces its earlier self. `pulled` is called for each granted
@@ -156,7 +158,7 @@ class LocalSubscribers:
         return {pull.version for pull in pulls if pull.version is not None}
 
     def subscribe(self, sender: bytes) -> None:
-        """Tell a subscriber the newest version, now and from now on."""
+        """Send a subscriber the newest version now (or why there is none), and each newer version later."""
         self._listening.add(sender)
         if self._store.complete:
             self._reply(sender, Newest(self._store.newest))
@@ -164,9 +166,9 @@ class LocalSubscribers:
             self._reply(sender, self._failed)
 
     def handle_pull(self, sender: bytes, pull: Pull) -> bool:
-        """Answer a pull if that is possible now, and drop a stale one; False if the pull waits for a version."""
+        """Answer a pull if that is possible now, or drop a stale pull; False if it waits for a version."""
         client = self._clients[pull.name]
-        if self._is_stale(client, pull):
+        if not self._register(client, pull):
             return True
         if client.answered == pull.id:  # the subscriber repeated it before it read the answer
             if client.version is not None:
@@ -201,7 +203,9 @@ class LocalSubscribers:
         """Refuse the pulls of a version that no node has."""
         for client in list(self._clients.values()):
             if client.waiting is not None and client.waiting.pull.version == version:
-                self._refuse(client, lost=True, reason=f"version {version} is on no relay any more")
+                self._refuse(
+                    client, lost=True, reason=f"version {version} is on no relay any more; pull a newer one"
+                )
 
     def handle_failed(self, failed: Failed) -> None:
         """Refuse the pulls of a version that this node cannot hold, and all pulls if the node has no version."""
@@ -216,18 +220,18 @@ class LocalSubscribers:
             for sender in list(self._listening):
                 self._reply(sender, failed)
 
-    def _is_stale(self, client: _Client, pull: Pull) -> bool:
-        """True for a pull that came late over a broken connection: a later one has moved the pin since."""
+    def _register(self, client: _Client, pull: Pull) -> bool:
+        """Record a pull's session and id; False if it came late, after a newer pull moved the pin."""
         if pull.session not in client.sessions:
             client.sessions[:] = [*client.sessions[-MAX_SESSIONS:], pull.session]
             client.last_pull, client.answered, client.version = -1, None, None
         if pull.session != client.sessions[-1] or pull.id < client.last_pull:
-            return True
+            return False
         client.last_pull = pull.id
-        return False
+        return True
 
     def _answer(self, client: _Client) -> bool:
-        """Answer a waiting pull if its version is here; False if there is none, or it has to wait."""
+        """Pin and grant the version of a waiting pull; False if no pull waits or its version is not here."""
         waiting = client.waiting
         if waiting is None:
             return False
@@ -251,8 +255,9 @@ class LocalSubscribers:
         return Granted(id, version, str(stored.folder), stored.manifest.digest)
 
     def _refuse(self, client: _Client, *, lost: bool, reason: str) -> None:
+        """Answer the waiting pull of a client with `Refused`."""
         waiting, client.waiting = client.waiting, None
-        assert waiting is not None, "there is a pull to refuse"
+        assert waiting is not None, "no pull waits to be refused"
         self._reply(waiting.sender, Refused(waiting.pull.id, lost, reason))
 
     def _reply(self, sender: bytes, message: Downward) -> None:

@@ -78,11 +78,11 @@ class Download:
 
     @property
     def verified(self) -> bool:
-        """True if every file has its digest."""
+        """True once `verify_file` has found the right digest of every file."""
         return self._num_verified == len(self.stored.manifest.files)
 
     def fill_window(self) -> list[m.Fetch]:
-        """Request chunks until the window is full again; nothing while it is more than half full."""
+        """Return requests that fill the window with further chunks; none while it is more than half full."""
         if len(self._requested) * 2 > self._window:
             return []
         chunks = list(islice(self._unrequested, self._window - len(self._requested)))
@@ -90,7 +90,7 @@ class Download:
         return self._fetches(chunks)
 
     def repeat_overdue(self) -> list[m.Fetch]:
-        """Count a reminder, and request chunks again that missed the last `MISSED_REMINDERS`."""
+        """Count a reminder for each requested chunk; request chunks again at `MISSED_REMINDERS` reminders."""
         overdue = []
         for chunk, missed in self._requested.items():
             self._requested[chunk] = (missed + 1) % MISSED_REMINDERS
@@ -99,7 +99,7 @@ class Download:
         return self._fetches(overdue)
 
     def restart(self) -> None:
-        """Count all requests as lost, e.g. after a change of parent, and begin at the first missing chunk."""
+        """Forget all requests, e.g. after a change of parent; `fill_window` then requests all missing chunks."""
         self._requested.clear()
         self._unrequested = self.stored.missing_chunks()
 
@@ -117,9 +117,9 @@ class Download:
         ]
 
     def accept(self, chunk: m.Chunk, *, keep_delta: bool) -> ChunkOutcome:
-        """Check and store a chunk; with `keep_delta` keep its delta, for children.
+        """Check and write a received chunk; with `keep_delta`, also keep its delta to forward to children.
 
-        Raises `NoRoomError`, `BrokenVersionError` at the last damaged copy or if somebody deleted the file.
+        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies or if the file is gone.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         if not stored.is_chunk(file, index) or stored.has_chunk(file, index):
@@ -131,7 +131,7 @@ class Download:
         try:
             stored.write_chunk(msgspec.structs.replace(chunk, data=data, base=None))
         except FileNotFoundError as error:
-            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted meanwhile") from None
+            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted") from None
         if chunk.base is not None and keep_delta:
             stored.deltas[file, index] = bytes(chunk.data)
         self.wire_bytes += len(chunk.data)
@@ -140,7 +140,7 @@ class Download:
         return ChunkOutcome.WRITTEN
 
     def _decode(self, chunk: m.Chunk) -> memoryview | None:
-        """The chunk's bytes in full; None for a delta that does not decode."""
+        """Return a chunk's bytes in full; None for a delta that is too long, damaged, or of another base."""
         if chunk.base is None:
             return chunk.data
         if self.base is None or chunk.base != self.stored.base:
@@ -157,17 +157,18 @@ class Download:
     def verify_file(self, file: int) -> None:
         """Compare the digest of a file whose chunks are all here; if it is wrong, fetch the file again.
 
-        Raises `BrokenVersionError` at the last damaged copy.
+        Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
         entry, digest = self.stored.manifest.files[file], self.stored.file_digest(file)
         if digest == entry.digest:
             self._num_verified += 1
             return
-        self._count_damaged(file, None, f"{entry.name}: its digest is {digest}, not {entry.digest};")
+        self._count_damaged(file, None, f"{entry.name} (digest {digest} instead of {entry.digest})")
         self.stored.forget_file(file)
         self.restart()
 
     def _count_damaged(self, file: int, index: int | None, part: str) -> None:
+        """Count a damaged chunk, or file if `index` is None. Raises `BrokenVersionError` at `_MAX_DAMAGED`."""
         count = self._num_damaged[file, index] = self._num_damaged.get((file, index), 0) + 1
         if count >= _MAX_DAMAGED:
             raise BrokenVersionError(f"version {self.version}: {part} came damaged {count} times")
@@ -178,8 +179,8 @@ class Decision(Enum):
 
     START = "start"  # download it
     RESUME = "resume"  # it arrives already: request its missing chunks again
-    LATER = "later"  # download it when the arriving version that may not be abandoned for it is complete
-    DECLINE = "decline"  # it is here, or nobody needs it any more
+    LATER = "later"  # download it after an arriving version that must complete first
+    DECLINE = "decline"  # it is complete here, or is neither wanted nor the newest
 
 
 def decide(
@@ -194,7 +195,7 @@ def decide(
     """Decide about an announced version, at a node with these `complete` and `arriving` versions.
 
     `waiting` is the version with the decision LATER. `wanted` says that a child or subscriber asked for the
-    announced version by number. `overtook` is the version for which the last one was abandoned.
+    announced version by number. `overtook` is the version for which the node last abandoned another version.
     """
     version = announce.manifest.version
     if version in arriving:

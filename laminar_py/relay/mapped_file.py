@@ -88,7 +88,7 @@ class MappedFile:
         """Write `data` at `position`. Raises `OSError` where the file would grow on a full file system."""
         mapped = 0 if self._mapping is None else min(len(data), max(0, len(self._mapping) - position))
         if mapped:
-            assert self._mapping is not None, "some of the file is mapped"
+            assert self._mapping is not None, "no part of the file is mapped"
             np.copyto(np.frombuffer(self._mapping, np.uint8, mapped, position), data[:mapped])
         if mapped == len(data):
             return
@@ -112,7 +112,7 @@ class MappedFile:
         try:
             self._mapping = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
-            log.warning("cannot map %d bytes of a version, so the next will be written slower: %s", size, error)
+            log.warning("cannot map %d bytes of a version, so the next version is written slower: %s", size, error)
 
     def set_page_locked(self, unlock: Callable[[], None]) -> None:
         """Note that the mapping was page-locked for a GPU; `unlock` is called before it is unmapped."""
@@ -124,6 +124,7 @@ class MappedFile:
         os.close(self._descriptor)
 
     def _unmap(self) -> None:
+        """Undo the page-lock, if there is one, and drop the mapping."""
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
@@ -131,17 +132,17 @@ class MappedFile:
 
 
 class MappedFiles:
-    """The files of a store that the publisher keeps open from version to version, under whatever names.
+    """Files of a store that the publisher keeps open from version to version, also under new names.
 
-    Not for two threads at once. Closing deleted files frees their memory, which takes 0.1 s for a gigabyte, so it
-    waits for `sweep`. Until then no other file gets their inodes.
+    Not for two threads at once. `sweep` closes deleted files later, since it takes 0.1 s to free a gigabyte. Until
+    then no other file gets their inodes.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, MappedFile] = {}  # by inode
 
     def open(self, path: Path) -> MappedFile:
-        """The pages of a file, which is opened or made if it is not open yet."""
+        """Return the open file at `path`; open it if it is not open yet, and make it if it does not exist."""
         pages = self._open.get(path.stat().st_ino) if path.exists() else None
         if pages is None:
             pages = MappedFile(path)

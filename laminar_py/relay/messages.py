@@ -1,7 +1,7 @@
 """Records on the wire of the relay tree, the manifest of a version, and the events that a node reports.
 
 Nodes and subscribers send them; `relay/node.py` lists which record answers which. A record is one MessagePack
-frame with a `type` field. The bytes of a chunk travel as a second frame, so that nobody copies them.
+frame with a `type` field. The bytes of a chunk travel as a second frame, which saves copies.
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -15,7 +15,7 @@ MIN_CHUNK_BYTES = 4096  # a node keeps a byte of state per chunk
 ChunkBytes = Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES)]
 # A name from the wire becomes a file name, so the pattern admits none that leaves the folder.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=100)]
-# Nor may a file have the name of one of the store's own files, such as `manifest.json`.
+# A file of a version may not have the name of a file of the store, such as `manifest.json`.
 _FILE = r"\A([A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors|adapter_config\.json)\Z"
 FileName = Annotated[str, msgspec.Meta(pattern=_FILE, max_length=100)]
 
@@ -53,7 +53,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(entry.size for entry in self.files)
 
     def has_layout_of(self, base: "Manifest") -> bool:
-        """True if chunks can be deltas against chunks in `base`: both have the same files of the same sizes."""
+        """True if chunks can be deltas against `base`: both have equal file names, file sizes and chunk sizes."""
         layout, other = ([(entry.name, entry.size) for entry in m.files] for m in (self, base))
         return layout == other and self.chunk_bytes == base.chunk_bytes
 
@@ -71,7 +71,7 @@ class Downward(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
 
 
 class Attach(Upward, frozen=True):
-    """A child node takes the receiver as its parent; it knows versions up to `newest`, -1 for none."""
+    """A child node asks its parent to announce versions above `newest`, the highest it knows (-1: none)."""
 
     newest: Annotated[int, msgspec.Meta(ge=-1)]
 
@@ -84,7 +84,7 @@ class Want(Upward, frozen=True):
 
 
 class Fetch(Upward, frozen=True, kw_only=True):
-    """A child asks for chunks [first_chunk, first_chunk + credits) of a file, each as soon as it is there."""
+    """A child asks for chunks [first_chunk, first_chunk + credits); the parent sends each once it has it."""
 
     version: Version
     file: Index  # place in `Manifest.files`
@@ -128,14 +128,14 @@ class Announce(Downward, frozen=True):
 
 
 class Chunk(Downward, frozen=True, kw_only=True):
-    """A piece of a file. The publisher makes its `checksum`, and every node passes that on unchanged."""
+    """A chunk of a file. The publisher computes `checksum`, and every node forwards the checksum unchanged."""
 
     version: Version
     file: Index
     index: Index
-    checksum: Checksum  # BLAKE3 of the piece itself, also where `data` is a delta
-    base: Version | None = None  # that `data` is a delta against
-    # [Manifest.chunk_bytes], the last of a file may be shorter; or a delta. Travels as a frame of its own.
+    checksum: Checksum  # BLAKE3 of the chunk in full, also where `data` is a delta
+    base: Version | None = None  # `data` is a delta against this version; None: it is the chunk in full
+    # [Manifest.chunk_bytes], shorter for a file's last chunk or a delta. Travels as a frame of its own.
     data: memoryview = NO_DATA
 
 
@@ -146,7 +146,7 @@ class Lost(Downward, frozen=True):
 
 
 class Failed(Downward, frozen=True):
-    """The node cannot hold the version, e.g. for want of shared memory; a child then tries its next parent."""
+    """The node cannot hold the version, e.g. where shared memory is full; a child then tries its next parent."""
 
     version: Version
     reason: str
@@ -168,7 +168,7 @@ class Granted(Downward, frozen=True):
 
 
 class Refused(Downward, frozen=True):
-    """Answer to the `Pull` with this id: no node has the version (`lost`), or why this node cannot hold it."""
+    """Refusal of the `Pull` with this id: no node has the version if `lost`, else this node cannot hold it."""
 
     id: int
     lost: bool
@@ -180,14 +180,14 @@ ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Granted | Refus
 
 
 class VersionComplete(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Event: a node holds a verified version. Seconds count from its first request for it; all 0 at the root."""
+    """Event: a node holds a verified version. Seconds count from the start of its download; 0 at the root."""
 
     node: str
     version: int
     digest: str
     num_bytes: int
     base: int | None  # the version that its deltas were against; None where all chunks came in full
-    wire_bytes: int  # bytes of the chunks that the node received for it
+    wire_bytes: int  # bytes of the chunks that the node received, as deltas or in full
     first_byte_s: float
     elapsed_s: float
     parent: str = ""  # endpoint of the node that sent the last chunk; empty at the root
@@ -203,7 +203,7 @@ class VersionPulled(msgspec.Struct, frozen=True, tag=True):
 
 
 class VersionFailed(msgspec.Struct, frozen=True, tag=True):
-    """Event: a node gave a version up; the reason names the setting to change where there is one."""
+    """Event: a node gave up a version; `reason` names the setting to change, if one helps."""
 
     node: str
     version: int
@@ -222,7 +222,7 @@ RelayEvent: TypeAlias = VersionComplete | VersionPulled | VersionFailed | Parent
 
 
 class RelayKeys(msgspec.Struct, frozen=True):
-    """The keypair that all parties of one run share, e.g. `generate_keys()`; its holder may connect."""
+    """The keypair that all parties of one run share, e.g. `generate_keys()`; each holder may connect."""
 
     public: str  # 40 characters, Z85
     secret: str  # 40 characters, Z85

@@ -43,16 +43,16 @@ from laminar_py.relay.versions import NodeVersions
 
 log = logging.getLogger(__name__)
 
-CONTROL_RECORDS = 256  # beside chunks, that may wait for a connection
+CONTROL_RECORDS = 256  # that may wait for a connection, in addition to chunks
 
 
 class RelayNode:
     """A node of the tree: `await node.start()`, then `await node.run()` until `await node.close()`.
 
-    `parents` are endpoints, nearest first, root last (`Topology.ancestors`); the root has none. A parent that is
-    silent for `parent_timeout_s`, or breaks the connection, is left for the next one, and the last one for the
-    first. After `visit_s` with another parent than the nearest, an idle node tries the nearest again. `emit` gets
-    the node's events.
+    `parents` are endpoints, nearest first, root last (`Topology.ancestors`); the root has none. The node leaves
+    a parent that is silent for `parent_timeout_s` or breaks the connection. It connects to the next parent, and
+    after the last to the first. After `visit_s` with another parent than the nearest, an idle node tries the
+    nearest again. `emit` gets the node's events.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RelayNode:
         self._uplink.parents = tuple(parents)
 
     async def run(self) -> None:
-        """Relay until `close`."""
+        """Serve the port, and follow a parent or watch the root's store, until `close`; then close all sockets."""
         listener = self._listener
         if self._closing.is_set():
             return
@@ -137,7 +137,7 @@ class RelayNode:
             self._close_sockets()
 
     async def close(self) -> None:
-        """End `run` and free the port."""
+        """Stop `run` and wait until it has closed the sockets; close them if `run` was never called."""
         self._closing.set()
         if self._running:
             await self._stopped.wait()
@@ -180,7 +180,7 @@ class RelayNode:
                 self._versions.retire_surplus()
 
     def _handle_attach(self, child: bytes, newest_there: int) -> None:
-        """Announce to a new child the newest version, or its failure, if that is news to the child."""
+        """Attach a child; announce the newest version, or a failure, that is above `newest_there`."""
         self._downlink.attach(child)
         versions = self._versions
         newest, failure = versions.find(versions.newest), versions.failure
@@ -192,7 +192,7 @@ class RelayNode:
     def _handle_fetch(self, child: bytes, fetch: m.Fetch) -> None:
         """Send or promise the chunks that a child asks for, as far as its credits reach.
 
-        A child that asks for a version without a copy here gets `Lost`, unless a parent still looks for it.
+        Sends `Lost` if the version is not here, unless nodes above still look for it.
         """
         stored = self._versions.find(fetch.version)
         if stored is None:
@@ -205,6 +205,7 @@ class RelayNode:
             self._downlink.request_chunk(child, stored, fetch.file, index, base=fetch.base)
 
     def _handle_want(self, child: bytes, want: m.Want) -> None:
+        """Record that a child wants a version; announce it if it is here, and ask above if it is incomplete."""
         self._downlink.add_want(child, want.version)
         stored = self._versions.find(want.version)
         if stored is not None and not want.arriving:
@@ -212,11 +213,11 @@ class RelayNode:
         self._versions.locate(want.version)
 
     async def _watch_store(self) -> None:
-        """Take up each version as soon as the publisher renames its folder; only at the root."""
+        """At the root, announce each version as soon as the publisher renames its folder."""
         try:
             watch = watch_folder(self._store.path)
         except OSError as error:  # the kernel limits a user's watches
-            log.warning("%s looks for versions every %g s only: %s", self.name, self._remind_s, error)
+            log.warning("%s looks for versions only every %g s: cannot watch %s", self.name, self._remind_s, error)
             return
         loop, published = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(watch, published.set)
@@ -232,7 +233,7 @@ class RelayNode:
             os.close(watch)
 
     async def _check_regularly(self) -> None:
-        """Every few seconds, find versions and crashed children whose event was lost."""
+        """Every `parent_timeout_s`, find versions and crashed children whose event was lost."""
         while True:
             await asyncio.sleep(self._remind_s)
             self._versions.check()
@@ -240,7 +241,7 @@ class RelayNode:
     # ---- called by the uplink
 
     def reattach(self) -> None:
-        """Tell a new or restarted parent which versions this node has and wants."""
+        """Send a new or restarted parent the versions that this node has and wants."""
         self._versions.reattach()
 
     def resend_requests(self) -> None:
@@ -268,5 +269,5 @@ class RelayNode:
         return self._versions.is_idle
 
     def left_parent(self, old: str, new: str) -> None:
-        """Report that the node leaves the parent at one endpoint for another."""
+        """Emit `ParentLost`: the node leaves the parent at endpoint `old` for the parent at `new`."""
         self._emit(m.ParentLost(self.name, old, new))

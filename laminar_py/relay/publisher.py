@@ -64,7 +64,7 @@ class Publisher:
 
     The whole tree cuts files into chunks of `chunk_bytes`. With `adapter_config`, the text of
     `adapter_config.json`, each version is an adapter in the format of peft, with all tensors in one file. Raises
-    `ConfigError` for a bad size.
+    `ConfigError` if `chunk_bytes` is too small.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Publisher:
         self._last_task: Future[None] | None = None  # of the finisher, which is idle after it
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Copy a version out of the learner's memory; returns the seconds that took. Then the tensors may change.
+        """Copy a version out of the learner's memory into the store; return the seconds that the learner waited.
 
-        `tensors` is read once, one tensor at a time. The finisher completes the version; see `completed`. Raises
-        `ValueError` for a number that is not above all before, and `NoRoomError` if the store's file system is too
-        small; nothing of the version is left then.
+        Reads `tensors` once, one tensor at a time; afterwards they may change. A thread then completes the version
+        (`completed` waits for it). Raises `ValueError` unless `version` is above all earlier ones and tensors have
+        distinct names, and `NoRoomError` on a full file system; an error leaves nothing of the version.
         """
         if version <= self._highest:
-            raise ValueError(f"version {version} is not above {self._highest}, the highest published; number on")
+            raise ValueError(f"version {version} is not above {self._highest}, the highest published; raise it")
         began = time.monotonic()
         if self._last_task is not None:
             self._last_task.result()
@@ -126,17 +126,17 @@ class Publisher:
         return stall_s
 
     def completed(self, version: int) -> Published:
-        """Wait until one of the last versions is complete in the store; returns its size. Raises `NoRoomError`."""
+        """Wait until a recent version is complete; return its digest and size. Raises `NoRoomError`."""
         return self._finishing[version].result()
 
     def close(self) -> None:
-        """Finish the last version, and close all files."""
+        """Wait until the last version is complete, stop the threads, and close all files."""
         self._finisher.shutdown()
         self._hashers.shutdown()
         self._pages.close()
 
     def _use_spare(self, folder: Path) -> None:
-        """Make the folder of a new version, with the files of a retired version that no process has open."""
+        """Make `folder` from the spare folder, if there is one, without files that another process has open."""
         use_spare(self._store, folder)
         for path in list(folder.iterdir()):
             if not self._pages.open(path).is_unused:
@@ -145,7 +145,7 @@ class Publisher:
     def _write(
         self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
     ) -> None:
-        """Write the files of a version into `folder` and delete all others; appends each to `files` at once."""
+        """Write the files of a version into `folder`, add each to `files` as it begins, and delete all others."""
         if self._adapter_config is None:
             files.extend(self._write_shards(folder, tensors))
         else:
@@ -172,7 +172,7 @@ class Publisher:
             shard.finish()
 
     def _finish(self, folder: Path, version: int, files: list["VersionFile"], stall_s: float) -> Published:
-        """Hash the files, write the manifest, and give the folder its final name. Runs on the finisher."""
+        """Hash the files, write the manifest, and rename the folder; delete it on errors. Runs on the finisher."""
         with ExitStack() as undo:
             undo.callback(self._discard, folder)
             checksums = [file.hash(chunk_bytes=self._chunk_bytes, threads=self._hashers) for file in files]
@@ -185,7 +185,7 @@ class Publisher:
         return Published(version, manifest.digest, manifest.num_bytes, stall_s)
 
     def _keep_pages(self, finishing: Future[Published], files: list["VersionFile"]) -> None:
-        """Map the pages of a complete version for a later one; close deleted files. Runs on the finisher."""
+        """Map the files of a complete version for reuse, and close deleted files. Runs on the finisher."""
         if finishing.exception() is None:
             for file in files:
                 file.pages.keep_mapped()
@@ -193,7 +193,7 @@ class Publisher:
         self._pages.sweep()
 
     def _discard(self, folder: Path) -> None:
-        """Delete all of a version that failed, once no copy uses its files."""
+        """Drop the copies in flight, and delete the folder of a version that failed."""
         self._copier.drop()
         if folder.exists():
             shutil.rmtree(folder)
@@ -221,8 +221,9 @@ class _HeaderEntry(msgspec.Struct, frozen=True):
 
 
 def _header_entry(tensor: torch.Tensor, begin: int, name: str) -> _HeaderEntry:
+    """Describe a tensor whose data begin at byte `begin`. Raises `ValueError` for a dtype without a name."""
     if tensor.dtype not in _DTYPES:
-        raise ValueError(f"tensor {name}: dtype {tensor.dtype} is unknown to safetensors; cast it before")
+        raise ValueError(f"tensor {name}: dtype {tensor.dtype} is unknown to safetensors; cast the tensor")
     return _HeaderEntry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
 
 
@@ -245,20 +246,20 @@ class VersionFile:
         return hash_file(self.pages, self.size, chunk_bytes=chunk_bytes, threads=threads)
 
     def describe(self, checksums: bytes) -> FileEntry:
-        """The file's entry in the manifest."""
+        """Return the file's entry in the manifest, from the checksums of its chunks."""
         return FileEntry(self.path.name, self.size, digest_of(checksums), self.width)
 
     @property
     def width(self) -> Literal[2, 4]:
-        """Bytes of an element, for deltas."""
+        """Bytes of an element, for deltas; 4 suits any content."""
         return 4
 
 
 class Shard(VersionFile):
     """A safetensors file that is written tensor by tensor, before the names of all are known.
 
-    Tensors lie one after the other behind room for the header, which is written last. So no tensor moves once it
-    is copied.
+    The file begins with room for the header, which is written last, and the tensors follow. So no tensor moves
+    after its copy.
     """
 
     def __init__(self, path: Path, pages: MappedFile, copier: TensorCopier) -> None:
@@ -266,7 +267,7 @@ class Shard(VersionFile):
         self.size = HEADER_BYTES
         self._copier = copier
         self._header: dict[str, _HeaderEntry] = {}
-        # The length in front and a brace, then the entries, each with the comma or brace behind it.
+        # 8 bytes of length and a brace; each entry adds its own bytes and the comma or brace behind it.
         self._header_bytes = 9
 
     def add(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
@@ -289,12 +290,12 @@ class Shard(VersionFile):
         self._copier.wait()
         room = HEADER_BYTES - 8
         header = msgspec.json.encode(self._header)
-        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes"
+        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes, not below {room}"
         padded = room.to_bytes(8, "little") + header.ljust(room)
         self.pages.write(0, np.frombuffer(padded, np.uint8))
 
     @property
     def width(self) -> Literal[2, 4]:
-        """Bytes of the elements that take most of the file."""
+        """Bytes of an element, for deltas: 2 if 16-bit floats take at least half of the data, else 4."""
         halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
         return 2 if 2 * sum(end - begin for begin, end in halves) >= self.size - HEADER_BYTES else 4

@@ -1,10 +1,10 @@
 """ZeroMQ sockets: of the relay tree (`Listener`, `Connection`), and for short frames of many peers.
 
-Nodes, subscribers and `runtime/link` use them. Every socket speaks CURVE with the run's
-one keypair, refuses all other keys, bounds a frame before it allocates memory for it, and does not linger when it
-is closed (law 7). Without keys, which benchmarks compare with, a node listens on loopback or `ipc://` only. A send
-never waits: a record is dropped if nobody takes it. Parties repeat their state on each connect and every few
-seconds, so a dropped record is made up for.
+Nodes, subscribers and `runtime/link` use them. Every socket speaks CURVE with the run's one keypair, refuses
+other keys, bounds a frame before it allocates memory for it, and does not linger when it is closed (law 7).
+Without keys, as in some benchmarks, a node listens on loopback or `ipc://` only. A send never waits: it drops a
+record that no peer accepts. Parties repeat their state at each connect and every few seconds, to replace such
+records.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def read_record(kind: type[Received], frame: memoryview) -> Received | None:
     try:
         return codec.decode(kind, frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("dropped a frame of %d bytes: %s", len(frame), error)
+        log.warning("dropped a frame of %d bytes that holds no known record: %s", len(frame), error)
         return None
 
 
@@ -77,13 +77,13 @@ def from_frames(frames: list[memoryview]) -> ToChild | None:
     if isinstance(message, Chunk) and len(frames) == 2 and not message.data:
         return msgspec.structs.replace(message, data=frames[1])
     if isinstance(message, Chunk) or len(frames) > 1:
-        log.warning("dropped a record of %d frames", len(frames))
+        log.warning("dropped a %s of %d frames from a parent", type(message).__name__, len(frames))
         return None
     return message
 
 
 def _send_error(sent: Awaitable[zmq.MessageTracker | None]) -> BaseException | None:
-    """The error of a send that may not block, which is therefore done at once."""
+    """Return the error of a non-blocking send, which has finished when it returns; None if there was none."""
     assert isinstance(sent, asyncio.Future), f"a send gave a {type(sent).__name__}"
     assert sent.done(), "a send that may not block was left pending"
     return sent.exception()
@@ -104,7 +104,7 @@ class Listener:
         self.endpoint = _endpoint(socket)
 
     async def receive(self) -> tuple[bytes, ToParent]:
-        """Wait for the next record; returns the sender's id and the record."""
+        """Wait for the next record; return the sender's id and the record. Drop frames that hold no record."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
@@ -115,7 +115,7 @@ class Listener:
                 return frames[0].bytes, message
 
     def send(self, to: bytes, message: Downward) -> bool:
-        """Send a record to a connection; False if that is gone. Drops it if the connection's queue is full."""
+        """Send a record to connection `to`; False if the connection is gone. A full queue drops the record."""
         error = _send_error(self._socket.send_multipart([to, *to_frames(message)], zmq.NOBLOCK, copy=False))
         if isinstance(error, zmq.Again):
             log.warning("the queue of a connection below is full: dropped a %s", type(message).__name__)
@@ -199,7 +199,11 @@ class SocketFactory:
         return Listener(self.bind(host, port, max_queue=max_queue, max_frame_bytes=CONTROL_BYTES))
 
     def bind(self, host: str, port: int, *, max_queue: int, max_frame_bytes: int) -> zmq.asyncio.Socket:
-        """Like `listen`, but returns the bare ROUTER socket, for frames of another format."""
+        """Return a ROUTER socket for frames of any format, bound to `host:port` (0: a free one) or `ipc://`.
+
+        At most `max_queue` frames wait for one peer. The first call with keys also starts the authenticator.
+        Raises `ConfigError` if the address cannot be bound, or is not local although there are no keys.
+        """
         if self._keys is None and not is_local(host):
             raise ConfigError(f"relay.host={host}: without keys a node listens on 127.0.0.1 only; give it keys")
         if self._authenticator is None and self._keys is not None:
@@ -226,7 +230,7 @@ class SocketFactory:
         return Connection(self.dealer(max_frame_bytes=max_frame_bytes), endpoint)
 
     def dealer(self, *, max_frame_bytes: int) -> zmq.asyncio.Socket:
-        """Make the bare DEALER socket of `connect`, not connected yet, for frames of another format."""
+        """Make an unconnected DEALER socket for frames of any format; it queues nothing without a peer."""
         socket = self._socket(zmq.DEALER, max_frame_bytes=max_frame_bytes)
         socket.set(zmq.IMMEDIATE, 1)  # no queue for an absent peer: it may come back with another state
         return socket
@@ -251,7 +255,7 @@ class SocketFactory:
         return socket
 
     def close(self) -> None:
-        """Free the context; listeners and connections must be closed before."""
+        """Stop the authenticator and free the context; close listeners and connections before."""
         if self._authenticator is not None:
             self._authenticator.stop()
         # `term` would wait for a socket whose making failed; `destroy` closes that socket too.
@@ -267,7 +271,7 @@ def is_local(host: str) -> bool:
 
 
 def peer_sockets(keys: RelayKeys) -> SocketFactory:
-    """The keys and threads that all peer sockets of one process share."""
+    """Make the factory of keys and threads that all peer sockets of one process share."""
     return SocketFactory(keys, heartbeat_s=PEER_HEARTBEAT_S)
 
 
@@ -280,8 +284,8 @@ class _PeerSocket:
     """
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self._owner = socket
-        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        self._async_socket = socket
+        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)  # the same socket, without asyncio
         self._loop = asyncio.get_running_loop()
         self._readable = asyncio.Event()
         self._fd = self._socket.fileno()
@@ -298,22 +302,23 @@ class _PeerSocket:
     @property
     def closed(self) -> bool:
         """True once `close` was called."""
-        return bool(self._owner.closed)
+        return bool(self._async_socket.closed)
 
     def close(self) -> None:
         """End all connections."""
         if not self.closed:
             self._loop.remove_reader(self._fd)
-            self._owner.close()
+            self._async_socket.close()
 
     def _check_readable(self) -> None:
+        """Set the event of `wait` if a message waits, else clear it."""
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._readable.set()
         else:
             self._readable.clear()
 
     def _receive(self, limit: int) -> list[list[zmq.Frame]]:
-        """Up to `limit` messages that have come."""
+        """Return up to `limit` waiting messages, each a list of frames, without a wait."""
         messages: list[list[zmq.Frame]] = []
         with contextlib.suppress(zmq.Again):
             while len(messages) < limit:
@@ -322,7 +327,7 @@ class _PeerSocket:
         return messages
 
     def _send(self, frames: list[bytes]) -> bool:
-        """Send a message; False, and dropped, if no peer takes it now."""
+        """Send a message; drop it and return False if no peer can take it now."""
         assert len(frames[-1]) <= MAX_FRAME_BYTES, f"a frame of {len(frames[-1])} bytes would end its connection"
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -347,15 +352,15 @@ class PeerServer(_PeerSocket):
 
     @property
     def has_more(self) -> bool:
-        """True where a message waits to be read."""
+        """True if a message waits to be read."""
         return self._readable.is_set()
 
     def drain(self, limit: int) -> list[tuple[bytes, memoryview]]:
-        """Up to `limit` frames that have come, each with the name of its sender."""
+        """Return up to `limit` waiting frames, each behind the name of its sender."""
         return [(frames[0].bytes, frames[1].buffer) for frames in self._receive(limit) if len(frames) == 2]
 
     def send(self, to: bytes, frame: bytes) -> bool:
-        """Send a frame to a peer; False if that is gone or its queue is full."""
+        """Send a frame to a peer; drop it and return False if the peer is gone or its queue is full."""
         return self._send([to, frame])
 
     def close(self) -> None:
@@ -382,9 +387,9 @@ class PeerClient(_PeerSocket):
                 return frames[0].buffer
 
     def drain(self, limit: int) -> list[memoryview]:
-        """Up to `limit` frames that have come."""
+        """Return up to `limit` waiting frames."""
         return [frames[0].buffer for frames in self._receive(limit)]
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame; False while the connection is down."""
+        """Send a frame; drop it and return False while the connection is down."""
         return self._send([frame])

@@ -17,20 +17,20 @@ from laminar_py.relay.uplink import Uplink
 
 
 class RelayError(RuntimeError):
-    """The node cannot give the version; the message names the setting to change where there is one."""
+    """The node cannot give a version; the message names the setting to change, if one helps."""
 
 
 class Subscriber:
-    """Client of one node: `await run()` in a task until `await close()`; requests may come at any time.
+    """Client of one node: `await run()` in a task until `await close()`; call its methods at any time.
 
-    The node pins the version that was pulled last under `name`: a restarted replica of that name still finds it.
+    The node pins the version that `name` pulled last, so a restarted replica of that name still finds the version.
     """
 
     def __init__(self, endpoint: str, name: str, keys: RelayKeys | None, *, heartbeat_s: float = 5.0) -> None:
         self.name = name
         self._sockets = SocketFactory(keys, heartbeat_s=heartbeat_s)
         self._uplink = Uplink(name, [endpoint], self, sockets=self._sockets, timeout_s=heartbeat_s, chunk_bytes=0)
-        self._changed = asyncio.Event()  # set, and replaced, when one of the next four changes
+        self._changed = asyncio.Event()  # set, then replaced, when one of the next four attributes changes
         self._newest = -1
         self._failure: m.Failed | None = None  # why the node has no version at all
         self._answer: m.Granted | m.Refused | None = None
@@ -58,7 +58,7 @@ class Subscriber:
             self._stopped.set()
 
     def attach(self, endpoint: str) -> None:
-        """Follow the node at this endpoint instead; it must have the store of this host."""
+        """Leave the current node for the node at `endpoint`, which must serve the same store of this host."""
         self._uplink.parents = (endpoint,)
 
     async def close(self) -> None:
@@ -71,11 +71,11 @@ class Subscriber:
             self._sockets.close()
 
     async def latest(self) -> int:
-        """The newest complete version at the node; waits for the first. Raises `RelayError` if that failed."""
+        """Wait for a version at the node; return the newest. Raises `RelayError` after a failure or `close`."""
         return await self.wait_newer(-1)
 
     async def wait_newer(self, version: int) -> int:
-        """Wait for a complete version above `version`; returns the newest. Raises `RelayError` like `latest`."""
+        """Wait for a version above `version`; return the newest. Raises `RelayError` on failure or `close`."""
         await self._wait_until(lambda: self._closed or self._newest > version or self._failure is not None)
         if self._closed or self._newest <= version:
             raise RelayError(self._failure.reason if self._failure else f"subscriber {self.name} is closed")
@@ -118,11 +118,11 @@ class Subscriber:
             self._uplink.send(self._release)
 
     def resend_requests(self) -> None:
-        """Repeat the greeting."""
+        """Subscribe again, and repeat the last request that has no answer."""
         self.reattach()
 
     def handle(self, message: m.ToChild) -> bool:
-        """Keep the node's news, or its answer to the request that waits; True always."""
+        """Keep a newest version, failure or answer to the waiting pull, and wake all waiters; always True."""
         match message:
             case m.Newest(version):
                 self._newest, self._failure = version, None

@@ -25,7 +25,7 @@ PAGE_BYTES = 4096
 SMALLEST_CHUNK_BYTES = 256 * 2**10  # below, a message's fixed cost is most of it
 LARGEST_CHUNK_BYTES = 16 * 2**20  # above, a window of credits takes too much memory
 _STEPS = 4  # chunk sizes tried per factor of two: the best of them is within 1 % of the least time
-NEAR_BEST = 1.01  # a smaller chunk that takes no longer than this is better: less memory, and less to repeat
+NEAR_BEST = 1.01  # times the least time; a smaller chunk within it is better: less memory, less to repeat
 CHUNK_SIZES = tuple(
     round(SMALLEST_CHUNK_BYTES * 2 ** (step / _STEPS) / PAGE_BYTES) * PAGE_BYTES
     for step in range(_STEPS * (LARGEST_CHUNK_BYTES // SMALLEST_CHUNK_BYTES).bit_length() - _STEPS + 1)
@@ -41,16 +41,17 @@ class Topology:
     def __post_init__(self) -> None:
         assert self.parents[:1] == (None,), f"node 0 is no root in {self.parents}"
         for node, parent in enumerate(self.parents[1:], start=1):
-            assert parent in range(self.num_nodes), f"node {node} has parent {parent}"
-        assert len(self.downward) == self.num_nodes, f"not all is below node 0 in {self.parents}"
+            assert parent in range(self.num_nodes), f"node {node} has parent {parent}, which is no node"
+        assert len(self.downward) == self.num_nodes, f"a node is not below node 0 in {self.parents}"
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """Number of nodes, N."""
         return len(self.parents)
 
     @cached_property
     def _children(self) -> tuple[tuple[int, ...], ...]:
+        """[N] nodes whose parent is each node, ascending."""
         lists: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents):
             if parent is not None:
@@ -61,7 +62,7 @@ class Topology:
     def downward(self) -> tuple[int, ...]:
         """[N] all nodes, level by level from the root, so that parents start before their children."""
         order = [0]
-        for node in order:  # grows meanwhile
+        for node in order:  # the list grows during the loop
             order += self._children[node]
         return tuple(order)
 
@@ -85,7 +86,7 @@ class Topology:
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
-        """Nodes without children, ascending; a lone root is one."""
+        """Nodes without children, ascending; a lone root is a leaf."""
         return tuple(node for node in range(self.num_nodes) if not self._children[node])
 
     @cached_property
@@ -128,7 +129,7 @@ class Broadcast:
     """
 
     num_bytes: int  # of the full version
-    wire_share: float = 1.0  # of these bytes that travel
+    wire_share: float = 1.0  # share of `num_bytes` that travels
     encode_bytes_per_s: float = math.inf  # of the full version, at the root
     apply_bytes_per_s: float = math.inf  # of the full version, at each receiver, beside its forwarding
 
@@ -139,7 +140,7 @@ def arrivals_s(tree: Topology, broadcast: Broadcast, links: Links, *, chunk_byte
 
 
 def choose_chunk_bytes(tree: Topology, broadcast: Broadcast, links: Links) -> int:
-    """The smallest chunk with which the last receiver waits nearly as short as with the best one.
+    """Return the smallest chunk size with which the last receiver waits at most 1 % longer than with the best.
 
     Choose once in a run, since all nodes must use the same size.
     """
@@ -150,7 +151,7 @@ def choose_chunk_bytes(tree: Topology, broadcast: Broadcast, links: Links) -> in
 def _arrivals_s(
     tree: Topology, broadcast: Broadcast, links: Links, sizes: Sequence[int]
 ) -> npt.NDArray[np.float64]:
-    """[N, S] seconds like `arrivals_s`, with chunks of each of S sizes."""
+    """[N, S] seconds until each node has all of a version, with chunks of each of S sizes."""
     chunk = np.minimum(sizes, broadcast.num_bytes)
     send_s = links.overhead_s + chunk * broadcast.wire_share / links.bytes_per_s
     encode_s, apply_s = chunk / broadcast.encode_bytes_per_s, chunk / broadcast.apply_bytes_per_s
@@ -168,7 +169,7 @@ def _arrivals_s(
 
 
 def versions_at_peak(*, keep_versions: int, num_replicas: int, num_nodes: int = 1) -> int:
-    """Number of versions in the stores of a host's relays at most.
+    """Return the most versions that the stores of a host's relays hold at a time.
 
     Each store has the versions that it keeps, an arriving version, and another on which deltas build or which a
     slow child still fetches. Each of the `num_replicas` that pull from them may hold one more. On the root's host

@@ -1,10 +1,10 @@
-"""The connection of a node or subscriber to its parent: which parent it follows, and when it leaves that one.
+"""The connection of a node or subscriber to its parent: the choice of the parent, and when to leave it.
 
 `RelayNode` and `Subscriber` use it. At most one connection is open. The uplink greets the parent at each connect,
-so a parent that crashed and came back is treated as a new one.
+so a restarted parent is treated as a new parent.
 
     connecting -> (handshake) following -> (connection breaks) connecting
-    out of patience, or following a parent of no use: to the next parent, and from the last one to the first
+    connecting for too long, or the follower's `handle` returns False: to the next parent, after the last the first
     following another than the nearest for `visit_s` while idle, or a parent that `parents` lacks: to the nearest
 """
 
@@ -40,11 +40,11 @@ class Follower(Protocol):
         ...
 
     def handle(self, message: ToChild) -> bool:
-        """Handle a record from the parent; False if that parent is of no use."""
+        """Handle a record from the parent; False if the uplink must try the next parent."""
         ...
 
     def left_parent(self, old: str, new: str) -> None:
-        """Note that the uplink leaves the parent at endpoint `old` for the one at `new`."""
+        """Note that the uplink leaves the parent at endpoint `old` for the parent at `new`."""
         ...
 
 
@@ -78,7 +78,7 @@ class Uplink:
         self._num_quick = 0  # parents that still get `GRACE_S` instead of `timeout_s`, since one was lost
 
     def send(self, message: Upward) -> None:
-        """Send to the parent. While there is none the record is dropped: `reattach` will say the same again."""
+        """Send a record to the parent. Without a connection drop it: `reattach` will send the state again."""
         if self._connection is not None:
             self._connection.send(message)
 
@@ -102,9 +102,9 @@ class Uplink:
             endpoint = following
 
     async def _follow(self, connection: Connection) -> bool:
-        """Follow one parent; returns True to try the nearest next, False the next in the list."""
+        """Pass one parent's records to the follower until it must leave; True to try the nearest next."""
         now = asyncio.get_running_loop().time
-        deadline = now() + self._patience_s()  # for the connection to come up; infinite while it is up
+        deadline = now() + self._next_patience_s()  # for the connection to come up; infinite while it is up
         next_reminder = math.inf
         home = now() + self._visit_s
         while self.parent in self.parents:
@@ -123,7 +123,7 @@ class Uplink:
                     # A peer that fails every handshake goes down again and again; the first time counts.
                     if deadline == math.inf:
                         self._num_quick = len(self.parents)
-                        deadline, next_reminder = now() + self._patience_s(), math.inf
+                        deadline, next_reminder = now() + self._next_patience_s(), math.inf
                 case LinkState.UP:
                     deadline, next_reminder = math.inf, now() + self._timeout_s
                     self._num_quick = 0
@@ -136,8 +136,8 @@ class Uplink:
                 self._follower.resend_requests()
         return True
 
-    def _patience_s(self) -> float:
-        """Seconds until the current parent counts as lost: fewer where another parent is left to try."""
+    def _next_patience_s(self) -> float:
+        """Return the seconds to wait for the current parent; use up a quick try if others are left."""
         if self._num_quick > 0 and len(self.parents) > 1:
             self._num_quick -= 1
             return min(GRACE_S, self._timeout_s)

@@ -63,7 +63,7 @@ def no_room(store: Path, version: int, num_bytes: int) -> NoRoomError:
     free = shutil.disk_usage(store).free
     return NoRoomError(
         f"relay.shm={store}: version {version} needs at least {num_bytes} bytes and {free} are free;"
-        " enlarge that file system, name another, or lower relay.keep_versions"
+        " enlarge that file system, set relay.shm to another, or lower relay.keep_versions"
     )
 
 
@@ -96,7 +96,7 @@ def use_spare(store: Path, folder: Path) -> None:
 
 
 def watch_folder(store: Path) -> int:
-    """Return a file descriptor that gets readable when a name appears in a store (inotify). Raises `OSError`."""
+    """Return a descriptor that becomes readable when a rename adds a name to a store. Raises `OSError`."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if descriptor < 0 or libc.inotify_add_watch(descriptor, os.fsencode(store), _IN_MOVED_TO) < 0:
@@ -133,7 +133,9 @@ class StoredVersion:
         try:
             manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"version={folder}: {MANIFEST} cannot be read ({error}); delete it") from None
+            raise ConfigError(
+                f"version={folder}: {MANIFEST} cannot be read ({error}); delete this folder"
+            ) from None
         stored = cls(manifest, folder, complete=True)
         left = memoryview((folder / CHECKSUMS).read_bytes())
         for checksums in stored._checksums:
@@ -142,16 +144,16 @@ class StoredVersion:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory that its files take, also where they still hold an older version's data."""
+        """Bytes of memory that the files take, including pages that still hold an older version's data."""
         paths = (self.file_path(file) for file in range(len(self.manifest.files)))
         return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
 
     def is_chunk(self, file: int, index: int) -> bool:
-        """True if the version has a chunk at this place, present or not."""
+        """True if chunk `index` of file number `file` is a part of the version, present or not."""
         return file < len(self._present) and index < len(self._present[file])
 
     def has_chunk(self, file: int, index: int) -> bool:
-        """True if the chunk is here."""
+        """True if the chunk is here; `is_chunk` must hold for it."""
         return bool(self._present[file][index])
 
     def has_file(self, file: int) -> bool:
@@ -167,7 +169,7 @@ class StoredVersion:
                 index = present.find(0, index + 1)
 
     def chunk_size(self, file: int, index: int) -> int:
-        """Bytes of a chunk, in full."""
+        """Bytes of a chunk in full, not as a delta; the last chunk of a file may be shorter."""
         return min(self.manifest.chunk_bytes, self.manifest.files[file].size - index * self.manifest.chunk_bytes)
 
     def file_path(self, file: int) -> Path:
@@ -209,7 +211,7 @@ class StoredVersion:
             return memoryview(os.pread(source.fileno(), size, begin))
 
     def write_chunk(self, chunk: Chunk) -> None:
-        """Store a chunk in full whose checksum holds. Raises `NoRoomError`, `FileNotFoundError`."""
+        """Write a full, checked chunk and mark it present. Raises `NoRoomError`, `FileNotFoundError`."""
         position, data = chunk.index * self.manifest.chunk_bytes, chunk.data
         with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
             descriptor = os.open(self.file_path(chunk.file), os.O_WRONLY | os.O_CLOEXEC)
@@ -226,7 +228,7 @@ class StoredVersion:
         self._present[chunk.file][chunk.index] = 1
 
     def has_all_files(self) -> bool:
-        """True if all files exist in full length; False if somebody deleted one while it arrived."""
+        """True if all files exist in full length; False if a file was deleted while the version arrived."""
         paths = map(self.file_path, range(len(self.manifest.files)))
         return all(
             path.is_file() and path.stat().st_size == entry.size
@@ -238,7 +240,7 @@ class StoredVersion:
         return digest_of(self._checksums[file])
 
     def forget_file(self, file: int) -> None:
-        """Count all chunks of a file as missing again."""
+        """Mark all chunks of a file as missing, and drop their deltas; the file itself stays on disk."""
         self._num_missing[file] = len(self._present[file])
         self._present[file] = bytearray(self._num_missing[file])
         self.deltas = {key: delta for key, delta in self.deltas.items() if key[0] != file}
@@ -261,7 +263,7 @@ class StoredVersion:
         return encode(self.chunk_data(file, index), base.chunk_data(file, index), width=width)
 
     def add_delta(self, file: int, index: int, delta: bytes | None) -> None:
-        """Keep the result of `encode_delta`."""
+        """Keep a chunk's delta for children; with None, children get the chunk in full."""
         self.unencoded.discard((file, index))
         if delta is not None:
             self.deltas[file, index] = delta
@@ -273,7 +275,7 @@ class StoredVersion:
         self.unencoded.clear()
 
     def free_memory(self) -> None:
-        """Drop deltas and mappings of a version that is retired."""
+        """Drop the deltas and mappings of a retired version; its folder stays."""
         self.forget_deltas()
         self._mapped.clear()
         self._last_written = None
@@ -286,7 +288,7 @@ class VersionStore:
         self.path = path
         self.complete: dict[int, StoredVersion] = {}
         self._keep_versions = keep_versions
-        self._pins: dict[str, int] = {}
+        self._pins: dict[str, int] = {}  # subscriber -> version
         self._deleting: dict[Path, int] = {}  # folder -> bytes that its deletion will free
 
     @property
@@ -326,14 +328,14 @@ class VersionStore:
             raise no_room(self.path, manifest.version, manifest.num_bytes)
 
     def begin(self, manifest: Manifest) -> StoredVersion:
-        """Make the `.part` folder of a version that will arrive. Raises `NoRoomError`."""
+        """Make the `.part` folder of a version that will arrive, with all its files. Raises `NoRoomError`."""
         folder = self.path / f"{folder_name(manifest.version)}.part"
         sizes = {entry.name: entry.size for entry in manifest.files}
         use_spare(self.path, folder)
         _keep_usable_files(folder, sizes)
         with no_room_errors(self.path, manifest.version, manifest.num_bytes):
-            # All files exist from here on, so a write to a file that somebody deleted fails instead of making a
-            # new one, which would lack the chunks before.
+            # All files exist from here on. So a write to a file that was deleted fails, instead of making a new
+            # file that lacks the earlier chunks.
             for name, size in sizes.items():
                 pages = MappedFile(folder / name)
                 pages.set_size(size)
@@ -341,13 +343,13 @@ class VersionStore:
         return StoredVersion(manifest, folder, complete=False)
 
     def commit(self, arrived: StoredVersion) -> None:
-        """Rename the folder of a version to its final name, once all digests hold. Raises `NoRoomError`."""
+        """Make a verified version complete: describe it and rename its folder. Raises `NoRoomError`."""
         arrived.describe()
         arrived.folder = arrived.folder.rename(self.path / folder_name(arrived.manifest.version))
         self.complete[arrived.manifest.version] = arrived
 
     def pin(self, name: str, version: int) -> None:
-        """Pin a version for a subscriber, instead of the one pinned before. A pin survives a crash.
+        """Pin a version for subscriber `name`, which ends its earlier pin. A pin survives a crash.
 
         Raises `NoRoomError`.
         """
@@ -358,7 +360,7 @@ class VersionStore:
         self._pins[name] = version
 
     def unpin(self, name: str) -> None:
-        """Remove the pin of a subscriber, if there is one."""
+        """Remove the pin of subscriber `name`, if there is one."""
         if self._pins.pop(name, None) is not None:
             (self.path / f"{_PIN}{name}").unlink(missing_ok=True)
 
@@ -387,13 +389,13 @@ class VersionStore:
         return doomed
 
     def delete(self, doomed: Path) -> None:
-        """Free the memory of a retired version. At 10 GB/s this is slow enough for a thread."""
+        """Delete a folder that `retire` returned. Call this in a thread: it frees about 10 GB/s."""
         shutil.rmtree(doomed, ignore_errors=True)  # `open` deletes the rest at the next start
         del self._deleting[doomed]
 
 
 def _keep_usable_files(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Keep the files of a spare folder that the new version has and nobody has open, cut to their new sizes."""
+    """Delete a folder's files that `sizes` (bytes by name) lacks or a process has open; cut the others to size."""
     for path in list(folder.iterdir()):
         pages = MappedFile(path)
         if path.name in sizes and pages.is_unused:

@@ -1,4 +1,4 @@
-"""The versions of one relay node: which it has, which arrive or are wanted, and which it may retire.
+"""The versions of one relay node: complete, arriving, wanted, and surplus versions to retire.
 
 `RelayNode` owns `NodeVersions` and passes records of parent, children and subscribers on. The newest version wins,
 but of two versions one is always completed, however fast they are published; so is a version that the next one
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
 ENCODERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads
-MOST_USELESS_DELTAS = 8  # chunks that no delta makes smaller, before any that one does: then the encoder stops
+MOST_USELESS_DELTAS = 8  # the encoder stops if its first deltas, as many as this, make no chunk smaller
 
 
 class NodeVersions:
@@ -76,13 +76,13 @@ class NodeVersions:
         return max(self._store.newest, *self._downloads, -1)
 
     def find(self, version: int) -> StoredVersion | None:
-        """The version, complete or arriving; None if it is neither."""
+        """Return a version that is complete or arrives here; None if it does neither."""
         if version in self._downloads:
             return self._downloads[version].stored
         return self._store.complete.get(version)
 
     def needs(self, version: int) -> bool:
-        """True if the version is not complete here, and is the newest, arrives, or is wanted below."""
+        """True if the version is not complete here, and arrives, is above all here, or is wanted below."""
         if version in self._store.complete:
             return False
         return version in self._downloads or version > self.newest or self._is_wanted(version)
@@ -90,7 +90,7 @@ class NodeVersions:
     # ---- called for children, subscribers and the root's folder
 
     def locate(self, version: int) -> None:
-        """Ask the nodes above for a version that a child or a pull wants; at the root, refuse it if it is gone."""
+        """Ask the nodes above for a wanted version that is not here; at the root, send `Lost` if it is gone."""
         if version in self._store.complete:
             return
         if self._uplink.parents:
@@ -101,7 +101,7 @@ class NodeVersions:
             self.handle_lost(version)
 
     def check(self) -> None:
-        """Find published versions and crashed children that no event told of."""
+        """Find versions whose event was lost, probe children that may have crashed, retire the surplus."""
         if not self._uplink.parents:
             self.discover()
         if self._store.complete:
@@ -119,7 +119,7 @@ class NodeVersions:
             self._handle_complete(stored.manifest)
 
     def retire_surplus(self) -> None:
-        """Retire versions beyond those to keep that nobody needs."""
+        """Retire complete versions that are not to be kept, pinned, wanted, or the base of a running delta."""
         self._stop_old_encoders()
         bases = {stored.base for stored in self._store.complete.values() if stored.unencoded}
         bases |= {download.stored.base for download in self._downloads.values()}
@@ -131,7 +131,7 @@ class NodeVersions:
     # ---- called for the parent
 
     def reattach(self) -> None:
-        """Tell a new or restarted parent which versions this node has and wants."""
+        """Send a new or restarted parent this node's newest version, and ask for all that arrive or are wanted."""
         self.failure = None
         self._uplink.send(m.Attach(self._store.newest))
         self._later, self._pause = None, 0  # the parent will announce them again
@@ -140,7 +140,7 @@ class NodeVersions:
         self._want_missing()
 
     def resend_requests(self) -> None:
-        """Tell the parent the highest known version, and repeat requests that it may have lost."""
+        """Send the parent the highest known version, and repeat requests that the parent may have lost."""
         failed = self._failed if self._pause > 0 else -1
         waiting = -1 if self._waiting is None else self._waiting
         self._uplink.send(m.Attach(max(self.newest, waiting, failed)))
@@ -151,7 +151,7 @@ class NodeVersions:
         self._want_missing()
 
     def handle_announce(self, announce: m.Announce) -> None:
-        """Decide about a version that the parent has, or has a part of."""
+        """Act on a version that the parent announces: download it, resume, postpone or decline it."""
         version = announce.manifest.version
         decision = decide(
             announce,
@@ -179,7 +179,7 @@ class NodeVersions:
                 self._compare_digests(announce.manifest)
 
     def handle_chunk(self, chunk: m.Chunk) -> None:
-        """Store a chunk that the parent sent. The last completes the version; an error gives it up."""
+        """Store a chunk from the parent. The last chunk completes the version; an error gives the version up."""
         download = self._downloads.get(chunk.version)
         if download is None:
             return  # the version was overtaken while the chunk was in flight
@@ -189,7 +189,7 @@ class NodeVersions:
             self.fail_version(chunk.version, str(error))
 
     def handle_lost(self, version: int) -> None:
-        """Tell children and subscribers that no node has the version."""
+        """Stop the download of a version that no node has; notify the children and subscribers that want it."""
         if version in self._downloads:
             self._drop(version)
             self._uplink.send(m.Attach(self.newest))  # so that the parent announces the newest again
@@ -198,7 +198,7 @@ class NodeVersions:
         self._start_waiting()
 
     def fail_version(self, version: int, reason: str) -> None:
-        """Tell parent, children and subscribers that this node cannot have the version."""
+        """Give up a version that this node cannot have; log `reason`, and notify parent, children, subscribers."""
         log.error("%s gives up version %d: %s", self._name, version, reason)
         failed = m.Failed(version, reason)
         self._uplink.send(m.Done(version))
@@ -214,7 +214,7 @@ class NodeVersions:
     # ---- downloads
 
     def _want_missing(self) -> None:
-        """Ask the parent for each version that a child or a pull waits for."""
+        """Ask the parent for each version that a child or a pull wants and that does not arrive here."""
         for version in self.subscribers.awaited | self._downlink.wanted:
             if self.find(version) is None:
                 self._uplink.send(m.Want(version))
@@ -249,19 +249,19 @@ class NodeVersions:
     def _check_manifest(self, manifest: m.Manifest) -> None:
         """Raise `BrokenVersionError` if a manifest contradicts itself, or has larger chunks than this node."""
         if manifest.digest != version_digest(manifest.files):
-            raise BrokenVersionError(f"version {manifest.version}: its digest is not that of its files")
+            raise BrokenVersionError(f"version {manifest.version}: its digest and its files' digests differ")
         if len({entry.name for entry in manifest.files}) < len(manifest.files):
-            raise BrokenVersionError(f"version {manifest.version}: two of its files have one name")
+            raise BrokenVersionError(f"version {manifest.version}: two of its files have the same name")
         if manifest.chunk_bytes > self._chunk_bytes:
             raise BrokenVersionError(
                 f"version {manifest.version} was cut into chunks of {manifest.chunk_bytes} bytes, above the"
-                f" {self._chunk_bytes} of this node; start the publisher and all nodes with the same"
+                f" {self._chunk_bytes} of this node; use one size for the publisher and all nodes"
             )
 
     def _accept(self, download: Download, chunk: m.Chunk) -> None:
         """Write a chunk and forward it to children; commit the version after its last verified file.
 
-        A damaged chunk is fetched again. Raises `BrokenVersionError` if files of the version are gone.
+        Requests a damaged chunk again. Raises `NoRoomError`, `BrokenVersionError`.
         """
         outcome = download.accept(chunk, keep_delta=self._downlink.has_children)
         if outcome is ChunkOutcome.DAMAGED:
@@ -308,14 +308,14 @@ class NodeVersions:
         self.retire_surplus()
 
     def _drop(self, version: int) -> None:
-        """Stop the download of a version, if it arrives."""
+        """Stop the download of a version, if it arrives, and retire its folder."""
         download = self._downloads.pop(version, None)
         if download is not None:
             self._downlink.forget_version(version)
             self._discard(download.stored)
 
     def _start_waiting(self) -> None:
-        """Decide again about the version that waits, since a download ended."""
+        """Decide again about the announcement that waits in `_later`, since a download ended."""
         announce, self._later = self._later, None
         if announce is not None:
             self.handle_announce(announce)
@@ -325,7 +325,7 @@ class NodeVersions:
         return None if self._later is None else self._later.manifest.version
 
     def _note_failure(self, version: int) -> None:
-        """Note that the node cannot have a version now; the parent may announce it again after a pause."""
+        """Set the pause before the parent may announce a failed version again; it doubles at each failure."""
         if version >= self._failed:
             self._num_failures = self._num_failures + 1 if version == self._failed else 1
             self._failed = version
@@ -356,6 +356,7 @@ class NodeVersions:
                 self._encoder.stop(stored)
 
     def _discard(self, stored: StoredVersion) -> None:
+        """Retire a version; delete its folder in a thread, unless that became the spare folder."""
         doomed = self._store.retire(stored)
         if doomed is not None:
             self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
@@ -365,16 +366,14 @@ class NodeVersions:
 
 
 class DeltaEncoder:
-    """Makes a version's deltas against the version before, chunk by chunk, in threads of the root.
+    """Makes the root's deltas between a version and the version before, chunk by chunk, in threads.
 
-    Only a node that has the version before can use them. A node skips a version if two are published while it
-    downloads one, or if the root finds two at once. Then it gets the next version in full, though few bytes
-    changed, which takes longer: where versions come faster than a full one travels, every version may travel in
-    full. A version also goes out in full to nodes that still wait for its deltas when a newer one is published, or
-    that ask for an old version by number. `forward_chunk` is called for each chunk that children may have now, and
-    `done` when the base is no longer needed. A child that waits for a delta always gets it or the chunk itself,
-    also when the weights turn out to change everywhere, and when the version is overtaken
-    (`tests/relay/test_tree_delta.py`).
+    A node without the version before gets every chunk in full. A node skips a version if two are published during
+    its download, or if the root finds two at once. So where versions come faster than a full version travels, all
+    may travel in full. Chunks also travel in full to a node that still waits for deltas when a newer version is
+    published, or that asks for an old version by number. A child that waits for a delta always gets the delta or
+    the full chunk (`tests/relay/test_tree_delta.py`). `forward_chunk` is called for each chunk that children may
+    have now, and `done` when the base is no longer needed.
     """
 
     def __init__(self, forward_chunk: Callable[[StoredVersion, int, int], None], done: Callable[[], None]) -> None:
@@ -382,7 +381,7 @@ class DeltaEncoder:
         self._done = done
 
     def start(self, stored: StoredVersion, older: Iterable[StoredVersion], group: asyncio.TaskGroup) -> None:
-        """Start to encode, if the newest of `older` has the same layout."""
+        """Start to encode `stored` against the newest of `older`, if that has the same layout."""
         base = max(older, key=lambda version: version.manifest.version, default=None)
         if base is None or not stored.manifest.has_layout_of(base.manifest):
             return
@@ -405,10 +404,10 @@ class DeltaEncoder:
             for file, index in chunks:
                 try:
                     delta = await asyncio.to_thread(stored.encode_delta, base, file, index)
-                except FileNotFoundError:  # an overtaken version was retired meanwhile
+                except FileNotFoundError:  # an overtaken version was retired before this call
                     assert stored.base is None, f"{base.folder} went while {stored.folder} was built on it"
                 if stored.base is None:
-                    return  # stopped meanwhile
+                    return  # `stop` was called during the encoding
                 stored.add_delta(file, index, delta)
                 self._forward_chunk(stored, file, index)
                 num_useless += delta is None
@@ -421,7 +420,7 @@ class DeltaEncoder:
         self._done()
 
     def stop(self, stored: StoredVersion) -> None:
-        """Make no more deltas of a version and drop those made; chunks that wait for one are sent in full."""
+        """Stop making deltas of a version, drop its deltas, and send chunks that wait for a delta in full."""
         waiting = sorted(stored.unencoded)
         stored.forget_deltas()
         for file, index in waiting:

@@ -67,7 +67,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"repack": {"planner": "best"}}, "repack.planner=best: unknown; choose one of predictive, paper"),
         ({"schedule": "later"}, "schedule='later'"),
         ({"learner": {"lora": {"targets": ["lm_head"]}}}, "learner.lora.targets.0='lm_head'"),
-        ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: one is"),
+        ({"learner": {"lora": {"targets": ["q_proj", "q_proj"]}}}, "learner.lora.targets=q_proj,q_proj: a name"),
         ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines need the base"),
         (
             {"warm_start": {"data": {"path": "d", "task": "sums"}}},
@@ -217,7 +217,7 @@ SURE = {"without_signal": "train"}
             {"rollout": {"record": ["routed_experts"], **EMULATED}},
             "emulated engines have no experts",
         ),
-        ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set it to train"),
+        ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set without_signal to train"),
         ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
         ({"algorithm": TEACHER, "rollout": SURE}, "reward.use=exact gives one number"),

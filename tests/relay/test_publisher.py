@@ -19,14 +19,13 @@ from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, 
 from laminar_py.relay.digests import (
     TASK_BYTES,
     digest_of,
-    read_checksums,
     version_digest,
 )
 from laminar_py.relay.mapped_file import MappedFile, allow_many_files
 from laminar_py.relay.publisher import HEADER_BYTES, SHARD_BYTES, Publisher
 from laminar_py.relay.version_store import CHECKSUMS, MANIFEST, SPARE, NoRoomError, VersionStore, folder_name
 from tests.relay.faults import small_disk
-from tests.relay.tree import CHUNK, folder_bytes, tensors
+from tests.relay.tree import CHUNK, folder_bytes, read_checksums, tensors
 
 RUN_BYTES = 2 * TASK_BYTES
 

@@ -123,7 +123,9 @@ def test_a_checksum_travels_with_its_chunk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"{}", b'{"vers', b'{"version": "\xff"}'])
 def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path: Path, data: bytes) -> None:
     (write_version(tmp_path, 1, CHUNK).folder / "manifest.json").write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"^version={tmp_path}/v1: manifest\.json cannot .*; delete it$"):
+    with pytest.raises(
+        ConfigError, match=rf"^version={tmp_path}/v1: manifest\.json cannot .*; delete this folder$"
+    ):
         make_store(tmp_path)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from laminar_py.records.weights import Published
-from laminar_py.relay.digests import digest_of, file_digest, read_checksums, version_digest
+from laminar_py.relay.digests import chunk_checksum, digest_of, version_digest
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
@@ -152,7 +152,13 @@ def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:
 
 def digest(path: Path) -> str:
     """Digest of a file as a manifest has it."""
-    return file_digest(path, chunk_bytes=CHUNK)
+    return digest_of(read_checksums(path, chunk_bytes=CHUNK))
+
+
+def read_checksums(path: Path, *, chunk_bytes: int) -> bytes:
+    """Checksums of a file's chunks, from its content."""
+    content = path.read_bytes()
+    return b"".join(chunk_checksum(content[at : at + chunk_bytes]) for at in range(0, len(content), chunk_bytes))
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
