@@ -16,7 +16,7 @@ CACHED = 1 << 16  # answers of problems that were looked at
 class MathTerm(TermConfig):
     """1 for a response whose final answer equals the problem's, else 0: numbers, formulas, sets, intervals,
     tuples, matrices, units, several answers. The term reads the last explicit mark after the thinking (`####`,
-    `Answer:`, `<answer>`, a closed `\\boxed{...}`), or the phrase that names the answer. If the problem's answer is
+    `Answer:`, `<answer>`, a closed `\\boxed{...}`), or the phrase naming it. If the problem's answer is
     a decimal of four significant digits or more, any number that rounds to it is right."""
 
     kind: str = "math"
