@@ -116,10 +116,11 @@ class SandboxPool:
     ) -> SandboxResult:
         """Run a program and call one of its functions, e.g. "solve", or "Solution.solve" on a new `Solution()`.
 
-        `preamble` is code that runs before it in its namespace, such as imports that its prompt gave. Arguments
-        travel as JSON. The value returns as `value_json`, in which tuples and iterators are lists; a set {9, 10} is
-        `{"a set of": [10, 9]}`. It is None unless the label is `ok`. The program can forge this value, so compare it
-        outside. Raises as `run` does, and `ValueError` for arguments that JSON cannot express.
+        `preamble` is code that runs before it in its namespace, such as imports that its prompt gave.
+        Arguments travel as JSON. The value returns as `value_json`, in which tuples and iterators are
+        lists; a set {9, 10} is `{"a set of": [10, 9]}`. It is None unless the label is `ok`. The program
+        can forge this value, so compare it outside. Raises as `run` does, and `ValueError` for arguments
+        that JSON cannot express.
         """
         try:
             args_json = msgspec.json.encode(list(args)).decode()

@@ -77,10 +77,10 @@ PLAIN_PYTHON = {
     "stdin": "print(open('/dev/stdin').read().strip())",
     "path": "import pathlib\nprint(pathlib.Path('/dev/stdin').read_text().strip())",
     "stdout": "open('/dev/stdout', 'w').write('4\\n')",
-    "pool": "from multiprocessing import Pool\ndef f(x): return 4 * x\nprint(Pool(2).map(f, [1])[0])",
-    "process": "import multiprocessing as m\nq = m.Queue()\nm.Process(target=q.put, args=[4]).start(); print(q.get())",
-    "context": "import multiprocessing as m\nwith m.get_context('spawn').Pool() as p: print(p.apply(int, ['4']))",
-    "executor": "from concurrent.futures import ProcessPoolExecutor as E\nwith E() as e: print(*e.map(int, ['4']))",
+    "pool": "from multiprocessing import Pool\nprint(*Pool(2).map(int, ['4']))",
+    "process": "from multiprocessing import *\nq = Queue()\nProcess(target=q.put, args=[4]).start()\nprint(q.get())",
+    "context": "from multiprocessing import get_context\nprint(get_context('spawn').Pool().apply(int, ['4']))",
+    "executor": "from concurrent.futures import *\nwith ProcessPoolExecutor() as e: print(*e.map(int, ['4']))",
     "zone": "import zoneinfo\nprint(4 if zoneinfo.ZoneInfo('UTC') else 5)",
 }
 

@@ -83,7 +83,7 @@ def complete_python() -> None:
     for add in (site.setquit, site.setcopyright, site.sethelper):
         add()
     for name in ("Pool", "Process", "Queue", "JoinableQueue", "Manager", "Pipe", "Value", "Array", *LOCKS):
-        setattr(multiprocessing, name, getattr(threads, name))
+        vars(multiprocessing)[name] = getattr(threads, name)
     multiprocessing.SimpleQueue = lambda: queues.SimpleQueue(ctx=multiprocessing)  # type: ignore[assignment,misc]
     for module in (multiprocessing, multiprocessing.pool):
         module.get_context = lambda method=None: multiprocessing  # type: ignore[attr-defined]
