@@ -78,7 +78,7 @@ PLAIN_PYTHON = {
     "path": "import pathlib\nprint(pathlib.Path('/dev/stdin').read_text().strip())",
     "stdout": "open('/dev/stdout', 'w').write('4\\n')",
     "pool": "from multiprocessing import Pool\nprint(*Pool(2).map(int, ['4']))",
-    "process": "from multiprocessing import *\nq = Queue()\nProcess(None, q.put, None, [4]).start()\nprint(q.get())",
+    "process": "from multiprocessing import *\nq=Queue()\nProcess(None, q.put, None, [4]).start()\nprint(q.get())",
     "context": "from multiprocessing import get_context\nprint(get_context('spawn').Pool().apply(int, ['4']))",
     "executor": "from concurrent.futures import *\nwith ProcessPoolExecutor() as e: print(*e.map(int, ['4']))",
     "zone": "import zoneinfo\nprint(4 if zoneinfo.ZoneInfo('UTC') else 5)",
