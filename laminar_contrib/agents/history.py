@@ -52,6 +52,7 @@ class ChatPrompt:
 
     messages: Sequence[Message]
     tools: Sequence[Message]
+    may_call: bool = True  # else a call in the answer is text
     max_tokens: int | None = None  # of the answer
 
     @cached_property
@@ -91,6 +92,7 @@ class IdsPrompt:
     """Token ids, which the model continues."""
 
     tools: ClassVar[Sequence[Message]] = ()
+    may_call: ClassVar[bool] = True
     kind: ClassVar[bytes] = b"tokens"
     ids: IntArray  # [n]
     max_tokens: int | None = None  # of the answer
