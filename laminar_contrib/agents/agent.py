@@ -1,8 +1,8 @@
 """An agent as the environment of a trajectory: each of its requests is answered by one turn of the model.
 
 `agents.kind` makes it, and the endpoint adds requests. Requests are answered one after another, in the order in
-which they arrive. A retry gets the response of the request that it repeats; the same question asked anew gets
-another sample (`tests/environment/agents/test_agents.py`).
+which they arrive. A retry gets the response of the request that it repeats; a new question of the same
+text gets another sample (`tests/environment/agents/test_agents.py`).
 """
 
 import asyncio

@@ -123,7 +123,7 @@ class HermesCalls:
     mark, _close = "<tool_call>", "</tool_call>"  # around a call
 
     def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
-        """Return the next call; one that is not closed is broken and lasts to the end."""
+        """Return the next call; an unclosed call is broken and lasts to the end."""
         begin = text.find(self.mark, place)
         if begin < 0:
             return []
@@ -184,7 +184,7 @@ class TagCalls:
         self.marking = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
 
     def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
-        """Return the next call; one that is not closed is broken and lasts to the end."""
+        """Return the next call; an unclosed call is broken and lasts to the end."""
         opening = self.marking.search(text, place)
         if opening is None:
             return []
