@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PROCESSES = "laminar_py.runtime.workers.processes."
 HEAVY = {
     *("torch", "transformers", "peft", "ray", "aiohttp", "zmq", "numpy", "pyarrow", "tokenizers"),
-    *("plotly", "pandas", "matplotlib", "openai", "datasets", "trl", "sympy", "math_verify", "prometheus_client"),
+    *("plotly", "pandas", "matplotlib", "openai", "datasets", "trl", "sympy", "mpmath", "prometheus_client"),
 }
 MAY_IMPORT = {  # module of a process: the heavy libraries it may have when its part has started
     "laminar_py.cli": set(),

@@ -17,7 +17,9 @@ async def complete(request: web.Request) -> web.Response:
     question = (await request.json())["messages"][0]["content"]
     await asyncio.sleep(PAUSE_S)
     word = "yes" if blake2b(question.encode()).digest()[0] % 4 else "no"
-    return web.json_response({"choices": [{"message": {"role": "assistant", "content": word}}]})
+    return web.json_response(
+        {"choices": [{"message": {"role": "assistant", "content": word}, "finish_reason": "stop"}]}
+    )
 
 
 async def models(request: web.Request) -> web.Response:

@@ -1,7 +1,8 @@
 """An agent as the environment of a trajectory: each of its requests is answered by one turn of the model.
 
 `agents.kind` makes it, and the endpoint adds requests. Requests are answered one after another, in the order in
-which they arrive. A repeated request gets the first response again (`tests/environment/agents/test_agents.py`).
+which they arrive. A retry gets the response of the request that it repeats; a new question of the same
+text gets another sample (`tests/environment/agents/test_agents.py`).
 """
 
 import asyncio
@@ -90,7 +91,8 @@ class AgentEnvironment:
         self._session = session
         self._history = AgentHistory()
         self._queue = asyncio.Queue[AgentRequest | None]()  # `add_requests` bounds it; None: the end
-        self._answers: dict[bytes, asyncio.Future[AgentAnswer]] = {}  # by the digest of the request
+        self._answers: dict[bytes, asyncio.Future[AgentAnswer]] = {}  # of the last request of each digest
+        self._unanswered = set[asyncio.Future[AgentAnswer]]()
         self._current: AgentRequest | None = None  # the model's next turn answers it
         self._newest: AgentAnswer | None = None
         self._roles: list[str] = []  # that the model played, by turn
@@ -116,7 +118,9 @@ class AgentEnvironment:
         assert request is not None, "a turn of the model answers a request"
         self._roles.append(request.role)
         number, prompt = len(self._roles), request.prompt
-        message = assistant_message(turn.text, self._call_format if prompt.tools else None, turn=number)
+        message = assistant_message(
+            turn.text, self._call_format if prompt.tools and prompt.may_call else None, turn=number
+        )
         self._history.add_turn(prompt.kind, prompt.with_answer(message, turn.ids), turn=number)
         if self._newest is not None:
             self._newest.context = None
@@ -144,21 +148,28 @@ class AgentEnvironment:
     # ---- called by the endpoint; each method raises an HTTP status if it refuses a request
 
     def add_requests(
-        self, digests: Sequence[bytes], prompt: Prompt, *, role: str
+        self, digests: Sequence[bytes], prompt: Prompt, *, role: str, is_retry: bool | None
     ) -> "list[asyncio.Future[AgentAnswer]]":
         """Queue a request for each digest, all with the same prompt, and return the futures of their answers.
 
-        A known digest gives the answer of its earlier request.
+        A retry gets the answer of the last request of its digest. If `is_retry` is None, the client does not say
+        whether this is one, and a repeated request is a retry until the first one is answered.
         """
-        new = [digest for digest in digests if digest not in self._answers]
+        new = [digest for digest in digests if not self._repeats(digest, is_retry=is_retry)]
         if new and self._is_closed:
             raise web.HTTPGone(text=ENDED)
         if self._queue.qsize() + len(new) > MAX_WAITING:
             raise web.HTTPTooManyRequests(text=f"{MAX_WAITING} requests wait already; try again")
         for digest in new:
             answer = self._answers[digest] = asyncio.get_running_loop().create_future()
+            self._unanswered.add(answer)
+            answer.add_done_callback(self._unanswered.discard)
             self._queue.put_nowait(AgentRequest(prompt=prompt, role=role, answer=answer))
         return [self._answers[digest] for digest in digests]
+
+    def _repeats(self, digest: bytes, *, is_retry: bool | None) -> bool:
+        earlier = self._answers.get(digest)
+        return earlier is not None and (not earlier.done() if is_retry is None else is_retry)
 
     async def python(self, code: str) -> str:
         """Run code in this agent's sandbox session, and return its output as a terminal shows it."""
@@ -212,7 +223,6 @@ class AgentEnvironment:
 
     def _refuse_requests(self) -> None:
         self._is_closed = True
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(web.HTTPGone(text=ENDED))
-                answer.exception()  # mark it as retrieved: the client may be gone
+        for answer in list(self._unanswered):
+            answer.set_exception(web.HTTPGone(text=ENDED))
+            answer.exception()  # mark it as retrieved: the client may be gone

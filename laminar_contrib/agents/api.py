@@ -1,6 +1,7 @@
 """Request and response bodies of the endpoint: the fields of OpenAI's API that it reads and writes.
 
-Other fields of requests are ignored, among them sampling params, which the run's config sets.
+Sampling params are ignored, since the run's config sets them. `check_fields` refuses any other field that would
+change the answer, unless its value is the default.
 """
 
 import json
@@ -22,6 +23,35 @@ MODEL = "policy"
 MAX_CHOICES = 16
 TurnLimit = Annotated[int, msgspec.Meta(ge=1, le=MAX_TURN_TOKENS)] | None
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1)]
+
+
+IGNORED = {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "reasoning_effort", "verbosity", "ignore_eos", "skip_special_tokens"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+}
+DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that the endpoint heeds
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "echo": (False,),
+}
+
+
+def check_fields(body: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Refuse a request whose body has a field that the endpoint would ignore. Raises status 400."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)} | IGNORED
+    for name, value in body.items():
+        is_done = value in DEFAULTS[name] if name in DEFAULTS else name in known
+        if not is_done and value is not None:
+            raise web.HTTPBadRequest(text=f"{name}: the endpoint of a run does not do this; leave it out")
 
 
 class CalledFunction(msgspec.Struct):
@@ -66,6 +96,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
     model: Annotated[str, msgspec.Meta(max_length=ROLE_CHARS)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
@@ -83,7 +114,8 @@ class ChatRequest(msgspec.Struct, kw_only=True):
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
         limit = _smallest_limit(self.max_tokens, self.max_completion_tokens)
-        return ChatPrompt(messages=messages, tools=self.tools or [], max_tokens=limit)
+        may_call = self.tool_choice != "none"
+        return ChatPrompt(messages=messages, tools=self.tools or [], may_call=may_call, max_tokens=limit)
 
     def response(
         self, answers: Sequence[AgentAnswer], *, name: str, decode_turn: Callable[[IntArray], str]

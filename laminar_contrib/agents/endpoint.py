@@ -24,6 +24,7 @@ from laminar_contrib.agents.api import (
     CodeRequest,
     RewardRequest,
     TokensRequest,
+    check_fields,
 )
 from laminar_contrib.agents.connections import AgentConnection, AgentConnections, ConnectionBounds
 from laminar_contrib.agents.runner import ExternalAgents
@@ -36,7 +37,7 @@ WILDCARDS = ("0.0.0.0", "::")
 KEEP_ALIVE_S = 75.0  # of an idle connection
 CLOSES = (401, 408)  # statuses after which the rest of a body is not read
 AgentHandler: TypeAlias = Callable[[AgentEnvironment, web.Request], Awaitable[web.Response]]
-BodyT = TypeVar("BodyT")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class AgentEndpoint:
@@ -100,7 +101,8 @@ class AgentEndpoint:
         body = await _body(request, ChatRequest)
         digest = await _digest(request)
         digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, body.n or 1))]
-        waiting = agent.add_requests(digests, body.prompt(), role=body.model or MODEL)
+        role, is_retry = body.model or MODEL, _is_retry(request)
+        waiting = agent.add_requests(digests, body.prompt(), role=role, is_retry=is_retry)
         answers = await asyncio.gather(*map(asyncio.shield, waiting))
         response = body.response(answers, name=digest.hex(), decode_turn=self._decode_turn)
         if body.stream:
@@ -110,7 +112,8 @@ class AgentEndpoint:
     async def _generate(self, agent: AgentEnvironment, request: web.Request) -> web.Response:
         body = await _body(request, TokensRequest)
         digest = await _digest(request)
-        (answer,) = agent.add_requests([digest], body.prompt(), role=body.model or MODEL)
+        role, is_retry = body.model or MODEL, _is_retry(request)
+        (answer,) = agent.add_requests([digest], body.prompt(), role=role, is_retry=is_retry)
         return web.json_response(body.response(await asyncio.shield(answer), name=digest.hex()))
 
     async def _models(self, agent: AgentEnvironment, request: web.Request) -> web.Response:
@@ -204,11 +207,21 @@ def _connection_of(request: web.Request) -> AgentConnection:
 
 
 async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    """Decode the body of a request. Raises status 400."""
+    """Decode the body of a request. Raises status 400, also for a field that the endpoint would ignore."""
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
+        content = await request.read()
+        check_fields(msgspec.json.decode(content, type=dict[str, Any]), kind)
+        return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise web.HTTPBadRequest(text=str(error)) from None
+
+
+def _is_retry(request: web.Request) -> bool | None:
+    """Return whether a request is a retry, as its client says; None if the client does not say."""
+    if "Idempotency-Key" in request.headers:
+        return True
+    retries = request.headers.get("X-Stainless-Retry-Count")  # of OpenAI's clients: 0 for a new question
+    return None if retries is None or not retries.isdecimal() else int(retries) > 0
 
 
 async def _digest(request: web.Request) -> bytes:

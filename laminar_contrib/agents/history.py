@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from blake3 import blake3
 
-from laminar_contrib.tools.call_formats import JsonCalls, ToolCall, outside_reasoning
+from laminar_contrib.tools.call_formats import JsonCalls, ToolCall, read_turn
 from laminar_py.environment import Observation, Rewrite, Role, TokenPrompt
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 
@@ -52,6 +52,7 @@ class ChatPrompt:
 
     messages: Sequence[Message]
     tools: Sequence[Message]
+    may_call: bool = True  # else a call in the answer is text
     max_tokens: int | None = None  # of the answer
 
     @cached_property
@@ -91,6 +92,7 @@ class IdsPrompt:
     """Token ids, which the model continues."""
 
     tools: ClassVar[Sequence[Message]] = ()
+    may_call: ClassVar[bool] = True
     kind: ClassVar[bytes] = b"tokens"
     ids: IntArray  # [n]
     max_tokens: int | None = None  # of the answer
@@ -117,14 +119,13 @@ def assistant_message(text: str, call_format: JsonCalls | None, *, turn: int) ->
 
     The whole turn is its content if a call is broken, or without a format: the agent has no tools then.
     """
-    parsed = list(call_format.parse(outside_reasoning(text))) if call_format is not None else []
+    rest, parsed = (text, []) if call_format is None else read_turn(text, call_format)
     calls = [call for call in parsed if isinstance(call, ToolCall)]
-    if call_format is None or not calls or len(calls) < len(parsed):
+    if not calls or len(calls) < len(parsed):
         return {"role": "assistant", "content": text}
-    before, mark, _ = text.partition(call_format.mark)
     return {
         "role": "assistant",
-        "content": (before.strip() if mark else "") or None,
+        "content": rest.strip() or None,
         "tool_calls": [
             {
                 "id": f"call_{turn}_{place}",

@@ -18,15 +18,16 @@ import math
 import re
 import symtable
 import sys
+import textwrap
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from laminar_contrib.code.crossing import MOST_CALLS
+from laminar_contrib.code.crossing import MOST_CALLS, unpack
 from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 from laminar_py.config.cluster import SandboxConfig
@@ -37,6 +38,8 @@ from laminar_py.records.trajectory import Prompt
 
 TOLERANCE = 1e-6  # of floats
 LONGEST_NUMBER = 400  # characters
+CLOSINGS = 4  # fences at which a block may end
+SET = "a set of"  # key of an object that stands for a returned set
 SHOWN = 120  # characters of a value or a call, in messages
 DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -68,6 +71,8 @@ def same_value(value: object, wanted: object) -> bool:
     if isinstance(value, int | float) and isinstance(wanted, int | float):
         near = isinstance(value, float) or isinstance(wanted, float)
         return value == wanted or (near and _close(value, wanted))
+    if isinstance(value, dict) and list(value) == [SET] and isinstance(wanted, list):
+        return _same_set(value[SET], wanted)
     if isinstance(value, list) and isinstance(wanted, list):
         return len(value) == len(wanted) and all(map(same_value, value, wanted))
     if isinstance(value, dict) and isinstance(wanted, dict):
@@ -75,8 +80,21 @@ def same_value(value: object, wanted: object) -> bool:
     return type(value) is type(wanted) and value == wanted
 
 
+def _same_set(members: object, wanted: list[object]) -> bool:
+    """Return True if a returned set has the wanted members, in any order."""
+    if not isinstance(members, list) or len(members) != len(wanted):
+        return False
+    left = list(wanted)
+    for member in members:
+        place = next((place for place, one in enumerate(left) if same_value(member, one)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
 def _lines(text: str) -> Sequence[str]:
-    return text.rstrip().split("\n")
+    return text.strip().split("\n")
 
 
 def _words(text: str) -> list[list[str]]:
@@ -105,6 +123,12 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
+def written_call(function: str, args: Sequence[object], named: Mapping[str, object]) -> str:
+    """Return a call as a person writes it, e.g. `f([4.0, 9.0], key=None)`, shortened for a message."""
+    text = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
+    return f"{function}({text if len(text) <= SHOWN else f'{text[:SHOWN]}...'})"
+
+
 CROSSING = Path(__file__).with_name("crossing.py")  # runs in sandboxes, on both sides of a call
 CALLS_TOGETHER = 100  # calls of the function in one process
 BESIDE = "laminar_crossing"
@@ -127,8 +151,9 @@ class Step(msgspec.Struct, frozen=True):
 class AssertionRun:
     """Runs the test code of a problem against the function `entry_point` of a program."""
 
-    def __init__(self, pool: SandboxPool, program: str, entry_point: str) -> None:
+    def __init__(self, pool: SandboxPool, program: str, entry_point: str, *, preamble: str) -> None:
         self._pool = pool
+        self._preamble = preamble
         self._program = program + ANSWER.format(beside=BESIDE, entry=entry_point)
         self._entry_point = entry_point
         self._crossing = CROSSING.read_text()
@@ -141,7 +166,11 @@ class AssertionRun:
         known: list[tuple[str, str | None]] = []
         failed = ""
         while True:
-            step = _step(await self._call(self._crossing, "run_tests", [test, self._entry_point, known]))
+            step = _step(
+                await _run_in_sandbox(
+                    self._pool.call(self._crossing, "run_tests", [test, self._entry_point, known])
+                )
+            )
             if not step.needed:
                 return f"{step.fault}{failed}" if step.fault else None
             if len(known) + len(step.needed) > MOST_CALLS:
@@ -170,14 +199,21 @@ class AssertionRun:
 
         Returns answers and a note as `_answers` does.
         """
-        result = await self._call(
-            self._program, "_laminar_answers", [calls], files={f"{BESIDE}.py": self._crossing.encode()}
+        result = await _run_in_sandbox(
+            self._pool.call(
+                self._program,
+                "_laminar_answers",
+                [calls],
+                preamble=self._preamble,
+                files={f"{BESIDE}.py": self._crossing.encode()},
+            )
         )
         answers = _answers_in(result)
         if answers is not None and len(answers) == len(calls):
             return answers, ""
         if len(calls) == 1:
-            return [None], f" ({self._entry_point}{calls[0]:.{SHOWN}}: {result.label.value}: {result.detail})"
+            call = written_call(self._entry_point, *unpack(msgspec.json.decode(calls[0])))
+            return [None], f" ({call}: {result.label.value}: {result.detail})"
         known: list[str | None] = []
         for call in calls:
             answer, note = await self._call_in_one_process([call])
@@ -185,11 +221,6 @@ class AssertionRun:
             if note:
                 return known, note
         return known, ""
-
-    async def _call(
-        self, program: str, function: str, args: list[object], files: dict[str, bytes] | None = None
-    ) -> SandboxResult:
-        return await _run_in_sandbox(self._pool.call(program, function, args, files=files))
 
 
 async def _run_in_sandbox(run: Awaitable[SandboxResult]) -> SandboxResult:
@@ -223,8 +254,18 @@ def _step(result: SandboxResult) -> Step:
     return step
 
 
-FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+OPENING = re.compile(r"(?P<before>.*?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^`~]*")
 PYTHON = ("python", "python3", "py")
+COMMON_IMPORTS = """
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from functools import cache, cmp_to_key, lru_cache, reduce
+from heapq import heapify, heappop, heappush, heappushpop, heapreplace, nlargest, nsmallest
+from itertools import accumulate, chain, combinations, count, cycle, groupby, islice, permutations, product
+from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
+from typing import *
+"""  # that prompts of functions take for granted, such as `List` of LeetCode
 TOGETHER = 16  # tests of a function that run in one process first
 ALL_CASES = """
 
@@ -251,6 +292,7 @@ class Tests(msgspec.Struct, frozen=True, kw_only=True):
     fn_name: str = ""
     asserts: str | list[str] = ""
     entry_point: str = ""
+    preamble: str = ""  # code that the prompt gave, e.g. helper functions; it runs before the program
 
 
 class ProblemFields(msgspec.Struct, frozen=True):
@@ -268,6 +310,8 @@ def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
         if "tests" not in fields:
             return f"no `tests` among its fields ({', '.join(fields) or 'it has none'})"
         return f"`tests` cannot be read: {error}"
+    if not _parses(tests.preamble):
+        return "`tests.preamble` does not parse"
     if bool(tests.inputs) == bool(tests.asserts):
         return "`tests` has neither `inputs` nor `asserts`, or both"
     if len(tests.inputs) != len(tests.outputs):
@@ -330,6 +374,11 @@ def global_names(table: symtable.SymbolTable) -> Iterator[str]:
         yield from global_names(child)
 
 
+def preamble_of(tests: Tests) -> str:
+    """Return the code that runs before a program: the common imports and what the prompt gave."""
+    return f"{COMMON_IMPORTS}\n{tests.preamble}"
+
+
 def assert_text(tests: Tests) -> str:
     """Return the test code of a problem as one text."""
     return tests.asserts if isinstance(tests.asserts, str) else "\n".join(tests.asserts)
@@ -342,12 +391,49 @@ def find_program(response: str, wanted: str = "") -> str:
     is the last Python block, else the last block, else the whole text.
     """
     said = response.rpartition("</think>")[2]
-    fenced: list[tuple[str, str]] = FENCE.findall(said)
-    named = [(name.strip().lower(), program) for name, program in fenced]
+    named = list(code_blocks(said))
     python = [program for name, program in named if name in PYTHON]
     bare = [program for name, program in named if name in ("", *PYTHON)] if wanted else []
     defining = next((program for program in reversed(bare) if _defines(program, wanted)), None)
-    return defining if defining is not None else (python or [program for _, program in fenced] or [said])[-1]
+    return defining if defining is not None else (python or [program for _, program in named] or [said])[-1]
+
+
+def code_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language, in lower case, and content of each block between fences of ``` or ~~~, without indentation.
+
+    The end of the text closes a block, too. A fence inside a Python program, e.g. in its docstring, does not close
+    the block if the program parses only with the lines behind it.
+    """
+    lines = text.split("\n")
+    place = 0
+    while place < len(lines):
+        opening = OPENING.fullmatch(lines[place])
+        place += 1
+        if opening is None or (opening["before"].strip() and opening["language"].lower() not in ("", *PYTHON)):
+            continue
+        fence, language = opening["fence"], opening["language"].lower()
+        ends = [index for index in range(place, len(lines)) if lines[index].strip().startswith(fence)]
+        contents = {end: _dedented(lines[place:end]) for end in (ends or [len(lines)])[:CLOSINGS]}
+        if language in ("", *PYTHON):
+            end = next((end for end, content in contents.items() if _parses(content)), next(iter(contents)))
+        else:
+            end = next(iter(contents))
+        yield language, contents[end]
+        closing = OPENING.fullmatch(lines[end]) if end < len(lines) else None
+        place = end if closing is not None and closing["language"].lower() in PYTHON else end + 1
+
+
+def _dedented(lines: Sequence[str]) -> str:
+    return textwrap.dedent("".join(f"{line}\n" for line in lines))
+
+
+def _parses(program: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the model wrote this code, so nobody can fix it
+            ast.parse(program)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    return True
 
 
 def _defines(program: str, wanted: str) -> bool:
@@ -376,11 +462,12 @@ class CodeReward:
         tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
         program = find_program(request.response, tests.fn_name or tests.entry_point)
         if tests.asserts:
-            complaint = await AssertionRun(self._pool, program, tests.entry_point).check(assert_text(tests))
+            run = AssertionRun(self._pool, program, tests.entry_point, preamble=preamble_of(tests))
+            complaint = await run.check(assert_text(tests))
             return Reward(float(complaint is None), text=complaint or "")
         failed, first = 0, ""
         async for index in self._tests_to_run_alone(program, tests):
-            fault = await self._test(program, tests.fn_name, tests.inputs[index], tests.outputs[index])
+            fault = await self._test(program, tests, index)
             if fault is None:
                 continue
             label, text = fault
@@ -400,18 +487,17 @@ class CodeReward:
         for first in range(0, len(tests.inputs), TOGETHER):
             together = slice(first, first + TOGETHER)
             given, wanted = tests.inputs[together], tests.outputs[together]
-            values = await self._call_together(program, tests.fn_name, given) if tests.fn_name else []
+            values = await self._call_together(program, tests, given) if tests.fn_name else []
             for index in range(len(given)):
                 if len(values) != len(given) or not same_value(values[index], wanted[index]):
                     yield first + index
 
-    async def _call_together(self, program: str, function: str, cases: list[Any]) -> list[Any]:
+    async def _call_together(self, program: str, tests: Tests, cases: list[Any]) -> list[Any]:
         """Call a function for several arguments in one process; [] if the run fails."""
-        holder, _, method = function.rpartition(".")
-        call = f"{holder}().{method}" if holder else function
-        result = await _run_in_sandbox(
-            self._pool.call(program + ALL_CASES.format(call=call), "_all_cases", [cases])
-        )
+        holder, _, method = tests.fn_name.rpartition(".")
+        together = program + ALL_CASES.format(call=f"{holder}().{method}" if holder else tests.fn_name)
+        run = self._pool.call(together, "_all_cases", [cases], preamble=preamble_of(tests))
+        result = await _run_in_sandbox(run)
         if result.label is not SandboxLabel.OK or result.value_json is None:
             return []
         try:
@@ -420,16 +506,21 @@ class CodeReward:
             return []
         return values if isinstance(values, list) else []
 
-    async def _test(self, program: str, function: str, given: Any, wanted: Any) -> tuple[SandboxLabel, str] | None:
+    async def _test(self, program: str, tests: Tests, index: int) -> tuple[SandboxLabel, str] | None:
         """Return the label and the fault of one test; None if it passes. A wrong output has the label `ok`."""
-        run = self._pool.call(program, function, given) if function else self._pool.run(program, stdin=given)
-        result = await _run_in_sandbox(run)
-        if result.label is not SandboxLabel.OK:
-            return result.label, f"{result.label.value}: {result.detail}"
-        fault = _value_fault(result, wanted) if function else None
-        if not function and not same_output(result.stdout, wanted):
+        function, given, wanted = tests.fn_name, tests.inputs[index], tests.outputs[index]
+        if not function:
+            result = await _run_in_sandbox(self._pool.run(program, stdin=given))
             fault = f"printed {shown(result.stdout)}, wanted {shown(wanted)}"
-        return None if fault is None else (result.label, fault)
+            passes, call = same_output(result.stdout, wanted), "the program"
+        else:
+            run = self._pool.call(program, function, given, preamble=preamble_of(tests))
+            result = await _run_in_sandbox(run)
+            found = _value_fault(result, wanted) if result.label is SandboxLabel.OK else None
+            passes, fault, call = found is None, found or "", written_call(function, given, {})
+        if result.label is not SandboxLabel.OK:
+            return result.label, f"{call}: {result.label.value}: {result.detail}"
+        return None if passes else (result.label, f"{call} {fault}")
 
 
 def _value_fault(result: SandboxResult, wanted: object) -> str | None:

@@ -6,11 +6,13 @@ Pure; `verify` calls it. Rules beyond equality of numbers, which `equality` has:
   {1, 2} and an interval [1, 2] are three things; (1, 2) may be a point or an open interval.
 - A unit or a name ("x = 5") that one side leaves out says nothing. Known units that both give must fit, by size.
 - "50%" is 0.5, and 50 too, as percent may have been asked for, but "0.5%" is not 0.5; 30 degrees are 30, and pi/6.
-- A subscript for a base counts: 1011_2 is neither 1011 nor 11.
+- A subscript for a base counts in a reference: 1011 is not 1011_2. An answer may add it.
+- The name of a function's argument says nothing, nor does the letter of an additive constant C or K.
 
 The spans of a `Region` are in order and disjoint, so equal regions have equal spans.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -37,6 +39,7 @@ from laminar_contrib.mathematics.expressions import (
     Variable,
     negated,
     operations,
+    renamed,
     variables,
 )
 from laminar_contrib.mathematics.words import MeasureUnit
@@ -192,6 +195,12 @@ class BasedNumber:
     digits: str
     base: str
 
+    @property
+    def without_base(self) -> "AnswerValue":
+        """The digits alone, as a reference without a base gives them."""
+        is_number = self.digits.isdecimal()
+        return Quantity(Numeral(Fraction(self.digits))) if is_number else Phrase(self.digits.lower())
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:
@@ -331,6 +340,12 @@ def same(reference: AnswerValue, answer: AnswerValue) -> bool:
             return _same_unnamed(reference, answer)
         case (Collection(), _) | (_, Collection()):
             return _same_members(_distinct(_members(reference)), _distinct(_members(answer)))
+        case (BasedNumber(), BasedNumber()):
+            return reference == answer
+        case (BasedNumber(), _):
+            return reference.base == "10" and same(reference.without_base, answer)
+        case (_, BasedNumber()):
+            return same(reference, answer.without_base)
         case (Quantity(), Quantity()):
             return _same_quantity(reference, answer)
         case (Bracketed(), Bracketed()):
@@ -343,8 +358,6 @@ def same(reference: AnswerValue, answer: AnswerValue) -> bool:
             return _same_statement(reference, answer)
         case (Phrase(), _) | (_, Phrase()):
             return _said(reference) == _said(answer) != ""
-        case (BasedNumber(), BasedNumber()):
-            return reference == answer
     return False
 
 
@@ -387,6 +400,10 @@ def _same_region(reference: AnswerValue, answer: AnswerValue) -> bool:
 
 def _same_named(reference: Named, answer: Named) -> bool:
     labels = [value.label for value in (reference, answer)]
+    wanted, given = (re.fullmatch(r"(\w+) \( ([a-z]) \)", label) for label in labels)
+    if wanted and given and wanted[1] == given[1] and isinstance(answer.value, Quantity):  # f(t) = t^2
+        renamed_value = replace(answer.value, expression=renamed(answer.value.expression, {given[2]: wanted[2]}))
+        return same(reference.value, renamed_value)
     if (labels[0] == labels[1] or not all(labels)) and same(reference.value, answer.value):
         return True
     if reference.equation is None or answer.equation is None:

@@ -3,9 +3,7 @@
 Rules:
 
 - Exact numbers are compared exactly, others to 200 digits, relatively: 1/2^99 is not 1/2^98.
-- A decimal answer stands for a number that no decimal equals (1/3, a root, pi) if that number rounds to it and it
-  has four significant digits at least: 0.3333 is 1/3, 0.333 and 0.33334 are not. A number that some decimal equals
-  (5/8, 12) is only that one.
+- A decimal is that number alone: 0.3333 is not 1/3, and 3.14159 is not pi, unless approximations are allowed.
 - A reference that is a decimal of four significant digits or more says how many are wanted: an answer is right
   that rounds to it and has no fewer digits. A reference of fewer digits is exact.
 - Formulas are equal if they have the same variables and the same values at all sample points, with the same domain
@@ -31,6 +29,7 @@ from laminar_contrib.mathematics.expressions import (
     Variable,
     negated,
     operations,
+    renamed,
     variables,
 )
 from laminar_contrib.mathematics.words import word_set
@@ -38,7 +37,6 @@ from laminar_contrib.mathematics.words import word_set
 MAX_BITS = 200_000
 MAX_MAGNITUDE = 10**7  # bits in the exponent of an inexact number
 MAX_FACTORIAL = 5_000
-MAX_ROOT = 64
 
 Value: TypeAlias = Any  # Fraction, or mpmath's mpf or mpc, which have no types
 Functions: TypeAlias = Mapping[str, Callable[..., Value]]
@@ -46,6 +44,9 @@ Functions: TypeAlias = Mapping[str, Callable[..., Value]]
 
 class TooLargeError(ArithmeticError):
     """Raised for a number with too many digits to be worked out."""
+
+    def __str__(self) -> str:
+        return "a number too large to be worked out"
 
 
 class UndefinedError(ArithmeticError):
@@ -124,10 +125,6 @@ def _power(base: Value, exponent: Value, *, is_complex: bool, whole_only: bool) 
         if not base and exponent <= 0:
             raise UndefinedError("a power of 0")
         return base**exponent.numerator if abs(base) != 1 else base ** (exponent.numerator % 2)
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and base >= 0:
-        exact = _exact_power(base, exponent)
-        if exact is not None:
-            return exact
     is_negative = not isinstance(base, mpmath.mpc) and base < 0
     if is_negative and not is_complex and not _is_whole(exponent):
         if whole_only:
@@ -154,26 +151,6 @@ def _inexact_power(base: Value, exponent: Value) -> Value:
         if large and base != 1:
             raise TooLargeError
     return base**exponent
-
-
-def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
-    """Return a power that is again a fraction, e.g. 8^(2/3); None for any other power."""
-    if exponent.denominator > MAX_ROOT or abs(exponent.numerator) > MAX_ROOT or (not base and exponent <= 0):
-        return None
-    over, under = (_exact_root(part, exponent.denominator) for part in (base.numerator, base.denominator))
-    return None if over is None or under is None else Fraction(over, under) ** exponent.numerator
-
-
-def _exact_root(number: int, degree: int) -> int | None:
-    """Return the whole root of a whole number, by Newton's method; None if there is none."""
-    if number < 2:
-        return number
-    guess = 1 << -(-number.bit_length() // degree)
-    while True:
-        better = ((degree - 1) * guess + number // guess ** (degree - 1)) // degree
-        if better >= guess:
-            return guess if guess**degree == number else None
-        guess = better
 
 
 def _factorial(number: Value) -> Value:
@@ -229,6 +206,8 @@ ARITHMETIC: Functions = {
     "divide": lambda left, right: left / right,
     "negate": lambda number: -number,
     "absolute": abs,
+    "max": max,
+    "min": min,
 }
 CONSTANTS: Functions = {
     "pi": lambda: +mpmath.pi,
@@ -259,6 +238,7 @@ FEWEST_DIGITS = 4
 DIGITS = (60, 220)
 SLACK = 20  # digits that rounding may cost
 FEWEST_POINTS = 3
+CONSTANT_LETTERS = {"C", "K", "c", "C_1", "c_1"}
 Point = Mapping[str, Fraction]
 
 
@@ -326,36 +306,17 @@ def same_expression(reference: Expression, answer: Expression) -> bool:
     """Return True if an answer has the value of the reference. Raises `TooLargeError`."""
     if variables(reference) | variables(answer):
         return _same_formula(reference, answer)
-    if same_number(reference, answer):
-        return True
-    try:
-        return _is_rounding(reference, answer)
-    except UndefinedError:
-        return False
-
-
-def _is_rounding(reference: Expression, answer: Expression) -> bool:
-    """Whether one side is a decimal of enough digits, and the other side rounds to it."""
     wanted, given = as_decimal(reference), as_decimal(answer)
-    with mpmath.workdps(DIGITS[0]):
-        if wanted is not None:
-            is_fine = given is None or given.half_unit <= wanted.half_unit
-            return wanted.digits >= FEWEST_DIGITS and is_fine and wanted.holds(evaluate(answer, {}))
-        if given is None or given.digits < FEWEST_DIGITS:
-            return False
-        value = evaluate(reference, {})
-        return not _is_terminating(value) and given.holds(value)
+    is_fine = given is None or (wanted is not None and given.half_unit <= wanted.half_unit)
+    return same_number(reference, answer) or (is_fine and is_rounding(answer, reference))
 
 
-def _is_terminating(value: Value) -> bool:
-    """Return True for a fraction that a finite decimal equals."""
-    if not isinstance(value, Fraction):
+def is_rounding(number: Expression, decimal: Expression) -> bool:
+    """Return True if a number without variables rounds to a decimal of at least `FEWEST_DIGITS` digits."""
+    rounded = as_decimal(decimal)
+    if rounded is None or rounded.digits < FEWEST_DIGITS or variables(number):
         return False
-    under = value.denominator
-    for prime in (2, 5):
-        while under % prime == 0:
-            under //= prime
-    return under == 1
+    return rounds_to(number, rounded)
 
 
 def same_number(left: Expression, right: Expression) -> bool:
@@ -390,6 +351,7 @@ def _agree(left: Expression, right: Expression, point: Point, *, is_complex: boo
 
 def _same_formula(reference: Expression, answer: Expression) -> bool:
     """Whether two formulas have the same variables, and equal values at enough sample points."""
+    answer = renamed(answer, _constant_of_integration(variables(reference), variables(answer)))
     names = variables(reference)
     if names != variables(answer):
         return False
@@ -399,6 +361,13 @@ def _same_formula(reference: Expression, answer: Expression) -> bool:
             return same and seen >= FEWEST_POINTS
     seen, same = _compare(reference, answer, names, is_complex=True)
     return same and seen >= FEWEST_POINTS
+
+
+def _constant_of_integration(wanted: set[str], given: set[str]) -> dict[str, str]:
+    """Return the reference's letter by the answer's, if the two formulas differ in no other variable."""
+    left, right = wanted - given, given - wanted
+    is_constant = len(left) == len(right) == 1 and left | right <= CONSTANT_LETTERS
+    return {right.pop(): left.pop()} if is_constant else {}
 
 
 def _compare(reference: Expression, answer: Expression, names: set[str], *, is_complex: bool) -> tuple[int, bool]:

@@ -7,7 +7,7 @@ also refuses a text of two possible readings ("3 3", "f(x+y)").
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from fractions import Fraction
@@ -19,13 +19,10 @@ from laminar_contrib.mathematics.words import SHORT, word_set
 
 MAX_TOKENS = 600
 MAX_NESTED = 30  # brackets in brackets
-GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|"
-PATTERN = (
+PATTERN = re.compile(
     r"(?P<row>\\\\)|(?P<environment>\\(?:begin|end)\s*\{[a-zA-Z]+\*?\})|\\(?P<command>[a-zA-Z]+|[^a-zA-Z])"
-    r"|(?P<number>GROUPED\d+(?:\.\d*)?|\.\d+)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|!=|==|\*\*|\S)|(?P<space>\s+)"
+    r"|(?P<number>\d+(?:\.\d*)?|\.\d+)|(?P<letters>[^\W\d_]+)|(?P<sign><=|>=|!=|==|\*\*|\S)|(?P<space>\s+)"
 )
-ONE_BY_ONE = re.compile(PATTERN.replace("GROUPED", ""))
-BY_GROUPS = re.compile(PATTERN.replace("GROUPED", GROUPED))
 LONG_RUN = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 UPRIGHT = ("mathrm", "operatorname")  # also of units
 APPLIED = re.compile(r"(sin|cos|tan|cot|sec|csc|ln|log|sqrt)([a-z])")  # "sinx"
@@ -60,12 +57,12 @@ class Token:
         return self.kind in (TokenKind.SIGN, TokenKind.COMMAND) and self.text in texts
 
 
-def tokenise(text: str, *, grouped: bool) -> tuple[Token, ...]:
-    """Split a normalised text into tokens; `grouped` reads "1,234" as one number.
+def tokenise(text: str) -> tuple[Token, ...]:
+    """Split a normalised text into tokens.
 
     Raises `UnreadableError` for braces that do not match, and above `MAX_TOKENS`.
     """
-    tokens = tuple(_tokens(text, BY_GROUPS if grouped else ONE_BY_ONE, in_words=False))
+    tokens = tuple(_tokens(text, in_words=False))
     if len(tokens) > MAX_TOKENS:
         raise UnreadableError(f"{len(tokens)} tokens")
     steps = (token.is_sign("(", "[", "{", "set{") - token.is_sign(")", "]", "}", "set}") for token in tokens)
@@ -74,11 +71,11 @@ def tokenise(text: str, *, grouped: bool) -> tuple[Token, ...]:
     return tokens
 
 
-def _tokens(text: str, pattern: re.Pattern[str], *, in_words: bool) -> Iterator[Token]:
-    """Yield the tokens of a text by `pattern`; layout only marks the next token as spaced."""
+def _tokens(text: str, *, in_words: bool) -> Iterator[Token]:
+    """Yield the tokens of a text; layout only marks the next token as spaced."""
     spaced, after_number, place = False, False, 0
     while place < len(text):
-        found = pattern.match(text, place)
+        found = PATTERN.match(text, place)
         assert found is not None, text[place]
         place, kind, part = found.end(), str(found.lastgroup), str(found[str(found.lastgroup)])
         if kind == "space" or (kind == "command" and part in words.LAYOUT) or (part == "~" and kind == "sign"):
@@ -87,7 +84,7 @@ def _tokens(text: str, pattern: re.Pattern[str], *, in_words: bool) -> Iterator[
         part = words.MEANS.get(part, part) if kind == "command" else part
         if kind == "command" and _argument(text, place) is not None and _takes_text(part):
             inner, place = _argument(text, place) or ("", place)
-            made = list(_wrapped(part, inner, pattern, spaced=spaced, after_number=after_number))
+            made = list(_wrapped(part, inner, spaced=spaced, after_number=after_number))
         elif kind == "letters":
             made = _letters(part, spaced=spaced, in_words=in_words, after_number=after_number)
         else:
@@ -125,9 +122,7 @@ def matching_braces(text: str) -> dict[int, int]:
     return closed
 
 
-def _wrapped(
-    command: str, inner: str, pattern: re.Pattern[str], *, spaced: bool, after_number: bool
-) -> Iterator[Token]:
+def _wrapped(command: str, inner: str, *, spaced: bool, after_number: bool) -> Iterator[Token]:
     """Return the tokens of a command with its argument in braces."""
     name = inner.strip()
     if command in words.DROPPED:
@@ -144,9 +139,9 @@ def _wrapped(
         else:
             is_unit = command in UPRIGHT and after_number
             in_words = command in words.TEXTS or is_unit or LONG_RUN.search(name) is not None
-            yield from _tokens(inner, pattern, in_words=in_words)
+            yield from _tokens(inner, in_words=in_words)
     else:
-        yield from _tokens(inner, pattern, in_words=False)
+        yield from _tokens(inner, in_words=False)
 
 
 def _letters(run: str, *, spaced: bool, in_words: bool, after_number: bool) -> list[Token]:
@@ -172,7 +167,7 @@ def _letters(run: str, *, spaced: bool, in_words: bool, after_number: bool) -> l
 def _token(kind: str, part: str, *, spaced: bool) -> Token:
     """Return the token of a number, a sign or a command without an argument."""
     if kind == "number":
-        return Token(TokenKind.NUMBER, part.replace(",", ""), spaced)
+        return Token(TokenKind.NUMBER, part, spaced)
     if kind == "environment":
         return Token(TokenKind.COMMAND, re.sub(r"[\s\\{}]", " ", part).strip(), spaced)
     if kind == "row":
@@ -258,7 +253,7 @@ BRACKETS = {  # opening bracket -> (closing bracket, operation on its content)
 }
 COMMANDS = ("frac", "binom", "sqrt")
 INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
-EVALUATED = word_set("sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp")
+EVALUATED = word_set("sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp max min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +295,15 @@ def variables(expression: Expression) -> set[str]:
     if isinstance(expression, Variable):
         return {expression.name}
     return set[str]().union(*map(variables, expression.args)) if isinstance(expression, Applied) else set()
+
+
+def renamed(expression: Expression, names: Mapping[str, str]) -> Expression:
+    """Return the expression with other names for some of its variables."""
+    if isinstance(expression, Variable):
+        return Variable(names.get(expression.name, expression.name))
+    if isinstance(expression, Numeral):
+        return expression
+    return Applied(expression.name, tuple(renamed(arg, names) for arg in expression.args))
 
 
 def operations(expression: Expression) -> set[str]:
@@ -482,6 +486,12 @@ class ExpressionParser:
             name, exponent = INVERSES.get(name, ""), None
         if name not in EVALUATED or (base is not None and name != "log"):
             raise UnreadableError(f"a function {name!r}")
+        if name in ("max", "min") and self._take("("):
+            args = [self.sum()]
+            while self._take(","):
+                args.append(self.sum())
+            self._expect(")")
+            return Applied(name, tuple(args))
         argument = self._function_argument()
         applied = Applied(name, (argument,) if base is None else (argument, base))
         return applied if exponent is None else Applied("power", (applied, exponent))

@@ -245,6 +245,8 @@ def _is_label(side: Tokens, other: Tokens) -> bool:
     """Return True if `side` names the other side: "x_1", "f(x)", "Area", or e.g. "x + y" before a number."""
     if all(token.kind is TokenKind.WORD for token in side) or _is_application(side) or _is_tuple(side):
         return True
+    if side[0].kind is TokenKind.NAME and other[0].text.startswith("begin "):
+        return True  # A^{-1} = a matrix
     bare = _without_subscripts(side)
     if not any(map(_is_name, bare)) or any(map(_is_operation, bare)) or bare[0].is_sign("-"):
         return False

@@ -38,36 +38,15 @@ from laminar_contrib.mathematics.expressions import (
     parse_expression,
     split,
     split_at,
-    tokenise,
 )
 from laminar_contrib.mathematics.relations import RELATIONS, read_quantity, read_relation
-from laminar_contrib.mathematics.words import look_up, normalise
+from laminar_contrib.mathematics.words import look_up
 
 NAME, WORD, NUMBER = TokenKind.NAME, TokenKind.WORD, TokenKind.NUMBER
 NOTHING = Phrase("no solution")
 PREFIXES = words.word_set("is are equals be answer option choice either approximately about exactly roughly")
 BASES = {word: str(number) for word, number in words.NUMBERS.items() if number > 1}
 CHOICE_SIGNS = ("(", "[", "{", "set{", "|", "-", "$", "frac", "sqrt", "pi", "infty", "emptyset")  # after "(B)"
-
-
-def readings(text: str) -> list[AnswerValue]:
-    """Return all answers that a text may be: "1,234" is a number, or two.
-
-    Raises `UnreadableError` if there is none.
-    """
-    found: list[AnswerValue] = []
-    fault = UnreadableError("nothing")
-    for grouped in (True, False):
-        try:
-            value = read(tokenise(normalise(text), grouped=grouped))
-        except UnreadableError as error:
-            fault = error
-            continue
-        if value not in found:
-            found.append(value)
-    if not found:
-        raise fault
-    return found
 
 
 def read(tokens: Tokens) -> AnswerValue:
@@ -129,6 +108,8 @@ def _read_lettered(tokens: Tokens) -> Lettered | None:
     is_value = rest[0].kind not in (TokenKind.SIGN, TokenKind.COMMAND) or rest[0].is_sign(*CHOICE_SIGNS)
     if not tokens[begin + 1].is_sign(*ends) or not is_value:
         return None
+    if rest[0].is_sign("(") and len(rest) > 2 and rest[1].text in set("ABCDEFGHIJ") and rest[2].is_sign(")"):
+        raise UnreadableError("several choices")
     try:
         return Lettered(texts[begin], read(rest))
     except UnreadableError:
@@ -137,6 +118,9 @@ def _read_lettered(tokens: Tokens) -> Lettered | None:
 
 def _read_phrase(tokens: Tokens) -> AnswerValue | None:
     """Read an answer in words; None for any other answer, and for a number in words."""
+    spoken = [token.text.lower() for token in tokens if not token.is_sign(",", "{", "}")]
+    if any(word in words.MONTHS for word in spoken) and any(word.isdecimal() for word in spoken):
+        return Phrase(" ".join(sorted(set(spoken) - {"of", "the"})))
     is_text = any(token.kind is WORD for token in tokens) and all(
         token.kind in (WORD, NAME, NUMBER) or token.is_sign("-", "'", ".", "{", "}") for token in tokens
     )

@@ -15,14 +15,17 @@ CACHED = 1 << 16  # answers of problems that were looked at
 
 class MathTerm(TermConfig):
     """1 for a response whose final answer equals the problem's, else 0: numbers, formulas, sets, intervals,
-    tuples, matrices, units, several answers. The term reads the last closed `\\boxed{...}` after the
-    thinking, or the phrase that names the answer."""
+    tuples, matrices, units, several answers. The term reads the last explicit mark after the thinking (`####`,
+    `Answer:`, `<answer>`, a closed `\\boxed{...}`), or the phrase naming it. If the problem's answer is
+    a decimal of four significant digits or more, any number that rounds to it is right."""
 
     kind: str = "math"
     timeout_s: Seconds | None = 3.0
     """Longest time of a verification, which takes milliseconds; null: `reward.timeout_s`."""
     most_processes: Count = PROCESSES
     """Most processes of each scorer. A scorer adds a process when a response waits for a slow verification."""
+    approximate: bool = False
+    """Also accept a decimal of four significant digits or more that rounds the right number: 0.3333 for 1/3."""
     cut: bool = False
     """Also verify responses that a token limit cut."""
 
@@ -44,6 +47,7 @@ class MathReward:
         from laminar_contrib.mathematics.verify import MathOutcome, canonical, verify
 
         self._cut = term.cut
+        self._approximate = term.approximate
         self._canonical = canonical
         self._verify = verify
         self._right = MathOutcome.RIGHT
@@ -52,7 +56,7 @@ class MathReward:
         """Return 1.0 for a right final answer, else 0.0."""
         if request.finish_reason is not FinishReason.STOP and not self._cut:
             return Reward(0.0, text="cut by a cap")
-        verdict = self._verify(request.response, request.answer)
+        verdict = self._verify(request.response, request.answer, approximate=self._approximate)
         text = f"{verdict.outcome.value}: {verdict.answer} ({verdict.reason})"
         answer = self._canonical(verdict.answer) if request.set_name else ""  # training has no use for votes
         return Reward(float(verdict.outcome is self._right), text=text, answer=answer)

@@ -83,6 +83,7 @@ NO_UNITS = word_set(
     " thousandths below above under over past"
 )  # words that say something else than a unit
 SHORT_WORDS = word_set("yes no odd all any not the is are at of as to if by per day row")
+MONTHS = word_set("january february march april may june july august september october november december")
 NEGATIONS = word_set("not no never nor neither cannot isn doesn")
 ALL_NUMBERS = {"all real numbers", "all reals", "all real number", "real numbers", "all real values"}
 NO_ANSWER = {"no solution", "no solutions", "no real solutions", "no real solution", "none", "empty set"}
@@ -219,6 +220,14 @@ def look_up(word: str) -> tuple[str, Fraction] | None:
     return next((NAMES[name] for name in names if name in NAMES), None) or SYMBOLS.get(lowered)
 
 
+def is_unit(text: str) -> bool:
+    """Return True for a unit such as "km/h" that is no other word of the language."""
+    words = text.split("/")
+    return all(
+        word.lower() not in ("in", "a", "am", "as", "at", "h", "t", "score") and look_up(word) for word in words
+    )
+
+
 def make_unit(factors: list[tuple[str, int]]) -> MeasureUnit | None:
     """Make a unit of words with their powers, e.g. `[("km", 1), ("h", -1)]`; None if a word is unknown."""
     size, dimensions = Fraction(1), dict[str, int]()
@@ -319,11 +328,14 @@ GREEK_LETTERS = {
     "ω": "omega",
 }
 UNICODE = str.maketrans(SIGNS | {letter: rf"\{name} " for letter, name in GREEK_LETTERS.items()})
-GROUPING = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\{,\}|,\\!)\s*(?=\d{3}(?!\d))")
+GROUP_MARK = r"(?:,\\!|\{,\}|\\[,;:! ]\s*|~|,)"
+DIGIT_RUN = re.compile(rf"(?<![\d.,}}])\d+(?:{GROUP_MARK}\d+)+")
+THOUSANDS = re.compile(rf"[1-9]\d{{0,2}}(?:{GROUP_MARK}\d{{3}})+")
+BRACKET = re.compile(r"\\?[()\[\]]|\\[{}]")
 SPACED_GROUPS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})+(?!\d| ?[/\\])")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")  # 0.1\overline{6}
 BETWEEN_DOTS = re.compile(r"(\d*)\.(\d*)\\dot\s*\{(\d)\}(\d*)\\dot\s*\{(\d)\}")
-TAIL = re.compile(r"(?<!\d)(\d*)\.(\d*?)(\d{1,6}?)\3{2,}\s*(?:\\[lc]?dots|\.\.\.)")
+TAIL = re.compile(r"(?<!\d)(\d*)\.(\d*?)(?:(\d{1,6}?)\3{2,}|(\d{3,6}?)\4)\s*(?:\\[lc]?dots|\.\.\.)")
 SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\d.])")
 DELIMITERS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]")
 NO_FENCE = re.compile(r"\\(?:left|right)\s*\.")
@@ -333,6 +345,8 @@ ROW_SPACING = re.compile(r"(?<=\\\\)\[[^\]]*\]")
 OPEN_LEFT = re.compile(r"(^|\\cup|\\in|=)\s*\]([^\[\]]+,[^\[\]]+)([\[\]])")  # "]1, 2[", as the French write
 OPEN_RIGHT = re.compile(r"(^|\\cup|\\in|=)\s*\[([^\[\]]+,[^\[\]]+)\[")
 DOTS_OF_DECIMAL = re.compile(r"(\d\.\d+)\s*(?:\\[lc]?dots|\.\.\.)")
+ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
+TIME_OF_DAY = re.compile(r"(?i)(?<![A-Za-z])([ap])\.\s?m\b\.?")
 UNITS_OF_SPEED = re.compile(r"(?<=[\d}])\s*\b((?:m|km|ft|mi|cm)/(?:s|h|hr|min)(?:\^\{?2\}?)?)$")
 UNIT_FRACTION = re.compile(r"\\frac\{\\(?:text|mathrm)\{([^{}]*)\}\}\{\\(?:text|mathrm)\{([^{}]*)\}(\^\{?2\}?)?\}")
 STARTS, ENDS = " \n\t*`,;:", " \n\t*`.,;:。"
@@ -349,16 +363,30 @@ def normalise(text: str) -> str:
     text = PLAIN_UNION.sub(r" \\cup ", text)
     text = UNIT_FRACTION.sub(r"\\text{\1/\2}\3", text)
     text = DELIMITERS.sub(" ", ROW_SPACING.sub("", text))
-    text = GROUPING.sub("", text).replace("{,}", ".").replace(r",\!", ",")
+    text = DIGIT_RUN.sub(_without_group_marks, text)
     text = SPACED_GROUPS.sub(lambda found: found[0].replace(" ", ""), text)
     text = BETWEEN_DOTS.sub(lambda found: _fraction(found[1], found[2], found[3] + found[4] + found[5]), text)
-    text = TAIL.sub(lambda found: _fraction(found[1], found[2], found[3]), text)
+    text = TAIL.sub(lambda found: _fraction(found[1], found[2], found[3] or found[4]), text)
     text = REPEATING.sub(lambda found: _fraction(found[1], found[2], found[3]), text)
     text = DOTS_OF_DECIMAL.sub(r"\1", text).replace("...", r"\ldots ")
     text = OPEN_LEFT.sub(lambda found: f"{found[1]}({found[2]}{')' if found[3] == '[' else ']'}", text)
     text = OPEN_RIGHT.sub(r"\1[\2)", text)
     text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
+    text = ORDINAL.sub("", TIME_OF_DAY.sub(r"\1m", text))
     return UNITS_OF_SPEED.sub(r" \\text{\1}", _strip(text))
+
+
+def _without_group_marks(run: re.Match[str]) -> str:
+    """Return digits that are written in groups of three without the marks between them; other runs as they are.
+
+    In brackets a plain comma parts two items: (3,100) is a point.
+    """
+    if not THOUSANDS.fullmatch(run[0]):
+        return run[0]
+    brackets = [found[0][-1] for found in BRACKET.finditer(run.string, 0, run.start())]
+    depth = sum(bracket in "([{" for bracket in brackets) - sum(bracket in ")]}" for bracket in brackets)
+    is_item = depth > 0 and re.search(r"\d,\d", run[0])
+    return run[0] if is_item else re.sub(GROUP_MARK, "", run[0])
 
 
 def _fraction(whole: str, first: str, period: str) -> str:

@@ -31,6 +31,7 @@ from laminar_py.reward import missing_answer
 BUSY = {408, 425, 429, 500, 502, 503, 504}
 ANSWER_S = 5.0  # for a server to answer before a run
 REST_S = 5.0  # pause of a server that failed, if there is another
+MOST_BYTES = 8 << 20  # of a server's reply
 T = TypeVar("T")
 
 
@@ -130,7 +131,12 @@ class Servers:
     async def _post_once(self, url: str, key: str | None, data: bytes) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         async with self._session.post(url, data=data, headers=headers) as reply:
-            return reply.status, await reply.read()
+            content = bytearray()
+            async for part in reply.content.iter_any():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise NoValueError(f"{url}: a reply of more than {MOST_BYTES >> 20} MiB")
+            return reply.status, bytes(content)
 
 
 @asynccontextmanager
@@ -188,7 +194,7 @@ class JudgeTerm(AskingTerm):
     chars: Count = 4000
     """Characters of the response's end that the judge sees."""
     max_tokens: Count = 1024
-    """Tokens that it may say."""
+    """Tokens that it may say; a longer reply gives no value."""
     at_once: Count = 64
     """Responses that each scorer asks about at a time."""
 
@@ -216,6 +222,7 @@ class CompletionChoice(msgspec.Struct):
     """Choice of a completion, as far as we read it."""
 
     message: Said
+    finish_reason: str | None = None  # "stop" if the judge ended its reply by itself
 
 
 class Completion(msgspec.Struct):
@@ -246,7 +253,7 @@ class Judge:
         return Reward(1.0, text=f"the judge: {said[-SHOWN:]}")
 
     async def _ask_judge(self, question: str) -> str:
-        """Ask the judge a question and return its answer. Raises `NoValueError` for an empty answer."""
+        """Ask the judge a question and return its reply. Raises `NoValueError` if it is empty or was cut."""
         term = self._term
         body = {
             "model": term.model or term.servers,
@@ -257,6 +264,9 @@ class Judge:
         choices = (await self._servers.post_json("chat/completions", body, Completion)).choices
         if not choices or not choices[0].message.content:
             raise NoValueError("the judge said nothing")
+        if choices[0].finish_reason != "stop":
+            cause = f"max_tokens={term.max_tokens}" if choices[0].finish_reason == "length" else "its server"
+            raise NoValueError(f"{cause} cut the judge's reply: {choices[0].message.content[-SHOWN:]!r}")
         return choices[0].message.content
 
 

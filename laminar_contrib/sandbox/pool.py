@@ -110,14 +110,17 @@ class SandboxPool:
         function: str,
         args: Sequence[object],
         *,
+        preamble: str = "",
         files: Mapping[str, bytes] | None = None,
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
         """Run a program and call one of its functions, e.g. "solve", or "Solution.solve" on a new `Solution()`.
 
-        Arguments travel as JSON. The value returns as `value_json`, in which tuples, sets and iterators are lists;
-        it is None unless the label is `ok`. The program can forge this value, so compare it outside. Raises as
-        `run` does, and `ValueError` for arguments that JSON cannot express.
+        `preamble` is code that runs before it in its namespace, such as imports that its prompt gave.
+        Arguments travel as JSON. The value returns as `value_json`, in which tuples and iterators are
+        lists; a set {9, 10} is `{"a set of": [10, 9]}`. It is None unless the label is `ok`. The program
+        can forge this value, so compare it outside. Raises as `run` does, and `ValueError` for arguments
+        that JSON cannot express.
         """
         try:
             args_json = msgspec.json.encode(list(args)).decode()
@@ -125,7 +128,7 @@ class SandboxPool:
             raise ValueError(
                 f"args={args!r}: JSON cannot express them; give numbers, texts, lists and objects"
             ) from error
-        payload = ProgramPayload(program=_text(program), function=function, args_json=args_json)
+        payload = ProgramPayload(program=_text(program), preamble=preamble, function=function, args_json=args_json)
         return await self._run(payload, b"", files, limits)
 
     @asynccontextmanager

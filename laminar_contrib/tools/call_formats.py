@@ -6,7 +6,7 @@ call becomes a `BrokenCall` (`tests/environment/tools/test_calls.py`).
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
@@ -15,6 +15,7 @@ Json: TypeAlias = Any  # a value that JSON can express
 
 THINK_TAG = re.compile("(</?think>)")
 SPACE = re.compile(r"\s*")
+BARE = re.compile(r"\s*\{")  # a call without a mark may begin so
 
 
 class CallFamily(StrEnum):
@@ -43,13 +44,25 @@ class BrokenCall:
 Call: TypeAlias = ToolCall | BrokenCall
 
 
+@dataclass(frozen=True, slots=True)
+class FoundCall:
+    """A call with its place in the text of a turn, the marks around it included."""
+
+    start: int
+    end: int
+    call: Call
+
+
 class CallFormat(Protocol):
     """Format of a family's tool calls."""
 
     result_form: str  # format of a tool's result, with `{}` for the result
 
-    def parse(self, text: str) -> Iterator[Call]:
-        """Yield the calls in a turn's text, without its reasoning."""
+    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
+        """Return the next call behind a place, with the calls that follow it directly; [] if there is none.
+
+        `at_start` says that the model has written nothing before this place but its reasoning.
+        """
         ...
 
 
@@ -69,25 +82,59 @@ def outside_reasoning(turn: str, *, begun: bool = False) -> str:
     return "\n".join(texts)
 
 
+def read_turn(turn: str, form: CallFormat, *, begun: bool = False) -> tuple[str, list[Call]]:
+    """Return the text of a turn without its calls, reasoning included, and the calls outside of its reasoning.
+
+    Marks of reasoning inside a call's arguments are data. The turn starts inside reasoning if `begun` is True, or
+    if it closes reasoning that it did not open.
+    """
+    texts, calls = list[str](), list[Call]()
+    place, is_reasoning, at_start = 0, begun, True
+    found: list[FoundCall] = []  # the next calls behind `place`
+    is_stale = True
+    while True:
+        tag = THINK_TAG.search(turn, place)
+        if not is_reasoning and (is_stale or (found and found[0].start < place)):
+            found, is_stale = form.next_calls(turn, place, at_start=at_start), False
+        if not is_reasoning and found and (tag is None or found[0].start < tag.start()):
+            for one in found:
+                texts.append(turn[place : one.start])
+                calls.append(one.call)
+                place = one.end
+            at_start, is_stale = False, True
+            continue
+        if tag is None:
+            return "".join([*texts, turn[place:]]), calls
+        if not is_reasoning:
+            at_start &= not turn[place : tag.start()].strip()
+        if tag[1] == "</think>" and not is_reasoning:  # all before it was reasoning
+            calls.clear()
+        texts.append(turn[place : tag.end()])
+        was_reasoning, is_reasoning, place = is_reasoning, tag[1] == "<think>", tag.end()
+        if not is_reasoning:
+            at_start |= not calls and (was_reasoning or tag[1] == "</think>")
+            is_stale |= at_start and BARE.match(turn, place) is not None
+
+
 class HermesCalls:
     """JSON between marks, with text around: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`."""
 
     result_form = "{}"
     mark, _close = "<tool_call>", "</tool_call>"  # around a call
 
-    def parse(self, text: str) -> Iterator[Call]:
-        """Yield each call; an unclosed one is broken."""
-        place = text.find(self.mark)
-        while place >= 0:
-            start = place + len(self.mark)
-            call, end = _read_call(text, start, "arguments")
-            closed = text.find(self._close, start if end is None else end)
-            if closed < 0:
-                yield BrokenCall(f"no {self._close} after it")
-                return
-            alone = end is None or not text[end:closed].strip()
-            yield call if alone else BrokenCall(f"more than one JSON object before {self._close}")
-            place = text.find(self.mark, closed)
+    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
+        """Return the next call; an unclosed call is broken and lasts to the end."""
+        begin = text.find(self.mark, place)
+        if begin < 0:
+            return []
+        start = begin + len(self.mark)
+        call, end = _read_call(text, start, "arguments")
+        closed = text.find(self._close, start if end is None else end)
+        if closed < 0:
+            return [FoundCall(begin, len(text), BrokenCall(f"no {self._close} after it"))]
+        if end is not None and text[end:closed].strip():
+            call = BrokenCall(f"more than one JSON object before {self._close}")
+        return [FoundCall(begin, closed + len(self._close), call)]
 
 
 class LlamaCalls:
@@ -101,17 +148,19 @@ class LlamaCalls:
     _begin = re.compile(r'\s*\{\s*"(?:name|type|parameters)"\s*:')  # other JSON may be an answer
     _between = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 
-    def parse(self, text: str) -> Iterator[Call]:
-        """Yield each call, up to the first one without an end."""
-        place: int | None = 0 if self._begin.match(text) else text.find(self.mark)
-        first = True
-        while place is not None and place >= 0:
-            place = self._after(text, place)
-            if not first and text[place : place + 1] != "{":
-                return
-            call, place = _read_call(text, place, "parameters", "arguments")
-            yield call
-            first = False
+    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
+        """Return the next calls, up to the first one without an end."""
+        begin = place if at_start and self._begin.match(text, place) else text.find(self.mark, place)
+        found: list[FoundCall] = []
+        end: int | None = begin
+        while end is not None and end >= 0:
+            start = self._after(text, end)
+            if found and text[start : start + 1] != "{":
+                break
+            call, end = _read_call(text, start, "parameters", "arguments")
+            found.append(FoundCall(begin, len(text) if end is None else end, call))
+            begin = found[-1].end
+        return found
 
     def _after(self, text: str, place: int) -> int:
         """Skip separators and return the next position."""
@@ -134,17 +183,17 @@ class TagCalls:
         self._arguments = arguments
         self.marking = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
 
-    def parse(self, text: str) -> Iterator[Call]:
-        """Yield each call; an unclosed one is broken."""
-        place = 0
-        while opening := self.marking.search(text, place):
-            name, start = opening[1], opening.end()
-            closed = text.find(f"</{name}>", start)
-            if closed < 0:
-                yield BrokenCall(f"no </{name}> after <{name}>")
-                return
-            yield ToolCall(name, {self._arguments[name]: text[start:closed]})
-            place = closed
+    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
+        """Return the next call; an unclosed call is broken and lasts to the end."""
+        opening = self.marking.search(text, place)
+        if opening is None:
+            return []
+        name, start = opening[1], opening.end()
+        closed = text.find(f"</{name}>", start)
+        if closed < 0:
+            return [FoundCall(opening.start(), len(text), BrokenCall(f"no </{name}> after <{name}>"))]
+        call = ToolCall(name, {self._arguments[name]: text[start:closed]})
+        return [FoundCall(opening.start(), closed + len(f"</{name}>"), call)]
 
 
 def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:

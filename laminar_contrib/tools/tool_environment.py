@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from types import MethodType
 
 from laminar_contrib.sandbox import PythonSession, SandboxPool
@@ -21,7 +20,7 @@ from laminar_contrib.tools.call_formats import (
     HermesCalls,
     LlamaCalls,
     TagCalls,
-    outside_reasoning,
+    read_turn,
 )
 from laminar_contrib.tools.kind import PYTHON, CallSettings, ToolSettings
 from laminar_contrib.tools.search import PassageSearch, read_corpus
@@ -40,9 +39,9 @@ class CallTurns:
 
     def read_calls(self, turn: str) -> tuple[list[Call], bool]:
         """Return the calls of a turn to run, and True if the turn has more calls than allowed."""
-        parsed = self._format.parse(outside_reasoning(turn, begun=self._settings.opens_reasoning))
-        calls = list(islice(parsed, self._settings.most_calls))
-        return calls, next(parsed, None) is not None
+        _, calls = read_turn(turn, self._format, begun=self._settings.opens_reasoning)
+        most = self._settings.most_calls
+        return calls[:most], len(calls) > most
 
     def write_results(self, texts: Sequence[str], *, has_more: bool) -> Observation:
         """Write the results of a turn's calls, each as a message of its own."""

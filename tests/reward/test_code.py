@@ -57,7 +57,7 @@ async def test_partial_credit_is_the_share_of_the_tests_that_pass(tmp_path):
     program = "def f(x):\n    return 4 if x == 2 else x.y"
     (found,) = await scores_of(tmp_path, request_of(program, FUNCTION), partial=True)
     assert found.value == 0.5
-    assert found.terms[0].text.startswith("test 2: error: AttributeError")
+    assert found.terms[0].text.startswith("test 2: f(5): error: AttributeError")
 
 
 async def test_a_program_that_keeps_state_between_calls_is_judged_by_fresh_runs(tmp_path):
@@ -72,7 +72,7 @@ async def test_more_tests_than_are_tried_together_are_all_counted(tmp_path):
     many = {"fn_name": "f", "inputs": [[x] for x in range(40)], "outputs": [2 * x for x in range(40)]}
     program = "def f(x):\n    return 2 * x if x != 33 else 0"
     (found,) = await scores_of(tmp_path, request_of(program, many), partial=True)
-    assert (found.value, found.terms[0].text) == (39 / 40, "test 34: returned 0, wanted 66")
+    assert (found.value, found.terms[0].text) == (39 / 40, "test 34: f(33) returned 0, wanted 66")
 
 
 async def test_tests_after_one_that_is_out_of_time_are_not_waited_for(tmp_path):
@@ -80,7 +80,7 @@ async def test_tests_after_one_that_is_out_of_time_are_not_waited_for(tmp_path):
     program = "def f(x):\n    while x > 9: pass\n    return 2 * x if x else 1"
     async with scorer_of(tmp_path, {"use": [{"kind": "code", "partial": True}]}, sandbox={"cpu_s": 1}) as scorer:
         (found,) = await score(scorer, request_of(program, tests))
-    assert (found.value, found.terms[0].text) == (9 / 40, "test 1: returned 1, wanted 0")
+    assert (found.value, found.terms[0].text) == (9 / 40, "test 1: f(0) returned 1, wanted 0")
 
 
 VIOLATIONS = {
@@ -98,7 +98,7 @@ async def test_a_violation_is_a_label_and_no_failed_reward(tmp_path):
         found = await score(scorer, *(request_of(program, FUNCTION, index=index) for index, program in programs))
     for one, label in zip(found, VIOLATIONS, strict=True):
         assert (one.value, one.failure) == (0.0, None)
-        assert one.terms[0].text.startswith(f"test 1: {label}:")
+        assert one.terms[0].text.startswith(f"test 1: f(2): {label}:")
 
 
 FORGERIES = {
@@ -172,6 +172,80 @@ def test_tests_of_every_form_are_taken(tests):
     assert fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)) is None
 
 
+PROMPTED = {
+    "imports": ("def f(x: List[int]) -> int: return max(x)", {"inputs": [[[1, 4]]], "outputs": [4]}),
+    "solution": (
+        "class Solution:\n  def f(self, x: Optional[int]) -> int: return gcd(x, 12)",
+        {"fn_name": "Solution.f", "inputs": [[4]], "outputs": [4]},
+    ),
+    "helper": (
+        "def f(x): return helper(x)",
+        {"preamble": "def helper(x): return 2 * x", "inputs": [[2]], "outputs": [4]},
+    ),
+    "set": ("def f(x): return {x, 10}", {"inputs": [[9], [11]], "outputs": [[10, 9], [10, 11]]}),
+    "asserts": (
+        "def f(x: List[int]): return helper(x)",
+        {"preamble": "def helper(x): return x[0]", "entry_point": "f", "asserts": "assert f([4]) == 4"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTED)
+async def test_a_program_may_rely_on_what_its_prompt_gave(tmp_path, name):
+    program, tests = PROMPTED[name]
+    tests = tests if "asserts" in tests else {"fn_name": "f"} | tests
+    (found,) = await scores_of(tmp_path, request_of(program, tests))
+    assert (found.value, found.terms[0].text) == (1.0, "")
+
+
+async def test_the_order_of_a_set_says_nothing_and_that_of_a_list_does(tmp_path):
+    tests = {"fn_name": "f", "inputs": [[9]], "outputs": [[10, 9]]}
+    ordered, larger = await scores_of(
+        tmp_path,
+        request_of("def f(x): return [x, 10]", tests),
+        request_of("def f(x): return {x, 10, 11}", tests, index=1),
+    )
+    assert (ordered.value, larger.value) == (0.0, 0.0)
+
+
+async def test_a_call_stands_in_the_record_as_a_person_writes_it(tmp_path):
+    called = {"fn_name": "f", "inputs": [[[4.0, 9.0], "a"]], "outputs": [1]}
+    asserted = {"entry_point": "f", "asserts": "assert f([4.0, (9, None)], key='a') == 1"}
+    wrong, broken = await scores_of(
+        tmp_path,
+        request_of("def f(x, key): return 2", called),
+        request_of("import os\ndef f(x, key): os._exit(3)", asserted, index=1),
+    )
+    assert wrong.terms[0].text == "test 1: f([4.0, 9.0], 'a') returned 2, wanted 1"
+    assert "f([4.0, (9, None)], key='a')" in broken.terms[0].text
+
+
+FENCED = {
+    "indented": "1. Here:\n   ```python\n   def f():\n       return 1\n   ```\n2. Done.",
+    "tildes": "~~~python\ndef f():\n    return 1\n~~~\nThis is it.",
+    "open": "So:\n```python\ndef f():\n    return 1",
+    "upper case": "```Python\ndef f():\n    return 1\n```",
+    "longer": "````python\ndef f():\n    return 1\n````",
+    "attributes": "```python title='a.py'\ndef f():\n    return 1\n```",
+}
+
+
+@pytest.mark.parametrize("name", FENCED)
+def test_a_fenced_block_is_found_however_it_is_fenced(name):
+    assert find_program(FENCED[name], "f") == "def f():\n    return 1\n"
+
+
+def test_fences_inside_a_program_do_not_end_it():
+    comment = "def f():\n    # use ``` here\n    return 1\n"
+    docstring = 'def f():\n    """Example:\n    ```\n    f()\n    ```\n    """\n    return 1\n'
+    for program in (comment, docstring):
+        assert find_program(f"```python\n{program}```\nThis is it.", "f") == program
+
+
+def test_a_block_that_the_next_one_closes_is_no_part_of_it():
+    assert find_program("```python\na = 1\n```python\ndef f(): return 1\n```", "f") == "def f(): return 1\n"
+
+
 def test_the_last_block_after_the_thinking_is_the_program():
     assert find_program("<think>```\na\n```</think>text ```py\nb\n``` and\n```python\nc = 1\n```.") == "c = 1\n"
     assert find_program("no block") == "no block"
@@ -192,6 +266,7 @@ def test_the_last_block_that_defines_the_function_is_the_program(wanted, solutio
     ("printed", "wanted", "same"),
     [
         ("4 \n5\n\n", "4\n5", True),
+        ("\n4\n5\n", "4\n5", True),
         ("4 5", "4\n5", False),
         ("0.3333333", "0.33333333", True),
         ("3", "4", False),

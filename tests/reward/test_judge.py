@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from laminar_contrib.reward_models import judge as judge_module
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
@@ -23,6 +24,7 @@ class Server:
         self._answer = answer
         self.questions: list[str] = []
         self.keys: set[str | None] = set()
+        self.ends = "stop"
 
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -31,7 +33,8 @@ class Server:
         answer = self._answer(self.questions[-1])
         if isinstance(answer, int):
             return web.Response(status=answer)
-        return web.json_response({"choices": [{"message": {"role": "assistant", "content": answer}}]})
+        message = {"role": "assistant", "content": answer}
+        return web.json_response({"choices": [{"message": message, "finish_reason": self.ends}]})
 
 
 @asynccontextmanager
@@ -89,6 +92,24 @@ async def test_a_judge_that_does_not_commit_itself_gives_no_value(tmp_path):
         (found,) = await score(scorer, make_request("a"))
     assert found.failure is DropReason.REWARD_FAILED
     assert "neither yes nor no" in found.detail
+
+
+@pytest.mark.parametrize(("ends", "cause"), [("length", "max_tokens=1024"), (None, "its server")])
+async def test_a_verdict_that_a_limit_cut_gives_no_value(tmp_path, ends, cause):
+    server = Server(lambda question: "The student may say yes")
+    server.ends = ends
+    async with judged_by(server, tmp_path) as scorer:
+        (found,) = await score(scorer, make_request("a"))
+    assert (found.value, found.failure) == (None, DropReason.REWARD_FAILED)
+    assert f"{cause} cut the judge's reply: 'The student may say yes'" in found.detail
+
+
+async def test_a_reply_without_an_end_gives_no_value(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge_module, "MOST_BYTES", 1 << 20)
+    async with judged_by(Server(lambda question: "yes " * (1 << 19)), tmp_path) as scorer:
+        (found,) = await score(scorer, make_request("a"))
+    assert (found.value, found.failure) == (None, DropReason.REWARD_FAILED)
+    assert "a reply of more than 1 MiB" in found.detail
 
 
 async def test_its_key_is_a_variable_that_the_config_names(tmp_path, monkeypatch):

@@ -116,7 +116,7 @@ async def test_a_judge_of_a_pool_is_asked_as_openais_are_by_the_name_of_the_pool
 
     async def complete(request: web.Request) -> web.Response:
         asked.append((request.headers["Authorization"], (await request.json())["model"]))
-        return web.json_response({"choices": [{"message": {"content": "yes"}}]})
+        return web.json_response({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
 
     launched = LaunchedServers()
     async with serving("/v1/chat/completions", complete) as url:

@@ -68,7 +68,33 @@ async def test_a_function_is_called_and_its_value_comes_back_as_json(pool):
     program = "def add(a, b): return (a + b, {3}, None, 2**70, 'ü', {1: 0.5})"
     result = await pool.call(program, "add", [1, 2])
     assert result.label is SandboxLabel.OK
-    assert msgspec.json.decode(result.value_json) == [3, [3], None, 2**70, "ü", {"1": 0.5}]
+    assert msgspec.json.decode(result.value_json) == [3, {"a set of": [3]}, None, 2**70, "ü", {"1": 0.5}]
+
+
+PLAIN_PYTHON = {
+    "exit": "print(4)\nexit()\nprint(5)",
+    "quit": "print(4)\nquit(0)",
+    "stdin": "print(open('/dev/stdin').read().strip())",
+    "path": "import pathlib\nprint(pathlib.Path('/dev/stdin').read_text().strip())",
+    "stdout": "open('/dev/stdout', 'w').write('4\\n')",
+    "pool": "from multiprocessing import Pool\nprint(*Pool(2).map(int, ['4']))",
+    "process": "from multiprocessing import *\nq=Queue()\nProcess(None, q.put, None, [4]).start()\nprint(q.get())",
+    "context": "from multiprocessing import get_context\nprint(get_context('spawn').Pool().apply(int, ['4']))",
+    "executor": "from concurrent.futures import *\nwith ProcessPoolExecutor() as e: print(*e.map(int, ['4']))",
+    "zone": "import zoneinfo\nprint(4 if zoneinfo.ZoneInfo('UTC') else 5)",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_PYTHON)
+async def test_a_program_finds_what_python_gives_a_script(pool, name):
+    result = await pool.run(PLAIN_PYTHON[name], stdin="4\n")
+    assert (result.label, result.stdout) == (SandboxLabel.OK, "4\n"), result
+
+
+async def test_a_preamble_runs_before_the_program_whose_first_line_may_be_a_future_import(pool):
+    program = "from __future__ import annotations\ndef f(x: Unknown): return helper(x)"
+    result = await pool.call(program, "f", [2], preamble="def helper(x): return x + 1")
+    assert (result.label, result.value_json) == (SandboxLabel.OK, "3"), result
 
 
 async def test_a_method_is_called_of_an_object_made_for_it(pool):

@@ -18,7 +18,7 @@ from laminar_py.children import kernel, landlock
 NUM_DESCRIPTORS = 64
 MOST_THREADS = 256
 HIDDEN = ("site-packages", "dist-packages")  # installed packages, in a folder of the standard library
-LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")  # that extension modules may load
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 

@@ -7,13 +7,19 @@ in the report of the child.
 import ast
 import atexit
 import builtins
+import concurrent.futures
 import contextlib
 import io
 import json
 import linecache
+import multiprocessing
+import multiprocessing.dummy as threads
+import multiprocessing.pool
+import multiprocessing.queues as queues
 import os
 import resource
 import signal
+import site
 import socket
 import sys
 import threading
@@ -21,12 +27,17 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from laminar_contrib.sandbox.inside.messages import HEADER
 from laminar_py.children import exactly
 
 NAME = "program.py"
+_open_file = open
+LOCKS = ("Lock", "RLock", "Semaphore", "BoundedSemaphore", "Condition", "Event", "Barrier")
+STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 DETAIL_CHARS = 400
+SET = "a set of"  # key of an object that stands for a set in a returned value
 SHOWN_CHARS = 16384  # of a traceback, which shows lines of the program
 
 
@@ -35,6 +46,7 @@ class ProgramPayload:
     """Input of a child, encoded as JSON. The bytes of its files follow it."""
 
     program: str
+    preamble: str = ""  # runs before it, in its namespace
     function: str = ""
     args_json: str = "[]"
     files: dict[str, int] = field(default_factory=dict)  # name: size
@@ -61,6 +73,21 @@ def hide_own_modules() -> None:
     """Remove our modules from `sys.modules`. The zygote does it once, so that its children share those pages."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("laminar_py", "laminar_contrib")]:
         del sys.modules[name]
+
+
+def complete_python() -> None:
+    """Add what `python program.py` has: `exit`, `quit`, `help`, and a `multiprocessing` that runs threads.
+
+    A program is one process, so that processes of `multiprocessing` and `concurrent.futures` are threads here.
+    """
+    for add in (site.setquit, site.setcopyright, site.sethelper):
+        add()
+    for name in ("Pool", "Process", "Queue", "JoinableQueue", "Manager", "Pipe", "Value", "Array", *LOCKS):
+        vars(multiprocessing)[name] = getattr(threads, name)
+    multiprocessing.SimpleQueue = lambda: queues.SimpleQueue(ctx=multiprocessing)  # type: ignore[assignment,misc]
+    for module in (multiprocessing, multiprocessing.pool):
+        module.get_context = lambda method=None: multiprocessing  # type: ignore[attr-defined]
+    concurrent.futures.ProcessPoolExecutor = concurrent.futures.ThreadPoolExecutor  # type: ignore[assignment,misc]
 
 
 def run(payload: ProgramPayload, files: dict[str, bytes], *, report: int) -> int:
@@ -98,6 +125,7 @@ def converse(files: dict[str, bytes], calls: socket.socket, *, cpu_s: int) -> in
 def _execute(payload: ProgramPayload, claim: Claim) -> None:
     space = _add_module("solution" if payload.function else "__main__").__dict__
     _cache_lines(payload.program)
+    exec(compile(payload.preamble, "preamble", "exec", dont_inherit=True), space)
     exec(compile(payload.program, NAME, "exec", dont_inherit=True), space)
     if payload.function:
         value = _find_function(space, payload.function)(*json.loads(payload.args_json))
@@ -154,8 +182,15 @@ def _prepare(files: dict[str, bytes]) -> None:
         write_through=True,
     )
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    builtins.open = io.open = _open
     sys.argv = [NAME]
     sys.path.insert(0, os.getcwd())
+
+
+def _open(file: Any, *args: Any, **named: Any) -> Any:
+    """Open a file as `open` does; a path such as /dev/stdin is that stream, since the program cannot see /proc."""
+    is_stream = isinstance(file, str | os.PathLike) and os.fspath(file) in STREAMS
+    return _open_file(os.dup(STREAMS[os.fspath(file)]) if is_stream else file, *args, **named)
 
 
 def _add_module(name: str) -> types.ModuleType:
@@ -188,9 +223,9 @@ def _find_function(space: dict[str, object], name: str) -> Callable[..., object]
 
 
 def _to_json(value: object) -> object:
-    """Convert a value for JSON: a set to a sorted list, an iterator to a list, others to their `repr`."""
+    """Convert a value for JSON: a set to `{"a set of": [...]}`, an iterator to a list, others to their `repr`."""
     if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
+        return {SET: sorted(value, key=repr)}
     if isinstance(value, Iterator | range | type({}.keys()) | type({}.values()) | type({}.items())):
         return list(value)
     return repr(value)

@@ -63,6 +63,7 @@ class Zygote:
 
     def serve(self, number: int) -> None:
         """Answer the call `number` by `ready`, and run programs until the owner closes the socket or ends."""
+        program.complete_python()
         program.hide_own_modules()
         gc.collect()
         gc.freeze()

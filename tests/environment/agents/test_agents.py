@@ -253,6 +253,102 @@ reward({"first": 1.0, "second": 0.0})
     assert "role 'second' has turns and no reward" in story.log()
 
 
+VOTES = """
+from concurrent.futures import ThreadPoolExecutor
+said = [{"role": "user", "content": "pick a number"}]
+def vote(retries=None):
+    headers = {} if retries is None else {"X-Stainless-Retry-Count": str(retries)}
+    answer = client.chat.completions.create(model="policy", messages=said, extra_headers=headers)
+    return answer.choices[0].message.content
+with ThreadPoolExecutor(3) as pool:
+    print(*sorted(pool.map(lambda _: vote(), range(3))))
+print(vote(), vote(), vote(retries=1), vote(retries=2), vote(retries=0))
+reward(1.0)
+"""
+
+
+async def test_the_same_question_asked_anew_is_sampled_anew_and_a_retry_is_not(tmp_path):
+    story = Story(tmp_path, VOTES)
+    heard = await story.lead(["1", "2", "3", "4", "5", "6"])
+    assert heard[-1].reward == 1.0
+    assert story.log().split("\n")[:2] == ["1 2 3", "4 5 5 5 6"]
+
+
+async def test_without_a_count_of_retries_a_repeat_is_one_until_the_first_is_answered(tmp_path):
+    agent = """
+from concurrent.futures import ThreadPoolExecutor
+from urllib.request import Request, urlopen
+body = json.dumps({"messages": [{"role": "user", "content": "pick a number"}]}).encode()
+def vote(_):
+    request = Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body)
+    request.add_header("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
+    return json.load(urlopen(request))["choices"][0]["message"]["content"]
+with ThreadPoolExecutor(3) as pool:
+    print(*pool.map(vote, range(3)))
+print(vote(0))
+reward(1.0)
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["1", "2"], pause_s=0.5)
+    assert story.log().split("\n")[:2] == ["1 1 1", "2"]
+
+
+OTHER_FIELDS = {
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "best_of": 2,
+    "suffix": "a",
+    "guided_regex": "a+",
+    "logit_bias": {"5": 1},
+    "top_logprobs": 3,
+    "functions": [{"name": "f"}],
+}
+DEFAULT_FIELDS = {
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "best_of": 1,
+    "n": 1,
+    "suffix": None,
+    "stop": [],
+    "logit_bias": {},
+    "temperature": 0.3,
+    "seed": 7,
+    "user": "me",
+    "parallel_tool_calls": True,
+}
+
+
+async def test_what_the_endpoint_does_not_do_it_refuses_by_name(tmp_path):
+    agent = f"""
+import openai
+refused, neutral = {OTHER_FIELDS!r}, {DEFAULT_FIELDS!r}
+for name, value in refused.items():
+    try:
+        ask(said[:1] or None, extra_body={{name: value}})
+    except openai.BadRequestError as error:
+        print(error.body["message"].split(":")[0])
+ask([{{"role": "user", "content": "now"}}], extra_body=neutral)
+reward(1.0)
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead(["4"])
+    assert heard[-1].reward == 1.0
+    assert story.log().split() == list(OTHER_FIELDS)
+
+
+async def test_an_agent_that_wants_no_call_gets_text(tmp_path):
+    agent = """
+tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+call = client.chat.completions.create(model="policy", messages=said, tools=tools, tool_choice="none")
+print(call.choices[0].message.content, call.choices[0].message.tool_calls)
+reward(1.0)
+"""
+    story = Story(tmp_path, agent)
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    await story.lead([text])
+    assert story.log().strip() == f"{text} None"
+
+
 LIMITED = """
 def limited(**more):
     choice = client.chat.completions.create(model="policy", messages=said, **more).choices[0]

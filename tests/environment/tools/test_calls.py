@@ -14,6 +14,7 @@ from laminar_contrib.tools.call_formats import (
     TagCalls,
     ToolCall,
     outside_reasoning,
+    read_turn,
 )
 
 TAGS = TagCalls({"calculator": "expression", "search": "query"})
@@ -34,11 +35,16 @@ CALLS = st.lists(st.builds(ToolCall, WORDS, st.dictionaries(WORDS, VALUES, max_s
 every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
+def calls_of(form, turn):
+    return read_turn(turn, form)[1]
+
+
 @every_format
 @given(turn=TURNS, begun=st.booleans())
 def test_no_text_raises(form, turn, begun):
-    for call in form.parse(outside_reasoning(turn, begun=begun)):
-        assert isinstance(call, ToolCall | BrokenCall)
+    text, calls = read_turn(turn, form, begun=begun)
+    assert len(text) <= len(turn)
+    assert all(isinstance(call, ToolCall | BrokenCall) for call in calls)
 
 
 def written(call, arguments):
@@ -51,8 +57,8 @@ def test_calls_that_are_written_are_read_as_they_were(calls):
     hermes = "\n".join(f"<tool_call>{written(call, 'arguments')}</tool_call>" for call in calls)
     llama = "; ".join(written(call, "parameters") for call in calls)
     for form, turn in ((HermesCalls(), hermes), (LlamaCalls(), llama)):
-        assert list(form.parse(outside_reasoning(turn))) == calls
-        assert list(form.parse(outside_reasoning(f"<think>{turn}</think>\n{turn}"))) == calls
+        assert calls_of(form, turn) == calls
+        assert calls_of(form, f"<think>{turn}</think>\n{turn}") == calls
 
 
 @given(bodies=st.lists(st.tuples(st.sampled_from(["calculator", "search"]), WORDS), max_size=3))
@@ -60,14 +66,14 @@ def test_tags_that_are_written_are_read_as_they_were(bodies):
     names = {"calculator": "expression", "search": "query"}
     plain = [(name, body.replace("<", "")) for name, body in bodies]
     turn = "\n".join(f"<{name}>{body}</{name}>" for name, body in plain)
-    assert list(TAGS.parse(turn)) == [ToolCall(name, {names[name]: body}) for name, body in plain]
+    assert calls_of(TAGS, turn) == [ToolCall(name, {names[name]: body}) for name, body in plain]
 
 
 @given(turn=TURNS)
 def test_text_that_holds_no_mark_of_a_call_is_none(turn):
-    assert list(FORMATS["hermes"].parse(turn.replace("<", ""))) == []
-    assert list(TAGS.parse(turn.replace("<", ""))) == []
-    assert list(FORMATS["llama"].parse(turn.replace("{", "").replace("<", ""))) == []
+    assert calls_of(FORMATS["hermes"], turn.replace("<", "")) == []
+    assert calls_of(TAGS, turn.replace("<", "")) == []
+    assert calls_of(FORMATS["llama"], turn.replace("{", "").replace("<", "")) == []
 
 
 def test_hermes_calls_as_qwen_writes_them():
@@ -77,7 +83,7 @@ def test_hermes_calls_as_qwen_writes_them():
         '<tool_call>\n{"arguments": {"text": "</tool_call>"}, "name": "say"}\n</tool_call>'
     )
     first = ToolCall("add", {"a": 1, "b": {"c": [2]}})
-    assert list(HermesCalls().parse(turn)) == [first, ToolCall("say", {"text": "</tool_call>"})]
+    assert calls_of(HermesCalls(), turn) == [first, ToolCall("say", {"text": "</tool_call>"})]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,7 @@ def test_hermes_calls_as_qwen_writes_them():
     ],
 )
 def test_llama_calls_in_their_several_forms(turn):
-    assert list(LlamaCalls().parse(turn)) == [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})]
+    assert calls_of(LlamaCalls(), turn) == [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +105,13 @@ def test_llama_calls_in_their_several_forms(turn):
     ["{1, 2, 3}", '{"answer": 4}', 'It is {"name": "add", "parameters": {}}', "", '[{"name": "add"}]'],
 )
 def test_llama_text_that_is_an_answer_is_no_call(turn):
-    assert list(LlamaCalls().parse(turn)) == []
+    assert calls_of(LlamaCalls(), turn) == []
 
 
 def test_tags_stand_in_text_and_other_tags_are_text():
     turn = "<b>So</b> <calculator>12*3</calculator> and <search>\n</calculator></search> <answer>1</answer>"
     calls = [("calculator", "expression", "12*3"), ("search", "query", "\n</calculator>")]
-    assert list(TAGS.parse(turn)) == [ToolCall(name, {key: body}) for name, key, body in calls]
+    assert calls_of(TAGS, turn) == [ToolCall(name, {key: body}) for name, key, body in calls]
 
 
 @pytest.mark.parametrize(
@@ -144,14 +150,42 @@ def test_tags_stand_in_text_and_other_tags_are_text():
     ],
 )
 def test_what_is_meant_as_a_call_and_is_none_says_why(form, turn, fault):
-    (call,) = FORMATS[form].parse(turn)
+    (call,) = calls_of(FORMATS[form], turn)
     assert isinstance(call, BrokenCall)
     assert call.fault.startswith(fault)
 
 
 def test_a_broken_call_hides_none_of_those_after_it():
     turn = '<tool_call>{</tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert [type(call) for call in HermesCalls().parse(turn)] == [BrokenCall, ToolCall]
+    assert [type(call) for call in calls_of(HermesCalls(), turn)] == [BrokenCall, ToolCall]
+
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+CALL = f"<tool_call>{ADD}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("turn", "begun", "text", "count"),
+    [
+        (f"<think>try {CALL}</think>So {CALL} it is", False, f"<think>try {CALL}</think>So  it is", 1),
+        (f"try {CALL}</think>So {CALL}", False, "try </think>So ", 1),
+        (f"try {CALL}</think>So {CALL}", True, f"try {CALL}</think>So ", 1),
+        (f"{CALL} and {CALL} done", False, " and  done", 2),
+        (f"<think>{CALL}", False, f"<think>{CALL}", 0),
+    ],
+)
+def test_a_draft_in_a_thought_is_no_call_and_text_behind_a_call_stays(turn, begun, text, count):
+    assert read_turn(turn, HermesCalls(), begun=begun) == (text, [ToolCall("add", {"a": 1})] * count)
+
+
+@pytest.mark.parametrize("mark", ["<think>", "</think>", "<think>a</think>", "</think>b<think>"])
+def test_marks_of_reasoning_in_the_arguments_of_a_call_are_data(mark):
+    arguments = {"text": mark}
+    text = json.dumps({"name": "say", "arguments": arguments})
+    for form, turn in ((HermesCalls(), f"<tool_call>{text}</tool_call>"), (LlamaCalls(), text)):
+        assert calls_of(form, turn) == [ToolCall("say", arguments)]
+        assert calls_of(form, f"<think>so</think>\n{turn}") == [ToolCall("say", arguments)]
+    assert calls_of(TAGS, f"<search>{mark}</search>") == [ToolCall("search", {"query": mark})]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +209,5 @@ def test_reasoning_is_left_out(turn, begun, said):
 @pytest.mark.parametrize("piece", [piece for piece in PIECES if len(piece) < 100])
 def test_the_cost_of_a_long_turn_is_bounded(form, piece):
     start = time.process_time()
-    for _ in form.parse(outside_reasoning(piece * 50_000)):
-        pass
+    read_turn(piece * 50_000, form)
     assert time.process_time() - start < 5

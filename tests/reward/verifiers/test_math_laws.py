@@ -4,15 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_contrib.mathematics.verify import (
-    MAX_ANSWER,
-    MAX_RESPONSE,
-    MathOutcome,
-    MathVerdict,
-    check_reference,
-    extract_answer,
-    verify,
-)
+from laminar_contrib.mathematics.extraction import MAX_ANSWER, MAX_RESPONSE, extract_answer
+from laminar_contrib.mathematics.verify import MathOutcome, MathVerdict, check_reference, verify
 from tests.depth import examples
 
 LATEX = (
@@ -87,11 +80,83 @@ def test_numbers_close_to_each_other_or_to_zero_are_told_apart(exponent):
 
 
 @pytest.mark.parametrize(
-    ("answer", "right"),
-    [("0.3333", True), ("0.333333", True), ("0.333", False), ("0.3334", False), ("0.33", False)],
+    ("answer", "reference"),
+    [("0.3333", r"\frac{1}{3}"), ("3.464", r"2\sqrt{3}"), ("3.14159", r"\pi"), ("33.33\\%", r"\frac{1}{3}")],
 )
-def test_a_decimal_stands_for_a_third_from_four_digits_on(answer, right):
-    assert is_right(answer, r"\frac{1}{3}") is right
+def test_a_decimal_that_only_rounds_the_number_is_wrong_unless_approximations_are_allowed(answer, reference):
+    assert not is_right(answer, reference)
+    assert verify(boxed(answer), reference, approximate=True).outcome is MathOutcome.RIGHT
+
+
+@pytest.mark.parametrize("answer", ["0.333", "0.3334", "0.33", "0.33334"])
+def test_an_approximation_has_four_digits_and_all_of_them_are_right(answer):
+    assert verify(boxed(answer), r"\frac{1}{3}", approximate=True).outcome is MathOutcome.WRONG
+
+
+def test_a_reference_of_four_digits_says_how_many_are_wanted():
+    assert is_right(r"\pi", "3.1416")
+    assert is_right("3.14159", "3.1416")
+    assert not is_right("3.142", "3.1416")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("[0,100]", "100"),
+        ("0,125", "125"),
+        ("(3,100)", "3100"),
+        ("0,500", "500"),
+        ("(1,200)", "1200"),
+        (r"\{1,250\}", "1250"),
+        ("3{,}5", "3.5"),
+        ("3{,}100", "(3,100)"),
+        ("1, 234", "1,234"),
+        ("1,2,300", "12300"),
+        ("(A)(B)", "A"),
+        ("1011", "1011_2"),
+        ("g(t)=t^2", "f(x)=x^2"),
+        ("x^2+x", "x^2+C"),
+    ],
+)
+def test_a_text_is_read_only_as_what_it_can_mean(answer, reference):
+    assert not is_right(answer, reference)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("1,234", "1234"),
+        ("1{,}234", "1234"),
+        (r"1\,234", "1234"),
+        (r"\frac{1,234}{2}", "617"),
+        ("9_{10}", "9"),
+        ("1011_2", "1011"),
+        ("f(t)=t^2", "f(x)=x^2"),
+        ("x^2+K", "x^2+C"),
+        (r"\text{14 March}", r"\text{March 14th}"),
+    ],
+)
+def test_writings_of_one_answer_are_equal(answer, reference):
+    assert is_right(answer, reference)
+
+
+@pytest.mark.parametrize(
+    ("response", "reference"),
+    [
+        ("#### 42\nThis result is exact.", "42"),
+        ("**Answer:** 42\n\nThis solution is valid.", "42"),
+        ("The answer is 42. This result is correct.", "42"),
+        ("<answer>12</answer> I am sure the answer is good.", "12"),
+        (r"\boxed{42} #### 41", "41"),
+        (r"\boxed{42} Answer: see above.", "42"),
+        (r"\boxed{17} and an empty box \boxed{}", "17"),
+        ("The correct answer is (D) $2\\sqrt{3}$.", "D"),
+        ("The value of $x$ is **-4**.", "-4"),
+        (r"The angle is $\boxed{60}$ radians.", r"60\text{ rad}"),
+    ],
+)
+def test_the_last_mark_with_a_value_counts_before_any_prose(response, reference):
+    assert verify(response, reference).outcome is MathOutcome.RIGHT
 
 
 @pytest.mark.parametrize(

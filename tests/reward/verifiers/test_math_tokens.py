@@ -7,7 +7,7 @@ from laminar_contrib.mathematics.words import normalise
 
 
 def texts(text):
-    return [token.text for token in tokenise(normalise(text), grouped=False)]
+    return [token.text for token in tokenise(normalise(text))]
 
 
 @pytest.mark.parametrize("text", [r"\left( x \, + 1 \right)", r"( x+1 )", r"\displaystyle (x + 1)"])
@@ -23,4 +23,4 @@ def test_another_sign_makes_another_token(text):
 @pytest.mark.parametrize("text", ["3 3", "f(x+y)", "x +", "x + 1 )"])
 def test_an_expression_of_two_readings_or_with_unused_tokens_is_refused(text):
     with pytest.raises(UnreadableError):
-        parse_expression(tokenise(normalise(text), grouped=False))
+        parse_expression(tokenise(normalise(text)))
