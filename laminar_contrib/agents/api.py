@@ -15,13 +15,15 @@ from aiohttp import web
 
 from laminar_contrib.agents.agent import AgentAnswer
 from laminar_contrib.agents.history import ChatPrompt, IdsPrompt, Prompt
-from laminar_py.environment import MAX_TURN_TOKENS
+from laminar_py.environment import MAX_STOP_CHARS, MAX_STOPS, MAX_TURN_TOKENS
 from laminar_py.records.codec import IntArray
 from laminar_py.records.credit import ROLE_CHARS
 
 MODEL = "policy"
 MAX_CHOICES = 16
 TurnLimit = Annotated[int, msgspec.Meta(ge=1, le=MAX_TURN_TOKENS)] | None
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)] | None
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1)]
 
 
@@ -37,10 +39,11 @@ DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that
     "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "stop": ([],),
     "stop_token_ids": ([],),
     "suffix": ("",),
     "top_logprobs": (0,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
     "echo": (False,),
 }
 
@@ -48,6 +51,8 @@ DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that
 def check_fields(body: dict[str, Any], kind: type[msgspec.Struct]) -> None:
     """Refuse a request whose body has a field that the endpoint would ignore. Raises status 400."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)} | IGNORED
+    if isinstance(body.get("sampling_params"), dict):
+        check_fields(body["sampling_params"], SamplingFields)
     for name, value in body.items():
         is_done = value in DEFAULTS[name] if name in DEFAULTS else name in known
         if not is_done and value is not None:
@@ -105,6 +110,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     max_tokens: TurnLimit = None
     max_completion_tokens: TurnLimit = None
+    stop: StopStrings = None
 
     def prompt(self) -> Prompt:
         """Return the messages as a prompt, with roles that chat templates know."""
@@ -114,8 +120,13 @@ class ChatRequest(msgspec.Struct, kw_only=True):
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
         limit = _smallest_limit(self.max_tokens, self.max_completion_tokens)
-        may_call = self.tool_choice != "none"
-        return ChatPrompt(messages=messages, tools=self.tools or [], may_call=may_call, max_tokens=limit)
+        return ChatPrompt(
+            messages=messages,
+            tools=self.tools or [],
+            may_call=self.tool_choice != "none",
+            max_tokens=limit,
+            stop=_all_stops(self.stop),
+        )
 
     def response(
         self, answers: Sequence[AgentAnswer], *, name: str, decode_turn: Callable[[IntArray], str]
@@ -156,6 +167,7 @@ class SamplingFields(msgspec.Struct):
     """Sampling params, as far as the endpoint reads them."""
 
     max_tokens: TurnLimit = None
+    stop: StopStrings = None
 
 
 class TokensRequest(msgspec.Struct, kw_only=True):
@@ -165,12 +177,14 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     model: Annotated[str, msgspec.Meta(max_length=ROLE_CHARS)] | None = None
     sampling_params: SamplingFields | None = None
     max_tokens: TurnLimit = None
+    stop: StopStrings = None
 
     def prompt(self) -> Prompt:
         """Return the ids as a prompt."""
-        sampled = None if self.sampling_params is None else self.sampling_params.max_tokens
-        limit = _smallest_limit(self.max_tokens, sampled)
-        return IdsPrompt(ids=np.array(self.token_ids, np.int32), max_tokens=limit)
+        sampling = self.sampling_params or SamplingFields()
+        limit = _smallest_limit(self.max_tokens, sampling.max_tokens)
+        stop = _all_stops(self.stop, sampling.stop)
+        return IdsPrompt(ids=np.array(self.token_ids, np.int32), max_tokens=limit, stop=stop)
 
     def response(self, answer: AgentAnswer, *, name: str) -> dict[str, Any]:
         """Build the body of a response in token ids."""
@@ -224,6 +238,12 @@ def _finish_reason(answer: AgentAnswer) -> str:
     if answer.is_cut:
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
+
+
+def _all_stops(*fields: str | list[str] | None) -> tuple[str, ...]:
+    """Join the stop strings of the fields of a request, each once."""
+    lists = [[field] if isinstance(field, str) else field or [] for field in fields]
+    return tuple(dict.fromkeys(stop for stops in lists for stop in stops))
 
 
 def _smallest_limit(*limits: int | None) -> int | None:

@@ -30,6 +30,7 @@ from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
 from laminar_py.records.spans import context_of, turn_ends
+from laminar_py.records.stops import text_before_stop
 from laminar_py.records.trajectory import DropReason
 
 MAX_ATTEMPTS = 3  # at a turn over which the process crashes each time
@@ -209,7 +210,10 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _turn_range(turn, number)
         ids = turn.response_ids[start:end]
-        text = self._writer.decode_turn(ids)
+        whole = self._writer.decode_turn(ids)
+        stops = next((span.stop for span in turn.spans if span.version is None and span.end == start), ())
+        before = text_before_stop(whole, stops)
+        text = whole if before is None else before
         if not isinstance(environment, TokenEnvironment):
             return await self._calls.answer(environment.step, text)
         sampled = SampledTurn(
@@ -217,7 +221,7 @@ class EnvironmentHost:
             context=_context(turn, start, end),
             ids=ids,
             logprobs=turn.logprobs if end == len(turn.response_ids) else _NO_LOGPROBS,
-            is_cut=not self._writer.has_ended(ids),
+            is_cut=before is None and not self._writer.has_ended(ids),
         )
         return await self._calls.answer(environment.step_tokens, sampled)
 

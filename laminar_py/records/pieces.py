@@ -111,6 +111,10 @@ class SamplingMask(msgspec.Struct, frozen=True):
     counts: IntArray  # [n] ids of each row
     ids: IntArray  # [sum of counts]
 
+    def first(self, count: int) -> "SamplingMask":
+        """Return the first `count` rows."""
+        return SamplingMask(self.counts[:count], self.ids[: self.counts[:count].sum()])
+
 
 class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that positions [start, start + positions) of prompt and response were routed to, in every layer.
@@ -129,6 +133,11 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
     def positions(self) -> int:
         """Number of positions."""
         return len(self.data) // (self.layers * self.top_k * self.width)
+
+    def first(self, count: int) -> "RoutedExperts":
+        """Return the first `count` positions."""
+        num_bytes = count * self.layers * self.top_k * self.width
+        return msgspec.structs.replace(self, data=self.data[:num_bytes])
 
     @property
     def table(self) -> npt.NDArray[np.int16]:

@@ -34,6 +34,7 @@ from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION, sequences_of
+from laminar_py.records.stops import tokens_to_stop
 from laminar_py.records.trajectory import DropReason
 from tests.data.templates import TEMPLATES, make_chat_encoder
 from tests.environment.turns import appended, first_turn
@@ -147,9 +148,9 @@ class Story:
                 await asyncio.sleep(pause_s)
                 if answer.ids is None:
                     break
-                self.append(answer.ids, None, answer.follows, limit=answer.max_tokens)
+                self.append(answer.ids, None, answer.follows, limit=answer.max_tokens, stop=answer.stop)
                 ids = self.codec.encode(f"{text}{self.end}")[: answer.max_tokens]
-                self.say(ids)
+                self.say(ids[: tokens_to_stop(NONE, ids, answer.stop, partial(self.codec.decode, special=True))])
             if not to_the_end:
                 return heard  # and its process ends here
             host.forget(["g0.0"])
@@ -162,8 +163,8 @@ class Story:
         self.append(ids, 3)
         self.turn = msgspec.structs.replace(self.turn, logprobs=logprobs)
 
-    def append(self, ids, version, follows=None, *, limit=None):
-        self.turn = appended(self.turn, ids, version, follows, limit=limit)
+    def append(self, ids, version, follows=None, **limits):
+        self.turn = appended(self.turn, ids, version, follows, **limits)
 
     def log(self):
         return (self.folder / "agents" / "g0.0" / "agent.log").read_text()
@@ -405,6 +406,79 @@ generate([7])
     ]
     assert heard[2].ids.tolist() == [8, 9], "ids are taken as they are"
     assert heard[2].follows is None
+
+
+STOPPED = """
+def ask(**more):
+    choice = client.chat.completions.create(model="policy", messages=said, **more).choices[0]
+    said.append(choice.message.model_dump(exclude_none=True))
+    said.append({"role": "user", "content": "Observation: 4"})
+    print(json.dumps([choice.finish_reason, choice.message.content]))
+ask(stop=["Observation:", "Stop"])
+ask(stop="Observation:")
+ask(stop="Observation:", max_tokens=3)
+reward(1)
+"""
+THOUGHT, MADE_UP = "Action: add 2 2\n", "Observation: 5\nAnswer: 5"
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_an_answer_ends_before_a_stop_string_and_the_next_request_is_joined_behind_it(tmp_path, crashes):
+    story = Story(tmp_path, STOPPED, is_process=crashes)
+    says = [f"{THOUGHT}{MADE_UP}", "Answer: 4", "thirty-seven"]
+    before = await story.lead(says[:1], to_the_end=False) if crashes else []
+    heard = [*before, *(await story.lead(says[len(before) :]))]
+    assert [answer.stop for answer in heard] == [("Observation:", "Stop"), *[("Observation:",)] * 2, ()], heard
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None, None]
+    told = [json.loads(line) for line in story.log().splitlines()[-3:]]
+    cut = story.codec.decode(story.codec.encode("thirty-seven")[:3])
+    assert told == [["stop", THOUGHT], ["stop", "Answer: 4"], ["length", cut]]
+    assert heard[1].ids.tolist()[:1] == story.codec.encode(story.end).tolist(), "the environment ends the turn"
+    sampled = [story.turn.response_ids[span.start : span.end] for span in story.turn.spans if span.version]
+    whole = story.codec.encode(f"{THOUGHT}{MADE_UP}")
+    assert sampled[0].tolist() == whole[: len(sampled[0])].tolist()
+    assert "Observation:" in story.codec.decode(sampled[0])
+    assert "Observation:" not in story.codec.decode(sampled[0][:-1])
+
+
+async def test_a_request_in_tokens_is_stopped_too_and_its_unknown_sampling_params_are_refused(tmp_path):
+    agent = """
+import openai
+def generate(ids, **more):
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+    body = {"model": "policy", "token_ids": ids, **more}
+    found = client.with_options(base_url=url).post("/inference/v1/generate", cast_to=object, body=body)
+    return found["choices"][0]
+one = generate([5, 6], stop="8", sampling_params={"stop": ["Observation:"], "temperature": 0.5})
+print(one["finish_reason"], json.dumps(one["token_ids"]))
+try:
+    generate([5, 6], sampling_params={"n": 2})
+except openai.BadRequestError as error:
+    print(error.body["message"].split(":")[0])
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead([f"{THOUGHT}{MADE_UP}"])
+    assert heard[0].stop == ("8", "Observation:")
+    stopped, refused = story.log().splitlines()
+    reason, ids = stopped.split(" ", 1)
+    assert reason == "stop"
+    assert story.codec.decode(np.array(json.loads(ids))).startswith(f"{THOUGHT}Observation:")
+    assert refused == "n"
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * 5, "a" * 257, 7])
+async def test_stop_strings_that_cannot_be_are_refused_with_their_field(tmp_path, stop):
+    agent = f"""
+import openai
+try:
+    ask(stop={stop!r})
+except openai.BadRequestError as error:
+    print(error.body["message"])
+ask()
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["4"])
+    assert "$.stop" in story.log()
 
 
 @pytest.mark.parametrize("result", ["4", ""])

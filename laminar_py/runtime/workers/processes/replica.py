@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import msgspec
 from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
+from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.environment import Environments
@@ -83,12 +85,18 @@ class ReplicaActor(PartActor):
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
             environments=_environments(config, spec, wire),
+            decode=lambda ids: self._tokenizer.decode(ids, special=True),
         )
-        self._config = config
+        self._config, self._model_dir = config, Path(spec.model_dir)
         peer, attach = PeerClient(wire, spec.hub, spec.label), self._weights.attach
         link = ReplicaLink(peer, self._replica, attach=attach, quiet_s=spec.pace.quiet_s)
         self._task = asyncio.create_task(self._replica.run(), name="replica")
         self._link = asyncio.create_task(link.run(), name="link")
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, which only stop strings of environments need."""
+        return load_tokenizer(self._model_dir)
 
     async def speed(self) -> EngineSpeed:
         """Return the speed of the engine: known to its backend, stored by an earlier run, or measured now.

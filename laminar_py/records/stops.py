@@ -1,0 +1,44 @@
+"""Stop strings: texts at whose first completion a turn of the model ends. Pure.
+
+A replica keeps the tokens of such a turn up to the token that completes a stop string (`tokens_to_stop`). The
+environment gets the text before the stop string (`text_before_stop`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from laminar_py.records.codec import IntArray
+
+Decode: TypeAlias = Callable[[IntArray], str]  # text of [n] token ids, special tokens included
+SLACK = 8  # characters before a window's stop strings, since a window may begin within a character
+
+
+def no_tokenizer(ids: IntArray) -> str:
+    """Refuse to decode tokens, where no environment has stop strings."""
+    raise AssertionError(f"{len(ids)} tokens to decode without a tokenizer")
+
+
+def text_before_stop(text: str, stops: Sequence[str]) -> str | None:
+    """Return the text before the first stop string, None if the text has none."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else None
+
+
+def tokens_to_stop(before: IntArray, new: IntArray, stops: Sequence[str], decode: Decode) -> int | None:
+    """Return how many of [n] `new` tokens a turn has up to the first token that completes a stop string.
+
+    Return None if no token does. The turn's tokens [b] `before` the new tokens complete none.
+    """
+    if not stops:
+        return None
+    enough, size = max(map(len, stops)) + SLACK, 1
+    while size < len(before) and len(decode(before[-size:])) < enough:
+        size *= 2
+    window = np.concatenate([before[-size:], new])
+    first = len(window) - len(new)
+    if text_before_stop(decode(window), stops) is None:
+        return None
+    counts = range(1, len(new) + 1)
+    return next((n for n in counts if text_before_stop(decode(window[: first + n]), stops) is not None), None)
