@@ -1,4 +1,4 @@
-"""Request and response bodies of the endpoint: the fields of OpenAI's API that it reads and writes.
+"""Request and response bodies of the endpoint: the fields of OpenAI's API that the endpoint uses.
 
 Other fields of requests are ignored, among them sampling params, which the run's config sets.
 """

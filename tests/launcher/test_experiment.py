@@ -119,7 +119,9 @@ def test_a_run_that_was_made_with_other_settings_is_not_taken_for_one_of_this_ex
 def test_a_run_that_was_made_twice_is_refused(tmp_path):
     experiment = make_experiment(tmp_path)
     first, second = begin(experiment.runs[0]), begin(experiment.runs[0])
-    with pytest.raises(ConfigError, match=rf"^e-base-s0: {second} and {first.name} are both runs of it; move one"):
+    with pytest.raises(
+        ConfigError, match=rf"^e-base-s0: {second} and {first.name} are both folders of this run; move one"
+    ):
         check_existing_runs(experiment)
 
 
