@@ -155,7 +155,7 @@ async def run_call(call: Call, tools: Mapping[str, Tool], *, timeout_s: float, m
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a function of the user's, which may raise anything
         line = fault_line(f"{tool.name}: {type(error).__name__}: {error}")
-        log.warning("a tool raised, and the model reads: %s", line)
+        log.warning("a tool raised: %s", line)
         return line
 
 

@@ -151,8 +151,16 @@ async def test_a_server_without_rewards_leaves_them_to_other_terms(tmp_path):
             DropReason.ENVIRONMENT_FAILED,
             "its server sent a message that OpenEnv does not",
         ),
-        ({"step": {"type": "poem", "data": {}}}, DropReason.ENVIRONMENT_FAILED, "no message of OpenEnv"),
-        ({"step": observation("?", "high")}, DropReason.ENVIRONMENT_FAILED, "no message of OpenEnv"),
+        (
+            {"step": {"type": "poem", "data": {}}},
+            DropReason.ENVIRONMENT_FAILED,
+            "a message that OpenEnv does not define",
+        ),
+        (
+            {"step": observation("?", "high")},
+            DropReason.ENVIRONMENT_FAILED,
+            "a message that OpenEnv does not define",
+        ),
         ({"step": observation("?" * 2000, 0.0)}, DropReason.ENVIRONMENT_FAILED, "max_observation_bytes=1,000"),
         (
             {"step": observation("?" * 2**21, 0.0)},
