@@ -1,4 +1,4 @@
-"""Request and response bodies of the endpoint: the fields of OpenAI's API that it reads and writes.
+"""Request and response bodies of the endpoint: the fields of OpenAI's API that the endpoint uses.
 
 Sampling params are ignored, since the run's config sets them. `check_fields` refuses any other field that would
 change the answer, unless its value is the default.

@@ -144,7 +144,7 @@ class HostedReplica:
 
 
 class GeneratorCluster:
-    """The cluster `inner` with so many generators: replicas share these in turn, and scorers toss coins."""
+    """The cluster `inner`, but replicas share `num_generators` processes in turn, and scorers toss coins."""
 
     def __init__(self, inner: Cluster, num_generators: int) -> None:
         self.here = inner.here

@@ -549,7 +549,7 @@ for asks in {[asks for asks, _ in REFUSED]}:
     [
         ("sys.exit(3)", "the agent ended with code 3: it wrote nothing"),
         ("raise ValueError('no\\nway')", "the agent ended with code 1: way"),
-        ("", "the agent ended before it asked its model anything"),
+        ("", "the agent ended before its first request to the model; see its log"),
     ],
 )
 async def test_an_agent_that_fails_drops_its_trajectory_with_its_last_words(tmp_path, agent, words):
