@@ -239,7 +239,7 @@ class StreamingEngine(ABC, Generic[SchedulerT]):
         """Check a request and pass it to the scheduler. Returns its ticket; `on_delta` receives its deltas."""
         self._raise_if_lost()
         if request.rid in self._ticket_by_rid:
-            raise ValueError(f"rid={request.rid}: a request with this rid is running; abort it first")
+            raise ValueError(f"rid={request.rid}: a request with this rid runs already; abort it first")
         check_request(request, max_len=self._max_len, vocab=self._vocab)
         ticket = next(self._tickets)
         self._streams[ticket] = on_delta

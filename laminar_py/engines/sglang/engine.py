@@ -98,7 +98,7 @@ class SGLangEngine:
         """Yield the deltas of a request to its last. `RefusedError` if the server can never serve the request."""
         self._connection.raise_if_lost()
         if request.rid in self._by_rid:
-            raise ValueError(f"rid={request.rid}: a request with this rid is running; abort it first")
+            raise ValueError(f"rid={request.rid}: a request with this rid runs already; abort it first")
         check_request(request, max_len=self._served.max_len, vocab=self._served.vocab)
         room = response_limit(request, max_len=self._served.max_len) - len(request.prefix_ids)
         if room <= 0:
