@@ -99,7 +99,7 @@ class EnvironmentCalls:
             task.add_done_callback(_log_failed_close)
 
     async def watch(self, seconds: float) -> None:
-        """Watch this process for `seconds`. Raises `ProcessSpentError` if it must be replaced."""
+        """Check hung calls and memory of this process for `seconds`. Raises `ProcessSpentError` above a limit."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if len(self._hung) >= max(1, self._settings.at_once // 2):

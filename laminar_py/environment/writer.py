@@ -195,7 +195,7 @@ class HiddenWords:
         return value
 
     def parts(self, text: str) -> Iterator[tuple[str, str | None]]:
-        """Split a text at the random words: yield plain pieces with None, and each random word with its name."""
+        """Split a text at the random words: yield (plain piece, None) and (random word, name behind it)."""
         pattern = "|".join(map(re.escape, self._words)) or r"(?!)"
         for piece in re.split(f"({pattern})", text):
             if piece:

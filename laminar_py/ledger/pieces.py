@@ -69,7 +69,7 @@ class StoredPiece(msgspec.Struct, frozen=True, gc=False):
 def piece_rows(
     connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
 ) -> Iterator[PieceRow]:
-    """Iterate over references of trajectories that meet an SQL condition; per trajectory, tokens come first."""
+    """Yield the references of trajectories that meet the SQL condition `where`; tokens come before columns."""
     cursor = connection.execute(
         f"SELECT {', '.join(f'p.{column}' for column in COLUMNS)} FROM piece p JOIN trajectory ON number ="
         f" p.trajectory WHERE {where} ORDER BY p.trajectory, p.name, p.start, p.rowid",

@@ -63,7 +63,7 @@ class LaunchedServers:
             self._news = asyncio.Event()
 
     async def wait_for_servers(self, pool: str) -> Sequence[ServerAddress]:
-        """Wait until a server of the pool is up, and return the addresses of all running ones."""
+        """Wait until a server of the pool is up, and return the addresses of its running servers."""
         while not (found := self._newest.pools.get(pool)):
             await self._news.wait()
         return found
@@ -420,7 +420,7 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
                         returned = await function(request)
                     outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
                 except TimeoutError:
-                    detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
+                    detail = f"no value within {limit_s:g} s (reward.timeout_s, or timeout_s of the term)"
                     outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
                 except (NoValueError, TryAgainError, ColumnError) as error:
                     reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED

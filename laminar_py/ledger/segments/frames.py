@@ -52,7 +52,7 @@ def make_frame(piece: AnyPiece) -> Frame:
 
 
 def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
-    """Return the piece in a frame. Raises `PayloadLostError` if the frame does not match the digest."""
+    """Return the piece in a frame. Raises `PayloadLostError` if it does not match the reference's `digest`."""
     try:
         kind, size, length, noted = _HEAD.unpack_from(data)
     except struct.error:

@@ -68,7 +68,7 @@ def salvaged(piece: Piece, ref: PieceRef) -> Salvaged:
 
 
 def merge(pieces: Sequence[Piece]) -> Piece:
-    """Merge consecutive pieces of one trajectory."""
+    """Merge consecutive pieces of one trajectory into one piece. Raises `ValueError` for a gap."""
     if len(pieces) == 1:
         return pieces[0]
     whole = join(pieces, start=pieces[0].start)

@@ -195,7 +195,9 @@ class LimitedFunction:
 
     def _late(self, where: str, start: float) -> Outcome:
         """Return the outcome of a call that started at `start` and reached its timeout at the place `where`."""
-        detail = one_line(f"no value within {self._timeout_s:g} s, by reward.timeout_s or its own limit{where}")
+        detail = one_line(
+            f"no value within {self._timeout_s:g} s (reward.timeout_s, or timeout_s of the term){where}"
+        )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=time.perf_counter() - start)
 
     def _failed(self, error: BaseException, start: float) -> Outcome:

@@ -192,7 +192,7 @@ class CallPool:
         limit = self._spec.timeout_s
         where = "; an async function must not block" if worker.takes_many else ""
         detail = (
-            f"no value within {limit:g} s, by reward.timeout_s or its own limit, nor could it be stopped{where}"
+            f"no value within {limit:g} s (reward.timeout_s, or timeout_s of the term), and it did not stop{where}"
         )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._limit_s)
 

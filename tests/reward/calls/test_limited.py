@@ -251,7 +251,8 @@ async def test_an_async_function_is_called_for_many_at_once_and_each_has_its_own
     assert [o.value for o in outcomes] == [1.0, None, 2.0, None]
     line = wait_or_fail.__code__.co_firstlineno + 2
     assert (
-        outcomes[1].detail == f"no value within 0.1 s, by reward.timeout_s or its own limit (at {__file__}:{line})"
+        outcomes[1].detail
+        == f"no value within 0.1 s (reward.timeout_s, or timeout_s of the term) (at {__file__}:{line})"
     )
     assert LimitedFunction(wait_or_fail, timeout_s=1.0).concurrency == CALLS_AT_ONCE
 
