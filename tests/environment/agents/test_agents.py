@@ -760,7 +760,7 @@ async def test_an_agent_that_asks_otherwise_over_again_is_dropped(tmp_path):
     await story.lead(["4", "7", "9"], to_the_end=False)
     heard = await story.lead(["10"])
     assert heard[-1].failure is DropReason.ENVIRONMENT_LOST
-    assert "the replay answered turn 1 otherwise" in heard[-1].detail
+    assert "the replay answered turn 1 differently" in heard[-1].detail
 
 
 async def test_agents_of_a_launcher_that_is_killed_fail_and_others_begin(tmp_path):
