@@ -47,7 +47,7 @@ def check_problems(reward: RewardConfig, problems: Sequence[ProblemSet]) -> None
     tasks: dict[str, str] = {}
     for file in problems:
         for task, place in file.tasks.items() if _set_name(file.source) not in reward.by_set else ():
-            tasks.setdefault(task, file.source.place(file.row(place)))
+            tasks.setdefault(task, file.source.place(file.row(first)))
     check_tasks(reward, tasks)
     for file in problems:
         for problem in _sampled_problems(file):
