@@ -46,7 +46,7 @@ def check_problems(reward: RewardConfig, problems: Sequence[ProblemSet]) -> None
     """Raise `ConfigError` if a task has no reward, or if a problem lacks a field that its reward needs."""
     tasks: dict[str, str] = {}
     for file in problems:
-        for task, place in file.tasks.items() if _set_name(file.source) not in reward.by_set else ():
+        for task, first in file.tasks.items() if _set_name(file.source) not in reward.by_set else ():
             tasks.setdefault(task, file.source.place(file.row(first)))
     check_tasks(reward, tasks)
     for file in problems:
