@@ -131,7 +131,7 @@ async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_
 
 async def came(connection, number):
     """Once a report came, whether it may be taken in or not."""
-    while connection._came < number:  # noqa: ASYNC110
+    while connection._last_arrived < number:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

@@ -27,7 +27,7 @@ from laminar_py.runtime.cluster.errors import (
     bug_in,
     errors_in,
     unexpected_message,
-    unwritable,
+    why_unwritable,
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
@@ -211,7 +211,7 @@ def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:
         return str(error)
     if isinstance(error, PermissionError) and error.filename and run.path in Path(error.filename).parents:
         return str(error)
-    return unwritable(error)
+    return why_unwritable(error)
 
 
 def _unwritable_message(run: RunFolder, reason: str) -> str:
