@@ -24,7 +24,7 @@ LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """What the learner waits for, e.g. for a batch while 64 responses wait for a hanging reward."""
+    """Text on the learner's wait, e.g. for a batch while 64 responses wait for a hanging reward."""
 
     in_rl: bool  # whether the RL phase is on
     step: int

@@ -234,7 +234,7 @@ class Stats:
         return learned
 
     def _close_step(self, now: float) -> tuple[float, float]:
-        """End the step's figures at RL time `now`, and begin those of the next step."""
+        """End the step's figures at RL time `now`, and begin the next step's."""
         began = self._batch_rl_s
         waited_s = (now if began is None else began) - self._learner_free_rl_s
         reference_s = self.totals.reference_busy_s - self._reference_s
