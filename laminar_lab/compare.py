@@ -45,7 +45,7 @@ class ComparedRun:
 
 
 def read_run(run: Path) -> ComparedRun:
-    """Read a run folder. Raises `ConfigError` if `run` is none, or nothing has finished in it."""
+    """Read a run. Raises `ConfigError` if `run` is not a run folder, or no trajectory has finished in it."""
     report = read_report(run)
     config = report.snapshot.config
     assert config is not None, "a report has a config"

@@ -40,12 +40,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def query_width(self) -> int:
-        """Numbers of a token's queries, all heads."""
+        """Width of a token's queries, summed over the heads."""
         return self.num_attention_heads * self._head
 
     @property
     def key_width(self) -> int:
-        """Numbers of a token's keys, or values, all heads."""
+        """Width of a token's keys, summed over their heads; values are as wide."""
         return self.num_key_heads * self._head
 
     @property
@@ -55,7 +55,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def divisions(self) -> list[int]:
-        """Numbers of GPUs that share each layer: queries divide over them, and keys do, or are copied evenly."""
+        """Tensor-parallel degrees: the query heads divide evenly, and key heads divide or are copied evenly."""
         keys = self.num_key_heads
         return [
             gpus
@@ -89,7 +89,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer, of a mixture one with experts."""
+        """Parameters of a layer; in a mixture of experts, of a layer that has experts."""
         return self._attention + self._mlp + 2 * self.hidden_size
 
     @property
@@ -132,7 +132,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_width(self) -> int:
-        """Numbers inside the feed-forward part of a layer that a token goes through."""
+        """Inner width of the feed-forward part that one token uses; in a mixture, of its experts together."""
         if not self.experts:
             return self.intermediate_size
         chosen = (self.num_experts_per_tok or 1) * self._expert_width
@@ -140,12 +140,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """Parameters."""
+        """Parameters of the whole model."""
         return self.root + self.num_hidden_layers * self.layer - self._num_dense * (self._mlp - self._dense_mlp)
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with: of a mixture the chosen experts, and no input embedding."""
+        """Parameters that multiply a token: only the chosen experts count, and the input embedding does not."""
         width = self.experts * self._expert_width + self._shared_width
         idle = 3 * self.hidden_size * (width - self.used_width) if self.experts else 0
         return self.embedding + self.total - self.root - (self.num_hidden_layers - self._num_dense) * idle

@@ -1,7 +1,7 @@
-"""A tiny model that learns on two CPU cores, and writing of data files that are the same each time.
+"""Make a tiny model that learns on two CPU cores, and write data files with the same bytes each time.
 
-Scripts that `data.prepare` names call it, for tasks without a pretrained model: scripts of the experiments, and
-a user's own (docs/own_task.md). It imports little, so that such a script starts quickly.
+Scripts that `data.prepare` names call this module, for tasks without a pretrained model: scripts of experiments,
+and a user's own (docs/own_task.md). The module imports little, so that these scripts start quickly.
 """
 
 import argparse

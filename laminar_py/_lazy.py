@@ -15,7 +15,7 @@ IMPORT = re.compile(r"^    from (\S+) import \w+ as (\w+)$", re.MULTILINE)
 
 
 def public_names(room: str) -> Callable[[str], object]:
-    """Return `__getattr__` for a room; Python calls it for each name that the module does not have yet."""
+    """Return `__getattr__` for a room's `__init__.py`: it imports a public name at its first use, and keeps it."""
 
     @cache
     def sources() -> dict[str, str]:
@@ -32,6 +32,5 @@ def public_names(room: str) -> Callable[[str], object]:
 
 
 def names_of(init: str) -> dict[str, str]:
-    """Return the public names that an `__init__.py` lists, and the module of each."""
-    # no syntax tree: in CPython 3.11 two threads cannot build one at a time, and any thread may load a name
+    """Return the module of each public name that the `__init__.py` at path `init` lists."""
     return {name: module for module, name in IMPORT.findall(Path(init).read_text())}

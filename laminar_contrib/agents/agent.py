@@ -1,8 +1,8 @@
-"""An agent as the environment of a trajectory: each of its requests is answered by one turn of the model.
+"""An agent as the environment of a trajectory: the model answers each request of the agent with one turn.
 
-`agents.kind` makes it, and the endpoint adds requests. Requests are answered one after another, in the order in
-which they arrive. A retry gets the response of the request that it repeats; a new question of the same
-text gets another sample (`tests/environment/agents/test_agents.py`).
+`agents.kind` makes the environment, and the endpoint adds requests, which are answered in the order of arrival.
+A retry gets the response of the request that it repeats; a new question of the same text gets another sample
+(`tests/environment/agents/test_agents.py`).
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class AgentEnvironment:
         self._end_agent = await self._starter.start(problem, key=self._key, exited=self._agent_exited)
         first = await self._next_prompt()
         if isinstance(first, End):
-            raise AgentFailedError("the agent ended before it asked its model anything")
+            raise AgentFailedError("the agent ended before its first request to the model; see its log")
         return first
 
     async def step_tokens(self, turn: SampledTurn) -> Answer:
@@ -183,7 +183,7 @@ class AgentEnvironment:
             raise web.HTTPServiceUnavailable(text=f"the sandbox failed: {error}") from None
 
     def end_with_reward(self, reward: float | dict[str, float] | None) -> None:
-        """End the trajectory with a reward, with one for each role, or with None."""
+        """End the trajectory. `reward` is a number, a number for each role, or None: other terms score it."""
         if self._is_closed or self._last is not None:
             raise web.HTTPGone(text=ENDED)
         try:

@@ -1,4 +1,4 @@
-"""Request and response bodies of the endpoint: the fields of OpenAI's API that it reads and writes.
+"""Request and response bodies of the endpoint: the fields of OpenAI's API that the endpoint uses.
 
 Sampling params are ignored, since the run's config sets them. `check_fields` refuses any other field that would
 change the answer, unless its value is the default.
@@ -6,7 +6,7 @@ change the answer, unless its value is the default.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -30,7 +30,16 @@ TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msg
 IGNORED = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "reasoning_effort", "verbosity", "ignore_eos", "skip_special_tokens"),
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *(
+        "user",
+        "metadata",
+        "cache_salt",
+        "priority",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+    ),
 }
 DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that the endpoint heeds
     "tool_choice": ("auto", "none"),
@@ -48,13 +57,15 @@ DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that
 }
 
 
-def check_fields(body: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+def check_fields(
+    body: dict[str, Any], kind: type[msgspec.Struct], *, defaults: Mapping[str, Sequence[object]] = DEFAULTS
+) -> None:
     """Refuse a request whose body has a field that the endpoint would ignore. Raises status 400."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)} | IGNORED
     if isinstance(body.get("sampling_params"), dict):
-        check_fields(body["sampling_params"], SamplingFields)
+        check_fields(body["sampling_params"], SamplingFields, defaults={})
     for name, value in body.items():
-        is_done = value in DEFAULTS[name] if name in DEFAULTS else name in known
+        is_done = value in defaults[name] if name in defaults else name in known
         if not is_done and value is not None:
             raise web.HTTPBadRequest(text=f"{name}: the endpoint of a run does not do this; leave it out")
 
@@ -164,9 +175,14 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct):
-    """Sampling params, as far as the endpoint reads them."""
+    """Sampling params, as far as the endpoint reads them.
+
+    Clients of renderers always send the ids that end a turn of the template, and want log-probabilities.
+    """
 
     max_tokens: TurnLimit = None
+    logprobs: int | None = None
+    stop_token_ids: list[int] | None = None
     stop: StopStrings = None
 
 

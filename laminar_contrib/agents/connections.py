@@ -59,7 +59,7 @@ class AgentConnection(web.RequestHandler):
         self.header_timer: asyncio.TimerHandle | None = None  # of a stranger
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Implement `asyncio.Protocol`, as the next methods do."""
+        """Add the new connection to `AgentConnections`; asyncio calls this."""
         super().connection_made(transport)
         self._connections.add(self)
 

@@ -48,7 +48,7 @@ class AgentHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """Messages, whose last one the model answers, and tools that it may call."""
+    """Messages and tools: the model answers the last message, and may call the tools."""
 
     messages: Sequence[Message]
     tools: Sequence[Message]
@@ -121,7 +121,7 @@ Prompt: TypeAlias = ChatPrompt | IdsPrompt
 def assistant_message(text: str, call_format: JsonCalls | None, *, turn: int) -> Message:
     """Read a turn of the model as a message of the assistant.
 
-    The whole turn is its content if a call is broken, or without a format: the agent has no tools then.
+    The whole turn is the content if a call is broken, or if `call_format` is None: the agent has no tools.
     """
     rest, parsed = (text, []) if call_format is None else read_turn(text, call_format)
     calls = [call for call in parsed if isinstance(call, ToolCall)]

@@ -163,7 +163,7 @@ class ExternalAgents:
     async def start(
         self, problem: Problem, *, key: str, exited: Callable[[str], None]
     ) -> Callable[[], Awaitable[None]]:
-        """Offer a trajectory, see `AgentStarter`. It never calls `exited`: an external agent's exit is unseen."""
+        """Offer a trajectory; return a function that withdraws it. Never call `exited`: the exit is unseen."""
         async with self._has_offers:
             self._offers[key] = problem
             self._has_offers.notify_all()

@@ -87,8 +87,8 @@ def _pack_all(values: Iterable[Any], meet: Callable[[Any], Any]) -> list[Any]:
 def answer_calls(function: Callable[..., Any], calls: list[str]) -> list[str]:
     """Call a function in the program's process and encode each answer, e.g. `[{"value": 4}, null]`.
 
-    A call that raises has `{"raised": ["ValueError", "no"]}`. The second item is null if the arguments are
-    unchanged. Else it lists the new content of each list, dict and set among them, with null for unchanged ones.
+    An answer is a pair. The first item is the value, or `{"raised": ["ValueError", "no"]}`. The second is null if
+    the arguments are unchanged. Else it lists the new content of each list, dict and set, null if unchanged.
     """
     return [_answer_call(function, call) for call in calls]
 

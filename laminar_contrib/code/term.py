@@ -275,7 +275,7 @@ def _all_cases(cases):
 
 
 class CodeTerm(TermConfig):
-    """1 for a program that passes all tests of its problem, else 0, or the share of passed tests."""
+    """1 for a program that passes all tests of its problem, else 0; with `partial`, the share that passes."""
 
     kind: str = "code"
     timeout_s: Seconds | None = 60.0
@@ -535,7 +535,7 @@ def _value_fault(result: SandboxResult, wanted: object) -> str | None:
 
 @asynccontextmanager
 async def open_code(term: CodeTerm, context: ServeContext) -> AsyncIterator[ServedReward]:
-    """The reward while its pool is open."""
+    """Open a sandbox pool, and yield the reward that runs programs in it."""
     config = context.sandbox
     async with SandboxPool.from_config(config) as pool:
         yield CodeReward(term, pool, slots=config.slots)

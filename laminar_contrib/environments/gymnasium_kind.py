@@ -72,7 +72,7 @@ class GymnasiumTurns:
         return Observation(self._text(observation))
 
     def step(self, action: str) -> Answer:
-        """Take the action that a turn names, or tell the model which actions there are."""
+        """Take the action that a turn names. If it names none, take no step and list the actions for the model."""
         word = self._settings.find_action(action, default=self._any_action)
         number = self._numbers.get((word or "").casefold())
         if number is None:
@@ -98,7 +98,7 @@ class GymnasiumTurns:
 async def open_gymnasium(
     settings: GymnasiumEnvironment, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], Environment]]:
-    """Yield a function that makes environments. Raises `ConfigError` if it cannot be played in words."""
+    """Yield a function that makes environments. Raises `ConfigError` for an unusable environment."""
     if importlib.util.find_spec("gymnasium") is None:
         raise ConfigError(
             "environment.kind=gymnasium: the package is not installed; pip install laminar-py[gymnasium]"
@@ -109,7 +109,7 @@ async def open_gymnasium(
     make = partial(_make, settings, TEXT if has_text else None)
     first, second = (_first_text(make, settings) for _ in range(2))
     if first != second:
-        raise _refusal(settings, "begins otherwise each time, with the same seed", "fix what arguments leave open")
+        raise _refusal(settings, "starts differently each time, with the same seed", "fix its random arguments")
     yield lambda: GymnasiumTurns(make(), settings)
 
 

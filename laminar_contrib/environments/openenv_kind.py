@@ -1,7 +1,7 @@
 """The kind `openenv`: an environment on an OpenEnv server, played in words.
 
-A trajectory is one session of the server. A turn takes at most one step; it takes none if it has no action, or one
-that the server refuses (`tests/environment/test_openenv.py`).
+A trajectory is one session of the server. A turn takes at most one step; it takes none without an
+action, or if the server refuses its action (`tests/environment/test_openenv.py`).
 
 A session has one WebSocket, which lasts as long as its trajectory. Messages are JSON, and each but the last has
 one answer:
@@ -43,7 +43,7 @@ WHOLE_TURN = r"(?s)\A(.*)\Z"
 
 
 class OpenEnvEnvironment(ActionConfig):
-    """An environment that a server of OpenEnv has; the reward is the sum of its steps' rewards.
+    """An environment on an OpenEnv server; the reward is the sum of its steps' rewards.
 
     Without a pattern, the whole turn is the action, or the JSON object in it.
     """
@@ -150,9 +150,9 @@ class OpenEnvSession:
             try:
                 return msgspec.json.decode(message.data, type=ObservationMessage | FaultMessage)
             except (msgspec.DecodeError, RecursionError) as error:
-                raise ValueError(f"its server answered no message of OpenEnv ({error})") from error
+                raise ValueError(f"its server sent a message that OpenEnv does not define ({error})") from error
         if isinstance(message.data, aiohttp.WebSocketError) and message.data.code == 1009:
-            raise ValueError(f"its server answered too much ({message.data})")
+            raise ValueError(f"its server sent too large a message ({message.data})")
         detail = f"its server ended the session (WebSocket code {self._socket.close_code})"
         raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
@@ -176,7 +176,7 @@ class OpenEnvServer:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     async def begin(self, data: Mapping[str, Any]) -> tuple[OpenEnvSession, ServerObservation]:
-        """Open a session and reset it with `data`; a full server gets `MAX_TRIES`. Raises as `send_request`."""
+        """Open a session and reset it with `data`; retry a full server. Raises the errors of `send_request`."""
         for _ in range(MAX_TRIES):
             try:
                 return await self._begin(data)
@@ -204,7 +204,7 @@ class OpenEnvServer:
 
 
 class OpenEnvTurns:
-    """A trajectory in a session of its own. `field` of an action gets the text of a turn; None: turns are JSON."""
+    """A trajectory in its own session. A turn's text fills the action's `field`; None: a turn is a JSON action."""
 
     def __init__(self, server: OpenEnvServer, settings: OpenEnvEnvironment, field: str | None) -> None:
         self._server = server
@@ -219,11 +219,11 @@ class OpenEnvTurns:
         data = {"seed": problem.seed, "episode_id": problem.trajectory_id, **self._settings.arguments}
         self._session, observation = await self._server.begin({**data, **row_of(problem)})
         if observation.done:
-            raise ValueError("it is over before the first turn")
+            raise ValueError("the server ended the episode at the reset, before the first turn")
         return Observation(self._text(observation))
 
     async def step(self, action: str) -> Answer:
-        """Take the action of a turn, or tell the model that it has none."""
+        """Take the action of a turn. Without an action that the server accepts, tell the model why."""
         assert self._session is not None, "reset has begun it"
         data = read_action(self._settings, self._field, action)
         if data is None:

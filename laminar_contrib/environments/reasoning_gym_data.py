@@ -23,7 +23,7 @@ LEAST = 1 - 1e-6  # score of an own answer
 def problems(
     task: str, *, size: int, seed: int, config: Mapping[str, JsonValue], evaluates_answers: bool = False
 ) -> Iterator[dict[str, JsonValue]]:
-    """Rows of `size` problems, those left out whose question stood before. Raises `ConfigError`.
+    """Yield at most `size` rows; a repeated question is left out. Raises `ConfigError` for an unfit task.
 
     E.g. `{"prompt": "1 + 2 =", "answer": "3", "task": "chain_sum", "entry": {...}, "config": {}}`.
     """

@@ -38,14 +38,14 @@ class TrlEnvironment(EnvironmentConfig):
 
     @property
     def definitions(self) -> Sequence[dict[str, JsonValue]]:
-        """Methods for the chat template, which models that write tags do not have."""
+        """Methods as tools for the chat template; none for models that write tags."""
         if self.tools.family is CallFamily.TAGS:
             return ()
         return [tool.definition for tool in load_tools(self).values()]
 
 
 class TrlTurns:
-    """A trajectory in an object of such a class."""
+    """A trajectory in an object of the class at `environment.path`."""
 
     def __init__(
         self, game: Any, tools: Mapping[str, Tool], *, turns: CallTurns, settings: TrlEnvironment

@@ -4,7 +4,7 @@ Rules are more precise than judges, and a policy learns to please a judge. So as
 with `unless`. The judge gets the question twice, with the two answers in either order, and must say yes twice.
 
 **Servers.** Calls go over HTTP to the least busy server. The addresses come from the config, or from the
-controller if the run launches the servers. A server that failed a call gets none for `REST_S` seconds. Without
+controller if the run launches the servers. After a failed call a server gets no call for `REST_S` seconds. Without
 that pause a crashed server, which has no calls in flight, would draw all of them.
 """
 
@@ -200,7 +200,7 @@ class JudgeTerm(AskingTerm):
 
     @property
     def asked_unless(self) -> str | None:
-        """The term whose rejections it looks at."""
+        """Name of the term whose rejected responses the judge reads; None: the judge reads all."""
         return self.unless
 
     @model_validator(mode="after")
@@ -263,7 +263,7 @@ class Judge:
         }
         choices = (await self._servers.post_json("chat/completions", body, Completion)).choices
         if not choices or not choices[0].message.content:
-            raise NoValueError("the judge said nothing")
+            raise NoValueError("the judge sent a completion without text")
         if choices[0].finish_reason != "stop":
             cause = f"max_tokens={term.max_tokens}" if choices[0].finish_reason == "length" else "its server"
             raise NoValueError(f"{cause} cut the judge's reply: {choices[0].message.content[-SHOWN:]!r}")

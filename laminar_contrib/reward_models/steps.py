@@ -54,7 +54,7 @@ LabelLogprob: TypeAlias = tuple[float, int, str | None]  # log-probability, the 
 
 
 class Logprobs(msgspec.Struct):
-    """Log-probabilities of the labels: of what follows each given token but the last, and of what follows that."""
+    """Log-probabilities of the labels at each given token after the first, and after the last given token."""
 
     input_token_ids_logprobs: list[list[LabelLogprob] | None]  # None for the first
     output_token_ids_logprobs: list[list[LabelLogprob]]
@@ -101,14 +101,14 @@ class StepsReward:
         found = (await self._servers.post_json("generate", body, Generated)).meta_info
         rows = found.input_token_ids_logprobs[1:] + found.output_token_ids_logprobs  # after `places[0]` and so on
         if len(rows) != len(given) - places[0]:
-            raise NoValueError(f"{len(given) - places[0]} places were asked about, the answer has {len(rows)}")
+            raise NoValueError(f"the server answered {len(rows)} of {len(given) - places[0]} places")
         return np.array([self._good(rows[place - places[0]]) for place in places], np.float32)
 
     def _good(self, row: Sequence[LabelLogprob] | None) -> float:
         """Return the share of the good label in the probability of both labels."""
         by_label = {label: logprob for logprob, label, _ in row or ()}
         if not by_label.keys() >= set(self._term.labels):
-            raise NoValueError(f"labels={self._term.labels} were asked for, the answer has {row}")
+            raise NoValueError(f"labels={self._term.labels}: the server answered {row}, which lacks a label")
         good, bad = (by_label[label] for label in self._term.labels)
         return float(np.exp(good - np.logaddexp(good, bad)))
 

@@ -70,7 +70,7 @@ class RunFiles:
             os.close(descriptor)
 
     def read_output(self, limit: int) -> tuple[list[bytes], bool]:
-        """Read standard output, standard error and report, each up to `limit` bytes; True if one is longer."""
+        """Read standard output, standard error and report, up to `limit` bytes each, and True if any is longer."""
         outputs = self.descriptors[2:]
         too_long = any(os.fstat(descriptor).st_size > limit for descriptor in outputs)
         return [os.pread(descriptor, limit, 0) for descriptor in outputs], too_long
@@ -231,7 +231,7 @@ class SandboxSlot:
             raise SandboxError(news.detail)
         result = await self.run(ProgramPayload(program="print('ready')"), limits=SandboxLimits())
         if result.stdout != "ready\n":
-            raise SandboxError(f"it runs nothing: {result.detail} {result.stderr.strip()}")
+            raise SandboxError(f"its trial program failed: {result.detail} {result.stderr.strip()}")
 
     async def _abandon_and_wait(self) -> None:
         """Abandon the zygote and wait until it has ended; kill it after `END_S`."""

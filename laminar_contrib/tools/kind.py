@@ -87,7 +87,7 @@ class ToolsEnvironment(EnvironmentConfig):
 
     @property
     def definitions(self) -> Sequence[dict[str, JsonValue]]:
-        """Tools for the chat template, which models that write tags do not have."""
+        """Definitions of the tools for the chat template; none for models that write tags."""
         from laminar_contrib.tools.tool_environment import load_tools
 
         if self.tools.family is CallFamily.TAGS:

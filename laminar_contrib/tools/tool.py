@@ -119,7 +119,7 @@ def make_tool(function: Callable[..., object], *, name: str = "", setting: str =
         schema = TypeAdapter(plain).json_schema(schema_generator=UntitledSchema)
     except (PydanticUserError, NameError, TypeError, SyntaxError, AttributeError) as error:
         fault = " ".join(str(error).partition(". ")[0].partition("\n")[0].split())
-        raise ConfigError(f"{setting}: a type of it has no JSON schema ({fault}); {TYPES}") from error
+        raise ConfigError(f"{setting}: a type in its signature has no JSON schema ({fault}); {TYPES}") from error
     schema.pop("additionalProperties", None)
     return Tool(
         name=name,

@@ -55,7 +55,7 @@ class RecordedScore:
 
 @dataclass(frozen=True, slots=True)
 class _Roundings:
-    """Roundings of a task's terms. A function may return several values under names that begin with its term's."""
+    """Roundings of a task's terms. A function may return several values, each named `<term>.<name>`."""
 
     config: Sequence[TermConfig]
 

@@ -203,7 +203,7 @@ class _ModelPart(msgspec.Struct, frozen=True):
 
 
 class _RunYaml(msgspec.Struct, frozen=True):
-    """The setting that texts need, so that the config of another release can be read."""
+    """The only setting that samples need from `config.yaml`, so configs of other releases are readable."""
 
     model: _ModelPart
 
@@ -215,9 +215,9 @@ class _EvalOrigin(msgspec.Struct, frozen=True):
 
 
 def find_tokenizer(run: Path, model: Path | None) -> tuple[Tokenizer | None, str]:
-    """Load the tokenizer of the folder `model` if it is given, else of the run's model; "" or why there is none.
+    """Load the tokenizer of the folder `model` if it is given, else of the run's model.
 
-    Raises `ConfigError` if `model` has no tokenizer. A run without its model can be read.
+    Returns the tokenizer and "", or None and the reason. Raises `ConfigError` if the folder `model` has none.
     """
     if model is not None:
         return _load(model), ""

@@ -34,9 +34,9 @@ from laminar_py.runtime.workers import (
     PartActor,
     ReplicaSpec,
     ScorerSpec,
-    open_folder,
     open_reader,
     read_run_config,
+    segments_folder,
 )
 
 DELTA_S = 3600.0  # between deltas of a running response, so that nothing goes to journals
@@ -101,7 +101,7 @@ class GeneratorActor(PartActor):
             spec.index,
             engine=await open_engine(self._config, launch, delta_interval_s=DELTA_S, checksum=hash_once),
             weights=self._weights,
-            store=UnsyncedStore(open_folder(spec), spec.label, self._reader),
+            store=UnsyncedStore(segments_folder(spec), spec.label, self._reader),
             clock=SystemClock(),
             on_new_weights=OnNewWeights(rollout.on_new_weights),
             batch=rollout.batch_per_replica,
@@ -144,7 +144,7 @@ class HostedReplica:
 
 
 class GeneratorCluster:
-    """The cluster `inner` with so many generators: replicas share these in turn, and scorers toss coins."""
+    """The cluster `inner`, but replicas share `num_generators` processes in turn, and scorers toss coins."""
 
     def __init__(self, inner: Cluster, num_generators: int) -> None:
         self.here = inner.here

@@ -44,7 +44,7 @@ class FinishedRun:
         return [(one.rl_s, one.mean) for one in self.summary.evaluations]
 
     def trained_tokens_per_s(self, after: int) -> float:
-        """Trained response tokens a second of RL, of the steps after so many."""
+        """Trained response tokens a second of RL, without the first `after` steps."""
         first, last = self.steps[after - 1], self.steps[-1]
         return (last.trained_tokens - first.trained_tokens) / (last.rl_s - first.rl_s)
 
@@ -56,7 +56,7 @@ def require_project_file(path: Path) -> None:
 
 
 def train(config: Path, settings: list[str], *, limit_s: float | None = None) -> FinishedRun:
-    """Run `laminar train`, as `call` does."""
+    """Run `laminar train` with these settings, and read its run. Raises the errors of `call`."""
     command = [*LAMINAR, "train", str(config), *settings]
     given = dict(setting.split("=", 1) for setting in settings)
     runs, pattern = Path(given.get("runs", "runs")), f"{given['name']}-*"

@@ -130,7 +130,7 @@ class TimedEngine(LocalEngine):
 
     times: defaultdict[str, list[tuple[float, float]]]
 
-    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
+    def follow(self, request: GenerateRequest, on_delta: Callable[[Delta | EngineLostError], None]) -> None:
         """See `PushEngine.follow`."""
         asked_s, is_first = time.monotonic(), True
 
@@ -139,7 +139,7 @@ class TimedEngine(LocalEngine):
             if is_first and isinstance(news, Delta) and len(news.ids):
                 is_first = False
                 self.times[request.rid].append((asked_s, time.monotonic()))
-            hear(news)
+            on_delta(news)
 
         super().follow(request, timed)
 

@@ -33,10 +33,7 @@ Settings = dict[str, Any]
 
 
 def list_seeds(given: Any) -> Any:
-    """Return the list of seeds for a number of seeds; return a list unchanged.
-
-    Raises `ConfigError` for a number that cannot be a number of seeds.
-    """
+    """Turn a number of seeds into a list; return a list unchanged. Raises `ConfigError` for an unusable number."""
     if not isinstance(given, int):
         return given
     if isinstance(given, bool) or not 0 < given <= MOST_SEEDS:
@@ -262,17 +259,17 @@ def check_existing_runs(experiment: Experiment) -> None:
             begun = [folder for folder in runs_of(run.config) if folder.has_ledger]
         except OSError as error:
             raise ConfigError(
-                f"{run.config.runs}: the folder of {run.name} cannot be read ({error}); let its owner launch"
+                f"{run.config.runs}: the folder of {run.name} cannot be read ({error}); launch as its owner"
             ) from None
         if len(begun) > 1:
             raise ConfigError(
-                f"{run.name}: {begun[0].path} and {begun[1].path.name} are both runs of it; move one of them"
-                " elsewhere"
+                f"{run.name}: {begun[0].path} and {begun[1].path.name} are both folders of this run; move one"
+                " of them elsewhere"
             )
         for folder in begun:
             if difference := find_difference(run, folder):
                 raise ConfigError(
-                    f"{difference}; set that to continue the run, or give the experiment another name"
+                    f"{difference}; set the old value to continue the run, or give the experiment another name"
                 )
 
 

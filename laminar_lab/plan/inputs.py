@@ -46,9 +46,7 @@ class Subject:
 
 
 def read_subject(model: str) -> Subject:
-    """Read a model's folder, its `config.json`, a name or size such as `7B`, or a run's YAML. Raises
-    `ConfigError`.
-    """
+    """Read a model folder, `config.json`, a name or size such as `7B`, or a run's YAML. Raises `ConfigError`."""
     path = Path(model)
     if path.suffix not in CONFIGS:
         name, shape = model_named(model)
@@ -61,8 +59,8 @@ def read_subject(model: str) -> Subject:
     others = config.gpus - config.learner.world_size - config.rollout.replicas * config.rollout.engine.gpus
     if config.learner_device is Device.CUDA and others > 0:
         raise ConfigError(
-            f"model={model}: {others} of its GPUs are of a reference stage or of reward servers, which no plan"
-            " places; leave them out of a copy, and give --gpus without theirs"
+            f"model={model}: a plan cannot place the {others} GPUs of its reference stage and reward servers;"
+            " name a copy of the config without them, and give --gpus without these GPUs"
         )
     name, shape = model_named(str(config.model.path))
     is_async = config.schedule is Schedule.ASYNC  # only then does the config bound the age of data
@@ -104,7 +102,7 @@ def lengths_by_task(run: Path) -> list[TaskLengths]:
     trained = trained.where(trained.is_kind(Kind.TRAIN) & (trained.finish >= 0))
     if len(trained) < FEWEST:
         raise ConfigError(
-            f"--run={run}: {len(trained)} responses have finished in it, and lengths need {FEWEST}; name another"
+            f"--run={run}: {len(trained)} responses have finished, and lengths need {FEWEST}; name another run"
         )
     found = [_measure("all", trained)]
     if len(trained.tasks) > 1:

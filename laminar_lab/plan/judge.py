@@ -41,7 +41,7 @@ class Judgement:
 
 
 def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, seed: int = 0) -> Judgement:
-    """Simulate some steps of a placement on a few of its replicas, or on `times` as many."""
+    """Simulate some steps of a placement on `times` as many replicas as the usual few."""
     each = request.trajectories_per_step / placement.replicas
     replicas = times * max(FEWEST_REPLICAS, min(REPLICAS, int(MOST_A_STEP / each)))
     few = shrunk_fleet(request, placement, replicas=replicas // times, seed=seed)[0]

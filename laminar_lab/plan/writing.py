@@ -30,7 +30,7 @@ _BEGINNING: Tree = {
 def refuse_existing(path: Path | None) -> None:
     """Raise `ConfigError` if a file exists."""
     if path is not None and path.exists():
-        raise ConfigError(f"--write={path}: is there already; name another file, or delete it")
+        raise ConfigError(f"--write={path}: exists already; name another file, or delete it")
 
 
 def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, base: Tree | None = None) -> None:

@@ -38,8 +38,8 @@ class Use:
 class Age:
     """Costs of old data, e.g. `Age(lost=0.38, kl={"0": 1e-4, "3-4": 0.03})`.
 
-    `lost` is 1 minus the effective sample size of the importance weights per trained token, over the same of
-    tokens at staleness 0.
+    `lost` is 1 - all / fresh: effective sample sizes of the importance weights per token, over all trained tokens
+    and over trained tokens at staleness 0.
     """
 
     lost: float
@@ -136,7 +136,7 @@ class StageTimes:
         return replace(self, **{f"{stage}_s": 0.0})
 
     def without_tail(self) -> "StageTimes":
-        """Return the times with full replicas as long as they are busy."""
+        """Return the times as if replicas were full until they end: generation without its tail."""
         return replace(self, generation_s=self.generation_s - self.tail_s, tail_s=0.0)
 
 

@@ -81,7 +81,7 @@ class RunReport:
 
 
 def read_report(run: Path) -> RunReport:
-    """Read the report of a run folder. Raises `ConfigError` if `run` is none, or nothing has finished in it."""
+    """Read a run. Raises `ConfigError` if `run` is not a run folder, or no trajectory has finished in it."""
     if run.is_file():
         raise ConfigError(f"run={run}: is a file; name the folder of a run, e.g. runs/quickstart-1")
     snapshot = read_snapshot(run)

@@ -66,7 +66,7 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """Outcome of a simulated run, in virtual seconds; one has `rollout.engine.compression` emulated seconds."""
+    """Outcome of a simulated run; a virtual second has `rollout.engine.compression` emulated seconds."""
 
     config: RunConfig
     rows: Sequence[StepRow]

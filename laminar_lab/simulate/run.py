@@ -91,8 +91,8 @@ def check(config: RunConfig) -> None:
     engine = config.rollout.engine
     if not isinstance(engine, EmulationConfig):
         raise ConfigError(
-            f"rollout.engine.kind={engine.kind}: nothing says how fast GPUs and model are; set it to emulated, and"
-            " rollout.engine.profile to a profile such as configs/emulation/h100_7b_tp1.yaml"
+            f"rollout.engine.kind={engine.kind}: no profile gives the speed of GPUs and model; set it to emulated,"
+            " and rollout.engine.profile to a profile such as configs/emulation/h100_7b_tp1.yaml"
         )
     if config.eval.sets:
         names = ",".join(config.eval.sets)
@@ -152,8 +152,8 @@ class StallWatch:
             )
         if ended - self._ended > self._most_ended:
             raise ConfigError(
-                f"{self._batch}: {ended - self._ended:,} responses have ended since step {step}, and the next one"
-                " is not full, since groups are dropped; raise rollout.group_deadline_s, or what else drops them"
+                f"{self._batch}: {ended - self._ended:,} responses have ended since step {step}, and step"
+                f" {step + 1} is not full, since groups are dropped; raise rollout.group_deadline_s"
             )
 
 

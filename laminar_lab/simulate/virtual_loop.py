@@ -61,7 +61,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Set a timer, at the next tick."""
+        """Set a timer for the first tick at or after `when`."""
         at_s = _next_tick(when)
         timer = asyncio.TimerHandle(at_s, callback, args, self, context)
         timer._scheduled = True  # type: ignore[attr-defined]  # asyncio's own: it has not fired
@@ -70,7 +70,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return timer
 
     def skip(self, seconds: float) -> None:
-        """Advance the clock by so much, while nothing runs."""
+        """Advance the clock by `seconds`, rounded up to a tick, without running any callback."""
         self._now_s += _next_tick(seconds)
 
     def run_in_executor(  # type: ignore[override]  # the result is there already

@@ -32,7 +32,7 @@ INHERITED_VARIABLES = (  # a hosted module sees these of our environment variabl
     "VIRTUAL_ENV",
     "OMP_NUM_THREADS",
 )
-MOST_BYTES = 1 << 28  # of an answer: an untrusted process sends its length
+MOST_BYTES = 1 << 28  # largest answer; an untrusted process states the size itself
 TAIL_BYTES = 2000
 
 
@@ -78,7 +78,10 @@ class HostedProcess:
     async def start(
         cls, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None = None, cwd: str = "."
     ) -> "HostedProcess":
-        """Start a command in a session of its own. Its last argument is the descriptor of its socket to us."""
+        """Start `command` in a new session, with the descriptor of its socket to us as an extra last argument.
+
+        The process appends its output to `log`; None discards the output.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
@@ -101,14 +104,14 @@ class HostedProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the hosted process."""
         return self._process.pid
 
     async def call(self, body: bytes, *, limit_s: float) -> bytes:
-        """Send a call and return its answer.
+        """Send `body` as a call and return the answer.
 
-        Raises `TimeoutError` after `limit_s` seconds, and kills the process then. Raises `ProcessLostError` if the
-        process crashes first.
+        Kills the process and raises `TimeoutError` if there is no answer within `limit_s` seconds. Raises
+        `ProcessLostError` if the process crashes first.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -118,7 +121,10 @@ class HostedProcess:
             raise
 
     def begin_call(self, body: bytes, descriptors: Sequence[int] = ()) -> HostedCall:
-        """Send a call without a timeout, and return it at once. A call with `descriptors` must be small."""
+        """Send a call and return without waiting. The answer fails with `ProcessLostError` if the process is lost.
+
+        The process receives copies of `descriptors`; a call with descriptors must fit into the socket's buffer.
+        """
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -127,8 +133,8 @@ class HostedProcess:
         elif descriptors:
             try:
                 socket.send_fds(self._control, [call_frame(number, body)], descriptors)
-            except OSError as error:  # it has ended
-                self.kill(f"it takes no calls ({error})")
+            except OSError as error:  # the process has ended
+                self.kill(f"it accepts no calls ({error})")
         else:
             self._writer.write(call_frame(number, body))
         return HostedCall(answer, partial(self._cancel, number))
@@ -146,6 +152,7 @@ class HostedProcess:
         self._waiting.clear()
 
     def _cancel(self, number: int) -> None:
+        """Ask the process to end call `number`, by an empty body, unless the call has its answer."""
         if number in self._waiting and not self._is_closed:
             self._writer.write(call_frame(number, b""))
 
@@ -204,7 +211,7 @@ def _start_process(
 
 
 def last_line(log: Path | None) -> str:
-    """Return the last line of a log that is not blank; "" if there is none."""
+    """Return the last non-blank line of the file `log`; "" if there is no such line or file."""
     if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:

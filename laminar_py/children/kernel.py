@@ -66,6 +66,7 @@ def keep_capabilities(mask: int) -> None:
 
 
 def _checked(result: int, name: str) -> int:
+    """Return the result of the C function `name`; raise `OSError` with the thread's errno if it is -1."""
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

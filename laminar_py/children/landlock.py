@@ -67,12 +67,15 @@ def _known_rights() -> int:
 
 
 def _make_rules(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -> int:
-    """Make a ruleset with these rights by path, and return its descriptor; skip paths that do not exist."""
+    """Make a ruleset that refuses the accesses `wanted`, except `rules` of (path, allowed rights).
+
+    Returns its descriptor. The kernel reads `size` bytes of `wanted`. Skips paths that do not exist.
+    """
     fence = kernel.syscall(CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(size), ctypes.c_uint32(0))
     for path, rights in rules:
         try:
             parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except FileNotFoundError:  # removed meanwhile, so it needs no rule
+        except FileNotFoundError:
             continue
         try:
             _add_rule(fence, parent, rights & wanted.files)
@@ -82,6 +85,7 @@ def _make_rules(rules: Sequence[tuple[str, int]], wanted: _Ruleset, size: int) -
 
 
 def _add_rule(fence: int, parent: int, rights: int) -> None:
+    """Allow `rights` below the open path `parent`, or only the rights of files if it is no folder."""
     if not stat.S_ISDIR(os.fstat(parent).st_mode):
         rights &= OF_FILES
     rule = _PathRule(rights, parent)
@@ -96,9 +100,9 @@ def restrict(fence: int) -> None:
 def forbid_writes(folder: Path) -> bool:
     """Forbid this process and its children to write below `folder`, in /proc and in /sys.
 
-    They also cannot create or remove entries in the folders above it. Root loses its capabilities, so it cannot
-    read the memory or environment of other processes. Returns False if the kernel has no Landlock; then only the
-    capabilities are dropped.
+    The processes also cannot create or remove entries in the folders above `folder`. Root loses its
+    capabilities, so it cannot read the memory or environment of other processes. Returns False if the kernel has
+    no Landlock; then this only drops the capabilities.
     """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     fenced = bool(version())

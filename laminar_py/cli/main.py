@@ -1,4 +1,4 @@
-"""The command `laminar`: its list of subcommands, its output, and the exit code of every ending.
+"""The command `laminar`: its list of subcommands, its output, and its exit codes.
 
 Exit codes: 0 done; 1 a law is broken, the run failed, or the program has a bug; 2 bad input (one line on standard
 error); 130 stopped by Ctrl-C with a checkpoint to resume from.
@@ -33,8 +33,7 @@ console = Console(highlight=False)
 
 
 def print_line(line: str, *, style: str | None = None) -> None:
-    """Print a line unwrapped. Brackets, as in `urls=[...]`, are text and not markup; control characters are
-    escaped."""
+    """Print a line unwrapped; brackets, as in `urls=[...]`, are no markup, and control characters are escaped."""
     console.print(visible(line, keep="\n\t"), style=style, markup=False, soft_wrap=True)
 
 
@@ -42,11 +41,11 @@ class Commands(TyperGroup):
     """Built-in commands and commands of installed packages. A command's module is imported when it is called."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """Names of commands, built-in ones first, without commands of uninstalled packages."""
+        """Return the names of built-in commands, then of those that packages announce."""
         return list(dict.fromkeys((*COMMANDS, *(point.name for point in installed_points(GROUP)))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
-        """Command of a name. Raises `ConfigError` where its package cannot be imported."""
+        """Import and return a command; None for an unknown name. Raises `ConfigError` if its package is broken."""
         if cmd_name in COMMANDS:
             location, example = COMMANDS[cmd_name]
             module, _, attribute = location.partition(":")
@@ -65,7 +64,7 @@ class Commands(TyperGroup):
 
 
 def _make_command(name: str, commands: typer.Typer) -> TyperCommand | TyperGroup:
-    """Return the command `name`, with help from the docstrings of its functions."""
+    """Convert Typer `commands` to the command `name`, with help from the docstrings of its functions."""
     _set_help(commands)
     command = typer.main.get_command(commands)
     assert isinstance(command, TyperCommand | TyperGroup), "Typer makes these two"
@@ -74,7 +73,7 @@ def _make_command(name: str, commands: typer.Typer) -> TyperCommand | TyperGroup
 
 
 def _set_help(commands: typer.Typer) -> None:
-    """Make the help of each command from its docstring, with joined lines and escaped brackets.
+    """Set the help of each command and subcommand from its docstring, with joined lines and escaped brackets.
 
     Typer by itself keeps the docstring's line breaks, and reads brackets as markup.
     """
@@ -98,22 +97,20 @@ def laminar() -> None:
 
 
 def main() -> None:
-    """Run the command line. Every error becomes one line: exit code 2 for the user's mistakes, 1 for all
-    others."""
+    """Run the command line; an error becomes one line, with exit code 2 for bad input and 1 otherwise."""
     from laminar_py.runtime.cluster.errors import RunFailedError, unexpected_message
 
     try:
         app()
     except SystemExit as end:
-        # Typer turns a KeyboardInterrupt into a SystemExit.
-        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # by Typer
             _exit("stopped", code=130)
         raise
     except ConfigError as error:
         _exit(str(error), code=2)
     except RunFailedError as error:
         _exit(str(error), code=1)
-    except Exception as error:  # noqa: BLE001 - a bug of ours; a run has written its traceback into its log already
+    except Exception as error:  # noqa: BLE001 - a bug of ours; a run has already logged its traceback
         with tempfile.NamedTemporaryFile("w", prefix="laminar-", suffix=".log", delete=False) as file:
             file.write(traceback.format_exc())
         _exit(unexpected_message(error, Path(file.name)), code=1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
     from laminar_py.observe.summary import EvaluationFigures, Summary
 
-# entry points: functions of a run's summary, and of whether Ctrl-C ended the run
+# entry points: functions (summary, interrupted) of installed packages, called when a run ends
 ENDINGS = "laminar_py.run_endings"
 
 
@@ -29,7 +29,7 @@ class ExportDtype(StrEnum):
     FP32 = "fp32"
 
 
-MOST_NAMED = 3  # settings in a line
+MOST_NAMED = 3  # ignored settings that a resume prints
 DTYPES = {ExportDtype.BF16: "bfloat16", ExportDtype.FP32: "float32"}
 
 
@@ -84,7 +84,7 @@ def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path)
 
 
 def _print_end(summary: "Summary", *, interrupted: bool = False) -> None:
-    """Call the endings of installed packages, and print the number of unscored responses."""
+    """Call the `ENDINGS` of installed packages, which print the summary; print how many responses lack a score."""
     for ending in installed_points(ENDINGS):
         ending.load()(summary, interrupted)
     unscored = summary.unscored
@@ -133,7 +133,7 @@ def evaluate(
 
 
 def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
-    """Figures by sets, each mean with its 95 % interval."""
+    """Return a table of figures with a column for each set, each mean with its 95 % interval."""
     table = Table("", box=None, padding=(0, 2, 0, 0))
     for evaluation in evaluations:
         table.add_column(Text(evaluation.set_name))
@@ -144,7 +144,7 @@ def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
 
 
 def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
-    """Figures of a set by name, in the order of the table."""
+    """Return the figures of a set as texts, by row name in the order of the table."""
     figures = evaluation.figures
     rows = {
         "problems x samples": f"{figures.problems} x {figures.samples}",

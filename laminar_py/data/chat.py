@@ -18,8 +18,8 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.records.codec import IntArray
 
-PROBE = "laminarlaminar"  # content of a turn whose end token is looked for
-REMEDY = "fix them, name a model that was trained on chats, or write prompts as text"
+PROBE = "laminarlaminar"  # text of an assistant's turn in a template; its end token comes after it
+REMEDY = "fix the messages, name a model that was trained on chats, or write prompts as text"
 Turn: TypeAlias = dict[str, object]  # a message with all its fields, as the template gets it
 
 
@@ -52,14 +52,13 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class TemplateError(ValueError):
-    """Messages cannot become text. The caller adds to its message where they stand."""
+    """Messages cannot become text. The caller adds their place in the data to the error's message."""
 
 
 def read_turns(written: bytes | str) -> list[Turn]:
-    """Turns of messages from their JSON, in the form in which SGLang's chat endpoint passes them to a template.
+    """Convert the JSON of checked messages to turns, in the form that SGLang's chat endpoint gives a template.
 
-    Null fields are left out, parts of a content are joined, arguments of tools become objects. Raises
-    `TemplateError`.
+    Omit null fields, join parts of a content, decode arguments of tools to objects. Raises `TemplateError`.
     """
     return [_read_turn(message) for message in msgspec.json.decode(written)]
 
@@ -80,21 +79,19 @@ def _read_turn(message: Any) -> Turn:
             try:
                 call["function"]["arguments"] = msgspec.json.decode(arguments)
             except msgspec.DecodeError:
-                raise TemplateError(f"arguments of a tool are no JSON, {arguments!r},") from None
+                raise TemplateError(f"the arguments of a tool call are no JSON ({arguments!r})") from None
     return turn
 
 
 def user_turn(text: str) -> Turn:
-    """Message of the user."""
+    """Return a message of the user."""
     return {"role": "user", "content": text}
 
 
 class PromptEncoder:
-    """Writes and encodes prompts. With an environment, a prompt ends before the assistant's turn, which that
-    opens.
+    """Writes and encodes prompts. Prompts for an environment end before the assistant's turn.
 
-    `tokenizer` changes when the first prompt with messages is written: from then on the end of a turn ends a
-    response too.
+    The first prompt with messages replaces `tokenizer`: from then on the end of a turn ends a response too.
     """
 
     def __init__(
@@ -113,9 +110,9 @@ class PromptEncoder:
         self._settings = settings
 
     def write(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> str:
-        """Text of a prompt as the model reads it; if it is `answered`, up to where the answer begins.
+        """Return a prompt as the model reads it, up to the place where the assistant's answer begins.
 
-        Raises `TemplateError`.
+        With an environment it ends before the assistant's turn, unless `answered`. Raises `TemplateError`.
         """
         if isinstance(prompt, str) and (self._is_plain(prompt) or not prompt):
             return prompt
@@ -128,13 +125,12 @@ class PromptEncoder:
         return self.conversation(messages, answers=self._opens_turn or answered)
 
     def encode(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> tuple[str, IntArray]:
-        """Text of a prompt and its [P] ids. Raises `TemplateError`."""
+        """Return the text that `write` makes of a prompt, and its [P] ids. Raises `TemplateError`."""
         text = self.write(prompt, answered=answered)
         return text, self.tokenizer.encode_prompt(text) if self._is_plain(prompt) else self.tokenizer.encode(text)
 
     def count(self, prompts: Sequence[str | Sequence[Turn]], texts: Sequence[str]) -> list[int]:
-        """Number of ids in each prompt, given with its text from `write`. One call with many prompts is
-        cheaper."""
+        """Count the ids of each prompt; `texts` has the text that `write` made of each."""
         counts = [0] * len(texts)
         for plain in (True, False):
             places = [place for place, prompt in enumerate(prompts) if self._is_plain(prompt) is plain]
@@ -144,11 +140,11 @@ class PromptEncoder:
         return counts
 
     def end_id_after(self, prompt: str | Sequence[Turn]) -> int:
-        """Id that ends a response to an encoded prompt: after messages the end of a turn."""
+        """Return the id that ends a response: after messages the end of a turn, after plain text the usual end."""
         return self._end if self._is_plain(prompt) else self.tokenizer.eos_ids[0]
 
     def template_ends(self) -> tuple[int, ...]:
-        """Id that ends a turn of the assistant; none without a template, or if it refuses a lone question."""
+        """Return (id,) of the token that ends an assistant's turn; () if the model has no usable template."""
         if self._template is None:
             return ()
         with contextlib.suppress(TemplateError):
@@ -156,7 +152,7 @@ class PromptEncoder:
         return ()
 
     def with_system(self, messages: Sequence[Turn]) -> list[Turn]:
-        """Messages behind `data.chat.system`, if that is set and they have no system message."""
+        """Return the messages, behind `data.chat.system` if that is set and they have no system message."""
         system: list[Turn] = [{"role": "system", "content": self._settings.system}]
         lacks_system = self._settings.system is not None and messages[0]["role"] != "system"
         return [*system, *messages] if lacks_system else list(messages)
@@ -164,9 +160,9 @@ class PromptEncoder:
     def conversation(
         self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
     ) -> str:
-        """Text of a conversation; if the assistant `answers` next, it ends where the assistant's turn begins.
+        """Return the text of a conversation; `answers` opens the assistant's next turn at its end.
 
-        The template gets `tools`, by default the tools of the environment. Raises `TemplateError`.
+        The template gets `tools`, or the environment's tools if `tools` is empty. Raises `TemplateError`.
         """
         options: dict[str, Any] = {
             **self._settings.arguments,
@@ -182,11 +178,11 @@ class PromptEncoder:
             raise TemplateError(f"the chat template refuses the messages ({words})") from None
 
     def _is_plain(self, prompt: str | Sequence[Turn]) -> bool:
-        """True for text that is tokenized as it stands."""
+        """Return whether a prompt is a text that the model reads without the chat template."""
         return isinstance(prompt, str) and not self._settings.texts
 
     def _check(self, messages: Sequence[Turn]) -> None:
-        """Raise TemplateError where messages cannot be a prompt, or the tokenizer has no template."""
+        """Raise `TemplateError` if messages cannot be a prompt, or the tokenizer has no template."""
         if not messages:
             raise TemplateError("messages is empty")
         if messages[-1]["role"] == "assistant":
@@ -198,7 +194,7 @@ class PromptEncoder:
 
     @cached_property
     def _template(self) -> Any:
-        """Tokenizer of transformers, if it has a chat template; else None."""
+        """The tokenizer of transformers; None without a chat template. Raises `ConfigError`."""
         from transformers import PreTrainedTokenizerFast
 
         try:
@@ -211,6 +207,6 @@ class PromptEncoder:
         return loaded if loaded.chat_template else None
 
     def _turn_ends(self, messages: Sequence[Turn]) -> tuple[int, ...]:
-        """Special token that the template writes behind an assistant's turn, if any."""
+        """Return (id,) of the special token that the template writes after an assistant's turn; () without one."""
         text = self.conversation([*messages, {"role": "assistant", "content": PROBE}], answers=False)
         return self.tokenizer.first_special(text.rpartition(PROBE)[2])

@@ -72,7 +72,7 @@ def read_demonstrations(
 
 
 def read_texts(source: DataSource, *, encoder: PromptEncoder) -> Iterator[tuple[int, str, str]]:
-    """Yield the row, written prompt and response of each demonstration in a checked source."""
+    """Yield (row, text of the prompt, response) of each demonstration, after `read_demonstrations` checked all."""
     for row, line, written in read_records(source, _DemonstrationRow):
         prompt, response = _prompt_and_response(source, row, line, written)
         yield row, encoder.write(prompt, answered=True), response
@@ -81,9 +81,10 @@ def read_texts(source: DataSource, *, encoder: PromptEncoder) -> Iterator[tuple[
 def _prompt_and_response(
     source: DataSource, row: int, line: _DemonstrationRow, given: bytes
 ) -> tuple[str | list[Turn], str]:
-    """Prompt and response of a row; a row without `response` ends in the assistant's message.
+    """Return prompt and response of a row; `given` is its JSON.
 
-    Raises `TemplateError`, or `ConfigError` where one is missing.
+    Without a field `response`, the last message of the assistant is the response. Raises `TemplateError`, and
+    `ConfigError` for a missing or empty prompt or response.
     """
     prompt: str | list[Turn] | None = line.prompt if isinstance(line.prompt, str) else None
     if prompt is None and (line.prompt is not None or line.messages is not None):
@@ -96,10 +97,10 @@ def _prompt_and_response(
         response = str(last["content"])
     for name, text in (("prompt", prompt), ("response", response)):
         if text is None:
-            remedy = f"write one, name its column in {source.field}.columns, or end messages with the assistant's"
+            remedy = f"write it, name its column in {source.field}.columns, or end the messages with an answer"
             raise source.error(row, f"no `{name}`", value=given, remedy=remedy)
         if not text:
-            raise source.error(row, f"{name} is empty", value=given, remedy="write one or remove the line")
+            raise source.error(row, f"{name} is empty", value=given, remedy=f"write a {name} or remove the line")
     assert prompt is not None
     assert response is not None
     return prompt, response

@@ -27,7 +27,7 @@ NO_IDS = np.array([], dtype=np.int32)
 
 
 class HashIndex:
-    """Places by hash, e.g. of `[7, 3, 7]` places 0 and 2 for 7. The caller compares the values at these places."""
+    """Finds places by hash, e.g. 0 and 2 for 7 in `[7, 3, 7]`. Hashes may collide, so callers compare values."""
 
     def __init__(self, hashes: Sequence[int]) -> None:
         unsorted = np.array(hashes, dtype=np.int64)
@@ -35,7 +35,7 @@ class HashIndex:
         self._hashes = unsorted[self._order]  # [n] sorted
 
     def places(self, hash: int) -> IntArray:
-        """[m] places with this hash, in order."""
+        """Return the [m] places with this hash, ascending."""
         begin, end = (np.searchsorted(self._hashes, hash, side=side) for side in ("left", "right"))
         return self._order[begin:end]
 
@@ -51,7 +51,7 @@ class HashIndex:
 
 
 class ProblemRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Checked fields of a row, e.g. `{"prompt": "2+2=", "answer": "4"}`; `prompt` or `messages` is there."""
+    """Checked fields of a row, e.g. `{"prompt": "2+2=", "answer": "4"}`; `prompt` or `messages` is set."""
 
     prompt: str | list[Message] | None = None
     messages: list[Message] | None = None
@@ -65,7 +65,7 @@ GivenPrompt = str | bytes  # as a row has it: text, or JSON of messages
 
 
 class ProblemSet:
-    """Problems of one source, e.g. 1,000,000 in 0.4 GB; their ids begin with `prefix`."""
+    """Problems of one source by place 0, 1, 2, ..., e.g. 1,000,000 in 0.4 GB; ids begin with `prefix`."""
 
     def __init__(self, source: DataSource, *, encoder: PromptEncoder, prefix: str = "") -> None:
         self.source = source
@@ -73,16 +73,16 @@ class ProblemSet:
         self.encoder = encoder
         self._prefix = prefix
         self._written = bytearray()  # JSON of all rows, end to end
-        self._ends = array("q", [0])  # [n + 1] ends of rows in it
+        self._ends = array("q", [0])  # [n + 1] ends of rows in `_written`
         self._rows = array("q")  # [n] numbers of rows in the source, which counts blank lines
         self._keys = array("q")  # [n] `text_key` of prompts
-        self._names = array("q")  # [n] hashes of ids without the prefix
+        self._id_hashes = array("q")  # [n] hashes of ids without the prefix
         self._digest = blake2b(digest_size=16)
 
     def add(self, row: int, line: ProblemRow, written: bytes, *, key: int) -> None:
-        """Append a row; `key` is the `text_key` of its prompt."""
+        """Append a row: its number, checked fields, JSON `written`, and the `text_key` of its prompt as `key`."""
         self.tasks.setdefault(self._task(line), len(self))
-        self._names.append(hash(_name(row, line, written)))
+        self._id_hashes.append(hash(_row_id(row, line, written)))
         self._written += written
         self._ends.append(len(self._written))
         self._rows.append(row)
@@ -96,16 +96,16 @@ class ProblemSet:
         return (self[place] for place in range(len(self)))
 
     def __getitem__(self, place: int) -> Prompt:
-        """Problem at a place, with the number of its row as `index`."""
+        """Return the problem at a place, with its prompt encoded and the number of its row as `index`."""
         _, line, written = self._at(place)
         text, ids = self.encoder.encode(prompt_of(line, written))
         return msgspec.structs.replace(self.without_prompt(place), text=text, ids=ids)
 
     def without_prompt(self, place: int) -> Prompt:
-        """Problem at a place without text and ids of its prompt, which cost the most time to make."""
+        """Return the problem at a place; its prompt is left empty, since encoding takes the most time."""
         row, line, written = self._at(place)
         return Prompt(
-            id=self._prefix + _name(row, line, written),
+            id=self._prefix + _row_id(row, line, written),
             index=row,
             text="",
             ids=NO_IDS,
@@ -115,33 +115,33 @@ class ProblemSet:
         )
 
     def row(self, place: int) -> int:
-        """Number of a problem's row in its source."""
+        """Return the number of a problem's row in its source."""
         return self._rows[place]
 
     def id(self, place: int) -> str:
-        """Id of a problem."""
-        return self._prefix + _name(*self._at(place))
+        """Return the id of a problem, with the prefix."""
+        return self._prefix + _row_id(*self._at(place))
 
     def text(self, place: int) -> str:
-        """Prompt of a problem as the model reads it."""
+        """Return the prompt of a problem as the model reads it."""
         _, line, written = self._at(place)
         return self.encoder.write(prompt_of(line, written))
 
     def find(self, id: str) -> int | None:
-        """Place of the problem with an id; None where no problem has it."""
+        """Return the place of the problem with this id, prefix included; None without one."""
         if not id.startswith(self._prefix):
             return None
-        candidates = self._by_name.places(hash(id[len(self._prefix) :])).tolist()
+        candidates = self._by_id.places(hash(id[len(self._prefix) :])).tolist()
         return next((place for place in candidates if self.id(place) == id), None)
 
     def find_prompt(self, text: str) -> int | None:
-        """Place of a problem whose prompt is equal to `text` when both are `folded`; None where none is."""
+        """Return the place of the first problem whose prompt equals `text`, both `folded`; None without one."""
         candidates = self._by_key.places(text_key(text)).tolist()
         return next((place for place in candidates if folded(self.text(place)) == folded(text)), None)
 
     def check_ids(self) -> None:
         """Raise `ConfigError` if two problems have the same id."""
-        for place, first in self._by_name.repeats().tolist():
+        for place, first in self._by_id.repeats().tolist():
             if (id := self.id(place)) == self.id(first):
                 raise self.source.error(
                     self.row(place),
@@ -151,12 +151,12 @@ class ProblemSet:
                 )
 
     def field(self, place: int, name: str) -> object:
-        """Value of a field that the reward gets; None where the problem lacks it."""
+        """Return a field that the reward gets besides `OWN_FIELDS`; None if the problem lacks it."""
         value = None if name in OWN_FIELDS else raw_fields(self._written_at(place)).get(name)
         return None if value is None else msgspec.json.decode(value)
 
     def lengths(self) -> IntArray:
-        """[n] numbers of tokens in prompts; each call tokenizes all prompts."""
+        """Count the tokens of each prompt, [n]; each call tokenizes all prompts."""
         counted = []
         for begin in range(0, len(self), BATCH):
             rows = [self._at(place) for place in range(begin, min(begin + BATCH, len(self)))]
@@ -166,7 +166,7 @@ class ProblemSet:
 
     @property
     def num_duplicates(self) -> int:
-        """Number of problems whose prompt occurs before."""
+        """Number of problems whose prompt an earlier problem has too."""
         return len(self._by_key.repeats())
 
     @property
@@ -175,13 +175,13 @@ class ProblemSet:
         return self._digest.hexdigest()
 
     def error(self, place: int, problem: str, *, remedy: str) -> ConfigError:
-        """Error for a fault of a problem; it quotes the row."""
+        """Return the error for a fault of a problem; it names and quotes the row."""
         row, _, written = self._at(place)
         return self.source.error(row, problem, value=written, remedy=remedy)
 
     @cached_property
-    def _by_name(self) -> HashIndex:
-        return HashIndex(self._names)
+    def _by_id(self) -> HashIndex:
+        return HashIndex(self._id_hashes)
 
     @cached_property
     def _by_key(self) -> HashIndex:
@@ -203,36 +203,36 @@ _problem_rows = msgspec.json.Decoder(ProblemRow)
 
 
 def prompt_of(line: ProblemRow, written: bytes) -> str | list[Turn]:
-    """Prompt of a row that has one: text, or turns. Raises `TemplateError`."""
+    """Return the prompt of a row, whose JSON is `written`: text, or turns. Raises `TemplateError`."""
     if isinstance(line.prompt, str):
         return line.prompt
     return read_turns(written_field(written, "messages" if line.prompt is None else "prompt"))
 
 
 def folded(text: str) -> str:
-    """Text with single spaces and composed characters (NFC), so that 3² and 32 stay different."""
+    """Return a text with single spaces and composed characters (NFC); 3² and 32 stay different."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def text_key(text: str) -> int:
-    """Hash of the `folded` text."""
+    """Return the hash of the `folded` text."""
     return hash(folded(text))
 
 
-def _name(row: int, line: ProblemRow, written: bytes) -> str:
-    """Id of a row: its own, or "p" and its number."""
+def _row_id(row: int, line: ProblemRow, written: bytes) -> str:
+    """Return the id that a row has in its JSON `written`, or "p" and its number."""
     return _text(written, "id", line.id) or f"p{row}"
 
 
 def _text(written: bytes, name: str, value: str | float | None) -> str:
-    """Text of a field; a number stays as it is written, e.g. `1.50`."""
+    """Return a field as text, "" for None; a number is copied from the row's JSON `written`, e.g. `1.50`."""
     if value is None:
         return ""
     return value if isinstance(value, str) else written_field(written, name)
 
 
 def _reward_fields(line: ProblemRow, written: bytes) -> bytes:
-    """JSON of the fields that the reward gets; a prompt of messages is among them, as `messages`."""
+    """Return the JSON of the fields that the reward gets; `prompt`, if it has messages, becomes `messages`."""
     others = other_fields(written, OWN_FIELDS)
     if not isinstance(line.prompt, list):
         return others
@@ -245,7 +245,7 @@ def read_prompts(
 ) -> ProblemSet:
     """Read and check all problems of a source. Raises `ConfigError` on the first invalid row.
 
-    Ids begin with `prefix`. `max_prompt_tokens` is the part of `rollout.max_len` that a whole response leaves.
+    Ids begin with `prefix`. `max_prompt_tokens` bounds a prompt; None: any length.
     """
     problems = ProblemSet(source, encoder=encoder, prefix=prefix)
     keys: dict[GivenPrompt, int] = {}
@@ -263,7 +263,7 @@ def read_prompts(
 
 
 def _given_prompt(source: DataSource, row: int, line: ProblemRow, written: bytes) -> GivenPrompt:
-    """Prompt as a row has it. Raises `ConfigError` where it has none."""
+    """Return a row's prompt: its text, or the JSON of its messages. Raises `ConfigError` without a prompt."""
     if isinstance(line.prompt, str):
         return line.prompt
     if line.prompt is None and line.messages is None:
@@ -275,9 +275,9 @@ def _given_prompt(source: DataSource, row: int, line: ProblemRow, written: bytes
 def _check_prompts(
     source: DataSource, rows: "dict[GivenPrompt, Row]", *, encoder: PromptEncoder, limit: int | None
 ) -> list[int]:
-    """`text_key`s of prompts. Raises `ConfigError` on a prompt that is empty or longer than `limit` tokens.
+    """Return the `text_key` of each prompt. Raises `ConfigError` for an empty one or above `limit` tokens.
 
-    Tokenizing takes most of the time, so it is left out for prompts whose number of bytes proves them valid.
+    Tokenizing takes most of the time, so a prompt is not tokenized if its number of bytes proves it valid.
     """
     keys: list[int] = []
     to_count: list[tuple[GivenPrompt, int, str | list[Turn], str]] = []
@@ -314,12 +314,12 @@ def check_disjoint(heldout: ProblemSet, train: Sequence[ProblemSet]) -> None:
             heldout.row(place),
             f"prompt also in {there}{more}",
             value=heldout.text(place),
-            remedy="remove it from one of the two",
+            remedy="remove the prompt from one of the two",
         )
 
 
 def find_leaks(heldout: ProblemSet, train: Sequence[ProblemSet]) -> list[tuple[int, str]]:
-    """Places of held-out problems whose `folded` prompt is a training prompt, each with that prompt's place."""
+    """Return (place, file and line of the training prompt) of each held-out problem that `train` has too."""
     leaks = []
     for place in range(len(heldout)):
         text = heldout.text(place)
@@ -333,7 +333,7 @@ def find_leaks(heldout: ProblemSet, train: Sequence[ProblemSet]) -> list[tuple[i
 
 
 def first_of_tasks(sets: Iterable[ProblemSet]) -> list[Prompt]:
-    """First problem of each task."""
+    """Return the first problem of each task over all sets."""
     first: dict[str, Prompt] = {}
     for problems in sets:
         for task, place in problems.tasks.items():

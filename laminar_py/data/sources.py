@@ -1,5 +1,4 @@
-"""Rows of a user's data: JSONL, Parquet and Hugging Face data sets as JSON objects, and the wording of their
-faults.
+"""Read a user's data, which may be JSONL, Parquet or Hugging Face data sets, as JSON objects.
 
 `problems` and `demonstrations` call it. Each row becomes one JSON object, in order, whatever its format, with
 columns under our names; row i is line i + 1 of a JSONL file (`tests/data/test_sources.py`). Any fault is a
@@ -40,11 +39,11 @@ class DataSource:
         return self.settings.path
 
     def place(self, row: int) -> str:
-        """Place of a row, e.g. `data.train=train.jsonl:7` for row 6."""
+        """Return the place of a row for messages, e.g. `data.train=train.jsonl:7` for row 6."""
         return f"{self.field}={self.path}:{row + 1}"
 
     def error(self, row: int, problem: str, *, value: object, remedy: str) -> ConfigError:
-        """Error for a fault of a row; it quotes the beginning of `value`."""
+        """Return the error for a fault of a row; it quotes the beginning of `value`."""
         quoted = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
         if len(quoted) > QUOTED_CHARS:
             quoted = quoted[:QUOTED_CHARS] + "..."
@@ -52,7 +51,7 @@ class DataSource:
 
 
 def source_at(path: object, field: str) -> DataSource:
-    """Source of a file that the config's field names by its path alone."""
+    """Return the source for a config field that is a path, without further settings of a source."""
     return DataSource(field, SourceConfig(path=str(path)))
 
 
@@ -84,31 +83,30 @@ def read_records(source: DataSource, kind: type[T]) -> Iterator[tuple[int, T, by
 
 
 def other_fields(line: bytes, known: Collection[str]) -> bytes:
-    """JSON object of a row without the fields `known`; values stay as they are written."""
+    """Return the JSON object of a row without the fields `known`; values stay as they are written."""
     return msgspec.json.encode({name: value for name, value in raw_fields(line).items() if name not in known})
 
 
 def raw_fields(line: bytes) -> dict[str, msgspec.Raw]:
-    """Fields of a row, each value as it is written."""
+    """Return the fields of a row by name, each value as it is written."""
     return _objects.decode(line)
 
 
 def written_field(line: bytes, name: str) -> str:
-    """Value of a field as it is written, e.g. `1.50`."""
+    """Return the value of a field as it is written, e.g. `1.50`. Raises `KeyError`."""
     return bytes(raw_fields(line)[name]).decode()
 
 
 def _renamed(line: bytes, columns: Mapping[str, str]) -> bytes:
-    """Row with columns under our names; a column inside an object is copied. Raises `KeyError` for a missing
-    one."""
+    """Return a row with its columns renamed to the keys of `columns`. Raises `KeyError` for a missing one."""
     fields = _objects.decode(line)
     ours = {name: _column(fields, theirs, theirs) for name, theirs in columns.items()}
-    taken = set(columns.values())
-    return msgspec.json.encode({name: value for name, value in fields.items() if name not in taken} | ours)
+    kept = {name: value for name, value in fields.items() if name not in columns.values()}
+    return msgspec.json.encode(kept | ours)
 
 
 def _column(fields: Mapping[str, msgspec.Raw], name: str, path: str) -> msgspec.Raw:
-    """Value at `name`, whose dots go into objects. Raises `KeyError(path)`."""
+    """Return the value at a dotted name, e.g. `info.answer`. Raises `KeyError` with the whole name, `path`."""
     if name in fields:
         return fields[name]
     outer, _, inner = name.partition(".")
@@ -123,16 +121,16 @@ def _column(fields: Mapping[str, msgspec.Raw], name: str, path: str) -> msgspec.
 def read_lines(settings: SourceConfig, field: str) -> Iterator[tuple[int, bytes]]:
     """Yield each row's number and its JSON, without blank lines. `field` is the source's name in the config.
 
-    Raises `ConfigError` where the source is missing or unreadable.
+    Raises `ConfigError` if the source is missing or unreadable, or has settings that do not apply to it.
     """
     path = Path(settings.path)
     if path.is_file():
         ignored = {"split": settings.split != "train", "subset": settings.subset, "revision": settings.revision}
         for name in (name for name, value in ignored.items() if value):
-            raise ConfigError(f"{field}.{name}: {path} is one file, which has none; leave it out")
+            raise ConfigError(f"{field}.{name}: {path} is one file, which has no {name}; leave it out")
         return _read_parquet(path, field) if path.suffix == ".parquet" else _read_jsonl(path)
     if path.is_dir() and settings.revision:
-        raise ConfigError(f"{field}.revision: {path} is a folder, which has none; leave it out")
+        raise ConfigError(f"{field}.revision: {path} is a folder, which has no revision; leave it out")
     if path.is_dir() or settings.is_hub_name:
         return _read_datasets(settings, field)
     raise ConfigError(
@@ -142,6 +140,7 @@ def read_lines(settings: SourceConfig, field: str) -> Iterator[tuple[int, bytes]
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of each line that is not blank."""
     with path.open("rb") as lines:
         for row, line in enumerate(lines):
             if line := line.strip():
@@ -160,7 +159,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_rows(tables: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-    """Yield number and JSON of each row in consecutive Arrow tables."""
+    """Yield number and JSON of each row in consecutive Arrow tables; a value unknown to JSON becomes text."""
     encoder, row = msgspec.json.Encoder(enc_hook=str), 0
     for table in tables:
         for fields in table.to_pylist():
@@ -169,7 +168,7 @@ def _json_rows(tables: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_datasets(settings: SourceConfig, field: str) -> Iterator[tuple[int, bytes]]:
-    """Rows of a folder or hub data set, read by the library `datasets`, an optional dependency."""
+    """Yield the rows of a folder or hub data set as JSON, numbered, by the optional library `datasets`."""
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             f"{field}={settings.path}: needs datasets; install laminar-py[data], or name a JSONL or Parquet file"
@@ -189,7 +188,7 @@ def _read_datasets(settings: SourceConfig, field: str) -> Iterator[tuple[int, by
 
 
 def _load(datasets: Any, settings: SourceConfig) -> Any:
-    """Load the split of a saved folder, a folder of files, or a data set on the hub."""
+    """Load the split of a saved folder, a folder of files, or a data set on the hub. May raise anything."""
     folder = Path(settings.path)
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     if not saved:

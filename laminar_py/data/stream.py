@@ -1,7 +1,7 @@
 """The endless stream of problems that the controller draws groups from: sources by weight, problems in an order.
 
 A place in the stream is one integer. The problem at a place follows from the files, the seed, and the group
-rewards recorded before, in whatever order these came. So a resumed run, which records all rewards of its ledger
+rewards recorded before, in any order. So a resumed run, which records all rewards of its ledger
 first, draws the same problems as a run without a stop (`tests/data/test_stream.py`).
 """
 
@@ -42,7 +42,7 @@ class WeightedSources:
         self._block = lru_cache(maxsize=CACHED)(self._shuffled)
 
     def at(self, place: int) -> tuple[int, int]:
-        """Source of a place, and the place in that source."""
+        """Return (source, place within the source) for a place of the stream."""
         if len(self._slots) == 1:
             return 0, place
         number, offset = divmod(place, sum(self._slots))
@@ -51,7 +51,7 @@ class WeightedSources:
         return source, number * self._slots[source] + int(ranks[offset])
 
     def _shuffled(self, number: int) -> tuple[IntArray, IntArray]:
-        """Return the order of sources in mix `number`, and the rank of each slot among its source's slots."""
+        """Return, for each slot in block `number`, its source and its rank among the source's slots."""
         sources = np.repeat(np.arange(len(self._slots), dtype=np.int32), self._slots)
         np.random.default_rng((self._seed, number, len(self._slots))).shuffle(sources)
         ranks = np.zeros_like(sources)
@@ -74,11 +74,12 @@ class Epochs:
         self.order = lru_cache(maxsize=CACHED)(self._permute)  # [num_rows] rows of an epoch
 
     def row(self, place: int) -> int:
-        """Row at a place >= 0."""
+        """Return the row at a place >= 0."""
         epoch, offset = divmod(place, self.num_rows)
         return int(self.order(epoch)[offset])
 
     def _permute(self, epoch: int) -> IntArray:
+        """Return the [num_rows] rows in the order of an epoch."""
         rows = np.arange(self.num_rows, dtype=np.int32)
         np.random.default_rng((*self._key, epoch)).shuffle(rows)
         return rows
@@ -98,8 +99,7 @@ class Levels:
 
 
 def read_levels(problems: ProblemSet, field: str) -> Levels:
-    """Levels of problems from their field `field`. Raises `ConfigError` unless all are numbers, or all are
-    texts."""
+    """Read problems' levels from their field `field`. Raises `ConfigError` unless all are numbers or all texts."""
     ranks_found: dict[Level, int] = {}  # in the order of their first problems
     of_rows = array("i")
     for place in range(len(problems)):
@@ -124,10 +124,11 @@ def sort_levels(levels: list[Level]) -> list[Level]:
 
 
 def _level_error(problems: ProblemSet, place: int, field: str, fault: str) -> ConfigError:
+    """Return the error for the problem at a place, whose level, in `field`, is `fault`."""
     return problems.error(
         place,
         f"{field!r} holds {fault}, and data.order=curriculum needs a level,",
-        remedy="write one, name its field in data.level, or choose another order",
+        remedy="write a level, name its field in data.level, or choose another order",
     )
 
 
@@ -135,7 +136,7 @@ class ProblemOrder(Protocol):
     """Rule that chooses the row at each place of a source."""
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """Row at a place of a source; `place` is the same place in the whole stream."""
+        """Return the row for place `own_place` of a source, which is `place` of the whole stream."""
         ...
 
     def record_group(self, group: GroupRewards) -> None:
@@ -156,7 +157,7 @@ class Shuffled:
         self.figures = OrderFigures()
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """Row of the epoch's permutation."""
+        """Return the row of the epoch's permutation."""
         return self._epochs[source].row(own_place)
 
     def record_group(self, group: GroupRewards) -> None:
@@ -164,7 +165,7 @@ class Shuffled:
 
 
 class LevelLog:
-    """Solved shares of the last groups of a level; "last" is by place in the stream, whenever a group closed."""
+    """Solved shares of one level's last groups: those with the highest places, in whatever order they close."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
@@ -187,7 +188,7 @@ class LevelLog:
 
 
 class Curriculum:
-    """Order that draws from open levels: in each source the lowest, and every level above solved ones."""
+    """Order that draws from open levels. A level of a source is open if all of its lower levels are solved."""
 
     def __init__(self, epochs: Sequence[Epochs], problems: Sequence[ProblemSet], *, settings: DataConfig) -> None:
         self._epochs = epochs
@@ -198,26 +199,28 @@ class Curriculum:
         self._order = lru_cache(maxsize=CACHED)(self._open_rows)
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """Row of the epoch's permutation, restricted to rows of open levels."""
-        num_open = len(self._open(source))
+        """Return the row of the epoch's permutation, restricted to rows of open levels."""
+        num_open = len(self._open_levels(source))
         epoch, offset = divmod(own_place, self._levels[source].num_rows[num_open])
         return int(self._order(source, num_open, epoch)[offset])
 
     def _open_rows(self, source: int, num_open: int, epoch: int) -> IntArray:
+        """Return an epoch's permutation of the rows in a source's lowest `num_open` levels."""
         order = self._epochs[source].order(epoch)
         rows: IntArray = order[self._levels[source].ranks[order] < num_open]
         return rows
 
-    def _open(self, source: int) -> list[Level]:
-        open: list[Level] = []
+    def _open_levels(self, source: int) -> list[Level]:
+        """Return the open levels of a source: from the lowest to the first that is not solved."""
+        levels: list[Level] = []
         for level, log in self._logs[source].items():
-            open.append(level)
+            levels.append(level)
             if not log.full or (log.solved or 0.0) < self._settings.opens_at:
                 break
-        return open
+        return levels
 
     def record_group(self, group: GroupRewards) -> None:
-        """Add a group to its level's log."""
+        """Add a group's solved share to the log of its problem's level."""
         for problems, levels, logs in zip(self._problems, self._levels, self._logs, strict=True):
             place = problems.find(group.prompt_id)
             if place is not None:
@@ -226,18 +229,19 @@ class Curriculum:
 
     @property
     def figures(self) -> OrderFigures:
-        """Solved shares of levels, and the number of open levels."""
+        """Solved share of each level that has one, and the number of open levels."""
         solved = {
             f"{source}/{level}" if len(self._logs) > 1 else str(level): round(log.solved, 4)
             for source, logs in enumerate(self._logs)
             for level, log in logs.items()
             if log.solved is not None
         }
-        return OrderFigures(solved=solved, open_levels=sum(len(self._open(s)) for s in range(len(self._logs))))
+        num_open = sum(len(self._open_levels(source)) for source in range(len(self._logs)))
+        return OrderFigures(solved=solved, open_levels=num_open)
 
 
 class BySignal:
-    """Order in which a problem whose last n groups had equal rewards comes with probability max(floor, 2^-n)."""
+    """Order that keeps a drawn problem with probability max(floor, 2^-n) after n groups with equal rewards."""
 
     def __init__(
         self, epochs: Sequence[Epochs], problems: Sequence[ProblemSet], *, seed: int, floor: float
@@ -246,13 +250,11 @@ class BySignal:
         self._problems = problems
         self._seed = seed
         self._floor = floor
-        self._signal: dict[str, int] = {}  # problem -> last place with different rewards
-        self._without_signal: defaultdict[str, list[int]] = defaultdict(
-            list
-        )  # problem -> later places with equal ones
+        self._last_signal: dict[str, int] = {}  # problem -> last place with different rewards
+        self._silent: defaultdict[str, list[int]] = defaultdict(list)  # problem -> later places with equal ones
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
-        """Row of the epoch's permutation, or a random row of the source where that row rests."""
+        """Return the row of the epoch's permutation; while the drawn problem rests, draw a random row instead."""
         problems = self._problems[source]
         draws = np.random.default_rng((self._seed, place, len(problems)))
         row = self._epochs[source].row(own_place)
@@ -261,23 +263,23 @@ class BySignal:
         return row
 
     def _probability(self, id: str) -> float:
-        return max(self._floor, 2.0 ** -len(self._without_signal[id])) if id in self._without_signal else 1.0
+        return max(self._floor, 2.0 ** -len(self._silent.get(id, ())))
 
     def record_group(self, group: GroupRewards) -> None:
         """Record whether the rewards of a group differ."""
         id, place = group.prompt_id, group.place
         if group.differ:
-            self._signal[id] = max(place, self._signal.get(id, -1))
-            later = [silent for silent in self._without_signal.pop(id, ()) if silent > self._signal[id]]
+            self._last_signal[id] = max(place, self._last_signal.get(id, -1))
+            later = [silent for silent in self._silent.pop(id, ()) if silent > self._last_signal[id]]
             if later:
-                self._without_signal[id] = later
-        elif place > self._signal.get(id, -1):
-            self._without_signal[id].append(place)
+                self._silent[id] = later
+        elif place > self._last_signal.get(id, -1):
+            self._silent[id].append(place)
 
     @property
     def figures(self) -> OrderFigures:
-        """Number of problems that rest."""
-        return OrderFigures(resting=len(self._without_signal))
+        """Number of resting problems: their newest groups had equal rewards."""
+        return OrderFigures(resting=len(self._silent))
 
 
 class PromptStream:
@@ -287,17 +289,17 @@ class PromptStream:
         self._problems = problems
         self._sources = WeightedSources([source.weight for source in settings.train], seed=seed)
         self._order = make_order(problems, settings, seed=seed)
-        self.learns = settings.order is not PromptOrder.SHUFFLED  # from recorded groups
+        self.learns = settings.order is not PromptOrder.SHUFFLED  # whether recorded groups change the order
 
     def prompt(self, place: int) -> Prompt:
-        """Problem at a place >= 0. Its id names its row, so it repeats in each epoch."""
+        """Return the problem at a place >= 0. Its id names its row, so the id repeats in each epoch."""
         source, own_place = self._sources.at(place)
         row = self._order.row(source, own_place, place=place)
         prompt: Prompt = msgspec.structs.replace(self._problems[source][row], index=place)
         return prompt
 
     def find(self, id: str) -> Prompt | None:
-        """Problem with an id, whose `index` is its row; None where no problem has it."""
+        """Return the problem with an id, its row as `index`; None if no problem has the id."""
         matches = ((problems, problems.find(id)) for problems in self._problems)
         return next((problems[place] for problems, place in matches if place is not None), None)
 
@@ -312,7 +314,7 @@ class PromptStream:
 
 
 def make_order(problems: Sequence[ProblemSet], settings: DataConfig, *, seed: int) -> ProblemOrder:
-    """Order that `data.order` names. Raises `ConfigError` on a problem without a level under `curriculum`."""
+    """Make the order that `data.order` names. Under `curriculum`, raises `ConfigError` for a missing level."""
     epochs = [Epochs(len(problem_set), seed=seed, source=index) for index, problem_set in enumerate(problems)]
     if settings.order is PromptOrder.SIGNAL:
         return BySignal(epochs, problems, seed=seed, floor=settings.rest_floor)

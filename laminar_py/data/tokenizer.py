@@ -1,9 +1,8 @@
 """The tokenizer of a model folder: text to token ids and back, and the ids that end a response.
 
 The controller encodes prompts when a run starts, and scorers decode responses for the reward. Tokens of an engine
-are never decoded and encoded again. A prompt has the ids that transformers gives it with the same
-`tokenizer.json`, without an end of sequence and without a second beginning of one
-(`tests/data/test_tokenizer.py`).
+are never decoded and encoded again. A prompt gets the ids that transformers gives it with the same
+`tokenizer.json`, but no end of sequence and at most one beginning of sequence (`tests/data/test_tokenizer.py`).
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ MOST_GROWTH = 3  # factor by which NFC composition may increase the bytes of a t
 
 
 class Tokenizer:
-    """Encodes prompts and responses, decodes responses. `eos_ids` end a response; the first is the usual one.
+    """Encodes prompts and responses, decodes responses. Each of `eos_ids` ends a response; data use the first.
 
     With the quickstart's word-level tokenizer `encode_prompt("e-2;o*7;1x5?")` has 7 ids and `eos_ids` is `(1,)`.
     """
@@ -37,11 +36,11 @@ class Tokenizer:
 
     @property
     def num_ids(self) -> int:
-        """One more than the highest id, added tokens included."""
+        """The highest id plus one, with the ids of added tokens."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
 
     def with_ends(self, first: tuple[int, ...]) -> "Tokenizer":
-        """Copy whose `eos_ids` begin with `first`."""
+        """Return a copy that has the ids `first` in front of its other `eos_ids`."""
         return Tokenizer(self._backend, eos_ids=tuple(dict.fromkeys((*first, *self.eos_ids))))
 
     @property
@@ -51,59 +50,60 @@ class Tokenizer:
         return tuple(sorted(texts, key=len, reverse=True))
 
     def first_special(self, text: str) -> tuple[int, ...]:
-        """Id of the first special token in a text; none if it has no special token."""
+        """Return the id of the first special token in a text, as a tuple; () without a special token."""
         special = {id for id, token in self._backend.get_added_tokens_decoder().items() if token.special}
         return tuple(id for id in self.encode(text).tolist() if id in special)[:1]
 
     def encode(self, text: str) -> IntArray:
-        """[n] token ids of `text`, without a beginning of sequence."""
+        """Encode a text to [n] ids, without a beginning of sequence."""
         return np.array(self._encoding(text, begun=False).ids, dtype=np.int32)
 
     def encode_literal(self, text: str) -> IntArray:
-        """[n] token ids of `text`, where the text of a special token becomes ordinary tokens."""
+        """Encode a text to [n] ids; the name of a special token in it becomes ordinary tokens."""
         (encoding,) = self._literal.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
+        """A copy of the tokenizer that reads names of special tokens as ordinary text."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
     def encode_prompt(self, text: str) -> IntArray:
-        """[n] token ids of `text` behind the beginning that the tokenizer's post-processor adds, e.g. a BOS.
+        """Encode a text to [n] ids, behind the ids that the tokenizer's post-processor puts first, e.g. a BOS.
 
-        A text that begins so already, as chat templates write it, gets no second one. An empty text has no ids.
+        A text that begins with these tokens, e.g. by a chat template, gets them once. An empty text has no ids.
         """
         return np.array(_with_beginning(self._encoding(text, begun=True)), dtype=np.int32)
 
     def _encoding(self, text: str, *, begun: bool) -> tokenizers.Encoding:
-        """Encoding of a text by the fast call, which leaves out character offsets and so halves the time."""
+        """Encode a text, with the post-processor's tokens if `begun`; without offsets, in half the time."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=begun)
         return encoding
 
     def count(self, texts: Sequence[str], *, begun: bool) -> list[int]:
-        """Number of ids for each text, by `encode_prompt` if they are `begun`, else by `encode`."""
+        """Count the ids that `encode_prompt` (if `begun`) or else `encode` gives each text."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=begun)
         return [len(_with_beginning(encoding)) if begun else len(encoding) for encoding in encodings]
 
     def max_ids(self, text: str) -> int | None:
-        """Upper bound on the number of ids for a text, from its bytes; None if the tokenizer is not byte-level.
+        """Return an upper bound on the ids of a text, from its bytes; None if the tokenizer is not byte-level.
 
         A byte-level tokenizer makes at least one id of a text that is not empty.
         """
         if not self._is_byte_level:
             return None
         num_bytes = len(text) if text.isascii() else MOST_GROWTH * len(text.encode())
-        return 2 * num_bytes + 1 + self._num_added  # it may add a space before each stretch of text
+        return 2 * num_bytes + 1 + self._num_added  # the tokenizer may add a space before each stretch
 
     @property
     def has_unknown(self) -> bool:
-        """True where words outside the vocabulary become an unknown token."""
+        """True if the tokenizer turns words outside its vocabulary into an unknown token."""
         return self._unknown is not None
 
     def unknown_words(self, text: str) -> list[str]:
-        """Words of a text that become the unknown token, except that token's own text."""
+        """Return the words of a text that become the unknown token, except the text of that token."""
         if self._unknown is None:
             return []
         encoding = self._backend.encode(text, add_special_tokens=False)
@@ -112,23 +112,23 @@ class Tokenizer:
         return [word for word in words if word != self.word(self._unknown)]
 
     def word(self, id: int) -> str:
-        """Token of an id; "" for an unused id."""
+        """Return the token of an id as text; "" for an unused id."""
         return self._backend.id_to_token(id) or ""
 
     def decode(self, ids: IntArray, *, special: bool = False) -> str:
-        """Text of [n] `ids`; special tokens, such as the end, are left out unless `special` is True."""
+        """Decode [n] `ids` to text; leave out special tokens, such as the end, unless `special` is True."""
         return self._backend.decode(ids.tolist(), skip_special_tokens=not special)
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """True for a tokenizer that encodes the bytes of a text, after NFC composition or without normalization."""
+    """Return whether a tokenizer encodes the UTF-8 bytes of a text, as they are or after NFC composition."""
     steps = repr(backend.pre_tokenizer)
     unchanged = backend.normalizer is None or isinstance(backend.normalizer, tokenizers.normalizers.NFC)
     return unchanged and "ByteLevel" in steps and "Metaspace" not in steps
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
-    """Id of the unknown token; None where the tokenizer has none, or falls back to bytes."""
+    """Return the id of the unknown token; None without one, or if unknown words become bytes."""
     model = msgspec.json.decode(backend.to_str(), type=_TokenizerFile).model
     if model.byte_fallback:
         return None
@@ -136,7 +136,7 @@ def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _with_beginning(encoding: tokenizers.Encoding) -> list[int]:
-    """Ids of a text after the ids that the post-processor puts first, once; without ids that it puts last."""
+    """Return the post-processor's first ids once, then the ids of the text; [] for an empty text."""
     added = encoding.special_tokens_mask  # 1 on ids that the post-processor adds before, between and behind
     if 0 not in added:
         return []
@@ -147,7 +147,7 @@ def _with_beginning(encoding: tokenizers.Encoding) -> list[int]:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Tokenizer of a Hugging Face model folder. Raises `ConfigError` if a file or the eos id is missing."""
+    """Load the tokenizer of a Hugging Face model folder. Raises `ConfigError` without files or an eos id."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path={model_dir}: no tokenizer.json in it; name a Hugging Face model folder")
@@ -181,7 +181,7 @@ class _ConfigFile(msgspec.Struct):
 
 
 def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
-    """End-of-sequence ids from generation_config.json, which may list several, else from config.json."""
+    """Read end-of-sequence ids from generation_config.json, else from config.json. Raises `ConfigError`."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.is_file():
@@ -193,5 +193,6 @@ def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
         if eos is not None and eos != []:
             return (eos,) if isinstance(eos, int) else tuple(eos)
     raise ConfigError(
-        f"model.path={model_dir}: no eos_token_id in its config.json; add the id that ends a response"
+        f"model.path={model_dir}: no eos_token_id in its generation_config.json or config.json; add the id that"
+        " ends a response"
     )

@@ -70,7 +70,7 @@ class RequestScheduler(ABC, Generic[JobT]):
         return deltas
 
     def add_request(self, ticket: int, request: GenerateRequest) -> None:
-        """Queue a checked request. Ends it at once with LENGTH if its prefix reaches the response limit."""
+        """Queue a valid request, or end it at once with LENGTH if its prefix reaches the response limit."""
         if len(request.prefix_ids) >= response_limit(request, max_len=self._max_len):
             self._add_last_delta(EngineJob(ticket=ticket, request=request), FinishReason.LENGTH)
         else:
@@ -88,7 +88,10 @@ class RequestScheduler(ABC, Generic[JobT]):
         return None
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop making steps. Sends every token generated so far, then ends or retracts requests by `mode`."""
+        """Stop generating and send every token so far.
+
+        IN_PLACE keeps the requests running, RETRACT puts them at the head of the queue, ABORT ends all requests.
+        """
         self._paused = True
         jobs = list(self._running.values())
         match mode:
@@ -105,11 +108,11 @@ class RequestScheduler(ABC, Generic[JobT]):
                     self._add_last_delta(self._waiting.popleft(), FinishReason.ABORT)
 
     def resume(self) -> None:
-        """Make steps again after `pause`."""
+        """Generate again after `pause`."""
         self._paused = False
 
     def check_load(self, version: int) -> None:
-        """Raise an error where `version` cannot be loaded now, see `checks.check_load`."""
+        """Raise `RuntimeError` if requests run unpaused, `ValueError` if `version` is older than the served."""
         check_load(version, served=self._version, num_running=0 if self._paused else len(self._running))
 
     def _queue(self, job: JobT) -> None:
@@ -125,7 +128,7 @@ class RequestScheduler(ABC, Generic[JobT]):
         sampling_mask: SamplingMask | None = None,
         routed_experts: RoutedExperts | None = None,
     ) -> None:
-        """Add a delta of new tokens to the stream of `job`."""
+        """Append a delta of `job` to the list that `take_deltas` returns. `ids [n]` and `logprobs [n]` are new."""
         delta = Delta(
             rid=job.request.rid,
             ids=ids,
@@ -139,7 +142,7 @@ class RequestScheduler(ABC, Generic[JobT]):
         self._deltas.append((job.ticket, delta))
 
     def _add_last_delta(self, job: EngineJob, finish_reason: FinishReason) -> None:
-        """End the stream of a waiting request, all of whose tokens have been sent."""
+        """Append the last delta of a job that does not run and has sent all its tokens."""
         self._add_delta(job, _NO_IDS, _NO_LOGPROBS, finish_reason, routed_experts=job.experts)
 
     @property
@@ -168,10 +171,10 @@ SchedulerT = TypeVar("SchedulerT", bound=RequestScheduler)  # type: ignore[type-
 
 
 class StreamingEngine(ABC, Generic[SchedulerT]):
-    """`PushEngine` on the replica's event loop, around a scheduler. Owns the streams and the loss of the engine.
+    """`PushEngine` on the replica's event loop, around a scheduler. Owns the streams and the engine's loss.
 
-    Prompt and response have at most `max_len` tokens below `vocab`. `name` begins the message of a loss. Raises
-    `ConfigError` if the KV cache cannot hold one request.
+    Prompt and response have at most `max_len` tokens with ids below `vocab`. `name` starts the message of
+    `EngineLostError`. Raises `ConfigError` if the KV cache cannot hold one request.
     """
 
     def __init__(self, name: str, scheduler: SchedulerT, *, vocab: int, max_len: int, kv_capacity: int) -> None:
@@ -189,7 +192,10 @@ class StreamingEngine(ABC, Generic[SchedulerT]):
         self._lost = asyncio.Event()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
+        """Yield the deltas of a request to its last. Closing the iterator before aborts the request.
+
+        Raises `RefusedError` for a request that the engine can never serve, `EngineLostError` of a lost engine.
+        """
         # A stream holds at most max_len deltas, so it needs no bound of its own.
         stream = asyncio.Queue[Delta | EngineLostError]()
         ticket = self._open(request, stream.put_nowait)
@@ -205,38 +211,38 @@ class StreamingEngine(ABC, Generic[SchedulerT]):
             if self._forget(ticket, request.rid) and self._loss is None:
                 self._post(partial(self._scheduler.abort, ticket))
 
-    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """See `PushEngine.follow`. `RefusedError` names what cannot be served."""
-        self._open(request, hear)
+    def follow(self, request: GenerateRequest, on_delta: Callable[[Delta | EngineLostError], None]) -> None:
+        """Generate a request and call `on_delta` with each delta, or the engine's loss. Raises as `generate`."""
+        self._open(request, on_delta)
 
     async def abort(self, rid: str) -> None:
-        """See `InferenceEngine.abort`. Its stream has ended when this returns. Ignores an unknown `rid`."""
+        """End the request `rid` with ABORT. Its stream has ended when this returns. Ignores an unknown `rid`."""
         self._raise_if_lost()
         ticket = self._ticket_by_rid.get(rid)
         if ticket is not None:
             await self._run(partial(self._scheduler.abort, ticket))
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `InferenceEngine.pause`. Every token generated so far is in its stream when this returns."""
+        """Stop generating, by `mode`. Every token generated so far is in its stream when this returns."""
         await self._run(partial(self._scheduler.pause, mode))
 
     async def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
+        """Generate again after `pause`."""
         await self._run(self._scheduler.resume)
 
     async def watch(self) -> None:
-        """See `InferenceEngine.watch`. Also raises `EngineLostError` after `close`."""
+        """Wait until the engine is lost or closed, then raise `EngineLostError`."""
         await self._lost.wait()
         self._raise_if_lost()
 
-    def _open(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> int:
-        """Check a request and pass it to the scheduler. Returns its ticket; `hear` receives its deltas."""
+    def _open(self, request: GenerateRequest, on_delta: Callable[[Delta | EngineLostError], None]) -> int:
+        """Check a request and pass it to the scheduler. Returns its ticket; `on_delta` receives its deltas."""
         self._raise_if_lost()
         if request.rid in self._ticket_by_rid:
-            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
+            raise ValueError(f"rid={request.rid}: a request with this rid runs already; abort it first")
         check_request(request, max_len=self._max_len, vocab=self._vocab)
         ticket = next(self._tickets)
-        self._streams[ticket] = hear
+        self._streams[ticket] = on_delta
         self._ticket_by_rid[request.rid] = ticket
         self._add_request(ticket, request)
         return ticket
@@ -245,13 +251,13 @@ class StreamingEngine(ABC, Generic[SchedulerT]):
         self._post(partial(self._scheduler.add_request, ticket, request))
 
     def _deliver(self, deltas: list[tuple[int, Delta]]) -> None:
-        """Pass deltas to their streams, from a callback of the event loop. Drops deltas of forgotten streams."""
+        """Call the callback of each delta's stream, on the event loop. Ignores deltas of removed streams."""
         for ticket, delta in deltas:
-            hear = self._streams.get(ticket)
-            if hear is not None:
+            on_delta = self._streams.get(ticket)
+            if on_delta is not None:
                 if delta.finish_reason is not None:
                     self._forget(ticket, delta.rid)
-                hear(delta)
+                on_delta(delta)
 
     def _forget(self, ticket: int, rid: str) -> bool:
         """Remove a stream, so that its rid is free again. Returns False if it was removed before."""
@@ -261,12 +267,12 @@ class StreamingEngine(ABC, Generic[SchedulerT]):
         return True
 
     def _lose(self, reason: str, cause: BaseException | None) -> EngineLostError:
-        """Mark the engine as lost and fail all its streams. Returns the error of every later call."""
+        """Mark the engine as lost and pass the error to all streams. Returns the error; later calls raise it."""
         loss = self._loss = EngineLostError(f"{self._name}: {reason}")
         loss.__cause__ = cause
         self._lost.set()
-        for hear in list(self._streams.values()):
-            hear(loss)
+        for on_delta in list(self._streams.values()):
+            on_delta(loss)
         return loss
 
     def _raise_if_lost(self) -> None:

@@ -22,9 +22,11 @@ def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None
     if not len(request.prompt_ids):
         raise RefusedError(f"rid={rid}: the prompt is empty; give it at least one token")
     if _is_outside(request.prompt_ids, vocab) or _is_outside(request.prefix_ids, vocab):
-        raise RefusedError(f"rid={rid}: a token id is outside the vocabulary of {vocab}; retokenise it")
-    cuts = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1
-    if sampling.temperature < 0 or not cuts:
+        raise RefusedError(
+            f"rid={rid}: a token id is outside the vocabulary of {vocab}; use the tokenizer of model.path"
+        )
+    are_cuts_valid = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1
+    if sampling.temperature < 0 or not are_cuts_valid:
         raise RefusedError(f"rid={rid}: {sampling} is outside the bounds of rollout.sampling; correct it")
 
 
@@ -38,14 +40,11 @@ def check_load(version: int, *, served: int, num_running: int) -> None:
     if num_running:
         raise RuntimeError(f"version {version} cannot load while {num_running} requests run; pause first")
     if version < served:
-        raise ValueError(f"version {version} is older than {served}; versions never go back")
+        raise ValueError(f"version {version} is older than the served version {served}; load a newer version")
 
 
 def _is_outside(ids: IntArray, vocab: int) -> bool:
-    """True if an id is negative or at least `vocab`.
-
-    Read as unsigned, a negative id is large, so one test serves.
-    """
+    """True if an id is negative or at least `vocab`. Read as unsigned, a negative id is large."""
     return len(ids) > 0 and bool(np.maximum.reduce(ids.view(np.uint32)) >= vocab)
 
 
@@ -68,5 +67,5 @@ def weights_layout(folder: Path) -> WeightsLayout:
     except (OSError, SafetensorError) as error:
         raise RefusedError(f"weights in {folder} cannot be read: {error}; publish them again") from None
     if not layout:
-        raise RefusedError(f"no *.safetensors in {folder}; publish it again")
+        raise RefusedError(f"no *.safetensors in {folder}; publish the version again")
     return layout

@@ -27,10 +27,7 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sizes(model_dir: Path) -> ModelSizes:
-    """Read the sizes of the model in a Hugging Face folder.
-
-    `ConfigError` if it is no model or has no vocabulary.
-    """
+    """Read the sizes in a Hugging Face folder. `ConfigError` without a `config.json` that names a vocabulary."""
     remedy = "name the Hugging Face folder of a language model"
     try:
         return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=ModelSizes)
@@ -45,7 +42,7 @@ def read_sizes(model_dir: Path) -> ModelSizes:
 def served_dtype(model_dir: Path, *, field: str = "model.path") -> str:
     """Read the dtype in which weights are published and served: the model's own, by default float32.
 
-    `field` names the setting of the folder in errors. Raises `ConfigError` for a dtype that no engine serves.
+    `field`, the setting of the folder, is for errors. Raises `ConfigError` for a dtype that no engine serves.
     """
     config = json.loads((model_dir / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"

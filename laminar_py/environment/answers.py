@@ -15,7 +15,10 @@ from laminar_py.records.trajectory import DropReason
 def encode_answer(
     answer: Answer, writer: PlainWriter, *, response_ids: IntArray, spans: tuple[Span, ...], elapsed_s: float
 ) -> EnvironmentTurn:
-    """Encode an environment's answer to the turns of `spans`. Raises `CallFailedError` if it is invalid."""
+    """Encode an environment's answer to the last turn of a response; without turns, the answer of `reset`.
+
+    Raises `CallFailedError` if the answer is invalid.
+    """
     is_first = not turn_ends(spans)
     if isinstance(answer, End):
         if is_first:
@@ -31,13 +34,13 @@ def encode_answer(
         raise _invalid("step returned an empty text; return End to end")
     if not len(ids) and (answer.max_tokens is not None or answer.stop):
         given = f"stop={answer.stop}" if answer.max_tokens is None else f"max_tokens={answer.max_tokens}"
-        raise _invalid(f"reset returned {given} without a text to keep it with; give a text")
+        raise _invalid(f"reset returned {given} without a text; give a text, with which the limit is kept")
     limit, stop = answer.max_tokens, answer.stop
     return EnvironmentTurn(ids=ids, follows=follows, max_tokens=limit, stop=stop, elapsed_s=elapsed_s)
 
 
 def is_recorded_answer(answer: EnvironmentTurn, turn: ModelTurn, *, start: int) -> bool:
-    """Return True if an answer equals the answer that the response has from the position `start` on."""
+    """Return True if an answer equals the answer that the response has from position `start` on."""
     spans = [span for span in turn.spans if span.start == start and span.version is None]
     recorded = spans[0] if spans else Span(None, start, start)
     ids = turn.response_ids[start : recorded.end].tolist()
@@ -51,7 +54,9 @@ def _encode_end(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTur
     if not isinstance(end.reward, Mapping):
         return EnvironmentTurn(ends=True, reward=end.reward, elapsed_s=elapsed_s)
     if len(end.roles) != num_turns:
-        raise _invalid(f"End has roles of {len(end.roles)} turns, the model took {num_turns}; give one for each")
+        raise _invalid(
+            f"End has {len(end.roles)} roles, but the model took {num_turns} turns; give one for each turn"
+        )
     try:
         roles = credits_of(end.reward, end.roles)
     except ValueError as error:
@@ -61,10 +66,7 @@ def _encode_end(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTur
 
 
 def _encode_messages(messages: Begin, writer: PlainWriter, *, is_first: bool, is_cut: bool) -> IntArray:
-    """Encode messages that follow a turn of the model.
-
-    `is_cut`: a limit or a stop string ended that turn, so no stop token did.
-    """
+    """Encode messages that follow a model's turn, or come first; `is_cut`: no stop token ended that turn."""
     try:
         if isinstance(messages, TokenPrompt):
             writer.check_ids(messages.ids)
@@ -77,10 +79,10 @@ def _encode_messages(messages: Begin, writer: PlainWriter, *, is_first: bool, is
 
 
 def _position(messages: Begin, spans: tuple[Span, ...]) -> int | None:
-    """Return the position in the response that messages go back to.
+    """Return the end of the turn that messages follow, as a position in the response.
 
-    `NEW_CONVERSATION` means that a new conversation begins, None that the messages continue at the end. Raises
-    `CallFailedError` if they name a turn that does not exist.
+    `NEW_CONVERSATION`: they begin a new conversation. None: they follow the last turn. Raises `CallFailedError` if
+    they name a turn that does not exist.
     """
     if isinstance(messages, Rewrite) or (isinstance(messages, TokenPrompt) and not messages.after):
         return NEW_CONVERSATION
@@ -90,7 +92,7 @@ def _position(messages: Begin, spans: tuple[Span, ...]) -> int | None:
     if messages.after > len(ends):
         name = type(messages).__name__
         raise _invalid(
-            f"step returned {name} after={messages.after} of {len(ends)} turns; go back to one of these"
+            f"step returned {name} with after={messages.after} of {len(ends)} turns; name one of these turns"
         )
     end = ends[messages.after - 1]
     return None if end == spans[-1].end else end

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -27,7 +27,7 @@ DETAIL_CHARS = 400
 
 
 class CallFailedError(Exception):
-    """A call gave no usable answer; `reason` goes into the ledger."""
+    """A call gave no usable answer; `reason` goes into the ledger. The message is cut to one line."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(" ".join(detail.split())[:DETAIL_CHARS])
@@ -45,10 +45,10 @@ class EnvironmentCalls:
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.at_once)
         self.threads = ThreadPoolExecutor(2 * settings.at_once, thread_name_prefix="environment")
-        self._hung = 0  # threads whose call overran its time
+        self._hung = set[Future[Any]]()  # calls that overran their time and still hold a thread
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function and return its result. Raises `CallFailedError` if it raises or times out."""
+        """Call a function in one of `at_once` slots. Raises `CallFailedError` if it raises or times out."""
         async with self._slots:
             return await self._limited(function, *arguments)
 
@@ -77,7 +77,7 @@ class EnvironmentCalls:
         answer = await self.call(function, *arguments)
         fault, most = "", self._settings.max_observation_bytes
         if not isinstance(answer, Answer):
-            fault = f"a {type(answer).__name__}; return an Observation, a Rewrite or End"
+            fault = f"a {type(answer).__name__}; return an Observation, a Rewrite, a TokenPrompt or End"
         try:
             if not fault and (size := _num_bytes(answer)) > most:
                 fault = f"{size:,} bytes, above environment.max_observation_bytes={most:,}"
@@ -99,12 +99,12 @@ class EnvironmentCalls:
             task.add_done_callback(_log_failed_close)
 
     async def watch(self, seconds: float) -> None:
-        """Watch this process for `seconds`. Raises `ProcessSpentError` if it must be replaced."""
+        """Check hung calls and memory of this process for `seconds`. Raises `ProcessSpentError` above a limit."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self._hung >= max(1, self._settings.at_once // 2):
+            if len(self._hung) >= max(1, self._settings.at_once // 2):
                 limit_s = f"environment.timeout_s={self._settings.timeout_s:g}"
-                raise ProcessSpentError(f"{self._hung} calls have not returned within {limit_s}")
+                raise ProcessSpentError(f"{len(self._hung)} calls have not returned within {limit_s}")
             most = self._settings.memory_bytes
             if most is not None and (held := _resident_bytes()) > most:
                 raise ProcessSpentError(f"the process has {held:,} bytes, above environment.memory_bytes={most:,}")
@@ -117,16 +117,13 @@ class EnvironmentCalls:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if future.running():
-                self._hung += 1
-                future.add_done_callback(lambda _: self._thread_returned())
+                self._hung.add(future)
+                future.add_done_callback(self._hung.discard)
             raise
-
-    def _thread_returned(self) -> None:
-        self._hung -= 1
 
 
 def call_in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function and return its result, for use in a thread."""
+    """Call a function and return its result; in a thread, raise its `StopIteration` as `RuntimeError`."""
     try:
         return function(*arguments, **named)
     except StopIteration as error:  # asyncio futures cannot carry it, so the call would never return
@@ -134,7 +131,7 @@ def call_in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) 
 
 
 def _num_bytes(answer: Answer) -> int:
-    """Count the bytes of an answer's texts. Raises `UnicodeEncodeError` for a text that is no Unicode."""
+    """Count the bytes of an answer's texts; 0 without texts. Raises `UnicodeEncodeError` for invalid Unicode."""
     if isinstance(answer, Observation):
         return sum(len(text.encode()) for text in answer.messages)
     if isinstance(answer, Rewrite):
@@ -143,7 +140,7 @@ def _num_bytes(answer: Answer) -> int:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error; pydantic's errors without the address of a page."""
+    """Return an error's type and message; of a pydantic error each field and fault, without its link to a page."""
     if not isinstance(error, ValidationError):
         return f"{type(error).__name__}: {error}"
     faults = error.errors(include_url=False, include_context=False, include_input=False)

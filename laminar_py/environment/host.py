@@ -39,7 +39,7 @@ _NO_LOGPROBS = np.empty(0, np.float32)
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """An environment in this process, with the last turn it got and its answer."""
+    """An environment in this process, with the digest of the last turn that it got and the answer to that turn."""
 
     environment: Environment | None  # None before it is ready, and once it is closed
     response_digest: bytes  # of the response up to its last turn
@@ -88,8 +88,8 @@ class EnvironmentHost:
     def forget(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have no further turn.
 
-        Their last answers stay in files: if the run crashes before the ledger has the trajectory's end, the
-        trajectory asks again.
+        Files keep the last answers: if the run crashes before the ledger has a trajectory's end, its replica asks
+        for the last answer again.
         """
         for name in trajectory_ids:
             session = self._sessions.pop(name, None)
@@ -99,7 +99,10 @@ class EnvironmentHost:
                 session.is_forgotten = True
 
     async def _resolve_answer(self, session: Session, work: Coroutine[Any, Any, EnvironmentTurn]) -> None:
-        """Run `work` and set the session's answer from it. A `CallFailedError` becomes an answer, too."""
+        """Await `work`, and set the session's answer to its result or to the failure of a `CallFailedError`.
+
+        Any other error ends the session; this call and all waiting requests raise it.
+        """
         began = time.monotonic()
         try:
             answer = await work
@@ -122,7 +125,7 @@ class EnvironmentHost:
         """Answer a turn that this process has not answered, and save the answer before returning it.
 
         A turn that an earlier process answered gets its saved answer. `before` is the trajectory's session of the
-        turn before. Raises `CallFailedError`, also after `MAX_ATTEMPTS` crashes over this turn.
+        turn before, if this process has one. Raises `CallFailedError`, also after `MAX_ATTEMPTS` crashes.
         """
         is_here = before is not None and before.environment is not None
         saved, attempts = (None, 0) if is_here else self._saved.load(turn.trajectory_id, session.response_digest)
@@ -145,7 +148,7 @@ class EnvironmentHost:
         )
         if answer.ids is not None and num_turns >= self._limits.max_turns:
             answer = EnvironmentTurn(is_cut=True, elapsed_s=answer.elapsed_s)
-        state = await self._state(environment) if answer.ids is not None else None
+        state = await self._snapshot(environment) if answer.ids is not None else None
         self._saved.save(
             turn.trajectory_id, SavedTurn(response_digest=session.response_digest, answer=answer, state=state)
         )
@@ -156,11 +159,11 @@ class EnvironmentHost:
     async def _environment_before(
         self, turn: ModelTurn, before: Session | None, saved: SavedTurn | None
     ) -> Environment:
-        """Return the environment in its state before this turn.
+        """Return the environment in its state before this turn: from the session `before`, or rebuilt.
 
         Raises `CallFailedError` if it cannot be rebuilt.
         """
-        start = _start_of_last_turn(turn)
+        start = _start_of_last_answer(turn)
         digest = _digest(turn.response_ids[:start])
         if before is not None and before.environment is not None and before.response_digest == digest:
             return before.environment
@@ -168,19 +171,15 @@ class EnvironmentHost:
             self._close_environment(before)
         environment: Environment = await self._calls.call(self._make)
         try:
-            await self._restore_or_replay(
-                environment, turn, saved if saved is not None and saved.response_digest == digest else None
-            )
+            is_turn_before = saved is not None and saved.response_digest == digest
+            await self._restore_or_replay(environment, turn, saved if is_turn_before else None)
         except BaseException:
             self._calls.close_environment(environment)
             raise
         return environment
 
     async def _restore_or_replay(self, environment: Environment, turn: ModelTurn, saved: SavedTurn | None) -> None:
-        """Bring a new environment into the state before a turn.
-
-        Raises `CallFailedError` if it cannot be rebuilt.
-        """
+        """Bring a new environment into the state before a turn. Raises `CallFailedError` if that is impossible."""
         if not len(turn.response_ids):
             return
         if saved is not None and saved.state is not None:
@@ -189,7 +188,7 @@ class EnvironmentHost:
         elif getattr(environment, "deterministic", False):
             await self._replay_turns(environment, turn)
         else:
-            detail = "its process crashed, and it can neither be restored nor replayed"
+            detail = "it is closed or its process crashed; define snapshot and restore, or deterministic = True"
             raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
     async def _replay_turns(self, environment: Environment, turn: ModelTurn) -> None:
@@ -201,11 +200,11 @@ class EnvironmentHost:
                 returned, self._writer, response_ids=turn.response_ids, spans=before, elapsed_s=0.0
             )
             if not is_recorded_answer(answer, turn, start=end):
-                detail = f"its process crashed, and the replay answered turn {number} otherwise"
+                detail = f"its process crashed, and the replay answered turn {number} differently"
                 raise CallFailedError(DropReason.ENVIRONMENT_LOST, detail)
 
     async def _step_environment(self, environment: Environment, turn: ModelTurn, number: int) -> Answer:
-        """Let an environment answer the turn with this number; 1 is the first, and 0 calls `reset`."""
+        """Return the environment's answer to turn `number` (1 is the first), or of `reset` for 0."""
         if not number:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _turn_range(turn, number)
@@ -216,17 +215,19 @@ class EnvironmentHost:
         text = whole if before is None else before
         if not isinstance(environment, TokenEnvironment):
             return await self._calls.answer(environment.step, text)
+        until_end = [span for span in turn.spans if span.end <= end]
+        places = context_of(until_end).places  # of the turn and its context in the response
         sampled = SampledTurn(
             text=text,
-            context=_context(turn, start, end),
+            context=turn.response_ids[places[places < start]],
             ids=ids,
             logprobs=turn.logprobs if end == len(turn.response_ids) else _NO_LOGPROBS,
             is_cut=before is None and not self._writer.has_ended(ids),
         )
         return await self._calls.answer(environment.step_tokens, sampled)
 
-    async def _state(self, environment: Environment) -> bytes | None:
-        """Return the saved state of an environment, None if it cannot save one. Raises CallFailedError."""
+    async def _snapshot(self, environment: Environment) -> bytes | None:
+        """Return an environment's snapshot, None if it cannot make one. Raises `CallFailedError`."""
         if not isinstance(environment, Restorable):
             return None
         state: object = await self._calls.call(environment.snapshot)
@@ -237,14 +238,14 @@ class EnvironmentHost:
         return state
 
     def _close_idle(self, newest: str) -> None:
-        """Close environments that are idle longest, beyond `most_kept`. A further turn rebuilds them."""
+        """Close the longest idle environments beyond `most_kept`, but never `newest`; a turn rebuilds them."""
         sessions = list(self._sessions.items())
         idle = (name for name, session in sessions if session.answer.done() and name != newest)
         for name in islice(idle, max(0, len(self._sessions) - self._limits.most_kept)):
             self._close_environment(self._sessions.pop(name))
 
     def _close_environment(self, session: Session) -> None:
-        """Close the environment of a session."""
+        """Close the environment of a session, if it has one."""
         environment, session.environment = session.environment, None
         if environment is not None:
             self._calls.close_environment(environment)
@@ -256,18 +257,12 @@ def _turn_range(turn: ModelTurn, number: int) -> tuple[int, int]:
     return max((span.end for span in turn.spans if span.version is None and span.end <= end), default=0), end
 
 
-def _context(turn: ModelTurn, start: int, end: int) -> IntArray:
-    """Return the response tokens that were the context of the model's turn at [start, end)."""
-    places = context_of([span for span in turn.spans if span.end <= end]).places
-    return turn.response_ids[places[places < start]]
-
-
 def _digest(ids: IntArray) -> bytes:
     return blake3(ids.tobytes()).digest(length=DIGEST_BYTES)
 
 
-def _start_of_last_turn(turn: ModelTurn) -> int:
-    """Return the length of the response before the environment's last answer and the model's turn after it."""
+def _start_of_last_answer(turn: ModelTurn) -> int:
+    """Return where the environment's last answer starts in the response; 0 without an answer."""
     return next((span.start for span in reversed(turn.spans) if span.version is None), 0)
 
 

@@ -43,7 +43,7 @@ TurnLimit: TypeAlias = Annotated[int, Field(ge=1, le=MAX_TURN_TOKENS, strict=Tru
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS, strict=True)]
 StopStrings: TypeAlias = Annotated[tuple[StopString, ...], Field(max_length=MAX_STOPS)]
 RoleName: TypeAlias = Annotated[str, Field(max_length=ROLE_CHARS, pattern=r"^\P{C}*$")]  # printable
-RewardValue: TypeAlias = Annotated[  # any number, e.g. of numpy, but no text of one
+RewardValue: TypeAlias = Annotated[  # any number, e.g. of numpy, but no text
     float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False), BeforeValidator(_refuse_text)
 ]
 RoleRewards: TypeAlias = Annotated[dict[RoleName, RewardValue], Field(min_length=1, max_length=MOST_ROLES)]
@@ -52,7 +52,7 @@ TemplateMessage: TypeAlias = dict[str, JsonValue]
 
 
 class Role(StrEnum):
-    """Speaker of an observation, for the chat template."""
+    """Role of an observation's messages in the chat template."""
 
     USER = "user"
     TOOL = "tool"
@@ -96,7 +96,7 @@ class Rewrite:
         """Check the roles of messages. Raises `ValueError`."""
         for turn in self.turns:
             if turn.get("role") not in get_args(Speaker):
-                raise ValueError(f"role {turn.get('role')!r}: choose of {', '.join(get_args(Speaker))}")
+                raise ValueError(f"role {turn.get('role')!r}: choose one of {', '.join(get_args(Speaker))}")
 
     @property
     def turns(self) -> tuple[Mapping[str, object], ...]:
@@ -113,8 +113,8 @@ class Rewrite:
 class TokenPrompt:
     """Token ids that the model reads before its next turn, used as they are.
 
-    They follow the model's turn `after` (1 is its first) and the context of that turn; 0: they begin a
-    conversation.
+    They follow the model's turn `after` (1 is its first) and the context of that turn. With `after=0` they begin a
+    new conversation.
     """
 
     ids: IntArray  # [n]
@@ -169,14 +169,14 @@ class Environment(Protocol):
 
 @runtime_checkable
 class TokenEnvironment(Protocol):
-    """An environment that answers the tokens of a turn, e.g. since it passes them on over a socket."""
+    """An environment that gets the tokens of a turn, e.g. to send them over a socket."""
 
     def reset(self, problem: Problem) -> Begin | Awaitable[Begin]:
         """Begin the trajectory and return the messages before the model's first turn."""
         ...
 
     def step_tokens(self, turn: SampledTurn) -> Answer | Awaitable[Answer]:
-        """Answer a turn of the model."""
+        """Answer a turn of the model, given with its tokens."""
         ...
 
 

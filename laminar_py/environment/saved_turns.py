@@ -28,7 +28,7 @@ def environments_path(run: Path) -> Path:
 
 
 class SavedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """An answered turn."""
+    """The last answered turn of a trajectory."""
 
     response_digest: bytes  # of the response up to that turn
     answer: EnvironmentTurn
@@ -57,13 +57,13 @@ class SavedTurns:
         attempts.unlink(missing_ok=True)
 
     def count_attempt(self, trajectory_id: str, digest: bytes) -> None:
-        """Count an attempt at the turn that ends the response of this digest."""
+        """Count an attempt to answer the last turn of the response with this digest."""
         _, attempts = self._paths(trajectory_id)
         with attempts.open("a", encoding="ascii") as file:
             file.write(f"{digest.hex()}\n")
 
     def load(self, trajectory_id: str, digest: bytes) -> tuple[SavedTurn | None, int]:
-        """Read the saved turn of a trajectory, and the number of attempts at the turn of `digest` after it.
+        """Read the saved turn of a trajectory, and the number of attempts to answer the response `digest`.
 
         An earlier process may have written both. A file that a crash of the host has damaged counts as missing.
         """
@@ -75,11 +75,11 @@ class SavedTurns:
             if _digest_of_file(body) == data[:DIGEST_BYTES]:
                 saved = decode(SavedTurn, body)
             else:
-                log.warning("%s is damaged, so its turn is taken again", path)
+                log.warning("%s is damaged, so the environment answers its turn again", path)
         return saved, attempts.read_text().split().count(digest.hex()) if attempts.exists() else 0
 
     def names(self) -> list[str]:
-        """List trajectories that have a file."""
+        """Return the ids of trajectories that have a file, sorted."""
         return sorted({path.stem for suffix in (SUFFIX, ATTEMPTS) for path in self._folder.glob(f"*{suffix}")})
 
     def forget(self, trajectory_ids: Iterable[str]) -> None:
@@ -95,5 +95,5 @@ class SavedTurns:
 
 
 def _digest_of_file(body: bytes) -> bytes:
-    """Return the digest of a saved turn's bytes."""
+    """Return the digest that stands before a saved turn's bytes in its file."""
     return blake3(body).digest(length=DIGEST_BYTES)

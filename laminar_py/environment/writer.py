@@ -61,7 +61,9 @@ class PlainWriter:
         """Raise `TemplateError` if an id is not a token of the model."""
         outside = (ids < 0) | (ids >= self._codec.num_ids)
         if outside.any():
-            raise TemplateError(f"token {ids[outside][0]} is none of the {self._codec.num_ids} of the model")
+            raise TemplateError(
+                f"token {ids[outside][0]} is unknown; the model has ids below {self._codec.num_ids}"
+            )
 
 
 class ChatWriter(PlainWriter):
@@ -95,14 +97,19 @@ class ChatWriter(PlainWriter):
         return ids if is_cut else ids[1:]
 
     def _encode_messages(self, observation: Observation, *, is_first: bool) -> IntArray:
-        """Encode messages and the template's text around them; the token that ends a turn comes first."""
+        """Encode messages and the template's text around them.
+
+        Unless they are the first messages, the token that ends the model's turn comes first.
+        """
         texts = observation.messages
-        return self._join_texts(self._around(observation.role, len(texts), is_first), texts)
+        before, *others = self._around(observation.role, len(texts), is_first)
+        pairs = [(self._codec.encode_literal(text), after) for text, after in zip(texts, others, strict=True)]
+        return np.concatenate([before, *(ids for pair in pairs for ids in pair)])
 
     def encode_conversation(self, rewrite: Rewrite) -> IntArray:
         """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
         if rewrite.turns[-1]["role"] == "assistant":
-            raise TemplateError("a Rewrite ends before a turn of the assistant; let another speak last")
+            raise TemplateError("a Rewrite ends before a turn of the assistant; end it with another role")
         hidden = HiddenWords(self._codec.special_texts)
         turns: list[Turn] = [hidden.hide(dict(turn)) for turn in rewrite.turns]
         tools = hidden.hide(list(rewrite.tools))
@@ -113,15 +120,6 @@ class ChatWriter(PlainWriter):
                 for piece, word in hidden.parts(text)
             ]
         )
-
-    def _join_texts(self, around: Sequence[IntArray], texts: Sequence[str]) -> IntArray:
-        """Encode texts and put them between the pieces `around` them."""
-        between = [
-            part
-            for text, after in zip(texts, around[1:], strict=True)
-            for part in (self._codec.encode_literal(text), after)
-        ]
-        return np.concatenate([around[0], *between])
 
     def _template_pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
         """Encode the template's text before, between and after `count` messages of a role."""
@@ -143,7 +141,7 @@ class ChatWriter(PlainWriter):
         return [self._codec.encode(piece) for piece in (*pieces, text)]
 
     def _text_before_turn(self, turns: list[Turn]) -> str:
-        """Return the text after a prompt: messages, then the beginning of the assistant's turn."""
+        """Return the template's text for messages after a prompt, up to where the assistant's turn begins."""
         asked: list[Turn] = [{"role": Role.USER.value, "content": PROBE}]
         before = self._template.conversation(asked, answers=False)
         text = self._template.conversation([*asked, *turns], answers=True)
@@ -152,30 +150,26 @@ class ChatWriter(PlainWriter):
         return text.removeprefix(before)
 
     def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[IntArray, str]:
-        """Return the token [1] that ends an assistant's turn `answer`, and the text after that token."""
+        """Return the token [1] that ends the assistant's turn `answer`, and the text for the messages after it."""
         spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": answer}]
         text = self._template.conversation([*spoken, *turns], answers=True)
         _, written, after = text.partition(answer)
         if not written:
             raise TemplateError("the chat template leaves out the assistant's text")
-        return self._split_end_token(after)
-
-    def _split_end_token(self, text: str) -> tuple[IntArray, str]:
-        """Return the first token [1] of a text, which must end a turn, and the rest of the text."""
-        ids = self._codec.encode(text)
+        ids = self._codec.encode(after)
         if not len(ids) or int(ids[0]) not in self._stop_ids:
             raise TemplateError("the chat template writes no end token after a turn of the assistant")
-        return ids[:1], text.removeprefix(self._codec.decode(ids[:1], special=True))
+        return ids[:1], after.removeprefix(self._codec.decode(ids[:1], special=True))
 
     def _why_unsupported(self, role: Role) -> str:
-        """Say why messages of a role cannot follow a turn; "" if they can."""
+        """Return why messages of a role cannot follow a turn of the model; "" if they can."""
         answer: list[Turn] = [{"role": role.value, "content": "5"}]
         try:
             _, first = self._text_between_turns(PROBE, answer)
             _, second = self._text_between_turns(OTHER_MARK, answer)
         except TemplateError as error:
             return str(error)
-        return "" if first == second else "the chat template writes an answer in dependence of what came before"
+        return "" if first == second else "the chat template writes a message differently after different turns"
 
 
 class HiddenWords:
@@ -201,7 +195,7 @@ class HiddenWords:
         return value
 
     def parts(self, text: str) -> Iterator[tuple[str, str | None]]:
-        """Split a text at the random words: yield plain pieces with None, and each random word with its name."""
+        """Split a text at the random words: yield (plain piece, None) and (random word, name behind it)."""
         pattern = "|".join(map(re.escape, self._words)) or r"(?!)"
         for piece in re.split(f"({pattern})", text):
             if piece:
@@ -209,7 +203,7 @@ class HiddenWords:
 
 
 def _mark(place: int) -> str:
-    """Return the placeholder for the text of a message."""
+    """Return the placeholder for the text of the message at a place."""
     return f"{OTHER_MARK}{place}x"
 
 

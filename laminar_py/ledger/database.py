@@ -59,8 +59,8 @@ def logs_of(ledger: Path) -> list[Path]:
 
 
 def open_writer(path: Path) -> sqlite3.Connection:
-    """The writing connection, with an empty ledger laid out if there is no file yet. Raises `LedgerError`."""
-    is_new = not path.exists() or path.stat().st_size == 0  # its making was interrupted
+    """Open the connection that writes; create the ledger if its file is missing or empty. Raises `LedgerError`."""
+    is_new = not path.exists() or path.stat().st_size == 0  # a crash left an empty file
     has_log = not on_network(path.parent)
     with _as_ledger_error(path):
         busy_s = _BUSY_S if has_log else _SHARED_BUSY_S
@@ -85,7 +85,7 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
-    """Open a read-only connection; each statement sees everything committed before it.
+    """Open a read-only connection; each statement sees everything committed before it. Raises `LedgerError`.
 
     With `immutable`, for a file without a writer, SQLite takes no locks and creates no files beside it.
     """
@@ -103,9 +103,11 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
 
 @contextmanager
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
-    """Open a read-only connection that sees one state of the ledger while others write."""
+    """Open a read-only connection that sees one state of the ledger. Raises `LedgerError`, also in the block."""
     path = ledger_path(run)
-    is_sealed = (path.parent / SEAL_NAME).is_file() and not logs_of(path)  # and unchanged, so nobody writes to it
+    is_sealed = (path.parent / SEAL_NAME).is_file() and not logs_of(
+        path
+    )  # and unchanged, so no process writes to it
     with closing(open_reader(path, immutable=is_sealed)) as connection, _as_ledger_error(path):
         connection.execute("BEGIN")
         yield connection
@@ -130,8 +132,8 @@ def _plain(sql: str) -> str:
 def on_network(folder: Path, mounts: str | None = None) -> bool:
     """Return whether a folder is on a network file system; the folder need not exist.
 
-    `mounts` replaces the kernel's `/proc/self/mountinfo`. The type is found by device number, which no later mount
-    hides; a folder whose number is in no line, as in Btrfs, is local.
+    `mounts` replaces the text of `/proc/self/mountinfo`. The function looks for the folder's device number, which
+    no later mount hides; a folder whose number is in no line, as in Btrfs, is local.
     """
     place = folder.resolve()
     device = next(path for path in (place, *place.parents) if path.exists()).stat().st_dev
@@ -166,7 +168,9 @@ def _as_ledger_error(path: Path) -> Iterator[None]:
         yield
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-            raise LedgerError(f"ledger={path}: another process holds it; try again when that ends") from error
+            raise LedgerError(
+                f"ledger={path}: another process holds it; try again when that process ends"
+            ) from error
         reason = " ".join(str(error).split())  # it may quote damaged text
         raise LedgerError(
             f"ledger={path}: cannot be read ({reason}); restore the file with its -wal file, or start a new run"

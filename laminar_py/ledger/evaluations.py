@@ -22,10 +22,10 @@ UNSCORED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT, DropReason.REFU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPass:
-    """A pass that was open when its controller ended, e.g. `e4-aime` under version 7, with 128 answers."""
+    """A pass without a result when its controller ended, e.g. `e4-aime` under version 7, with 128 answers."""
 
     id: str
-    version: int | None  # None: it has no tokens yet
+    version: int | None  # of its tokens; None: the pass has no tokens yet
     step: int | None  # the learner step of its version
     answers: Mapping[str, EvalAnswer]
 
@@ -33,7 +33,7 @@ class OpenPass:
 def open_passes(run: Path) -> list[OpenPass]:
     """Return the passes that a resumed run continues, oldest first; call it after the rollback is on record.
 
-    It leaves out passes that an earlier resume gave up, passes with two versions, and passes of undone versions.
+    It leaves out passes that an earlier resume gave up, that have two versions, or whose version is undone.
     Raises `ConfigError`.
     """
     with reading(run) as connection:
@@ -104,7 +104,7 @@ def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, Eva
     rows = [
         row
         for row in trajectory_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,))
-        if _is_answered(row)
+        if row.status is Status.CONSUMED or row.drop_reason in UNSCORED
     ]
     texts = _answer_texts(connection, rows)
     return {
@@ -116,7 +116,7 @@ def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, Eva
 
 
 def answer_of(row: TrajectoryRow, *, reward: float | None, answer: str) -> EvalAnswer:
-    """Return the answer of an ended trajectory; `reward` is None without a score."""
+    """Return the record of an ended trajectory in a pass; `reward` is None if scoring failed."""
     return EvalAnswer(
         problem=problem_of(row.id),
         sample=row.sample_index,
@@ -127,12 +127,8 @@ def answer_of(row: TrajectoryRow, *, reward: float | None, answer: str) -> EvalA
     )
 
 
-def _is_answered(row: TrajectoryRow) -> bool:
-    return row.status is Status.CONSUMED or row.drop_reason in UNSCORED
-
-
 def _answer_texts(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, str]:
-    """Return answer texts by trajectory, by one scan over the pass's range of events, which have no index."""
+    """Return final answers by trajectory, by one scan of the events from the first to the last of `rows`."""
     if not rows:
         return {}
     bodies = connection.execute(

@@ -67,9 +67,9 @@ class Ledger:
         self._complete.set()
 
     async def start(self) -> None:
-        """Open or create the file, and load its live trajectories into `machine`. Raises `ValueError`.
+        """Open or create the file, and load its live trajectories into `machine`. Raises `LedgerError`.
 
-        If a sealed run continues, `SealBroken` is on record before its seal is deleted.
+        If the run has a seal, commit `SealBroken`, and then delete the seal.
         """
         self._writer = Writer(await asyncio.to_thread(open_writer, self._path), host=self._host)
         self._reader = open_reader(self._path)
@@ -77,7 +77,7 @@ class Ledger:
         await asyncio.to_thread(_restore, self.machine, self._reader)
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._write_batches(), name="ledger")
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._writing_ended)
         seal = await asyncio.to_thread(seal_digest, self._path.parent)
         if seal is not None:
             self.append(SealBroken(seal))
@@ -104,8 +104,6 @@ class Ledger:
         """The highest version on record as published, -1 before the first."""
         return self.machine.marks.version
 
-    # ---- writing
-
     def append(self, event: AnyEvent) -> None:
         """Record an event. Raises `IllegalEventError`, an AssertionError, if it cannot happen now."""
         self._check_open()
@@ -121,7 +119,7 @@ class Ledger:
     def together(self) -> Iterator[None]:
         """Write everything appended inside the block in one transaction, even across `await`s.
 
-        An exception inside the block ends the ledger, which then writes nothing that waits.
+        An exception inside the block ends the ledger, which then writes no pending event.
         """
         assert self._complete.is_set(), "`together` does not nest"
         self._complete.clear()
@@ -137,7 +135,7 @@ class Ledger:
     def append_all(self, events: Sequence[AnyEvent]) -> None:
         """Record events in one transaction, all or none.
 
-        An illegal event ends the ledger, which then writes nothing that waits, so that no part of them stays.
+        An illegal event raises `IllegalEventError` and ends the ledger, which then writes no pending event.
         """
         try:
             for event in events:
@@ -148,7 +146,7 @@ class Ledger:
             raise
 
     def store_prompt(self, prompt: Prompt) -> None:
-        """Store a prompt, once per id."""
+        """Store a prompt, unless the batch has its id already."""
         self._check_open()
         if prompt.id not in self._prompts:
             self._prompts.add(prompt.id)
@@ -156,24 +154,24 @@ class Ledger:
             self._schedule()
 
     def store_tokens(self, trajectory_id: str, tokens: TokensRef, spans: tuple[Span, ...]) -> None:
-        """Store the place of response tokens [start, end), which `spans` cover, and of their recordings.
+        """Store the reference to response tokens [start, end); `spans` cover these tokens.
 
         Raises `IllegalEventError` unless the trajectory runs and has `start` tokens.
         """
         self._check_open()
         row = self.machine.store_tokens(trajectory_id, tokens, spans)
         self._dirty[row.id] = row
-        at, what = tokens.at, (NO_COLUMN, "", tokens.start, tokens.end, encode_spans(spans), tokens.routed)
-        self._batch.pieces.append(PieceRow(row.number, *what, at.segment, at.offset, at.num_bytes, at.digest))
+        at, contents = tokens.at, (NO_COLUMN, "", tokens.start, tokens.end, encode_spans(spans), tokens.routed)
+        self._batch.pieces.append(PieceRow(row.number, *contents, at.segment, at.offset, at.num_bytes, at.digest))
         self._schedule()
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> None:
-        """Store the places of the columns that scoring gave a finished response."""
+        """Store the references to the columns that scoring gave a finished response, by name."""
         self._check_open()
         row = self.machine.store_columns(trajectory_id, columns)
         for name, column in columns.items():
-            at, where = column.at, (row.number, name, column.dtype.value, 0, row.length, "[]", 0)
-            self._batch.pieces.append(PieceRow(*where, at.segment, at.offset, at.num_bytes, at.digest))
+            at, contents = column.at, (row.number, name, column.dtype.value, 0, row.length, "[]", 0)
+            self._batch.pieces.append(PieceRow(*contents, at.segment, at.offset, at.num_bytes, at.digest))
         self._schedule()
 
     async def commit(self) -> None:
@@ -183,8 +181,6 @@ class Ledger:
         self._waiters.append(waiter)
         self._wake.set()
         await waiter
-
-    # ---- reading
 
     def accounting(self) -> Accounting:
         """Return counts of issued, consumed, dropped and live trajectories."""
@@ -196,16 +192,14 @@ class Ledger:
         Their learner crashed before `VersionPublished` was on record. The size is 0 if only a replica named the
         version.
         """
-        return sorted(self.machine.marks.unpublished.values(), key=lambda one: one.version)
-
-    # ---- the writing task
+        return sorted(self.machine.marks.unpublished.values(), key=lambda published: published.version)
 
     def _schedule(self) -> None:
         if self._timer is None:
             self._timer = self._loop.call_later(FLUSH_S, self._wake.set)
 
     def _cut(self) -> Unwritten:
-        """Take everything that waits to be written as one batch, and begin another."""
+        """Return everything that waits to be written as one batch, and start an empty batch."""
         if self._timer is not None:
             self._timer.cancel()
         batch, self._batch, self._timer = self._batch, Unwritten(), None
@@ -216,9 +210,9 @@ class Ledger:
         return batch
 
     async def _write_batches(self) -> None:
-        """Write batches in a thread until closed, and complete the commits that wait for each.
+        """Write batches in a thread until closed, and complete the commits that wait for each batch.
 
-        Raises the error of a write, or the failure that the ledger was given.
+        Raises the error of a failed write, or `_failure` once `together` or `append_all` has set it.
         """
         while not (self._closing and not self._wake.is_set()):
             await self._wake.wait()
@@ -233,8 +227,8 @@ class Ledger:
                 if not waiter.done():  # done: its commit was cancelled
                     waiter.set_result(None)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        """Keep the error of the writing task, and give it to all who wait for a commit."""
+    def _writing_ended(self, task: "asyncio.Task[None]") -> None:
+        """Keep the error that ended the writing task, and raise it in all waiting commits."""
         if task.cancelled():
             self._failure = RuntimeError(f"the writing of {self._path} was cancelled")
         elif task.exception() is not None:
@@ -247,13 +241,14 @@ class Ledger:
         return next(iter(live_rows(self._reader, "id = ?", (trajectory_id,))), None)
 
     def _check_open(self) -> None:
+        """Raise the error that ended the ledger, or `AssertionError` after `close`."""
         if self._failure is not None:
             raise self._failure
         assert not self._closing, f"{self._path} is closed"
 
 
 def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
-    """Load the state on disk into a fresh machine."""
+    """Load live trajectories, counts, marks and clock from disk into a fresh machine."""
     rows = live_rows(connection, "status NOT IN ('consumed', 'dropped')")
     machine.live.update({row.id: row for row in rows})
     machine.counts = read_accounting(connection)
@@ -264,10 +259,8 @@ def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
         " (SELECT coalesce(max(step), 0) FROM step WHERE NOT undone)"
     ).fetchone()
     number, incarnation, version, step = marks
-    spoken_of = {one.version: one for one in unpublished(connection)}
-    machine.marks = Marks(
-        number=number, incarnation=incarnation, version=version, unpublished=spoken_of, step=step
-    )
+    later = {published.version: published for published in unpublished(connection)}
+    machine.marks = Marks(number=number, incarnation=incarnation, version=version, unpublished=later, step=step)
     clock = connection.execute(
         "SELECT wall, mono FROM event WHERE seq = (SELECT coalesce(max(seq), 1) FROM incarnation)"
     ).fetchone()

@@ -83,7 +83,7 @@ class Marks:
 
     @property
     def seen_version(self) -> int:
-        """The highest version that any event names; a learner may crash before it reports its publish."""
+        """The highest version that any event names, published or not."""
         return max(self.unpublished, default=self.version)
 
     def published(self, version: int) -> None:
@@ -109,7 +109,7 @@ class RunClock:
     mono: float = 0.0
 
     def at(self, wall: float, mono: float, event: AnyEvent) -> float:
-        """Return the time of an event with these two stamps."""
+        """Return the time of an event from its two stamps; the first event and each `RunStarted` set the clock."""
         if self.wall is None or type(event) is RunStarted:
             self.wall, self.mono = wall, mono
         return self.wall + (mono - self.mono)
@@ -124,7 +124,7 @@ class Machine:
 
     def __init__(self, *, recall: Callable[[str], LiveTrajectory | None] = lambda _: None) -> None:
         self.live: dict[str, LiveTrajectory] = {}
-        self._ended = WeakValueDictionary[str, LiveTrajectory]()  # consumed, still referenced somewhere
+        self._ended = WeakValueDictionary[str, LiveTrajectory]()  # consumed, while other code refers to them
         self.counts = Accounting()  # without live ones, which are counted separately, so that law 1 can be checked
         self.marks = Marks()
         self.clock = RunClock()
@@ -134,7 +134,7 @@ class Machine:
             Issued: self._issued,
             Assigned: self._assigned,
             Interrupted: self._interrupted,
-            StreamLost: self._stream_cut,
+            StreamLost: self._stream_lost,
             Restamped: self._restamped,
             Finished: self._finished,
             Cut: self._cut,
@@ -153,7 +153,7 @@ class Machine:
         }
 
     def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> LiveTrajectory | None:
-        """Apply event number `seq`, stamped by the wall and the monotonic clock; return its trajectory, if any.
+        """Apply event number `seq`, stamped by wall and monotonic clock; return the changed trajectory or None.
 
         Raises `IllegalEventError` if the event contradicts the state.
         """
@@ -173,9 +173,13 @@ class Machine:
         row = self.live.get(trajectory_id)
         if row is None or row.status is not Status.RUNNING or row.length != tokens.start:
             state = f"is {row.status} with {row.length} tokens" if row else "is not live"
-            raise IllegalEventError(f"segment [{tokens.start}, {tokens.end}) of {trajectory_id}, which {state}")
+            raise IllegalEventError(
+                f"cannot store tokens [{tokens.start}, {tokens.end}) of {trajectory_id}: it {state}"
+            )
         if not covers(spans, tokens.start, tokens.end):
-            raise IllegalEventError(f"segment [{tokens.start}, {tokens.end}) of {trajectory_id} has spans {spans}")
+            raise IllegalEventError(
+                f"spans {spans} of {trajectory_id} do not cover [{tokens.start}, {tokens.end})"
+            )
         row.length = tokens.end
         row.tokens = (*row.tokens, tokens)
         row.token_spans = replace_spans(row.token_spans, spans)
@@ -183,20 +187,19 @@ class Machine:
         return row
 
     def store_columns(self, trajectory_id: str, columns: Mapping[str, ColumnRef]) -> LiveTrajectory:
-        """Note the places of a response's columns."""
+        """Add references to columns of a live trajectory's response, by name; return the trajectory."""
         row = self.live.get(trajectory_id)
         assert row is not None, f"columns of {trajectory_id}, which is not live"
         row.columns = {**row.columns, **columns}
         return row
 
-    def adopt(self, left: LiveTrajectory) -> None:
-        """Replace the row of a live trajectory by the complete row that recovery built."""
-        row = self.live.pop(left.id, left)
-        left.last_seq = row.last_seq
-        self.live[left.id] = left
+    def adopt(self, recovered: LiveTrajectory) -> None:
+        """Replace a live trajectory by the complete row from recovery, but keep the number of its last event."""
+        recovered.last_seq = self.live.pop(recovered.id, recovered).last_seq
+        self.live[recovered.id] = recovered
 
     def accounting(self) -> Accounting:
-        """Return counts of issued, consumed, dropped and live trajectories; looks at each live one."""
+        """Return counts of issued, consumed, dropped and live trajectories; each call counts `live` again."""
         accounting = deepcopy(self.counts)
         for kind in Kind:
             accounting.of_kind(kind).live = sum(row.kind is kind for row in self.live.values())
@@ -227,11 +230,11 @@ class Machine:
         return row
 
     def _assigned(self, event: Assigned) -> LiveTrajectory:
-        """Let a queued or interrupted trajectory run on a replica; a new epoch moves its time to `used_s`."""
+        """Let a trajectory run on a replica; a new epoch adds its time on the earlier replica to `used_s`."""
         row = self._find(event, Status.QUEUED, Status.INTERRUPTED)
         if event.epoch < row.epoch:
             _refuse(event, f"its epoch is {row.epoch}")
-        _same_length(event, event.length, row)
+        _require_length(event, event.length, row)
         if event.epoch > row.epoch:
             row.used_s, row.here_s = row.used_s + row.here_s, 0.0
         row.status, row.epoch, row.replica = Status.RUNNING, event.epoch, event.replica
@@ -240,18 +243,21 @@ class Machine:
         return row
 
     def _interrupted(self, event: Interrupted) -> LiveTrajectory:
+        """Stop a running trajectory, which keeps its tokens."""
         row = self._find(event, Status.RUNNING)
-        _same_epoch(event, event.epoch, row)
-        _same_length(event, event.length, row)
+        _require_epoch(event, event.epoch, row)
+        _require_length(event, event.length, row)
         row.status = Status.INTERRUPTED
         return row
 
-    def _stream_cut(self, event: StreamLost) -> LiveTrajectory:
+    def _stream_lost(self, event: StreamLost) -> LiveTrajectory:
+        """Check an event about a running trajectory, whose state stays the same."""
         row = self._find(event, Status.RUNNING)
-        _same_length(event, event.length, row)
+        _require_length(event, event.length, row)
         return row
 
     def _restamped(self, event: Restamped) -> LiveTrajectory:
+        """Replace a running trajectory's spans, and so the weight versions of its tokens."""
         row = self._find(event, Status.RUNNING)
         if not covers(event.spans, 0, row.length):
             _refuse(event, f"its spans do not cover its {row.length} tokens")
@@ -263,8 +269,8 @@ class Machine:
     def _finished(self, event: Finished) -> LiveTrajectory:
         """Finish a running trajectory with the final spans and digest of its response."""
         row = self._find(event, Status.RUNNING)
-        _same_epoch(event, event.epoch, row)
-        _same_length(event, event.length, row)
+        _require_epoch(event, event.epoch, row)
+        _require_length(event, event.length, row)
         if not covers(event.spans, 0, event.length):
             _refuse(event, f"its spans do not cover its {event.length} tokens")
         if row.restamped is not None and encode_spans(clip_spans(event.spans, 0, row.restamped)) != row.spans:
@@ -278,28 +284,34 @@ class Machine:
         return row
 
     def _cut(self, event: Cut) -> LiveTrajectory:
+        """Note the cap that ends or ended a response."""
         row = self._find(event, Status.RUNNING, Status.FINISHED)
         row.cap = event.cap
         return row
 
     def _scored(self, event: Scored) -> LiveTrajectory:
+        """Give a finished trajectory its reward."""
         row = self._find(event, Status.FINISHED)
-        _finite(event, event.reward, *(credit.reward for credit in event.roles))
+        _require_finite(event, event.reward, *(credit.reward for credit in event.roles))
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
         row.scorer_s, row.scored_s = event.elapsed_s / event.at_once, self._now
         row.answer, row.earned, row.roles = event.answer, event.earned, event.roles
         return row
 
     def _ready(self, event: Ready) -> LiveTrajectory:
+        """Give a scored trajectory its advantage."""
         row = self._find(event, Status.SCORED)
-        _finite(event, event.advantage, event.advantage_scale, *(credit.advantage for credit in event.roles))
+        _require_finite(
+            event, event.advantage, event.advantage_scale, *(credit.advantage for credit in event.roles)
+        )
         row.status, row.ready_s = Status.READY, self._now
         row.advantage, row.advantage_scale, row.roles = event.advantage, event.advantage_scale, event.roles
         return row
 
     def _consumed(self, event: Consumed) -> LiveTrajectory:
+        """End a ready trajectory on which a learner step trained."""
         row = self._find(event, Status.READY)
-        _finite(event, event.weight)
+        _require_finite(event, event.weight)
         row.status, row.ended_s = Status.CONSUMED, self._now
         row.step, row.version = event.step, event.version
         row.staleness, row.weight = event.staleness, event.weight
@@ -319,6 +331,7 @@ class Machine:
         return row
 
     def _dropped(self, event: Dropped) -> LiveTrajectory:
+        """End a live trajectory without training on it."""
         row = self.live.pop(event.trajectory_id, None)
         if row is None:
             _refuse(event, "it is not live")
@@ -331,11 +344,13 @@ class Machine:
     # ---- the rest of the run
 
     def _run_started(self, event: RunStarted) -> None:
+        """Note a controller's start; its incarnation must exceed all earlier ones."""
         if event.incarnation <= self.marks.incarnation:
-            _refuse(event, f"incarnation {self.marks.incarnation} was there before")
+            _refuse(event, f"incarnation {self.marks.incarnation} is on record")
         self.marks.incarnation = event.incarnation
 
     def _version_published(self, event: VersionPublished) -> None:
+        """Note a version that the learner published; it must exceed all earlier ones."""
         if event.version <= self.marks.version:
             _refuse(event, f"version {self.marks.version} was published before; numbers are never reused")
         self.marks.published(event.version)
@@ -345,22 +360,23 @@ class Machine:
         self.marks.note_unpublished(event.version, event.digest, num_bytes=num_bytes)
 
     def _stepped(self, event: Stepped) -> None:
+        """Note a learner step; its number must exceed all earlier ones that no rollback undid."""
         if event.step <= self.marks.step:
             _refuse(event, f"step {self.marks.step} is done")
-        _finite(event, event.loss, event.grad_norm, event.reward)
+        _require_finite(event, event.loss, event.grad_norm, event.reward)
         self.marks.step = event.step
 
     def _rolled_back(self, event: RolledBack) -> None:
+        """Set the last step back."""
         if event.step > self.marks.step:
             _refuse(event, f"the last step is {self.marks.step}")
         self.marks.step = event.step
 
     def _evaluated(self, event: Evaluated) -> None:
-        _finite(event, event.figures.mean.value)
-
-    # ---- helpers
+        _require_finite(event, event.figures.mean.value)
 
     def _find(self, event: TrajectoryEvent, *allowed: Status) -> LiveTrajectory:
+        """Return the live trajectory of an event. Raises `IllegalEventError` if its status is not `allowed`."""
         row = self.live.get(event.trajectory_id)
         if row is None:
             _refuse(event, "it is not live")
@@ -379,31 +395,31 @@ def _refuse(event: AnyEvent, why: str) -> NoReturn:
     raise IllegalEventError(f"{event} cannot happen: {why}")
 
 
-def _same_epoch(event: AnyEvent, epoch: int, row: LiveTrajectory) -> None:
+def _require_epoch(event: AnyEvent, epoch: int, row: LiveTrajectory) -> None:
     if epoch != row.epoch:
         _refuse(event, f"its epoch is {row.epoch}")
 
 
-def _same_length(event: AnyEvent, length: int, row: LiveTrajectory) -> None:
+def _require_length(event: AnyEvent, length: int, row: LiveTrajectory) -> None:
     if length != row.length:
         _refuse(event, f"{row.length} of its tokens are stored")
 
 
-def _finite(event: AnyEvent, *values: float) -> None:
-    # JSON cannot express NaN and infinity, so the log could not be read back
+def _require_finite(event: AnyEvent, *values: float) -> None:
+    """Raise `IllegalEventError` for NaN and infinity, which JSON cannot express."""
     for value in values:
         if not isfinite(value):
             _refuse(event, "it holds a number that is not finite")
 
 
 def _note_versions(row: LiveTrajectory, spans: tuple[Span, ...]) -> None:
-    """Set the oldest and newest version of a response from all its spans."""
+    """Set the oldest and newest version of a response, all of whose spans are given."""
     versions = sampled_versions(spans)
     row.oldest_version, row.newest_version = min(versions, default=None), max(versions, default=None)
 
 
 def _widen_versions(row: LiveTrajectory, spans: tuple[Span, ...]) -> None:
-    """Widen the oldest and newest version of a response by further spans."""
+    """Widen the range from oldest to newest version of a response to the versions in further spans."""
     for version in sampled_versions(spans):
         if row.oldest_version is None or version < row.oldest_version:
             row.oldest_version = version

@@ -13,15 +13,7 @@ from laminar_py.ledger.segments.frames import AnyPiece
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import tokens_ref
 from laminar_py.records.columns import Dtype
-from laminar_py.records.pieces import (
-    COUNTED,
-    ColumnPiece,
-    ColumnRef,
-    PayloadLostError,
-    Piece,
-    PieceRef,
-    TokensRef,
-)
+from laminar_py.records.pieces import COUNTED, ColumnPiece, ColumnRef, PayloadLostError, Piece, PieceRef, TokensRef
 from laminar_py.records.spans import Span, clip_spans, decode_spans, encode_spans, replace_spans
 
 AT_ONCE = 256  # pieces per read
@@ -55,7 +47,7 @@ INSERT = f"INSERT INTO piece VALUES ({', '.join('?' * len(COLUMNS))})"
 
 
 class StoredPiece(msgspec.Struct, frozen=True, gc=False):
-    """The piece of a reference; `fault` says why it is unreadable, or how it differs from the reference."""
+    """A reference with its piece; `fault` says why the piece is unreadable, or that it differs; "" if neither."""
 
     row: PieceRow
     piece: AnyPiece | None
@@ -77,7 +69,7 @@ class StoredPiece(msgspec.Struct, frozen=True, gc=False):
 def piece_rows(
     connection: sqlite3.Connection, where: str = "1", values: tuple[object, ...] = ()
 ) -> Iterator[PieceRow]:
-    """Iterate over references of trajectories that meet an SQL condition: per trajectory tokens, then columns."""
+    """Yield the references of trajectories that meet the SQL condition `where`; tokens come before columns."""
     cursor = connection.execute(
         f"SELECT {', '.join(f'p.{column}' for column in COLUMNS)} FROM piece p JOIN trajectory ON number ="
         f" p.trajectory WHERE {where} ORDER BY p.trajectory, p.name, p.start, p.rowid",
@@ -87,7 +79,7 @@ def piece_rows(
 
 
 def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[StoredPiece]:
-    """Read the pieces of references, in order; a piece of a simulation has the fault `NOT_GENERATED`."""
+    """Read the pieces of references, in order; a simulation's piece is None, with fault `NOT_GENERATED`."""
     while block := list(islice(rows, AT_ONCE)):
         loaded = reader.load(row.ref for row in block if row.segment != COUNTED.segment)
         for row in block:
@@ -104,7 +96,7 @@ def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[S
 
 
 def _matches(row: PieceRow, piece: AnyPiece) -> bool:
-    """Whether a piece is what its reference says, spans included."""
+    """Return whether a piece has the name, type, range, spans and experts that its reference states."""
     expected = row.name, row.dtype, row.start, row.end, row.spans, row.routed
     if isinstance(piece, ColumnPiece):
         return expected == (piece.name, piece.values.dtype.value, 0, len(piece.values.array), "[]", 0)

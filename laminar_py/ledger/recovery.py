@@ -88,7 +88,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             next_sample=_next_samples(connection, {trajectory.group_id for trajectory in live}),
             ages=_ages(connection, events),
             refilled=_rewards_without_signal(connection),
-            rewards=_rewards(connection),
+            rewards=_reward_range(connection),
             eval_sampling=started.eval_sampling if (started := last_start(connection)) else {},
         )
 
@@ -126,7 +126,7 @@ def is_simulated(connection: sqlite3.Connection) -> bool:
 
 
 def known_prompts(run: Path, *, most: int) -> list[Prompt]:
-    """Return about `most` recorded prompts, spread evenly by id, and one of each task.
+    """Return about `most` recorded prompts, spread evenly by id, and one prompt of each task.
 
     Each has the place in the stream for which it was first issued. Raises `ConfigError`.
     """
@@ -167,7 +167,7 @@ def last_start(connection: sqlite3.Connection) -> RunStarted | None:
 
 
 def _rewards_without_signal(connection: sqlite3.Connection) -> tuple[float, ...]:
-    """Return one reward of each group dropped without signal since the last step, empty steps included."""
+    """Return a reward of each group dropped without signal since the last step or the last stop of a refill."""
     (stepped,) = connection.execute("SELECT coalesce(max(seq), 0) FROM step").fetchone()
     rows = connection.execute(
         "SELECT reward, min(last_seq) FROM trajectory WHERE drop_reason = ? AND last_seq > coalesce("
@@ -178,14 +178,15 @@ def _rewards_without_signal(connection: sqlite3.Connection) -> tuple[float, ...]
     return tuple(reward for reward, _ in rows)
 
 
-def _rewards(connection: sqlite3.Connection) -> tuple[float, float]:
+def _reward_range(connection: sqlite3.Connection) -> tuple[float, float]:
+    """Return the worst and the best training reward; (inf, -inf) without any."""
     query = "SELECT min(reward), max(reward) FROM trajectory WHERE kind = 'train'"
     worst, best = connection.execute(query).fetchone()
     return (math.inf, -math.inf) if worst is None else (worst, best)
 
 
 def _ages(connection: sqlite3.Connection, events: Iterable[AnyEvent]) -> WeightAges:
-    """Return ages of versions from the log and the further `events`."""
+    """Return the ages of all versions on record, after the further `events`."""
     ages = WeightAges()
     rows = connection.execute(
         "SELECT body FROM event WHERE kind IN ('stepped', 'versionpublished', 'rolledback') ORDER BY seq"
@@ -208,12 +209,12 @@ def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> l
 
 
 def unpublished(connection: sqlite3.Connection) -> list[Published]:
-    """Return versions that relays or replicas have above the highest published one (`Marks.unpublished`)."""
+    """Return versions on relays or replicas above the highest published version; size 0 if no relay has it."""
     rows = connection.execute(
-        "SELECT json_extract(body, '$.version') AS spoken, json_extract(body, '$.digest'),"
+        "SELECT json_extract(body, '$.version') AS seen, json_extract(body, '$.digest'),"
         " coalesce(max(json_extract(body, '$.num_bytes')), 0)"
         " FROM event WHERE kind IN ('relayed', 'versionloaded')"
-        " AND spoken > (SELECT coalesce(max(version), -1) FROM version) GROUP BY spoken"
+        " AND seen > (SELECT coalesce(max(version), -1) FROM version) GROUP BY seen"
     )
     return [Published(version, digest, num_bytes, 0.0) for version, digest, num_bytes in rows]
 
@@ -230,9 +231,9 @@ def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
 def newest_existing(
     recorded: Sequence[Checkpointed], exists: Callable[[Checkpointed], bool]
 ) -> Checkpointed | None:
-    """Return the first checkpoint for which `exists` is true, None if none was made.
+    """Return the first checkpoint for which `exists` is true; None if `recorded` is empty.
 
-    Raises `ConfigError` if all are gone.
+    Raises `ConfigError` if `exists` is false for all.
     """
     found = next(filter(exists, recorded), None)
     if found is None and recorded:
@@ -244,6 +245,7 @@ def newest_existing(
 
 
 def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str, int]:
+    """Return 1 + the highest sample index of each of these groups."""
     rows = connection.execute("SELECT group_id, max(sample_index) + 1 FROM trajectory GROUP BY group_id")
     return {group: index for group, index in rows if group in groups}
 

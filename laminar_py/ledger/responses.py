@@ -36,7 +36,7 @@ class StoredResponses:
         return _joined(row, split_columns(self.pieces(row))[0])
 
     def columns(self, row: TrajectoryRow) -> dict[str, TokenValues]:
-        """Read the columns that scoring gave a response, by name, without lost ones."""
+        """Read the columns that scoring gave a response, by name; leave out lost columns."""
         pieces = (stored.piece for stored in self.pieces(row))
         return {piece.name: piece.values for piece in pieces if isinstance(piece, ColumnPiece)}
 
@@ -65,14 +65,16 @@ class StoredResponses:
 
 
 def _joined(row: TrajectoryRow, tokens: Sequence[StoredPiece]) -> Payload:
-    """Join pieces to a response, with its final spans. Raises `LedgerError` if one is missing."""
+    """Join a trajectory's pieces to its response, with final spans. Raises `LedgerError` if one is lost."""
     try:
         response = join(piece.tokens for piece in tokens)
     except (ValueError, PayloadLostError) as error:
-        raise LedgerError(f"trajectory={row.id}: its tokens cannot be read ({error})") from None
+        raise LedgerError(
+            f"trajectory={row.id}: its tokens cannot be read ({error}); restore the run's segments"
+        ) from None
     if len(response.ids) < row.length:
         raise LedgerError(
-            f"trajectory={row.id}: {len(response.ids)} of its {row.length} tokens are in segments; restore them"
+            f"trajectory={row.id}: only {len(response.ids)} of {row.length} tokens are stored; restore segments"
         )
     if row.spans is None:
         return response

@@ -35,7 +35,7 @@ def open_rows(path: Path) -> BinaryIO:
 
 
 def append_row(file: BinaryIO, row: msgspec.Struct) -> None:
-    """Write a row as a line: its own fields before inherited ones, without fields that are None."""
+    """Write a row as a line: fields of its class before inherited fields, without fields that are None."""
     known, own = _without_none(msgspec.to_builtins(row)), type(row).__annotations__
     ordered = sorted(known, key=lambda name: name not in own)
     file.write(msgspec.json.encode({name: known[name] for name in ordered}) + b"\n")
@@ -58,7 +58,7 @@ def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
             except msgspec.ValidationError as error:
                 raise ConfigError(f"{path}: line {place}: {error}; use the release that wrote it") from error
             except (msgspec.DecodeError, UnicodeDecodeError):
-                log.info("%s: line %d is torn and left out", path, place)
+                log.info("%s: line %d is incomplete after a crash and is skipped", path, place)
 
 
 def read_last(path: Path, kind: type[Row]) -> Row | None:
@@ -82,6 +82,7 @@ def read_tail(path: Path) -> list[bytes]:
 
 
 def _with_nan(value: object) -> object:
+    """Return a decoded row with NaN for null, in nested records too."""
     if isinstance(value, dict):
         return {name: _with_nan(one) for name, one in value.items()}
     return math.nan if value is None else value

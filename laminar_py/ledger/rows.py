@@ -129,7 +129,7 @@ def read_events(
     query += " DESC" if newest_first else ""
     for (body,) in connection.execute(query, tags):
         event = decode_event(body)
-        assert isinstance(event, kinds), f"{body} is of another type"
+        assert isinstance(event, kinds), f"{body} is of another type than its column `kind` says"
         yield event
 
 
@@ -145,7 +145,7 @@ def trajectory_rows(
 def unchecked_rows(
     connection: sqlite3.Connection, where: str, values: tuple[object, ...]
 ) -> Iterator[TrajectoryRow]:
-    """Iterate over rows like `trajectory_rows`, with values as they are stored: a damaged row raises no error."""
+    """Iterate over rows that meet an SQL condition, in order of issue, without type checks of their values."""
     query = f"SELECT {', '.join(TRAJECTORY_COLUMNS)} FROM trajectory WHERE {where} ORDER BY number"
     return (
         TrajectoryRow(**dict(zip(TRAJECTORY_COLUMNS, row, strict=True)))
@@ -181,7 +181,7 @@ class FinishedTurns(NamedTuple):
 
 
 def read_turns(connection: sqlite3.Connection) -> Iterator[FinishedTurns]:
-    """Iterate over the turns of all finished trajectories, unordered. Raises `msgspec.DecodeError` for bad spans.
+    """Yield the turns of each finished trajectory, unordered. Raises `msgspec.DecodeError` for bad spans.
 
     Reports call it only for runs with an environment, since it scans all events, which have no index.
     """
@@ -195,7 +195,7 @@ def read_turns(connection: sqlite3.Connection) -> Iterator[FinishedTurns]:
 
 
 def read_accounting(connection: sqlite3.Connection) -> Accounting:
-    """Count the rows of all trajectories."""
+    """Count the trajectories on record by kind, status and drop reason."""
     accounting = Accounting()
     for kind, status, reason, count in connection.execute(
         "SELECT kind, status, drop_reason, count(*) FROM trajectory GROUP BY kind, status, drop_reason"

@@ -36,7 +36,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.source = path / "source.json"  # of an evaluation: the evaluated weights; written once they are there
+        self.source = path / "source.json"  # the weights of an evaluation, written once they have arrived
         self._lock: TextIO | None = None
         self._lock_file = path / "lock"
 
@@ -47,12 +47,12 @@ class RunFolder:
 
     @property
     def has_ledger(self) -> bool:
-        """Whether it has a ledger; a crash during its creation leaves an empty file."""
+        """Whether the run has a ledger; an empty file, left by a crash, is none."""
         return self.ledger.is_file() and self.ledger.stat().st_size > 0
 
     @property
     def is_unbegun(self) -> bool:
-        """Whether it has no ledger, no step and no checkpoint."""
+        """Whether the run has no ledger, no step and no checkpoint."""
         done = any(self.checkpoints.glob("*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
         return not (self.has_ledger or done)
 
@@ -61,7 +61,7 @@ class RunFolder:
         return (self.path / checkpoint.path).is_dir()
 
     def shm(self, root: Path) -> Path:
-        """Return the folder of the run's weight versions, which has a folder for each relay node."""
+        """Return the run's folder for weight versions, below `root` in shared memory."""
         place = self.path.resolve()
         digest = blake2b(str(place).encode(), digest_size=4).hexdigest()  # differs for other folders
         return root / f"laminar-{place.parent.name}-{self.name}-{digest}"
@@ -97,7 +97,7 @@ class RunFolder:
         return (words[0], int(words[1])) if len(words) == 2 and words[1].isdigit() else None
 
     def try_lock(self) -> bool:
-        """Lock the run if it is free; return whether that succeeded."""
+        """Lock the run if it is free; return whether this process got the lock."""
         try:
             self.lock()
         except ConfigError:
@@ -129,7 +129,7 @@ class RunFolder:
 
 
 def run_of(folder: Path) -> RunFolder | None:
-    """Return the run of a folder in shared memory; None if it has none, or belongs to another user."""
+    """Return the run that a folder in shared memory names; None if it names none or cannot be read."""
     with contextlib.suppress(OSError):
         if path := (folder / _RUN).read_text():
             return RunFolder(Path(path))

@@ -1,4 +1,4 @@
-"""The number of replicas that a user wants of a running run, and the number that its record has.
+"""The number of replicas that a user wants for a running run, and the number on record.
 
 `laminar scale` writes the wanted number into `scale.json` in the run's folder, which may be on a network. The
 controller takes the file and records its new fleet. A resumed run has the fleet on record

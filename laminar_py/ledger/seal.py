@@ -53,28 +53,24 @@ def seal_run(run: Path) -> Seal:
     Raises `LedgerError` if an open reader blocks the folding.
     """
     ledger = run / LEDGER_NAME
-    _fold(ledger)
+    with closing(open_writer(ledger)) as connection:
+        busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    if busy:
+        raise LedgerError(f"ledger={ledger}: an open reader blocks it, so the run stays unsealed; end that reader")
     with closing(open_reader(ledger, immutable=True)) as connection:
         seq, head = connection.execute("SELECT seq, hash FROM head").fetchone()
     files = {name: SealedFile((run / name).stat().st_size, file_digest(run / name)) for name in _record(run)}
     open_seal = Seal(sealed=time.time(), seq=seq, head=head.hex(), files=files)
     seal = msgspec.structs.replace(open_seal, digest=_digest(open_seal))
     unfinished = run / f"{SEAL_NAME}.tmp"
-    write_file(unfinished, _written(seal))
+    write_file(unfinished, _file_bytes(seal))
     unfinished.replace(run / SEAL_NAME)
     sync(run)
     return seal
 
 
-def _fold(ledger: Path) -> None:
-    with closing(open_writer(ledger)) as connection:
-        busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    if busy:
-        raise LedgerError(f"ledger={ledger}: an open reader blocks it, so the run stays unsealed; end that reader")
-
-
 def read_seal(run: Path) -> Seal | None:
-    """Return the seal of a run, None without one. Raises `LedgerError` if it was changed."""
+    """Return the seal of a run, None without a seal. Raises `LedgerError` if it is damaged or was changed."""
     path = run / SEAL_NAME
     try:
         written = path.read_bytes()
@@ -82,9 +78,9 @@ def read_seal(run: Path) -> Seal | None:
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LedgerError(f"seal={path}: cannot be read ({error}); restore it") from None
-    if seal.digest != _digest(seal) or written != _written(seal):
-        raise LedgerError(f"seal={path}: was changed; restore it")
+        raise LedgerError(f"seal={path}: cannot be read ({error}); restore the file") from None
+    if seal.digest != _digest(seal) or written != _file_bytes(seal):
+        raise LedgerError(f"seal={path}: was changed; restore the file")
     return seal
 
 
@@ -95,7 +91,7 @@ def seal_digest(run: Path) -> str | None:
 
 
 def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
-    """Iterate over (file, difference) for files of the record that differ from the seal."""
+    """Yield (file, difference) for each file of the record that differs from the seal."""
     found = set(_record(run))
     for name, sealed in sorted(seal.files.items()):
         if name not in found:
@@ -116,7 +112,7 @@ def _record(run: Path) -> list[str]:
     return [name for name in RECORD if (run / name).is_file()] + segments
 
 
-def _written(seal: Seal) -> bytes:
+def _file_bytes(seal: Seal) -> bytes:
     return msgspec.json.format(msgspec.json.encode(seal)) + b"\n"
 
 

@@ -40,7 +40,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     """A trajectory from issue to consumption, e.g. 41 tokens of "g3.1", RUNNING on replica 2 under version 7."""
 
     prompt: Prompt = NO_PROMPT
-    tokens: tuple[TokensRef, ...] = ()  # of the response, end to end
+    tokens: tuple[TokensRef, ...] = ()  # references to the response's tokens, end to end
     token_spans: tuple[Span, ...] = ()  # cover [0, length); `spans` of the row is their JSON once final
     columns: dict[str, ColumnRef] = msgspec.field(default_factory=dict)  # the reference's are in memory only
     earned: Earned | None = None  # rewards of its tokens, if the reward gives any
@@ -50,21 +50,19 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     here_s: float = 0.0  # seconds of generation on this replica, by its last report
     environment_s: float = 0.0  # seconds until its environment answered, with waits and transport
 
-    # ---- derived
-
     @property
     def trains(self) -> bool:
-        """Whether it is for training."""
+        """Whether the trajectory is for training, not for an evaluation."""
         return self.kind is Kind.TRAIN
 
     @property
     def runs_on(self) -> int | None:
-        """The replica that runs it, None if none does; `replica` keeps the last one."""
+        """The replica that runs the trajectory, None if none does; `replica` is the last replica that ran it."""
         return self.replica if self.status is Status.RUNNING else None
 
     @property
     def last_version(self) -> int | None:
-        """The version of its last sampled token, None before its first."""
+        """The version of the last sampled token, None without a sampled token."""
         for span in reversed(self.token_spans):
             if span.version is not None:
                 return span.version
@@ -72,29 +70,27 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
 
     @property
     def oldest_for_age(self) -> int:
-        """The lowest version in it, whose age is its staleness; it needs a sampled token."""
+        """The lowest version of its tokens, whose age is its staleness. Needs a sampled token."""
         assert self.oldest_version is not None, f"{self.id} has no token that an engine sampled"
         return self.oldest_version
 
     @property
     def prefill(self) -> int:
-        """Tokens that its next replica must prefill; 0 without a response, since its group shares the prompt."""
+        """Tokens that the next replica must prefill; 0 without a response, since the group shares the prompt."""
         return context_tokens(len(self.prompt.ids), self.token_spans) if self.length else 0
 
     def accepts(self, progress: Progress) -> bool:
-        """Whether a report is from its current epoch and begins at its recorded length."""
+        """Whether a report of the running trajectory has the current epoch and starts at the recorded length."""
         return self.status is Status.RUNNING and progress.epoch == self.epoch and progress.start == self.length
 
     def returns_by_role(self) -> dict[str, Returns]:
-        """Return the returns of its tokens by role that has turns; under "" if it has no roles. It is scored."""
+        """Return a scored trajectory's returns per token, by role that has turns; under "" without roles."""
         if not self.roles:
             return {"": returns_of(self.reward or 0.0, self.earned)}
         return {credit.role: returns_of(credit.reward) for credit in self.roles if credit.turns}
 
-    # ---- views of it
-
     def assignment(self, sampling: SamplingParams, pin: int | None, *, with_problem: bool = False) -> Assignment:
-        """Return the message to its replica; `pin` is the only version under which it may continue, None for any.
+        """Return the assignment for a replica, which may continue only under version `pin` (None: any).
 
         `with_problem` adds the problem, for an environment that answers its turns.
         """
@@ -136,20 +132,20 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     # ---- its next events; `ledger.machine` checks and applies them
 
     def assigned(self, replica: int) -> Assigned:
-        """Return the event that a replica gets it, under a new epoch."""
+        """Return the event that assigns the trajectory to a replica, under a new epoch."""
         return Assigned(self.id, replica, self.epoch + 1, self.length)
 
     def resumed(self, replica: int) -> Assigned:
-        """Return the event that its replica continues it after new weights, under the same epoch."""
+        """Return the event that a replica resumes the trajectory after a weight load, under the same epoch."""
         return Assigned(self.id, replica, self.epoch, self.length)
 
     def cut_off(self) -> StreamLost:
-        """Return the event that its stream broke off."""
+        """Return the event that the stream of tokens broke off before the engine's last delta."""
         assert self.replica is not None, f"a stream of {self.id} broke off, which is {self.status}"
         return StreamLost(self.id, self.replica, self.length)
 
     def interrupted(self, reason: str) -> Interrupted:
-        """Return the event that its generation stopped and its tokens stay."""
+        """Return the event that generation stopped for `reason`; the trajectory keeps its tokens."""
         return Interrupted(
             trajectory_id=self.id,
             epoch=self.epoch,
@@ -159,7 +155,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         )
 
     def finished(self, progress: Progress) -> Finished:
-        """Return the event that its response is complete."""
+        """Return the event that the response is complete, from the replica's last report."""
         assert progress.finish_reason is not None, f"{self.id} finishes without a reason"
         return Finished(
             trajectory_id=self.id,
@@ -174,7 +170,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         )
 
     def scored(self, score: Score) -> Scored:
-        """Return the event of its reward."""
+        """Return the event that the trajectory has its reward."""
         assert score.value is not None, f"{self.id}: a response without a value is dropped"
         return Scored(
             trajectory_id=self.id,
@@ -191,7 +187,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
         return Consumed(trajectory_id=self.id, step=step, version=version, staleness=staleness, weight=weight)
 
     def dropped(self, reason: DropReason, detail: str = "") -> Dropped:
-        """Return the event that it ends untrained."""
+        """Return the event that the trajectory ends untrained; `detail` explains the reason."""
         return Dropped(self.id, reason, detail)
 
 
@@ -215,7 +211,7 @@ def issued(prompt: Prompt, *, id: str, group_id: str, sample_index: int, kind: K
 
 
 def _problem(prompt: Prompt, trajectory_id: str) -> Problem:
-    """Return a prompt in the form that environments get."""
+    """Return a trajectory's prompt in the form that environments get."""
     return Problem(
         prompt=prompt.text,
         answer=prompt.answer,

@@ -127,7 +127,7 @@ class Writer:
         self._connection.close()
 
     def _store_prompts(self, prompts: list[Prompt]) -> None:
-        """Store new prompts, and check that a known id has the same prompt as before."""
+        """Store new prompts. Raises `AssertionError` if another prompt is stored under the same id."""
         for prompt in prompts:
             id, ids = prompt.id, prompt.ids.tobytes()
             digest = prompt_digest(id, prompt.text, ids, prompt.answer, prompt.task, prompt.fields_json)
@@ -165,7 +165,7 @@ def apply_to_tables(connection: sqlite3.Connection, seq: int, event: AnyEvent) -
 
 
 def _values(event: AnyEvent) -> dict[str, object]:
-    """Return the fields of an event by name, and of an evaluation the figures that have a column."""
+    """Return an event's fields as SQL parameters; an evaluation's parameters are the figures with a column."""
     values = msgspec.structs.asdict(event)
     if isinstance(event, Evaluated):
         figures = event.figures

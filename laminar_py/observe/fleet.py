@@ -1,6 +1,6 @@
 """Watchers of the controller: `fleet.jsonl` with a row per second of RL, and the peak of memory.
 
-A row has the load of replicas and cores. Memory is the PSS of the controller and its descendants, and shared
+A row has the load of replicas and cores. Memory is the PSS of the controller and its descendants, plus shared
 memory.
 """
 
@@ -27,7 +27,7 @@ def processes() -> list[psutil.Process]:
 
 
 def pss_bytes(pid: int) -> int:
-    """Return the proportional set size of a process: private pages plus its share of shared pages."""
+    """Return the bytes of a process's private pages plus its share of shared pages (PSS); 0 if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -36,7 +36,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files below a folder; a file that vanishes meanwhile counts 0."""
+    """Return the bytes of all files below a folder; a file that is deleted during the call counts 0."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -46,12 +46,12 @@ def folder_bytes(folder: Path) -> int:
 
 
 def used_bytes(pids: list[int], shm: Path) -> int:
-    """Return the bytes of these processes and of the version folders in `shm`, which may count a page twice."""
+    """Return the bytes of processes plus the files in the folder `shm`; a mapped page may count twice."""
     return sum(pss_bytes(pid) for pid in pids) + folder_bytes(shm)
 
 
 async def watch_memory(stats: Stats, shm: Path) -> None:
-    """Record how much memory the processes use at most, until cancelled."""
+    """Update `stats.peak_memory_bytes` every `MEMORY_EVERY_S` until cancelled; `shm` has the run's versions."""
     while True:
         pids = [process.pid for process in processes()]
         used = await asyncio.to_thread(used_bytes, pids, shm)
@@ -60,13 +60,13 @@ async def watch_memory(stats: Stats, shm: Path) -> None:
 
 
 def cpu_use(cores: set[int]) -> float:
-    """Return the share of these cores that any process kept busy since the previous call."""
+    """Return the busy share of the `cores`, under all processes of this host, since the previous call."""
     busy = [use for core, use in enumerate(psutil.cpu_percent(percpu=True)) if core in cores]
     return sum(busy) / (100 * max(1, len(busy)))
 
 
 class OwnCpu:
-    """CPU time of the controller and its descendants between two calls."""
+    """Measures the CPU time of the controller and its descendants between two calls of `use`."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, float], float] = {}  # seconds by process id and start
@@ -76,7 +76,7 @@ class OwnCpu:
         """Return the share of `num_cores` that the run's processes kept busy since the previous call."""
         now, seen, used_s = time.monotonic(), dict[tuple[int, float], float](), 0.0
         for process in processes():
-            with contextlib.suppress(psutil.NoSuchProcess):  # its use since the last call is lost
+            with contextlib.suppress(psutil.NoSuchProcess):  # the use of a process that has just ended is lost
                 times = process.cpu_times()
                 key = (process.pid, process.create_time())
                 seen[key] = times.user + times.system
@@ -88,14 +88,14 @@ class OwnCpu:
 async def watch_fleet(
     path: Path, stats: Stats, *, generated_tokens: Callable[[], int], has_processes: bool = True
 ) -> None:
-    """Append a row for each second of RL until cancelled; a simulation has no processes, so no use of cores."""
+    """Append a row to the file `path` for each second of RL until cancelled."""
     cores, own = os.sched_getaffinity(0), OwnCpu()
     use = own_use = None
     with open_rows(path) as file:
         while True:
             await asyncio.sleep(FLEET_EVERY_S)
             if has_processes:
-                use = cpu_use(cores)  # also before RL, since each call measures from the previous one
+                use = cpu_use(cores)  # also before RL, since each call measures since the previous call
                 own_use = await asyncio.to_thread(own.use, len(cores))
             if stats.in_rl:
                 count = len(cores) if has_processes else 0

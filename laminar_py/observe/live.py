@@ -1,6 +1,6 @@
 """View of a running run for `laminar train`: a live screen on a terminal, plain lines in files and pipes.
 
-The controller calls the view. `Waits` says what the stages of the run wait for.
+The controller calls the view. `Waits` words the causes of a waiting learner.
 """
 
 import time
@@ -18,20 +18,20 @@ from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import LearnerProgress, StepRow
 
 LINE_EVERY_STEPS = 10
-PROGRESS_EVERY_S = 5.0
-LINE_EVERY_S = 60.0
+PROGRESS_EVERY_S = 5.0  # between lines on a starting learner
+LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """State of a run's stages, e.g. a learner without a batch while 64 responses wait for a hanging reward."""
+    """Text on the learner's wait, e.g. for a batch while 64 responses wait for a hanging reward."""
 
-    in_rl: bool
+    in_rl: bool  # whether the RL phase is on
     step: int
-    learner_idle_s: float | None  # since the learner has no batch; None while it has one
+    learner_idle_s: float | None  # since its last batch; None while it has a batch
     ready: int  # groups with advantages
     wanted: int  # groups of a step
-    generating: int  # responses
+    generating: int  # responses in flight
     scores: str  # words on awaited scores, "" for none
     current: int  # replicas with the newest version
     replicas: int
@@ -48,7 +48,7 @@ class Waits:
 
     @property
     def _learner(self) -> str:
-        """Return what the learner does, in words."""
+        """State of the learner, e.g. "learner at work on step 4"; before and after RL the phase."""
         if not self.in_rl:
             return f"after step {self.step}, RL is over" if self.step else "before RL"
         if self.learner_idle_s is None:
@@ -68,7 +68,7 @@ class View:
         self._console = console
         self._steps = steps
         self._max_rl_s = max_rl_s
-        self._printed_s = time.monotonic()  # time of the last line
+        self._printed_s = time.monotonic()  # when the last line was printed
         self._row: StepRow | None = None
         self._progress = "starting"  # of the learner
         self._progressed_s = time.monotonic()
@@ -79,7 +79,7 @@ class View:
             self._live.start()
 
     def progress(self, progress: LearnerProgress) -> None:
-        """Show how far a starting learner is; without a terminal print a line every few seconds."""
+        """Show the progress of a starting learner; without a terminal print a line every `PROGRESS_EVERY_S`."""
         loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
         self._progress = f"learner: {progress.phase} {progress.done}/{progress.total}{loss}"
         self._progressed_s = time.monotonic()
@@ -87,7 +87,7 @@ class View:
             self.notice(self._progress)
 
     def step(self, row: StepRow) -> None:
-        """Show the figures of a step; without a terminal print a line every ten steps."""
+        """Keep a step's figures for the live screen; without a terminal print them every `LINE_EVERY_STEPS`."""
         self._row = row
         if self._live is not None:
             return
@@ -102,20 +102,20 @@ class View:
             )
 
     def evaluated(self, result: Evaluated) -> None:
-        """Print a line about an evaluation."""
+        """Print the result of an evaluation, and keep its mean for the live screen."""
         name, mean = result.set_name, result.figures.mean.value
         self._evaluated[name] = f"{name} {mean:.3f} (step {result.step})"
         self.notice(evaluation_line(result))
 
     def notice(self, line: str) -> None:
-        """Print a line as it is, on a terminal above the live screen."""
+        """Print a line without markup; on a terminal it stands above the live screen."""
         self._printed_s = time.monotonic()
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
-        """Draw the live screen, or print a line if there was none for a minute; called twice a second.
+        """Draw the live screen; without a terminal, print a line if none was printed for `LINE_EVERY_S`.
 
-        `notes` say what the stages wait for and what failed; an empty note is left out.
+        `version` is the learner's newest version, -1 before the first. `notes` are further lines; "" is skipped.
         """
         left = format_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
         if self._live is not None:
@@ -125,7 +125,7 @@ class View:
             self.notice("; ".join(part for part in (done, left, *notes) if part))
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the live screen from the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -141,7 +141,7 @@ class View:
 
 
 def format_time_left(*, step: int, steps: int, rl_s: float, max_rl_s: float | None) -> str:
-    """Return the time left at the pace so far, within the limit; "" before the first step."""
+    """Return the shorter of the time to the last step at the present pace and the time to `max_rl_s`."""
     left = [] if not step else [rl_s / step * (steps - step)]
     if max_rl_s is not None:
         left.append(max(0.0, max_rl_s - rl_s))
@@ -152,13 +152,13 @@ def format_time_left(*, step: int, steps: int, rl_s: float, max_rl_s: float | No
 
 
 def evaluation_line(result: Evaluated) -> str:
-    """Return the line about an evaluation."""
+    """Return a line with an evaluation's figures, version, step and time."""
     where = f"version {result.version}, step {result.step}, {result.rl_s:.1f} s of RL"
     return f"{result.set_name}: {result.figures.describe()}: {where}"
 
 
 def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
-    """Return the figures of the last step and the last evaluations."""
+    """Return a table with the figures of a step; `evaluated` has the last means of all sets as text."""
     table = Table.grid(padding=(0, 3))
     table.add_row("step", f"{row.step}/{steps}", "RL time", f"{row.rl_s:.0f} s")
     table.add_row("reward", f"{row.reward:.3f}", "evaluation", evaluated)
@@ -176,7 +176,7 @@ def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
 
 
 def _replica_table(stats: Stats, version: int) -> Table:
-    """Return the last report of each replica."""
+    """Return a table with the last report of each replica; "behind" counts versions to the learner's `version`."""
     table = Table("replica", "version", "behind", "running", "waiting", "KV used")
     for index, replica in stats.replicas.items():
         behind = str(version - replica.version)

@@ -27,23 +27,23 @@ NOTHING_LEARNED = StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=0.0)
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaActivity:
-    """The last report of a replica."""
+    """Load and version in the last report of a replica; version -1 before the first report."""
 
     version: int = -1
     running: int = 0
     waiting: int = 0
-    kv_used: int = 0
-    kv_capacity: int = 1
-    seen_s: float = 0.0
+    kv_used: int = 0  # tokens in its KV cache
+    kv_capacity: int = 1  # tokens
+    seen_s: float = 0.0  # when the report came
 
     @property
     def kv_use(self) -> float:
-        """Share of its KV cache in use."""
+        """Share of the replica's KV cache in use."""
         return self.kv_used / self.kv_capacity
 
 
 class Intervals:
-    """Total time in which a state held."""
+    """Measures the total time in which a state, e.g. the RL phase, is on."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class Intervals:
         self._since: float | None = None
 
     def set(self, on: bool) -> None:
-        """Begin or end an interval now."""
+        """Switch the state on or off now; without a change nothing happens."""
         now = self._clock.now()
         if on and self._since is None:
             self._since = now
@@ -61,18 +61,18 @@ class Intervals:
 
     @property
     def on(self) -> bool:
-        """True within an interval."""
+        """Whether the state is on now."""
         return self._since is not None
 
     @property
     def total_s(self) -> float:
-        """Seconds so far."""
+        """Seconds in which the state was on, the present interval included."""
         return self._total + (0.0 if self._since is None else self._clock.now() - self._since)
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Sums over the RL phase; a resumed run starts with the sums of its checkpoint."""
+    """Sums over the RL phase; a resumed run starts with the sums of earlier controllers."""
 
     rl_s: float = 0.0
     trained_tokens: int = 0
@@ -89,16 +89,15 @@ class Stats:
 
     def __init__(self, clock: Clock, *, replicas: int, totals: Totals) -> None:
         self.totals = totals
-        self._generated_before = totals.generated_tokens
-        # of the fleet, starting ones included
-        self.replicas = {index: ReplicaActivity() for index in range(replicas)}
+        self._earlier_generated_tokens = totals.generated_tokens
+        self.replicas = {index: ReplicaActivity() for index in range(replicas)}  # also starting ones
         self.peak_memory_bytes = 0
         self.next_report = asyncio.Event()
         self._clock = clock
         self._rl = Intervals(clock)
         self._generating = Intervals(clock)
         self._rewards: list[float] = []
-        self._terms: dict[str, list[float]] = {}  # by term, of the same responses
+        self._terms: dict[str, list[float]] = {}  # values by term, of responses with several terms
         self._not_finite = set[str]()  # metrics with a logged warning
         self._reward = 0.0  # mean of the last step that had rewards
         self._lengths = Counter[int]()  # response lengths since the last step
@@ -106,14 +105,14 @@ class Stats:
         self._turns: list[tuple[int, float]] = []  # (turns, seconds of environment) since the last step
         self._turn_figures = TurnFigures()  # of the last step that had turns
         self._step_began: tuple[float, float] | None = None
-        self._free_rl_s = totals.rl_s  # RL time at the end of the previous step
-        self._batch_rl_s: float | None = None  # RL time when the learner got its batch
-        self._reference_s = totals.reference_busy_s  # at the end of the previous step
+        self._learner_free_rl_s = totals.rl_s  # RL time when the previous step was committed
+        self._batch_rl_s: float | None = None  # RL time when the learner got its batch; None before
+        self._reference_s = totals.reference_busy_s  # the total when the previous step was committed
 
     # ---- fed by the controller
 
     def set_rl_phase(self, on: bool) -> None:
-        """Begin or end the RL phase, which pauses for evaluations outside its clock."""
+        """Start or stop the clock of the RL phase, which excludes evaluations before and after RL."""
         self._rl.set(on)
 
     def set_generating(self, on: bool) -> None:
@@ -121,7 +120,7 @@ class Stats:
         self._generating.set(on)
 
     def add_replica(self, replica: int) -> None:
-        """Add a replica whose process starts."""
+        """Add a replica whose process starts; keep the figures of a known replica."""
         self.replicas.setdefault(replica, ReplicaActivity(seen_s=self._clock.now()))
 
     def remove_replica(self, replica: int) -> None:
@@ -129,7 +128,7 @@ class Stats:
         self.replicas.pop(replica, None)
 
     def on_report(self, report: ReplicaReport) -> None:
-        """Note a replica's report."""
+        """Take load and version from a replica's report, add to the KV time, and set `next_report`."""
         activity, status, now = self.replicas[report.replica], report.status, self._clock.now()
         if self._rl.on:
             self.totals.kv_s += activity.kv_use * (now - activity.seen_s) / len(self.replicas)
@@ -139,18 +138,18 @@ class Stats:
         self.next_report.set()
 
     def add_score(self, reward: float, terms: Sequence[TermValue], length: int) -> None:
-        """Note the reward, terms and length of a training response."""
+        """Note reward, terms and length in tokens of a training response, for the next row."""
         self._rewards.append(reward)
         for term in terms if len(terms) > 1 else ():
             self._terms.setdefault(term.name, []).append(term.value)
         self._lengths[length] += 1
 
     def add_turns(self, turns: int, environment_s: float) -> None:
-        """Note the turns and the environment time of a scored training trajectory."""
+        """Note how many turns a scored training trajectory had, and its seconds in the environment."""
         self._turns.append((turns, environment_s))
 
     def add_reference_time(self, busy_s: float) -> None:
-        """Add busy time of the reference model."""
+        """Add busy seconds of the reference model."""
         self.totals.reference_busy_s += busy_s
 
     def begin_step(self) -> None:
@@ -178,8 +177,8 @@ class Stats:
         versions_alive: int,
         stall_s: float,
     ) -> StepRow:
-        """Return the row of a committed step, without `order`; `metrics` is None if nothing was trained."""
-        learned, totals, now = self._add_batch(batch, metrics), self.totals, self.rl_s
+        """Return the row of a committed step, and begin the figures of the next step."""
+        learned, totals, now = self._add_trained(batch, metrics), self.totals, self.rl_s
         waited_s, reference_s = self._close_step(now)
         row = StepRow(
             step=step,
@@ -189,7 +188,7 @@ class Stats:
             reward_terms=self._mean_terms(),
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
-            generated_tokens=self._generated_before + generated_tokens,
+            generated_tokens=self._earlier_generated_tokens + generated_tokens,
             staleness_mean=sum(staleness) / (len(staleness) or 1),
             staleness_max=max(staleness, default=0),
             length_p50=self._length[0],
@@ -218,7 +217,7 @@ class Stats:
         return self._record_row(row)
 
     def _record_row(self, row: StepRow) -> StepRow:
-        """Add a row to the totals and return it; log each metric that is not finite, once."""
+        """Update the totals from a row and return the row; log the first time that a metric is not finite."""
         self.totals.generated_tokens = row.generated_tokens
         self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
         names = [name for name in row.not_finite if name not in self._not_finite]
@@ -227,19 +226,19 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _add_batch(self, batch: Sequence[TrajectoryRef], metrics: StepMetrics | None) -> StepMetrics:
-        """Add a step's tokens and reference time to the totals, and return its metrics."""
+    def _add_trained(self, batch: Sequence[TrajectoryRef], metrics: StepMetrics | None) -> StepMetrics:
+        """Add a step's trained tokens and reference time to the totals; return its metrics, zeros for None."""
         learned = metrics or NOTHING_LEARNED
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
         return learned
 
     def _close_step(self, now: float) -> tuple[float, float]:
-        """Close the figures of a step; return its seconds without a batch, and in the reference model."""
+        """End the step's figures at RL time `now`, and begin the next step's."""
         began = self._batch_rl_s
-        waited_s = (now if began is None else began) - self._free_rl_s
+        waited_s = (now if began is None else began) - self._learner_free_rl_s
         reference_s = self.totals.reference_busy_s - self._reference_s
-        self._free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
+        self._learner_free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
         if self._lengths:
             self._length = quantile(self._lengths, 0.50), quantile(self._lengths, 0.95)
             self._lengths.clear()
@@ -251,7 +250,7 @@ class Stats:
         """Return the mean reward since the previous step; without rewards, the last mean."""
         rewards, self._rewards = self._rewards, []
         if rewards:
-            self._reward = math.fsum(rewards) / len(rewards)  # exact, whatever the order of arrival
+            self._reward = math.fsum(rewards) / len(rewards)  # exact in any order of arrival
         return self._reward
 
     def _mean_terms(self) -> dict[str, float]:
@@ -261,14 +260,14 @@ class Stats:
     def fleet_row(
         self, generated_tokens: int, *, cpu_use: float | None, own_cpu_use: float | None, cores: int
     ) -> FleetRow:
-        """Return the row of `fleet.jsonl` for now.
+        """Return the present row of `fleet.jsonl`.
 
-        `cpu_use` is a share of the machine's `cores`, None if unknown.
+        `cpu_use` and the run's `own_cpu_use` are shares of this host's `cores`, None if unknown.
         """
         indices, replicas = list(self.replicas), self.replicas.values()
         return FleetRow(
             rl_s=round(self.rl_s, 3),
-            generated_tokens=self._generated_before + generated_tokens,
+            generated_tokens=self._earlier_generated_tokens + generated_tokens,
             kv_s=round(self.totals.kv_s, 4),
             replicas=indices,
             versions=[replica.version for replica in replicas],
@@ -284,7 +283,7 @@ class Stats:
 
     @property
     def rl_s(self) -> float:
-        """Seconds of RL, earlier controllers included."""
+        """Seconds of the RL phase so far, under this and earlier controllers."""
         return self.totals.rl_s + self._rl.total_s
 
     @property
@@ -295,7 +294,7 @@ class Stats:
     @property
     def learner_idle_s(self) -> float | None:
         """Seconds of RL since the learner finished its last batch; None while it has a batch."""
-        return None if self._step_began is not None else self.rl_s - self._free_rl_s
+        return None if self._step_began is not None else self.rl_s - self._learner_free_rl_s
 
     @property
     def kv_use(self) -> float:
@@ -315,7 +314,7 @@ class Stats:
 
 
 def read_totals(metrics: Path, step: int) -> Totals:
-    """Read the sums of a run that resumes from `step`: later training is undone, but its time stays."""
+    """Return the sums of a run that resumes from `step`, from the rows of the file `metrics`."""
     totals = Totals()
     for row in read_rows(metrics, StepRow):
         totals.rl_s, totals.generated_tokens = row.rl_s, row.generated_tokens
@@ -329,7 +328,7 @@ def read_totals(metrics: Path, step: int) -> Totals:
 
 
 def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
-    """Return figures of trajectories from (turns, seconds of environment) of each."""
+    """Return mean turns and environment times from (turns, seconds of environment) of each trajectory."""
     if not found:
         return TurnFigures()
     seconds = sorted(environment_s for _, environment_s in found)

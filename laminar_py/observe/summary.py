@@ -1,4 +1,4 @@
-"""`summary.json`: figures of an ended run, from its ledger and the controller's counters.
+"""`summary.json`: figures of a run at its end, from its ledger and the controller's counters.
 
 The controller writes it at the end of a run; `laminar train`, trackers and the launcher read it.
 """
@@ -21,12 +21,12 @@ from laminar_py.records.events import Checkpointed, Evaluated, Event, Relayed, R
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
-ROOT = "relay-0"  # reads the learner's files, so it receives no bytes over the wire
+ROOT = "relay-0"  # reads the learner's files directly, so its bytes do not cross the wire
 SCORING_FAILED = (DropReason.REWARD_FAILED, DropReason.REWARD_TIMEOUT)
 
 
 class LengthFigures(msgspec.Struct, frozen=True):
-    """Response tokens of training trajectories."""
+    """Quantiles of the response lengths of training trajectories, in tokens."""
 
     p50: int
     p95: int
@@ -34,7 +34,7 @@ class LengthFigures(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Response tokens of training."""
+    """Response tokens that replicas generated for training and that steps trained on."""
 
     generated: int
     trained: int
@@ -62,16 +62,16 @@ class RelayFigures(msgspec.Struct, frozen=True):
 
     versions: int  # published
     stall_s: float | None  # pause of the learner for a publish
-    spread_s: float | None  # until the slowest relay had a version
+    spread_s: float | None  # seconds until the slowest relay had a version
     wire_share: float | None  # bytes over the wire, as a share of the full versions
 
 
 class RepackFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Moves between replicas."""
+    """Figures of repacking: moves of trajectories between replicas."""
 
     rounds: int  # with at least one move
     running: int  # moved trajectories with response tokens
-    waiting: int  # moved trajectories without
+    waiting: int  # moved trajectories without response tokens
     round_s: float | None  # median, from plan to the last hand-over
     prefill_max: int  # most tokens that one replica prefilled in one round
 
@@ -81,11 +81,11 @@ class CheckpointFigures(msgspec.Struct, frozen=True):
 
     count: int
     stall_s: float | None  # pause of the learner
-    elapsed_s: float | None  # until it was on disk
+    elapsed_s: float | None  # until a checkpoint was on disk
 
 
 class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Evaluation of a set under a version, `rl_s` seconds into RL."""
+    """Figures of an evaluation set under a version, `rl_s` seconds into RL."""
 
     set_name: str
     step: int
@@ -137,7 +137,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def relay_figures(events: Sequence[Event]) -> RelayFigures:
-    """Return the figures of weight versions; a version whose learner crashed while publishing has no stall."""
+    """Return the figures of weight versions from the ledger's events."""
     published = [event for event in events if isinstance(event, VersionPublished)]
     relayed = [event for event in events if isinstance(event, Relayed) and event.node != ROOT]
     spreads: dict[int, float] = {}
@@ -154,7 +154,7 @@ def relay_figures(events: Sequence[Event]) -> RelayFigures:
 
 
 def repack_figures(events: Sequence[Event]) -> RepackFigures:
-    """Return the figures of repacking."""
+    """Return the figures of all repack rounds in the ledger's events."""
     rounds = [event for event in events if isinstance(event, Repacked)]
     return RepackFigures(
         rounds=len(rounds),
@@ -166,7 +166,7 @@ def repack_figures(events: Sequence[Event]) -> RepackFigures:
 
 
 def checkpoint_figures(events: Sequence[Event]) -> CheckpointFigures:
-    """Return the figures of checkpoints, with deleted and rolled-back ones."""
+    """Return the figures of all recorded checkpoints, also of deleted and rolled-back ones."""
     saved = [event for event in events if isinstance(event, Checkpointed)]
     if not saved:
         return CheckpointFigures(0, None, None)
@@ -176,7 +176,7 @@ def checkpoint_figures(events: Sequence[Event]) -> CheckpointFigures:
 
 
 def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigures]:
-    """Convert evaluation events to figures of a summary."""
+    """Convert the events of evaluations to records of a summary."""
     return [
         EvaluationFigures(
             set_name=event.set_name, step=event.step, version=event.version, rl_s=event.rl_s, figures=event.figures
@@ -186,6 +186,7 @@ def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigur
 
 
 def _unscored_figures(connection: sqlite3.Connection) -> UnscoredFigures:
+    """Count scored and unscored responses in the ledger, and return the reason of the first failure."""
     failed = "drop_reason IN (?, ?)"
     count, scored = connection.execute(
         f"SELECT count(*) FILTER (WHERE {failed}), count(reward) FROM trajectory", SCORING_FAILED
@@ -207,6 +208,7 @@ def _turn_figures(connection: sqlite3.Connection) -> TurnFigures:
 
 
 def _count_trajectories(connection: sqlite3.Connection) -> Counts:
+    """Count the training trajectories in the ledger by their state."""
     account = read_accounting(connection).train
     return Counts(
         issued=account.issued,
@@ -218,6 +220,7 @@ def _count_trajectories(connection: sqlite3.Connection) -> Counts:
 
 
 def _staleness_figures(connection: sqlite3.Connection) -> StalenessFigures:
+    """Return mean and maximum staleness of consumed training trajectories in the ledger; 0 without any."""
     query = "SELECT avg(staleness), max(staleness) FROM trajectory WHERE kind = ? AND status = ?"
     mean, most = connection.execute(query, (Kind.TRAIN, Status.CONSUMED)).fetchone()
     return StalenessFigures(mean or 0.0, most or 0)
@@ -238,7 +241,7 @@ def summarise(
     sets: Iterable[str],
     has_environment: bool = False,
 ) -> Summary:
-    """Write and return the summary of a run with an up-to-date ledger; `sets` in the order of the config."""
+    """Write `summary.json` of a run whose ledger is up to date; return the summary."""
     totals = stats.totals
     with reading(run.ledger) as connection:
         evaluations = evaluations_on_record(connection)
@@ -249,7 +252,7 @@ def summarise(
             run=str(run.path),
             finished=finished,
             simulated=is_simulated(connection),
-            accuracy_start=_accuracy(next((passed for passed in first_set if passed.step == 0), None)),
+            accuracy_start=_accuracy(next((result for result in first_set if result.step == 0), None)),
             accuracy_end=_accuracy(first_set[-1]) if finished and first_set else None,
             rl_seconds=stats.rl_s,
             steps=steps,
@@ -276,7 +279,7 @@ def summarise(
 
 
 def write_summary(run: RunFolder, summary: msgspec.Struct) -> None:
-    """Write the summary into the run's folder by a rename, since a dashboard may read it."""
+    """Write `summary.json` into the run's folder; a rename replaces it, so a reader never sees half of it."""
     partial = run.summary.with_suffix(".tmp")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     partial.replace(run.summary)

@@ -1,4 +1,4 @@
-"""Messages to trackers, and the figures of a run under the flat names that trackers take."""
+"""Messages to the processes of trackers, and the figures of a run under flat names for trackers."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -12,20 +12,20 @@ from laminar_py.records.metrics import StepRow, TokenFigures
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
-    """Message for `Tracker.log`."""
+    """Message: call `Tracker.log` with the figures of a step."""
 
     step: int
     values: dict[str, float]
 
 
 class Rewound(msgspec.Struct, frozen=True, tag=True):
-    """Message for `Tracker.undo`."""
+    """Message: call `Tracker.undo`, since the run went back to `step`."""
 
     step: int
 
 
 class Ending(msgspec.Struct, frozen=True, tag=True):
-    """Message for `Tracker.close`."""
+    """Message: call `Tracker.close` with the summary's figures, None if the run has no summary."""
 
     summary: dict[str, float] | None
 
@@ -34,7 +34,7 @@ Message: TypeAlias = Values | Rewound | Ending
 
 
 def flat_row(row: StepRow) -> dict[str, float]:
-    """Return a row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `staleness_3-4/kl_behaviour_k3`."""
+    """Return the numbers of a row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `run/loss`."""
     rest = msgspec.to_builtins(row)
     tokens = {name: rest.pop(name) for name in TokenFigures.__struct_fields__}
     ages = {  # MLflow takes no plus sign
@@ -45,9 +45,9 @@ def flat_row(row: StepRow) -> dict[str, float]:
 
 
 def flat_evaluation(result: Evaluated) -> dict[str, float]:
-    """Return the figures of an evaluation, e.g. `eval/aime/mean`, `eval/aime/pass_at_32` (MLflow takes no @).
+    """Return the figures of an evaluation, e.g. `eval/aime/mean`, `eval/aime/pass_at_32`.
 
-    The mean has one name for accuracies and mean rewards, so a set has one curve.
+    Names have no @, which MLflow refuses. `mean` names accuracies and mean rewards alike, so a set has one curve.
     """
     figures = result.figures
     values = {"mean": figures.mean, "truncated": figures.truncated}
@@ -67,7 +67,7 @@ def flat_summary(summary: Summary) -> dict[str, float]:
 
 
 def flat_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
-    """Return a config with dotted names, without null; a list becomes text."""
+    """Return the settings of a config under dotted names; leave out null values, turn lists into text."""
     leaves = {name: value for name, value in _leaves(tree, ".").items() if value is not None}
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
@@ -76,12 +76,12 @@ def flat_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
 
 
 def _numbers(tree: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers of nested mappings, with the names of their path joined by slashes."""
+    """Return the numbers in nested mappings as floats, each under its keys joined with slashes."""
     return {name: float(value) for name, value in _leaves(tree, "/").items() if isinstance(value, int | float)}
 
 
 def _leaves(tree: Mapping[str, object], separator: str) -> dict[str, object]:
-    """Flatten a tree to its leaves, by names joined with `separator`."""
+    """Return the values of nested mappings, each under its keys joined with `separator`."""
     found: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

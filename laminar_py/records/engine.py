@@ -152,10 +152,10 @@ class InferenceEngine(Protocol):
 class PushEngine(InferenceEngine, Protocol):
     """Engine on the caller's event loop that delivers deltas by callback, which saves a task for each stream."""
 
-    def follow(self, request: GenerateRequest, hear: Callable[[Delta | EngineLostError], None]) -> None:
-        """Start to generate for a request, and return. Later call `hear` with each delta.
+    def follow(self, request: GenerateRequest, on_delta: Callable[[Delta | EngineLostError], None]) -> None:
+        """Start to generate for a request, and return. Later call `on_delta` with each delta.
 
-        If the engine is lost, call `hear` with the error instead. `hear` must not raise. Raises `RefusedError` if
-        the request can never be served, `ValueError` if its `rid` is in flight.
+        If the engine is lost, call `on_delta` with the error instead. `on_delta` must not raise. Raises
+        `RefusedError` if the request can never be served, `ValueError` if its `rid` is in flight.
         """
         ...

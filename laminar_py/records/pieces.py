@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     ids: bytes  # [n] little-endian int32
     logprobs: bytes  # [n] little-endian float32
     mask: bytes | None = None  # n rows by `pack_mask`; None: not recorded
-    experts: bytes | None = None  # by `pack_experts`, for a range of positions of its own; n may be 0
+    experts: bytes | None = None  # by `pack_experts`, for a separate range of positions; n may be 0
     used_s: float = 0.0  # seconds of the trajectory's generation until the piece's end, on all replicas
     reward: float | None = None  # reward of the environment that ended the trajectory
     roles: tuple[RoleCredit, ...] = ()  # rewards by role, which sum to `reward`

@@ -27,9 +27,10 @@ WARN_S = 60.0  # between two warnings about an outage
 
 
 class ScoreFailures:
-    """Failed scores of the reward `title`. A learner step has `step` trajectories; `trains` is False for `eval`.
+    """Counts the failed scores of the reward `title`. A learner step has `step` trajectories.
 
-    It reports one failure of each task and reason, so that an unreliable reward does not fill the terminal.
+    `trains` is False under `laminar eval`. The user gets one line for each task and reason, so that an unreliable
+    reward does not fill the terminal.
     """
 
     def __init__(self, title: str, *, step: int, trains: bool = True) -> None:
@@ -38,7 +39,7 @@ class ScoreFailures:
         self.fault: str | None = None
         """Why the run must end; None while it may continue."""
         self._title = title
-        self._size = max(FEWEST, step)
+        self._step_size = max(FEWEST, step)
         self._trains = trains
         self._num_in_step = self._num_failed = 0  # training responses of the current step
         self._num_decisive = 0  # failures that can end the run: of training, or under `eval`
@@ -51,13 +52,13 @@ class ScoreFailures:
         self._detail = ""  # of the last failure
 
     def add_trial(self, score: Score) -> None:
-        """Remember that a trial had a value."""
+        """Note whether a trial, or a score that counts like one, had a value."""
         self._gave_value |= score.value is not None
 
     def add_score(
         self, score: Score, *, task: str, trains: bool, now_s: float, own_reward: bool = False
     ) -> str | None:
-        """Count a score. Returns a line for the user about a first failure of its kind or an outage, else None.
+        """Count a score. Returns a line for the user about an outage or a new kind of failure, else None.
 
         `own_reward` is True for an evaluation set with terms of its own, whose values are no evidence for
         training.
@@ -69,7 +70,7 @@ class ScoreFailures:
         if score.value is None and trains is self._trains:
             self._num_decisive += 1
             if self._num_decisive >= FEWEST and not self._gave_value:
-                self._end_run("no response could be scored")
+                self._set_fault("no response could be scored")
         return (self._judge(score, now_s=now_s) if trains else None) or line
 
     def _count_failure(self, score: Score, *, task: str) -> str | None:
@@ -84,29 +85,29 @@ class ScoreFailures:
         return f"reward.use={self._title}: {score.trajectory_id}{of_task} could not be scored: {score.detail}"
 
     def _judge(self, score: Score, *, now_s: float) -> str | None:
-        """Count a training response. Returns a line for the user while an outage lasts, else None."""
+        """Count a training response, and note or end an outage. Returns a line for the user, else None."""
         self._num_in_step += 1
         self._num_failed += score.value is None
         self.is_outage &= score.value is None
-        if self._num_in_step < self._size:
-            return self._note_outage(now_s) if self.is_outage else None  # few come while scorers rest
+        if self._num_in_step < self._step_size:
+            return self._note_outage(now_s) if self.is_outage else None  # few scores come while scorers pause
         failed, self._num_in_step, self._num_failed = self._num_failed, 0, 0
-        if failed >= NEARLY_ALL * self._size:
+        if failed >= NEARLY_ALL * self._step_size:
             self.is_outage = score.value is None
             return self._note_outage(now_s)
         self._since, self.is_outage = None, False
         return None
 
     def _note_outage(self, now_s: float) -> str | None:
-        """Begin or continue an outage. Returns a warning for the user each `WARN_S`, else None.
+        """Begin or continue an outage. Returns a warning for the user every `WARN_S` seconds, else None.
 
-        Ends the run after `OUTAGE_S`.
+        After `OUTAGE_S` seconds it sets `fault`, so that the run ends.
         """
         if self._since is None:
             self._since, self._reported_s = now_s, -math.inf
         left = self._since + OUTAGE_S - now_s
         if left <= 0:
-            self._end_run(f"for {OUTAGE_S:g} s nearly no response could be scored")
+            self._set_fault(f"for {OUTAGE_S:g} s nearly no response could be scored")
         elif self.fault is None and now_s - self._reported_s >= WARN_S:
             self._reported_s = now_s
             return (
@@ -115,10 +116,11 @@ class ScoreFailures:
             )
         return None
 
-    def _end_run(self, why: str) -> None:
+    def _set_fault(self, why: str) -> None:
+        """Set `fault`, for which the caller ends the run."""
         failed = f"{self.counts.total()} of {self.num_scored + self.counts.total()}"
         self.fault = (
-            f"reward.use={self._title}: {why} ({failed} failed), the last: {self._detail}; mend it and"
+            f"reward.use={self._title}: {why} ({failed} failed), the last: {self._detail}; mend the reward and"
             " continue with --resume"
         )
 

@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of one term, e.g. `Outcome(value=1.0)`, or `Outcome(failure=DropReason.REWARD_TIMEOUT)`."""
 
     value: float | None = None
-    named: dict[str, float] = {}  # where it gave several, whose sum is the value
+    named: dict[str, float] = {}  # numbers by name, if the function gave several; `value` is their sum
     columns: dict[str, TokenValues] = {}
     text: str = ""
     answer: str = ""
@@ -54,21 +54,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenReward:
-    """Return value of a reward function, converted to arrays. User code no longer runs when we read it."""
+    """Return value of a reward function, converted to arrays, so that reading it runs no user code."""
 
     value: Array
-    named: dict[str, float]  # where it gave several, whose sum is the value
+    named: dict[str, float]  # numbers by name, if the function gave several; `value` is their sum
     columns: dict[str, Array]
     text: str
     answer: str
-    shown: str  # of a value that is no array
+    shown: str  # the value as messages show it; "" for an array
 
 
 def read_reward(returned: object) -> GivenReward:
-    """Convert the return value of a user's function.
-
-    Reading a user's object runs user code and may raise anything.
-    """
+    """Convert the return value of a user's function. This may run user code, which may raise anything."""
     reward = returned if isinstance(returned, Reward) else Reward(returned)  # type: ignore[arg-type]
     value, named = reward.value, dict[str, float]()
     if isinstance(value, Mapping):
@@ -89,12 +86,16 @@ def read_reward(returned: object) -> GivenReward:
 
 
 def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) -> Outcome:
-    """Check a reward for a response of `length` tokens, and return an outcome with the `columns` that it has.
+    """Check a reward for a response of `length` tokens, and return its outcome.
 
-    Raises `ColumnError` if the value or a column has a wrong type, shape or size.
+    The outcome keeps the reward's columns that `columns` declare as given by scorers, and ignores others. Raises
+    `ColumnError` if the value or a column has a wrong type, shape or size.
     """
-    wanted = [column for column in columns if column.name in given.columns]
-    found = _check_columns(wanted, given.columns, length=length)
+    found = {
+        column.name: token_values(_check_array(column, given.columns[column.name], length=length))
+        for column in columns
+        if column.source is Source.SCORER and column.name in given.columns
+    }
     if not given.value.ndim:
         if given.value.dtype.kind in "biuf" and abs(given.value) <= LARGEST:
             return Outcome(
@@ -115,22 +116,6 @@ def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) 
     return Outcome(value=total, columns=columns_found, text=given.text, answer=given.answer)
 
 
-def _check_columns(
-    columns: Sequence[Column], given: Mapping[str, Array], *, length: int
-) -> dict[str, TokenValues]:
-    """Check the arrays that a reward function gave, and return the declared ones as records; others are ignored.
-
-    Raises `ColumnError` for a column that is missing, not finite, or of another type or length than `length`.
-    """
-    checked = {}
-    for column in columns:
-        if column.source is Source.SCORER:
-            if column.name not in given:
-                raise ColumnError(f"the reward function gave no column {column.name!r}, which the algorithm needs")
-            checked[column.name] = token_values(_check_array(column, given[column.name], length=length))
-    return checked
-
-
 def _check_array(column: Column, array: Array, *, length: int) -> Array:
     """Cast an array [length] to a column's type. Raises `ColumnError` if its numbers do not fit."""
     if array.shape != (length,):
@@ -139,18 +124,20 @@ def _check_array(column: Column, array: Array, *, length: int) -> Array:
         )
     integral = array.dtype.kind in "bui"
     if not integral and (array.dtype.kind != "f" or column.dtype is Dtype.INT32):
-        raise ColumnError(f"column {column.name!r} holds {array.dtype}; return {column.dtype}")
+        raise ColumnError(f"column {column.name!r} holds values of type {array.dtype}; return {column.dtype}")
     if not np.isfinite(array).all():
-        raise ColumnError(f"column {column.name!r} holds a number that is not finite")
+        raise ColumnError(f"column {column.name!r} holds a number that is not finite; return finite numbers")
     with np.errstate(over="ignore"):
         cast = array.astype(column.dtype.value)
     if not np.isfinite(cast).all() or (integral and column.dtype is Dtype.INT32 and (cast != array).any()):
-        raise ColumnError(f"column {column.name!r} holds a number beyond {column.dtype}")
+        raise ColumnError(
+            f"column {column.name!r} holds a number outside the range of {column.dtype}; return smaller ones"
+        )
     return cast
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message of a user's exception. Its `__str__` is user code and may fail as well."""
+    """Return type and message of a user's exception, whose `__str__` is user code and may raise, too."""
     try:
         text = str(error)
     except BaseException as fault:  # noqa: BLE001 - a user's code, like the reward

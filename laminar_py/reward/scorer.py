@@ -23,13 +23,7 @@ import numpy as np
 from blake3 import blake3
 
 from laminar_py.config.cluster import SandboxConfig
-from laminar_py.config.reward import (
-    REWARDS,
-    RewardConfig,
-    ServeContext,
-    ServedReward,
-    TermConfig,
-)
+from laminar_py.config.reward import REWARDS, RewardConfig, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter
@@ -69,7 +63,7 @@ class LaunchedServers:
             self._news = asyncio.Event()
 
     async def wait_for_servers(self, pool: str) -> Sequence[ServerAddress]:
-        """Wait until a server of the pool is up, and return the addresses of all running ones."""
+        """Wait until a server of the pool is up, and return the addresses of its running servers."""
         while not (found := self._newest.pools.get(pool)):
             await self._news.wait()
         return found
@@ -82,10 +76,6 @@ class ScorerStorage:
         self._reader = reader
         self._writer = writer
 
-    async def load_request(self, unscored: Unscored) -> ScoringRequest:
-        """Return the request with its tokens. Raises `PayloadLostError`."""
-        return await asyncio.to_thread(self._load_request, unscored)
-
     async def store(self, trajectory_id: str, columns: Mapping[str, TokenValues]) -> dict[str, ColumnRef]:
         """Write columns of a response, and return the place of each by name. Raises `OSError`."""
         pieces = [
@@ -95,11 +85,11 @@ class ScorerStorage:
         await self._writer.synced()
         return {piece.name: ColumnRef(piece.values.dtype, at) for piece, at in refs}
 
-    def _load_request(self, unscored: Unscored) -> ScoringRequest:
-        """Read the tokens of a response, and complete its request. Raises `PayloadLostError`."""
-        response = self._reader.load(one.at for one in unscored.tokens).response(unscored.tokens)
+    def load_request(self, unscored: Unscored) -> ScoringRequest:
+        """Read the tokens of a response from disk, and return its request with them. Raises `PayloadLostError`."""
+        response = self._reader.load(tokens.at for tokens in unscored.tokens).response(unscored.tokens)
         if len(response.ids) != unscored.tokens[-1].end:
-            raise PayloadLostError(f"{len(response.ids)} of its {unscored.tokens[-1].end} tokens")
+            raise PayloadLostError(f"only {len(response.ids)} of its {unscored.tokens[-1].end} tokens are stored")
         return msgspec.structs.replace(
             unscored.request,
             response_ids=response.ids,
@@ -149,9 +139,11 @@ def add_up(
     tokens = _token_rewards(outcomes, length) if TOKEN_REWARDS in given else None
     if tokens is not None:
         given[TOKEN_REWARDS] = token_values(tokens)
-    value = float(tokens.sum()) if tokens is not None else sum(term.weight * _value(of) for term, of in outcomes)
+        value = float(tokens.sum())
+    else:
+        value = sum(term.weight * _value(outcome) for term, outcome in outcomes)
     if tokens is not None and roles:
-        detail = "roles have rewards of their own, and a term gave one for each token; leave that out"
+        detail = "a term gave a reward for each token, but roles have their own rewards; leave that term out"
         return failed(DropReason.REWARD_FAILED, detail)
     if not abs(value) <= LARGEST:
         detail = f"its terms add up to {value:g}; keep the sum below {LARGEST:g}"
@@ -162,9 +154,10 @@ def add_up(
 def _with_terms(
     roles: Sequence[RoleCredit], outcomes: Sequence[tuple[TermConfig, Outcome]]
 ) -> tuple[RoleCredit, ...]:
-    """Add the value of the other terms to the reward of each role. Returns () if `environment` is not a term."""
+    """Weight each role's reward by `environment`, and add the other terms. Returns () without that term."""
     weights = [term.weight for term, _ in outcomes if isinstance(term, EnvironmentTerm)]
-    rest = sum(term.weight * _value(of) for term, of in outcomes if not isinstance(term, EnvironmentTerm))
+    others = [outcome for outcome in outcomes if not isinstance(outcome[0], EnvironmentTerm)]
+    rest = sum(term.weight * _value(outcome) for term, outcome in others)
     if not weights:
         return ()
     return tuple(msgspec.structs.replace(role, reward=sum(weights) * role.reward + rest) for role in roles)
@@ -211,7 +204,7 @@ def _term_values(outcomes: Sequence[tuple[TermConfig, Outcome]]) -> list[TermVal
     ]
 
 
-RETRY_FOR_S = 120.0  # for so long a call that may still succeed is retried
+RETRY_FOR_S = 120.0  # retries of a call end after so long
 PAUSE_S = 0.5  # before the first retry; it doubles before each further one
 LONGEST_PAUSE_S = 8.0
 OWN_LIMITS_S = 1.0  # margin, so that a served term's own timeout comes first
@@ -256,12 +249,12 @@ class Scorer:
         )
         self._name = name
         self._record = record
-        self._calls: dict[str, Call] = {}  # by the term's settings, which several tasks may share
-        self._room: dict[str, int] = {}  # calls at the same time, likewise
+        self._calls: dict[str, Call] = {}  # by the settings of a term, which several tasks may share
+        self._room: dict[str, int] = {}  # most concurrent calls, by the settings of a term
         self._stack = AsyncExitStack()
         self._running = set[asyncio.Task[None]]()
         self._done: list[Score] = []
-        self._news = asyncio.Event()
+        self._news = asyncio.Event()  # a response was scored, or its task failed
 
     async def __aenter__(self) -> "Scorer":
         async with AsyncExitStack() as stack:
@@ -289,7 +282,7 @@ class Scorer:
             self._running.add(asyncio.create_task(self._score(unscored), name=f"score-{unscored.id}"))
 
     async def next_scores(self, wait_s: float) -> list[Score]:
-        """Wait for scores and return all ready ones; [] after `wait_s` seconds. Raises our own mistakes."""
+        """Wait for scores and return all ready ones; [] after `wait_s` seconds. Raises the error of a bug."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
@@ -303,7 +296,10 @@ class Scorer:
         return scores
 
     async def _open(self, stack: AsyncExitStack, term: TermConfig, key: str) -> Call:
-        """Start the server or the worker pool of a term, for the time of `stack`; return its call."""
+        """Start the served function or the worker pool of a term; `stack` ends it. `key`: its settings as JSON.
+
+        Note its room in `_room`, and return the function that calls the term. Raises `ConfigError`.
+        """
         kind, limit_s = REWARDS.get(term.kind), term.timeout_s or self._reward.timeout_s
         if kind.serve is not None:
             with REWARDS.naming_package(term.kind):
@@ -325,7 +321,7 @@ class Scorer:
         return pool.call
 
     async def _score(self, unscored: Unscored) -> None:
-        """Score a response and queue the score; lost tokens become a failed score."""
+        """Score a response and put the score into `_done`; lost tokens become a failed score."""
         try:
             score = await self._score_request(await self._load(unscored))
             self._done.append(score)
@@ -340,8 +336,8 @@ class Scorer:
         """Return the request with its tokens and its text. Raises `PayloadLostError`."""
         request = unscored.request
         if unscored.tokens:
-            assert self._payload is not None, f"{request.trajectory_id} is given by reference"
-            request = await self._payload.load_request(unscored)
+            assert self._payload is not None, f"{request.trajectory_id}: this scorer has no reader for its tokens"
+            request = await asyncio.to_thread(self._payload.load_request, unscored)
         return msgspec.structs.replace(request, response=self._decode(request.response_ids))
 
     async def _score_request(self, request: ScoringRequest) -> Score:
@@ -361,24 +357,27 @@ class Scorer:
         return msgspec.structs.replace(score, columns=stored, earned=earned_by(columns))
 
     async def _outcomes(self, request: ScoringRequest) -> list[tuple[TermConfig, Outcome]]:
-        """Call the terms at the same time, then those terms that depend on a rejection by another (`unless`)."""
+        """Call all terms of a request's task at the same time, and return each term with its outcome.
+
+        A term with `unless` waits for the named term, and is called only if that term gave 0 or less.
+        """
         terms = self._reward.of_task(request.task, set_name=request.set_name)
         first = [term for term in terms if not term.asked_unless]
         outcomes = await asyncio.gather(*(self._call(term, request) for term in first))
-        said = {term.title: outcome for term, outcome in zip(first, outcomes, strict=True)}
+        by_title = {term.title: outcome for term, outcome in zip(first, outcomes, strict=True)}
         for term in terms:
-            of = said.get(term.asked_unless or "")
-            if of is not None and of.failure is None and (of.value or 0) <= 0:
-                said[term.title] = await self._call(term, request)
-        return [(term, said[term.title]) for term in terms if term.title in said]
+            earlier = by_title.get(term.asked_unless or "")
+            if earlier is not None and earlier.failure is None and (earlier.value or 0) <= 0:
+                by_title[term.title] = await self._call(term, request)
+        return [(term, by_title[term.title]) for term in terms if term.title in by_title]
 
     async def _call(self, term: TermConfig, request: ScoringRequest) -> Outcome:
         return await _call_with_retries(self._calls[term.model_dump_json()], request)
 
     def _concurrency(self, outcomes: Sequence[tuple[TermConfig, Outcome]]) -> float:
-        """Return how many responses like this one fit into work at a time; the busiest term bounds it."""
-        busiest = max(of.elapsed_s / self._room[term.model_dump_json()] for term, of in outcomes)
-        return sum(of.elapsed_s for _, of in outcomes) / busiest if busiest else float(self.concurrency)
+        """Return how many responses like this one the scorer can work on at a time, by its busiest term."""
+        busiest = max(outcome.elapsed_s / self._room[term.model_dump_json()] for term, outcome in outcomes)
+        return sum(outcome.elapsed_s for _, outcome in outcomes) / busiest if busiest else float(self.concurrency)
 
 
 async def _call_with_retries(call: Call, request: ScoringRequest) -> Outcome:
@@ -388,29 +387,31 @@ async def _call_with_retries(call: Call, request: ScoringRequest) -> Outcome:
         outcome = await call(request)
         if not outcome.transient or time.monotonic() > until:
             return outcome
-        log.info("%s: retry: %s", request.trajectory_id, outcome.detail)
+        log.info("%s: a term has no value yet and is called again: %s", request.trajectory_id, outcome.detail)
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # jitter: not all retries at the same moment
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _read_environment(names: Sequence[str], *, name: str) -> Mapping[str, str]:
-    """Read the environment variables of `reward.env`. Raises `ConfigError` if one is not set here."""
-    missing = next((each for each in names if each not in os.environ), None)
+    """Read the variables of `reward.env` for the scorer `name`. Raises `ConfigError` if one is not set here."""
+    missing = next((variable for variable in names if variable not in os.environ), None)
     if missing is not None:
-        raise ConfigError(f"reward.env={missing}: not set where {name} runs; export it there, or leave it out")
-    return {each: os.environ[each] for each in names}
+        raise ConfigError(
+            f"reward.env={missing}: not set where {name} runs; export it there, or leave it out of reward.env"
+        )
+    return {variable: os.environ[variable] for variable in names}
 
 
 def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call:
     """Wrap a served term as a call with a timeout and a bound on concurrency.
 
-    Errors that it does not declare are mistakes of ours, or of the package that brings the term.
+    The call raises any undeclared error of the function: a bug of ours, or of the package that brings the term.
     """
 
     room = asyncio.Semaphore(function.concurrency)
 
     async def call(request: ScoringRequest) -> Outcome:
-        """Call the served function within its limits; errors and timeouts become failed outcomes."""
+        """Call the served function within its limits; declared errors and timeouts become failed outcomes."""
         async with room:
             start = time.perf_counter()
             with REWARDS.naming_package(term.kind):
@@ -419,7 +420,7 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
                         returned = await function(request)
                     outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
                 except TimeoutError:
-                    detail = f"no value within {limit_s:g} s, by reward.timeout_s or its own limit"
+                    detail = f"no value within {limit_s:g} s (reward.timeout_s, or timeout_s of the term)"
                     outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
                 except (NoValueError, TryAgainError, ColumnError) as error:
                     reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED

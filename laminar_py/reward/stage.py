@@ -73,8 +73,8 @@ class ScorerLoad:
 class ScoringStage:
     """Sends waiting responses to scorers that have room, first come, first served.
 
-    At most `queue` responses wait. `queue` is at least the number of trajectories whose score can be `wanted` at a
-    time. Responses that a deadline dropped are not scored and make room, so `submit_response` always finds some.
+    `wanted(id)` is False if a trajectory needs no score, e.g. after its deadline; the stage forgets its response.
+    At most `queue` responses wait, which is at least the number of wanted ones, so `submit_response` finds room.
     `restart(i)` ends scorer i and returns its replacement, ready. While `one_by_one()` is true, a scorer gets one
     response at a time.
     """
@@ -121,9 +121,9 @@ class ScoringStage:
         self._most = max(self._most, queue)
 
     def submit_response(self, unscored: Unscored) -> None:
-        """Queue a response, which a scorer gets as soon as it has room."""
+        """Queue a response; a scorer with room gets it. A full queue first forgets unwanted responses."""
         if len(self._waiting) >= self._most:
-            self._waiting = deque(waiting for waiting in self._waiting if self._is_wanted(waiting))
+            self._waiting = deque(waiting for waiting in self._waiting if not self._forget_unwanted(waiting))
             assert len(self._waiting) < self._most, f"{unscored.id}: more than {self._most} wait for scores"
         self._waiting.append(unscored)
         self._since[unscored.id] = asyncio.get_running_loop().time()
@@ -136,9 +136,9 @@ class ScoringStage:
                 group.create_task(self._serve(index), name=f"scoring-{index}")
 
     async def _serve(self, index: int) -> None:
-        """Feed one scorer and deliver its scores. If it crashes, queue its responses first and replace it.
+        """Feed one scorer and deliver its scores. If it crashes, queue its responses first and restart it.
 
-        A response that was in `MOST_CRASHES` such scorers gets a failed score instead.
+        A response that was in `MOST_CRASHES` crashed scorers gets a failed score instead.
         """
         while True:
             try:
@@ -148,12 +148,15 @@ class ScoringStage:
             except* ScorerCrashedError as errors:
                 lost = self._loads[index].requests
                 log.warning(
-                    "scorer %d is replaced, %d responses wait again: %s", index, len(lost), errors.exceptions[0]
+                    "scorer %d crashed and is restarted, its %d responses wait again: %s",
+                    index,
+                    len(lost),
+                    errors.exceptions[0],
                 )
                 self._crashes.update(lost.keys())
                 failed = [name for name in lost if self._crashes[name] >= MOST_CRASHES]
                 self._waiting.extendleft(lost[name] for name in reversed(lost) if name not in failed)
-                await self._deliver_scores([_crashed(name) for name in failed])
+                await self._deliver_scores([_crashed_score(name) for name in failed])
                 self._scorers[index] = scorer = await self._restart(index)
                 self._loads[index] = ScorerLoad(scorer.concurrency)
                 self._news.set()
@@ -171,42 +174,44 @@ class ScoringStage:
                 await asyncio.sleep(GATHER_S)
 
     def _next_requests(self, load: ScorerLoad) -> list[Unscored]:
-        """Take a fair share of the waiting responses, so that slow rewards spread over the scorers.
+        """Remove from the queue the responses that a scorer gets now: at most its fair share, within its room.
 
-        The more scorers crashed over one of the responses in hand, the fewer others are beside it.
+        A response that had scorers crash shares a scorer with fewer others: `NARROWER` times fewer per crash.
         """
         fair = 1 + len(self._waiting) // len(self._scorers)
-        most = 1 if self._one_by_one() else load.most
+        room = 1 if self._one_by_one() else load.most
         crashes = max((self._crashes[name] for name in load.requests), default=0)
         requests: list[Unscored] = []
         num_bytes = 0
         while self._waiting and len(requests) < fair and num_bytes < MESSAGE_BYTES:
             crashes = max(crashes, self._crashes[self._waiting[0].id])
-            if len(load.requests) + len(requests) >= max(1, most // NARROWER**crashes):
+            if len(load.requests) + len(requests) >= max(1, room // NARROWER**crashes):
                 break
             request = self._waiting.popleft()
-            if self._is_wanted(request):
+            if not self._forget_unwanted(request):
                 requests.append(request)
                 num_bytes += len(request.request.fields_json)
         return requests
 
-    def _is_wanted(self, unscored: Unscored) -> bool:
+    def _forget_unwanted(self, unscored: Unscored) -> bool:
+        """Forget a response if its score is no longer wanted; return whether it was forgotten."""
         if self._wanted(unscored.id):
-            return True
+            return False
         self._forget(unscored.id)
-        return False
+        return True
 
     def _forget(self, trajectory_id: str) -> None:
         self._since.pop(trajectory_id, None)
         self._crashes.pop(trajectory_id, None)
 
     async def _deliver_scores(self, scores: Sequence[Score]) -> None:
+        """Pass scores to `deliver`, and forget their responses."""
         for score in scores:
             self._forget(score.trajectory_id)
         await self._deliver(scores)
 
     async def _drain(self, index: int) -> None:
-        """Deliver a scorer's scores as they come, and note its new room. Raises `ScorerCrashedError`."""
+        """Deliver a scorer's scores as they come, and wake `_feed`. Raises `ScorerCrashedError`."""
         scorer, load = self._scorers[index], self._loads[index]
         while True:
             scores = await scorer.next_scores()
@@ -216,6 +221,6 @@ class ScoringStage:
             self._news.set()
 
 
-def _crashed(trajectory_id: str) -> Score:
+def _crashed_score(trajectory_id: str) -> Score:
     detail = f"its scorer crashed {MOST_CRASHES} times while it had this response; see the logs of the scorers"
     return Score(trajectory_id=trajectory_id, value=None, failure=DropReason.REWARD_FAILED, detail=detail)

@@ -22,7 +22,7 @@ def compiled(field: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{field}={pattern!r}: not a regular expression ({error}); mend it") from None
+        raise ConfigError(f"{field}={pattern!r}: not a regular expression ({error}); mend the pattern") from None
 
 
 class ExactTerm(TermConfig):
@@ -82,7 +82,7 @@ class LengthTerm(TermConfig):
     free: Annotated[int, Field(ge=0)] = 0
     """Tokens that cost nothing."""
     most: Count
-    """Tokens from which on it is -1."""
+    """Number of tokens from which on the term is -1."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,15 +107,18 @@ LENGTH = RewardKind(settings=LengthTerm, make=make_length)
 
 
 class EnvironmentTerm(TermConfig):
-    """The reward of the environment, which ended the trajectory with it."""
+    """The reward with which the environment ended the trajectory."""
 
     kind: str = "environment"
     cut: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """Value of a trajectory that a cap ended, of tokens, turns or seconds."""
+    """Value of a trajectory that a cap on tokens, turns or seconds ended."""
 
 
 def make_environment(term: EnvironmentTerm) -> Callable[[ScoringRequest], float | dict[str, float]]:
-    """Make the reward function of the term `environment`."""
+    """Make the reward function of the term `environment`.
+
+    It returns rewards by role, the one reward, or `cut` after a cap, and raises `ValueError` without any.
+    """
 
     def environment_reward(request: ScoringRequest) -> float | dict[str, float]:
         if request.roles:

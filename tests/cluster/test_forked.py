@@ -152,7 +152,7 @@ async def test_a_process_whose_answer_cannot_be_read_ends_and_gives_its_gpus_bac
         await part.call("gpus")
         monkeypatch.setattr(forked, "read_answer", partial(decode, int))
         await part.call("gpus")  # its reader was chosen before
-        with pytest.raises(PartCrashedError, match="sent no answer"):
+        with pytest.raises(PartCrashedError, match="sent an unreadable frame"):
             await part.call("gpus")
         monkeypatch.undo()
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

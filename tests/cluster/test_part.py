@@ -17,7 +17,7 @@ from laminar_py.runtime.cluster.errors import (
     PartBugError,
     PartCrashedError,
     UnwritableError,
-    for_memory,
+    says_out_of_memory,
     unexpected_message,
 )
 from laminar_py.runtime.cluster.part import Part
@@ -188,4 +188,4 @@ async def test_calls_after_the_run_ended_a_part_say_so(each_cluster):
     ],
 )
 def test_what_a_part_said_last_tells_want_of_memory(reason, starved):
-    assert for_memory(reason) is starved
+    assert says_out_of_memory(reason) is starved

@@ -316,7 +316,7 @@ async def test_a_placement_is_made_anew_from_the_nodes_alive():
     assert placement.plan.relays == ("a", "c")
     assert (placement.ip("b"), placement.ip("c")) == ("10.0.0.1", "10.0.0.2")
     del seen[1]
-    with pytest.raises(RunFailedError, match="no replica has a place"):
+    with pytest.raises(RunFailedError, match="no live node has room for a replica"):
         await placement.refresh()
 
 
@@ -374,7 +374,7 @@ async def test_a_learner_without_a_place_ends_the_run():
     seen = hosts(8, 8)
     placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=8, replica_gpus=1), lambda: seen)
     del seen[0]
-    with pytest.raises(RunFailedError, match=r"what is left is too little: learner\.world_size=8"):
+    with pytest.raises(RunFailedError, match=r"the live nodes have no room .*: learner\.world_size=8"):
         await placement.refresh()
 
 

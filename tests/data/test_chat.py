@@ -119,7 +119,7 @@ def test_a_text_stays_as_it_is_unless_texts_are_taken_for_messages(tmp_path: Pat
         (
             "chatml",
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, ASKED],
-            "arguments of a tool are no JSON",
+            "the arguments of a tool call are no JSON",
         ),
         ("chatml", [{"content": "a"}], "object missing required field `role`"),
     ],

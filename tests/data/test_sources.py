@@ -126,11 +126,11 @@ def test_a_mistyped_file_is_no_name_on_the_hub(tmp_path: Path, monkeypatch, path
 def test_a_revision_is_of_a_data_set_on_the_hub_alone(tmp_path: Path) -> None:
     written(tmp_path / "t.jsonl", '{"prompt": "a"}')
     with pytest.raises(
-        ConfigError, match=r"^data\.train\.revision: .*t\.jsonl is one file, which has none; leave"
+        ConfigError, match=r"^data\.train\.revision: .*t\.jsonl is one file, which has no revision; leave"
     ):
         read(source(tmp_path / "t.jsonl", revision="main"))
     with pytest.raises(
-        ConfigError, match=r"^data\.train\.revision: .* is a folder, which has none; leave it out$"
+        ConfigError, match=r"^data\.train\.revision: .* is a folder, which has no revision; leave it out$"
     ):
         read(source(tmp_path, revision="main"))
 

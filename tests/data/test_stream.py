@@ -114,7 +114,9 @@ def test_levels_that_are_numbers_in_texts_are_sorted_as_numbers() -> None:
 def test_a_problem_without_a_level_is_refused(tmp_path: Path, fields: str, fault: str) -> None:
     config = DataConfig.model_validate_json('{"train": "a.jsonl", "order": "curriculum"}')
     problems = read(written(tmp_path / "a.jsonl", '{"prompt": "a", "level": 1}', '{"prompt": "b", ' + fields[1:]))
-    with pytest.raises(ConfigError, match=rf"^data\.train=.*a\.jsonl:2: {fault}.*; write one, name its field in"):
+    with pytest.raises(
+        ConfigError, match=rf"^data\.train=.*a\.jsonl:2: {fault}.*; write a level, name its field in"
+    ):
         PromptStream([problems], config, seed=0)
 
 

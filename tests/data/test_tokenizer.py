@@ -104,8 +104,8 @@ def test_eos_ids_come_from_the_generation_config_first(
 @pytest.mark.parametrize(
     ("files", "fault"),
     [
-        ({"config": "{}"}, r"no eos_token_id in its config\.json; "),
-        ({}, r"no eos_token_id in its config\.json; "),
+        ({"config": "{}"}, r"no eos_token_id in its generation_config\.json or config\.json; "),
+        ({}, r"no eos_token_id in its generation_config\.json or config\.json; "),
         ({"config": "{"}, r"config\.json cannot be read \(Input data was truncated\); "),
         ({"config": '{"eos_token_id": "</s>"}'}, r"config\.json cannot be read .*eos_token_id.*; "),
     ],

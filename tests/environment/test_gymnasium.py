@@ -164,7 +164,7 @@ async def test_a_slippery_lake_goes_on_in_another_process_as_it_would_have(tmp_p
         ({"id": "Blackjack-v1", "form": "{} {} {} {}"}, "cannot begin .*mend environment.form"),
         (
             {"id": "FrozenLake-v1", "arguments": {"map_name": None}},
-            "begins otherwise each time, with the same seed",
+            "starts differently each time, with the same seed",
         ),
     ],
 )

@@ -197,14 +197,17 @@ BAD = {  # what an environment makes as its answer, and a part of the reason
     ),
     "a limit that is true": (lambda: Rewrite("b", max_tokens=True), "max_tokens: Input should be a valid integer"),
     "a limit of 400 digits": (lambda: Rewrite("b", max_tokens=10**400), "max_tokens: Input should be less than"),
-    "nothing": (lambda: None, "returned a NoneType; return an Observation, a Rewrite or End"),
+    "nothing": (lambda: None, "returned a NoneType; return an Observation, a Rewrite, a TokenPrompt or End"),
     "behind no turn": (lambda: Observation("4", after=0), "after: Input should be greater than or equal to 1"),
-    "behind a turn to come": (lambda: Observation("b", after=2), "after=2 of 1 turns; go back to one of these"),
+    "behind a turn to come": (
+        lambda: Observation("b", after=2),
+        "with after=2 of 1 turns; name one of these turns",
+    ),
     "no messages": (lambda: Rewrite(()), "Tuple should have at least 1 item"),
     "tools that are none": (lambda: Rewrite("b", tools=5), "tools: Input should be a valid tuple"),
     "words of nobody": (
         lambda: Rewrite(({"role": "poet"},)),
-        "role 'poet': choose of system, assistant, user, tool",
+        "role 'poet': choose one of system, assistant, user, tool",
     ),
     "messages for a text": (lambda: Rewrite((("user", "4"),)), "a Rewrite has messages where prompts are text"),
     "an empty rewrite": (lambda: Rewrite(""), "an empty text; return End to end"),
@@ -223,7 +226,10 @@ BAD = {  # what an environment makes as its answer, and a part of the reason
     "a role by number": (lambda: End({1: 1.0}, roles=(1,)), "Input should be a valid string"),
     "a role of no Unicode": (lambda: End({"a\ud800": 1.0}), "raised End: 0: "),
     "a role without a reward": (lambda: End({"a": 1.0}, roles=("b",)), "role 'b' has turns and no reward"),
-    "turns without a role": (lambda: End({"a": 1.0}), "has roles of 0 turns, the model took 1; give one for each"),
+    "turns without a role": (
+        lambda: End({"a": 1.0}),
+        "has 0 roles, but the model took 1 turns; give one for each turn",
+    ),
     "an empty text": (lambda: Observation(""), "an empty text; return End to end"),
     "a time-out of its own": (TimeoutError("no answer"), "raised TimeoutError: no answer"),
     "an iterator's end": (StopIteration("no more"), "raised RuntimeError: StopIteration: no more"),
@@ -275,7 +281,7 @@ async def test_the_limit_of_a_turn_is_told_and_the_same_again(tmp_path):
 async def test_a_limit_without_a_word_to_keep_it_with_is_refused(tmp_path):
     answer = await Story(make_host(returning(End(), first=Observation(max_tokens=5)), tmp_path)).say()
     assert answer.failure is DropReason.ENVIRONMENT_FAILED
-    assert answer.detail == "reset returned max_tokens=5 without a text to keep it with; give a text"
+    assert answer.detail == "reset returned max_tokens=5 without a text; give a text, with which the limit is kept"
 
 
 async def test_an_end_has_the_rewards_of_its_roles_and_their_turns(tmp_path):

@@ -145,13 +145,33 @@ async def test_a_server_without_rewards_leaves_them_to_other_terms(tmp_path):
     [
         ({"step": None}, DropReason.ENVIRONMENT_LOST, "its server ended the session"),
         ({"reset": None}, DropReason.ENVIRONMENT_LOST, "its server ended the session"),
-        ({"step": "{]"}, DropReason.ENVIRONMENT_FAILED, "its server answered no message of OpenEnv"),
-        ({"step": "[" * 100_000}, DropReason.ENVIRONMENT_FAILED, "its server answered no message of OpenEnv"),
-        ({"step": {"type": "poem", "data": {}}}, DropReason.ENVIRONMENT_FAILED, "no message of OpenEnv"),
-        ({"step": observation("?", "high")}, DropReason.ENVIRONMENT_FAILED, "no message of OpenEnv"),
+        ({"step": "{]"}, DropReason.ENVIRONMENT_FAILED, "its server sent a message that OpenEnv does not"),
+        (
+            {"step": "[" * 100_000},
+            DropReason.ENVIRONMENT_FAILED,
+            "its server sent a message that OpenEnv does not",
+        ),
+        (
+            {"step": {"type": "poem", "data": {}}},
+            DropReason.ENVIRONMENT_FAILED,
+            "a message that OpenEnv does not define",
+        ),
+        (
+            {"step": observation("?", "high")},
+            DropReason.ENVIRONMENT_FAILED,
+            "a message that OpenEnv does not define",
+        ),
         ({"step": observation("?" * 2000, 0.0)}, DropReason.ENVIRONMENT_FAILED, "max_observation_bytes=1,000"),
-        ({"step": observation("?" * 2**21, 0.0)}, DropReason.ENVIRONMENT_FAILED, "its server answered too much"),
-        ({"reset": observation("?", 0.0, done=True)}, DropReason.ENVIRONMENT_FAILED, "over before the first turn"),
+        (
+            {"step": observation("?" * 2**21, 0.0)},
+            DropReason.ENVIRONMENT_FAILED,
+            "its server sent too large a message",
+        ),
+        (
+            {"reset": observation("?", 0.0, done=True)},
+            DropReason.ENVIRONMENT_FAILED,
+            "the server ended the episode at the reset",
+        ),
     ],
 )
 async def test_a_server_that_crashes_or_answers_nonsense_drops_the_trajectory_with_a_reason(

@@ -159,7 +159,9 @@ class Silent:
         return "".join(message["content"] for message in messages if message["role"] != "assistant")
 
 
-@pytest.mark.parametrize(("template", "words"), [(Numbered(), "in dependence"), (Silent(), "leaves out")])
+@pytest.mark.parametrize(
+    ("template", "words"), [(Numbered(), "differently after different turns"), (Silent(), "leaves out")]
+)
 def test_a_template_that_does_not_append_is_refused_in_one_line(template, words):
     with pytest.raises(ConfigError, match=f"model.path=m: .*{words}.*write prompts as text"):
         ChatWriter(greedy_tokenizer(), template, stop_ids=(END,), model="m")

@@ -112,14 +112,18 @@ def test_a_run_that_was_made_with_other_settings_is_not_taken_for_one_of_this_ex
     begin(before)
     check_existing_runs(make_experiment(tmp_path, set={"learner.lr": 1e-3}))
     changed = make_experiment(tmp_path, set={"learner.lr": 2e-3})
-    with pytest.raises(ConfigError, match=r"learner.lr=0.002: .*e-base-s0-1 was made with 0.001; set that"):
+    with pytest.raises(
+        ConfigError, match=r"learner.lr=0.002: .*e-base-s0-1 was made with 0.001; set the old value"
+    ):
         check_existing_runs(changed)
 
 
 def test_a_run_that_was_made_twice_is_refused(tmp_path):
     experiment = make_experiment(tmp_path)
     first, second = begin(experiment.runs[0]), begin(experiment.runs[0])
-    with pytest.raises(ConfigError, match=rf"^e-base-s0: {second} and {first.name} are both runs of it; move one"):
+    with pytest.raises(
+        ConfigError, match=rf"^e-base-s0: {second} and {first.name} are both folders of this run; move one"
+    ):
         check_existing_runs(experiment)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.marker import MARKER, read_marker
-from laminar_py.runtime.cluster.errors import unwritable
+from laminar_py.runtime.cluster.errors import why_unwritable
 from tests.learner.builders import full_parameters, make_learner, make_model_folder, make_sequences, pack
 from tests.learner.ranks import FORKSERVER, prepared
 
@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_is_an_error_that_says_so(model_folder: Path, tmp_pa
             learner.save(tmp_path / "next")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert unwritable(full.value)
+    assert why_unwritable(full.value)
     learner.load(tmp_path / "first")
 
 

@@ -83,7 +83,7 @@ def torn(run):
         (added, "segments/other.segment", "was added after the run was sealed"),
         (truncated, LEDGER_NAME, "was changed: it has"),
         (written, LEDGER_NAME, "was changed"),
-        (unsealed, SEAL_NAME, "was changed; restore it"),
+        (unsealed, SEAL_NAME, "was changed; restore the file"),
         (torn, SEAL_NAME, "cannot be read"),
     ],
 )

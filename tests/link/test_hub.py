@@ -131,7 +131,7 @@ async def test_orders_that_a_broken_connection_lost_come_with_the_answer_to_its_
 
 async def came(connection, number):
     """Once a report came, whether it may be taken in or not."""
-    while connection._came < number:  # noqa: ASYNC110
+    while connection._last_arrived < number:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -289,7 +289,7 @@ async def test_a_frame_that_is_no_word_costs_nothing_but_itself():
             for frame in (b"", b"\xc1", b"\x93\x01", b"\x94\xa1\xff\x00\x00\xc0", b"\x91" * 5000, bytes(1000)):
                 await hand.send(frame)
                 await stranger.send(frame)
-            await hand.peer._owner.send_multipart([b"two", b"frames"])
+            await hand.peer._async_socket.send_multipart([b"two", b"frames"])
             await hand.say(
                 ReportFrame(
                     number=1,
@@ -309,7 +309,7 @@ async def test_a_frame_above_the_bound_ends_its_connection_and_nothing_else(monk
         with by_hand(desk.hub.endpoint, A, B) as (careless, other):
             await other.report(1)
             await other.told(1)
-            await careless.peer._owner.send(bytes(20_000))
+            await careless.peer._async_socket.send(bytes(20_000))
             await other.report(2)
             await other.told(2)
             await careless.report(1)

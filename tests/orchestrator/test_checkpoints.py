@@ -233,10 +233,10 @@ async def test_a_torn_one_is_refused_and_without_it_the_one_before_is_taken(tmp_
         write_checkpoint(tmp_path / f"checkpoints/step-{step}")
     (tmp_path / "checkpoints/step-2" / MARKER).unlink()
     torn = r"step-2: half written or damaged \(has no complete.json\); restore or delete it; without it"
-    with pytest.raises(ValueError, match=torn + " checkpoints/step-1 is taken"):
+    with pytest.raises(ValueError, match=torn + " the run resumes from checkpoints/step-1"):
         find_checkpoint(run)
     (tmp_path / "checkpoints/step-1").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=torn + " there is none, start a new run"):
+    with pytest.raises(ValueError, match=torn + " the run has no checkpoint, so start a new run"):
         find_checkpoint(run)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints/step-1")
     (tmp_path / "checkpoints/step-2/weights").unlink()

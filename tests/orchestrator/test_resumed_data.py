@@ -38,7 +38,7 @@ async def test_a_resume_with_other_rows_is_refused(tmp_path, now, field):
         refuse_other_rows(RunFolder(tmp_path), now)
         return
     with pytest.raises(
-        ConfigError, match=rf"^{field}: has other rows than when .* began, .*; bring these back, or"
+        ConfigError, match=rf"^{field}: has other rows than when .* began, .*; bring the earlier rows back, or"
     ):
         refuse_other_rows(RunFolder(tmp_path), now)
 

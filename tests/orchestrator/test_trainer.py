@@ -291,7 +291,10 @@ async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is
         async with generating(fleet), asyncio.timeout(PATIENCE_S):
             await train(trainer, scheduler=fleet.scheduler)
         assert (trainer.step, learner.saves) == (1, 2)
-    assert "the checkpoint of step 1 is lost; checkpoints/step-0-1.0 stands" in caplog.messages
+    assert (
+        "the learner crashed, so the checkpoint of step 1 is lost; a resume starts from checkpoints/step-0-1.0"
+        in caplog.messages
+    )
     assert recover(tmp_path).checkpoint.step == 0
 
 

@@ -184,7 +184,7 @@ def test_the_written_config_is_one_that_doctor_finds_room_for(small, tmp_path):
     config = load_config(path, [])
     assert config.gpus == 8
     assert not memory_faults(config, gpu_bytes=80e9)
-    with pytest.raises(ConfigError, match="is there already; name another file"):
+    with pytest.raises(ConfigError, match="exists already; name another file"):
         write_config(small, small.best, path, model=tmp_path)
 
 

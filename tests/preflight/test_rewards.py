@@ -51,7 +51,7 @@ def test_it_is_said_how_far_a_long_look_at_the_problems_is(monkeypatch, caplog, 
     monkeypatch.setattr(rewards, "PROGRESS_S", -1.0)
     reward = RewardConfig.model_validate_json('{"use": {"kind": "length", "most": 9}}')
     check_rewards(reward, [read(written(tmp_path / "a.jsonl", GOOD))], sandbox=None)
-    assert f"looking at the problems of data.train={tmp_path / 'a.jsonl'}: 1 of 1" in caplog.text
+    assert f"checking problems of data.train={tmp_path / 'a.jsonl'}: 1 of 1" in caplog.text
 
 
 def test_problems_that_are_looked_at_are_bounded_and_go_from_the_first_to_the_last(monkeypatch, tmp_path):
@@ -68,6 +68,6 @@ def test_what_a_function_printed_at_its_import_is_named_where_it_fails(tmp_path)
     reward = RewardConfig.model_validate_json(json.dumps({"use": f"{tmp_path / 'mine.py'}:score"}))
     with pytest.raises(ConfigError) as raised:
         check_rewards(reward, [], sandbox=None)
-    logs = Path(str(raised.value).split("what was printed meanwhile: ")[1])
+    logs = Path(str(raised.value).split("for the output of its process, see ")[1])
     assert (logs / "reward-0.log").read_text() == "imported\n"
     shutil.rmtree(logs)

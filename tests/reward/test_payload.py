@@ -65,19 +65,19 @@ def test_a_request_by_reference_has_the_tokens_and_logprobs_of_all_its_pieces(id
     whole = make_request("", response_ids=np.array(ids, np.int32), logprobs=logprobs)
     unscored = by_reference(whole, replica(tmp_path), *sorted(cut for cut in cuts if cut < len(ids)))
     assert len(unscored.request.response_ids) == 0, "no token goes with it"
-    found = asyncio.run(payload(tmp_path).load_request(travelled(unscored)))
+    found = payload(tmp_path).load_request(travelled(unscored))
     assert found.response_ids.tolist() == ids
     assert found.logprobs.tobytes() == logprobs.tobytes()
     bare = {"response_ids": unscored.request.response_ids, "logprobs": unscored.request.logprobs}
     assert encode(msgspec.structs.replace(found, **bare)) == encode(unscored.request), "nothing else differs"
 
 
-async def test_a_response_without_all_of_its_pieces_is_lost_and_never_scored_in_part(tmp_path):
+def test_a_response_without_all_of_its_pieces_is_lost_and_never_scored_in_part(tmp_path):
     unscored = by_reference(response("abcdef"), replica(tmp_path), 2, 4)
     first, second, third = unscored.tokens
     for tokens in ((second, third), (first, third)):
         with pytest.raises(PayloadLostError, match="missing"):
-            await payload(tmp_path).load_request(msgspec.structs.replace(unscored, tokens=tokens))
+            payload(tmp_path).load_request(msgspec.structs.replace(unscored, tokens=tokens))
 
 
 async def test_the_reward_sees_the_text_of_tokens_that_were_read(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_first_responses_of_which_none_is_scored_end_the_run_and_not_one_sooner(
     assert count == FEWEST
     assert fault == (
         f"reward.use=mine.py:score: no response could be scored ({FEWEST} of {FEWEST} failed), the last: None;"
-        " mend it and continue with --resume"
+        " mend the reward and continue with --resume"
     )
     assert judge(*[None] * STEP, reason=reason, trial=0.0)[0] is None, "a service that is down is waited for"
 

@@ -160,7 +160,7 @@ async def test_roles_and_tokens_cannot_both_have_rewards(tmp_path):
     async with scorer_of(tmp_path, {"use": use}) as scorer:
         (found,) = await score(scorer, make_request("x", roles=roles, environment_reward=1.0))
     assert found.failure is DropReason.REWARD_FAILED
-    assert "roles have rewards of their own" in found.detail
+    assert "roles have their own rewards" in found.detail
 
 
 async def test_each_task_has_its_own_terms(tmp_path):

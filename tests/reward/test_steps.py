@@ -106,7 +106,7 @@ async def test_each_step_is_rewarded_at_its_last_token(tmp_path, credit, total):
 
 
 @pytest.mark.parametrize(
-    ("missing", "detail"), [("place", "4 places were asked about, the answer has 3"), ("label", "labels=")]
+    ("missing", "detail"), [("place", "the server answered 3 of 4 places"), ("label", "labels=")]
 )
 async def test_scores_that_are_missing_are_a_labelled_failure_and_no_zero(tmp_path, missing, detail):
     def lacking(body):

@@ -104,8 +104,8 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys
             "def make():\n    raise KeyError('x')\n\nmake()\n",
             "data.prepare=PATH: exit code 1 (KeyError: 'x' at PATH:2);",
         ),
-        ("1 +\n", "data.prepare=PATH: exit code 1 (SyntaxError: invalid syntax at PATH:1); mend the script"),
-        ("import sys; sys.exit('no network')\n", "data.prepare=PATH: exit code 1 (no network); mend the script"),
+        ("1 +\n", "data.prepare=PATH: exit code 1 (SyntaxError: invalid syntax at PATH:1); fix the script"),
+        ("import sys; sys.exit('no network')\n", "data.prepare=PATH: exit code 1 (no network); fix the script"),
         ("", "model.path=none: no config.json in it, and data.prepare=PATH ran and did not make it; name the"),
     ],
 )
@@ -230,7 +230,7 @@ def test_resuming_from_a_torn_checkpoint_is_refused_and_loses_nothing(tmp_path):
     assert code == 2
     assert lines == [
         f"laminar: checkpoint={torn}: half written or damaged (has no complete.json); restore or delete it;"
-        " without it there is none, start a new run"
+        " without it the run has no checkpoint, so start a new run"
     ]
     assert (run / "ledger.sqlite").read_bytes() == before
     assert (torn / ".metadata").exists()

@@ -39,7 +39,7 @@ def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended
         assert "(a trial, made up)" in trial
         assert re.search(r": g\d+\.\d could not be scored", first), "a real response"
         assert end.startswith("laminar: ")
-        assert end.endswith("mend it and continue with --resume")
+        assert end.endswith("mend the reward and continue with --resume")
         assert "Traceback" not in output
         assert verify(train.run) == []
         reward.write_text(MENDED)

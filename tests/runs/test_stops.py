@@ -80,7 +80,7 @@ def test_ctrl_c_again_and_again_is_one_line_and_leaves_nothing_running(tmp_path)
     assert "Traceback" not in output
     told = {line for line in output.splitlines() if line.startswith("laminar:")}
     assert told
-    assert told == {f"laminar: {train.run} was stopped at once; go on with --resume"}
+    assert told == {f"laminar: {train.run} was stopped at once; continue with --resume"}
     assert code == 1
     assert verify(train.run) == []
     forget_versions(train.run)

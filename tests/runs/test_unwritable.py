@@ -22,7 +22,7 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line_and_it_goes_on_when_ther
     (line,) = [line for line in output.splitlines() if line.startswith("laminar:")]
     assert line.startswith(f"laminar: {train.run}: cannot be written ("), line
     assert "for each checkpoint" in line
-    assert line.endswith("and go on with --resume")
+    assert line.endswith("and continue with --resume")
     assert code == 1
     assert "Traceback" not in output
     assert verify(train.run) == []

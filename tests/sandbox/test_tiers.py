@@ -39,7 +39,7 @@ async def test_a_slot_that_does_not_start_leaves_no_process(tier, monkeypatch):
     monkeypatch.setattr(SandboxSlot, "run", fail)
     before = traces()
     for _ in range(2):
-        with pytest.raises(SandboxError, match="it runs nothing: no Landlock"):
+        with pytest.raises(SandboxError, match="its trial program failed: no Landlock"):
             await SandboxSlot(Path(tempfile.gettempdir()) / "pool", "0", tier=tier).start()
     await until(lambda: left_since(before) == {})
 

@@ -125,7 +125,7 @@ def test_no_resume_finds_a_record_and_one_that_names_it_is_refused(tmp_path):
     _, second = run_recorded(tmp_path, "steps=2")
     assert (folder.name, second.name) == ("simulated-repack-1", "simulated-repack-2")
     assert runs_of(small(f"runs={tmp_path}")) == []
-    with pytest.raises(ConfigError, match="was simulated, and nothing was trained in it; start a run"):
+    with pytest.raises(ConfigError, match="is a simulation, which trained no weights; start a new run"):
         refuse_simulated(RunFolder(folder))
 
 

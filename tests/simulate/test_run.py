@@ -232,5 +232,5 @@ def test_a_run_whose_responses_all_end_in_vain_is_ended_and_steps_count_anew():
     watch, batch = StallWatch(small()), 48 * 8
     for step in range(5):
         look(watch, step, step=step, ended=step * 100 * batch, moved=step)
-    with pytest.raises(ConfigError, match="since step 4, and the next one is not full, since groups are dropped"):
+    with pytest.raises(ConfigError, match="since step 4, and step 5 is not full, since groups are dropped"):
         look(watch, 5, step=4, ended=1000 * batch, moved=5)

@@ -73,7 +73,7 @@ def _walk_entries(name: str, parent: int | None, depth: int) -> Iterator[os.stat
     Raises `OSError` if one vanishes, is unreadable or too deep.
     """
     if depth > MOST_DEEP:
-        raise OSError(f"more than {MOST_DEEP} folders in each other")
+        raise OSError(f"nested more than {MOST_DEEP} folders deep")
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         with os.scandir(folder) as found:

@@ -30,20 +30,14 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The adapters of one version.
-
-    E.g. `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec)`.
-    """
+    """The adapters of one version, e.g. `Adapter.read(Path("/dev/shm/run/node-1/v7"), spec=spec)`."""
 
     config: AdapterConfig
     pairs: tuple[_Pair, ...]
 
     @classmethod
     def read(cls, folder: Path, *, spec: ModelSpec) -> Self:
-        """Read the adapters in `folder`.
-
-        `RefusedError` names a tensor that is missing, unknown or has another shape.
-        """
+        """Read the adapters in `folder`. `RefusedError` names a missing, unknown or misshapen tensor."""
         config, places = read_adapter_config(folder), projections(spec)
         unknown = ",".join(sorted(set(config.target_modules) - set(places)))
         if unknown:
@@ -79,7 +73,7 @@ class AdapterBase:
         self._exact = [{field: getattr(layer, field) for field in fields} for layer in exact.layers]
 
     def fits(self, config: AdapterConfig) -> bool:
-        """True if the adapters have this base and change the same matrices as the first adapters did."""
+        """True if adapters with `config` have this base, and change the matrices that this object holds."""
         own = self._config
         return (own.revision, set(own.target_modules)) == (config.revision, set(config.target_modules))
 
@@ -101,6 +95,7 @@ class AdapterBase:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read all adapter tensors in `folder` by name, as fp32. `RefusedError` for an unreadable file."""
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
             return {name: file.get_tensor(name).to(torch.float32, copy=True) for name in file.keys()}  # noqa: SIM118
@@ -109,11 +104,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _pop_tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], folder: Path) -> Tensor:
+    """Remove and return the tensor `name`. `RefusedError` if it is missing or has another shape."""
     tensor = tensors.pop(name, None)
     if tensor is None:
         raise RefusedError(f"weights={folder}: {name} is missing; write all tensors of the adapters")
     if tensor.shape != shape:
         raise RefusedError(
-            f"weights={folder}: {name} has shape {tuple(tensor.shape)}, but its layer needs {shape}"
+            f"weights={folder}: {name} has shape {tuple(tensor.shape)}, but its layer needs {shape};"
+            " publish adapters of model.path"
         )
     return tensor

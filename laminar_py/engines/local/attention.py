@@ -123,10 +123,7 @@ class PrefillAttention:
         self._pool.record(self._write_blocks, self._write_offsets, experts[self._real])
 
     def mix(self, layer: int, q: Tensor) -> Tensor:
-        """Attend with queries `[n * S, H, D]` of `layer`. Returns `[n * S, H * D]`.
-
-        Rows of padding are meaningless.
-        """
+        """Attend with queries `[n * S, H, D]` of `layer`. Returns `[n * S, H * D]`; ignore its rows of padding."""
         queries = q.view(*self._shape, *q.shape[1:]).transpose(1, 2)  # [n, H, S, D]
         keys = self._keys[layer][self._context].permute(0, 2, 1, 4, 3).flatten(2, 3)  # [n, K, places * BLOCK, D]
         values = self._values[layer][self._context].permute(0, 2, 1, 3, 4).flatten(2, 3)

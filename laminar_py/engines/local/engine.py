@@ -91,17 +91,17 @@ class LocalEngine(StreamingEngine[Scheduler]):
         await asyncio.wait([self._thread])
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
+        """Load the version in `path`. `RuntimeError` while requests run unpaused, `RefusedError` for bad files."""
         await self._run(partial(self._scheduler.load_weights, path, version))
 
     async def checksum(self) -> str:
-        """See `InferenceEngine.checksum`."""
+        """Hash the loaded weights in the engine's thread."""
         answer: list[str] = []
         await self._run(lambda: answer.append(self._scheduler.checksum()))
         return answer[0]
 
     def status(self) -> EngineStatus:
-        """See `InferenceEngine.status`. Requests on their way to the thread count as waiting."""
+        """Report load and served version. Requests on their way to the thread count as waiting."""
         self._raise_if_lost()
         status = self._scheduler.status()
         num_unseen = self._num_posted - self._num_taken
@@ -110,6 +110,8 @@ class LocalEngine(StreamingEngine[Scheduler]):
     # ---- the event loop's side
 
     def _add_request(self, ticket: int, request: GenerateRequest) -> None:
+        """Post the request to the thread, and count it as waiting until the thread runs `add`."""
+
         def add() -> None:
             self._scheduler.add_request(ticket, request)
             self._num_taken += 1
@@ -118,6 +120,7 @@ class LocalEngine(StreamingEngine[Scheduler]):
         self._post(add)
 
     def _post(self, action: Callable[[], None]) -> None:
+        """Queue `action` for the thread. `EngineLostError` of a lost engine."""
         self._raise_if_lost()
         if not self._posted:
             self._loop.call_soon(self._pass_on)
@@ -134,7 +137,7 @@ class LocalEngine(StreamingEngine[Scheduler]):
         self._posted = []
 
     async def _run(self, action: Callable[[], None]) -> None:
-        """Call `action` in the engine's thread and wait until it returns. Raises its error, or the engine's."""
+        """Call `action` in the engine's thread and await its end. Raises its error or `EngineLostError`."""
         done: asyncio.Future[None] = self._loop.create_future()
         self._post(partial(self._execute, action, done))
         self._pending.add(done)
@@ -198,7 +201,8 @@ class LocalEngine(StreamingEngine[Scheduler]):
 
 
 def _resolve(done: asyncio.Future[None], error: BaseException | None) -> None:
-    if done.done():  # its caller was cancelled
+    """Complete `done` with `error` or None, unless its caller was cancelled."""
+    if done.done():
         return
     if error is None:
         done.set_result(None)

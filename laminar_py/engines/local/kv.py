@@ -69,15 +69,15 @@ class BlockPool:
         self.table: Indices = np.zeros((num_slots, -(-max_len // BLOCK)), np.int64)  # [slot, place] -> block
         self.owner: Indices = np.full(capacity, _FREE, np.int64)  # [N] slot of a block in use
         self.place: Indices = np.zeros(capacity, np.int64)  # [N] index of the block in its slot or kept cache
-        self._held: Indices = np.zeros(num_slots, np.int64)  # blocks of each slot
+        self._held: Indices = np.zeros(num_slots, np.int64)  # number of blocks by slot
         self._kept: dict[int, Kept] = {}  # by number, the oldest first; the number owns its blocks
         self._numbers = count(_FIRST_NUMBER, -1)
         self._holes: list[int] = []  # heap of the free blocks below _num_touched
         self._num_touched = 0  # the first blocks, which were in use at some time
         self._moves: list[tuple[int, int]] = []  # copies that `compact` will make: source, target
         self._num_zeroed = 0
-        self._is_dense = True
-        self.num_blocks = 0
+        self._is_dense = True  # no slot gained or lost blocks since the last `compact`
+        self.num_blocks = 0  # blocks in use at the last `compact`
 
     def extend(self, slot: int, length: int) -> None:
         """Add blocks to `slot` until it has room for `length` tokens."""
@@ -132,10 +132,7 @@ class BlockPool:
         return self._experts is not None
 
     def record(self, blocks: Tensor, offsets: Tensor, experts: Tensor) -> None:
-        """Store `experts [n, L, k]` of n tokens at `offsets [n]` in `blocks [n]`.
-
-        Does nothing if none are recorded.
-        """
+        """Store `experts [n, L, k]` of n tokens at `offsets [n]` in `blocks [n]`, if the pool records experts."""
         if self._experts is not None:
             self._experts[blocks, offsets] = experts.to(self._experts.dtype)
 
@@ -168,7 +165,7 @@ class BlockPool:
         self._num_zeroed = self._num_touched = 0
 
     def _take_free_block(self) -> int:
-        """The first free block; without one, the oldest kept cache is freed."""
+        """Take the first free block. If the pool has none, free the oldest kept cache first."""
         if not self._holes and self._num_touched == len(self.owner):
             assert self._drop_oldest(), "slots need more blocks than there are"
         if self._holes:
@@ -197,6 +194,7 @@ class BlockPool:
         return blocks
 
     def _free(self, blocks: Indices) -> None:
+        """Make `blocks`, which no slot lists any more, available to all slots."""
         self.owner[blocks] = _FREE
         for block in blocks.tolist():
             heapq.heappush(self._holes, block)
@@ -222,6 +220,7 @@ class BlockPool:
             self._holes = np.flatnonzero(self.owner[: self._num_touched] == _FREE).tolist()
 
     def _copy(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Copy keys, values and recorded experts of blocks, for each pair (source, target)."""
         if pairs := list(moves):
             source, target = torch.tensor(pairs).t().contiguous()
             self._cache.index_copy_(2, target, self._cache.index_select(2, source))

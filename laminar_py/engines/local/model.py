@@ -33,10 +33,7 @@ class Routing:
         return torch.stack(self._chosen, 1)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts of the next layer by its router's `logits [T, E]`.
-
-        Returns experts and weights, `[T, k]`.
-        """
+        """Choose experts of the next layer by its `logits [T, E]`. Returns experts and weights, `[T, k]`."""
         scores = logits.float()
         choosing = scores if self._noise is None else scores + self._noise[:, len(self._chosen)]
         experts = choosing.topk(self._mixture.top_k).indices
@@ -72,10 +69,10 @@ class LocalModel:
     """Weights and forward of one model. Call `load` before the first forward."""
 
     def __init__(self, spec: ModelSpec, *, max_len: int, router_noise: Tensor | None = None) -> None:
-        """`router_noise` as in `LocalEngine`."""
+        """Add `router_noise [max_len, layers, E]` by position to the logits that choose experts; None adds 0."""
         self._spec, self._router_noise = spec, router_noise
         self._weights: Weights | None = None
-        self._base: AdapterBase | None = None  # of the adapters in the weights
+        self._base: AdapterBase | None = None  # base of the served adapter; None with whole weights
         self._step: Callable[..., tuple[Tensor, ...]] | None = None
         frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)[:, None]
@@ -93,7 +90,7 @@ class LocalModel:
             self._base = None
 
     def _merge(self, adapter: Adapter) -> None:
-        """Serve an adapter: merge it into the base weights, which are read again if its shape is new."""
+        """Serve `adapter` merged into its base. Reads the base from disk if the last base does not fit."""
         if self._base is not None and self._base.fits(adapter.config):
             self._base.merge(adapter, self._loaded())
             return
@@ -104,13 +101,14 @@ class LocalModel:
         self._base = base
 
     def _serve(self, weights: Weights) -> None:
+        """Use `weights` from the next forward on."""
         if self._weights is None:
             self._weights = weights
         else:
             self._weights.copy_(weights)  # in place: the traced step holds these tensors
 
     def checksum(self) -> str:
-        """See `Weights.checksum`; "unloaded" before the first load."""
+        """Hash of the served weights; "unloaded" before the first load."""
         return "unloaded" if self._weights is None else self._weights.checksum()
 
     def decode(self, ids: Tensor, positions: Tensor, *, plan: DecodePlan) -> tuple[Tensor, Tensor | None]:
@@ -124,10 +122,7 @@ class LocalModel:
         return logits, experts[0] if experts else None
 
     def _decode(self, ids: Tensor, positions: Tensor, *plan: Tensor) -> tuple[Tensor, ...]:
-        """The body of `decode`.
-
-        It takes all batch sizes from its arguments, so that one trace serves all batches.
-        """
+        """Compute logits, then experts in a mixture. Arguments give all sizes, so one trace fits all batches."""
         weights, attention = self._loaded(), DecodeAttention(DecodePlan(*plan), self._spec)
         hidden = F.embedding(ids, weights.embedding)
         rotations, routing = self._rotations.index_select(0, positions), self._routing(positions)
@@ -190,7 +185,7 @@ class LocalModel:
 def _traced(
     step: Callable[..., tuple[Tensor, ...]], arguments: tuple[Tensor, ...]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Trace `step`, so that no Python runs between its 150 operations.
+    """Trace `step` on example `arguments`, so that no Python runs between its 150 operations.
 
     A traced step takes half the time at batch 1 and five sixths at batch 64. `torch.compile`, the successor of the
     deprecated `torch.jit`, needs a compiler and 6 to 31 s for each shape.

@@ -127,7 +127,7 @@ class Job(EngineJob):
     def can_lend_to(self, other: "Job", version: int) -> bool:
         """True if this job's cache has, or will have, the prompt of `other` by the weights of `version`.
 
-        Both are of one group. A job with response tokens computes its own cache.
+        Both must be in one group. A job with response tokens computes its own cache.
         """
         if len(other.response) or self.request.group_id != other.request.group_id:
             return False

@@ -73,10 +73,7 @@ class Sampler:
         )
 
     def draw(self, logits: Tensor, uniform: Tensor, *, recorded: bool = False) -> Drawn:
-        """Sample a token for each row from `logits [B, V]` by the numbers `uniform [B]`.
-
-        With a mask if `recorded`.
-        """
+        """Sample a token for each row of `logits [B, V]` by `uniform [B]`; if `recorded`, also its mask."""
         if self.temperatures is not None:
             logits = logits / self.temperatures
         logprobs = torch.log_softmax(logits, -1)

@@ -42,7 +42,7 @@ class Scheduler(RequestScheduler[Job]):
         record: tuple[Recording, ...] = (),
         router_noise: torch.Tensor | None = None,
     ) -> None:
-        """`router_noise` as in `LocalEngine`."""
+        """Add `router_noise [max_len, layers, experts]` to the logits that choose experts; None: no noise."""
         super().__init__(max_len=max_len, kv_capacity=kv_capacity)  # `_running` is by slot
         self._spec, self._stream_interval = spec, stream_interval
         self._records_masks = Recording.SAMPLING_MASK in record
@@ -71,7 +71,10 @@ class Scheduler(RequestScheduler[Job]):
         return self._slots.kv_used
 
     def load_weights(self, folder: Path, version: int) -> None:
-        """Load the weights in `folder` as `version`. Raises the errors of `InferenceEngine.load_weights`."""
+        """Load the weights in `folder` as `version`, and drop kept caches of older weights.
+
+        `RuntimeError` if requests run unpaused, `ValueError` for an older version, `RefusedError` for bad files.
+        """
         self.check_load(version)
         self._model.load(folder)
         self._version = version
@@ -80,7 +83,7 @@ class Scheduler(RequestScheduler[Job]):
             self._pool.reset()
 
     def checksum(self) -> str:
-        """See `Weights.checksum`; "unloaded" before the first load."""
+        """Hash of the served weights; "unloaded" before the first load."""
         return self._model.checksum()
 
     def step(self) -> None:
@@ -97,10 +100,12 @@ class Scheduler(RequestScheduler[Job]):
             self._dispatch(rows, ids)
 
     def _make_room(self) -> None:
+        """Retract the newest requests until the cache has room for one more token of every running request."""
         while self._slots.kv_used + len(self._running) > self._kv_capacity:
             self._retract(next(reversed(self._running.values())))
 
     def _admit(self) -> None:
+        """Move waiting requests into free slots, in order, until the cache has no room for the next request."""
         while self._waiting and self._free and self._has_room(self._waiting[0]):
             job, slot = self._waiting.popleft(), heapq.heappop(self._free)
             job.slot = slot
@@ -109,10 +114,7 @@ class Scheduler(RequestScheduler[Job]):
             self._running[slot] = job
 
     def _has_room(self, job: Job) -> bool:
-        """True if `job` can be admitted.
-
-        A request always fits alone, since `kv_capacity` is at least `max_len`.
-        """
+        """True if the cache has room for `job` and headroom. Alone it fits, since `kv_capacity >= max_len`."""
         growth = ADMISSION_HEADROOM * (len(self._running) + 1)
         needed = len(job.request.prompt_ids) + len(job.response) + growth
         return not self._running or self._slots.kv_used + needed <= self._kv_capacity
@@ -139,15 +141,13 @@ class Scheduler(RequestScheduler[Job]):
             self._start(slot, job, version=lender.version)
 
     def _prefill(self) -> None:
+        """Compute one batch of prefill, and let requests decode whose prefill is complete."""
         for prefill in self._prefills.run(self._version):
             for slot in prefill.slots:
                 self._start(slot, self._running[slot], version=prefill.version)
 
     def _start(self, slot: int, job: Job, *, version: int) -> None:
-        """Let `job` decode. All its tokens but the last are in the cache.
-
-        `version` is the oldest weights behind them.
-        """
+        """Let `job` decode: its cache has all tokens but the last, by weights of `version` or newer."""
         job.prefill, job.version = None, version
         self._slots.state[slot] = State.DECODING
         self._rows = None
@@ -208,7 +208,7 @@ class Scheduler(RequestScheduler[Job]):
             )
 
     def _recorded(self, job: Job) -> RoutedExperts | None:
-        """The recorded experts of all positions but the last, from `request.routed` on, as they were first chosen.
+        """Experts of all positions but the last, from `request.routed` on, as first chosen; None if not recorded.
 
         A prefill after a retraction may choose other experts, which did not produce the existing tokens.
         """
@@ -221,14 +221,16 @@ class Scheduler(RequestScheduler[Job]):
         return since if before is None else join_experts([before, since])
 
     def _end(self, job: Job, finish_reason: FinishReason) -> None:
+        """Send the last delta of a running request and free its slot. Keep its cache for its next turn."""
         self._send(job, finish_reason)
-        # keep the cache of a finished turn for the next turn, unless older weights computed part of it
+        # the next turn must not continue a cache that older weights computed in part
         if finish_reason is FinishReason.STOP and job.request.has_turns and job.version == self._version:
             ids = np.concatenate([job.request.prompt_ids, self._slots.response(job.slot)])[:-1]
             self._pool.keep(job.slot, job.request.rid, ids)
         self._vacate(job)
 
     def _retract(self, job: Job) -> None:
+        """Send a running request's tokens, free its slot, and put it at the head of the waiting queue."""
         self._send(job)  # the KV cache of its tokens is computed again later
         response, experts = self._slots.response(job.slot), self._recorded(job)
         self._vacate(job)

@@ -33,7 +33,7 @@ class Rows:
     slots: Indices  # [B]
     seeds: Seeds  # [B]
     limits: Indices  # [B]
-    stop_ids: Indices  # [B, most of any slot], padded with -1
+    stop_ids: Indices  # [B, most stop ids of a slot], padded with -1
     sampler: Sampler
 
 
@@ -57,9 +57,13 @@ class Slots:
         self.top_k: Indices = np.zeros(num_slots, np.int64)
         self.top_p: FloatArray = np.ones(num_slots, np.float32)
         self.min_p: FloatArray = np.zeros(num_slots, np.float32)
-        self.masks: list[list[IntArray]] = [[] for _ in range(num_slots)]  # [S] of each unsent token, if recorded
+        self.masks: list[list[IntArray]] = [
+            [] for _ in range(num_slots)
+        ]  # [S] masks of unsent tokens, if recorded
         self.plain: BoolArray = np.ones(num_slots, np.bool_)  # temperature 1 and the whole vocabulary
-        self.stop_ids: Indices = np.full((num_slots, 1), -1, np.int64)  # [S, most of any], padded with -1
+        self.stop_ids: Indices = np.full(
+            (num_slots, 1), -1, np.int64
+        )  # [S, most stop ids of a slot], padded with -1
 
     def occupy(self, slot: int, request: GenerateRequest, *, response: IntArray) -> None:
         """Put a request into a free slot, with the response tokens it has so far."""
@@ -84,13 +88,13 @@ class Slots:
         self.stop_ids[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
     def vacate(self, slot: int) -> None:
-        """Free the slot."""
+        """Mark `slot` as free, and subtract its tokens from `kv_used`."""
         self.kv_used -= int(self.num_prompt[slot] + self.num_response[slot]) - 1
         self.num_prompt[slot] = self.num_response[slot] = 0
         self.state[slot] = State.FREE
 
     def decoding(self) -> Rows:
-        """Collect the decoding slots and their sampler, for steps until a slot changes."""
+        """Collect the decoding slots and their constants. Valid until a slot starts or stops to decode."""
         rows = np.flatnonzero(self.state == State.DECODING)
         sampler = PLAIN
         if not self.plain[rows].all():
@@ -125,7 +129,7 @@ class Slots:
         return self.ids[slot, : self.num_response[slot]].copy()
 
     def take_unsent(self, slot: int) -> tuple[IntArray, FloatArray]:
-        """Copy the unsent tokens and log-probabilities, and count them as sent."""
+        """Return copies of the unsent tokens `[n]` and log-probabilities `[n]`, and count them as sent."""
         unsent = slice(self.num_sent[slot], self.num_response[slot])
         self.num_sent[slot] = self.num_response[slot]
         return self.ids[slot, unsent].copy(), self.logprobs[slot, unsent].copy()

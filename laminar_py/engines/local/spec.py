@@ -63,7 +63,7 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def architecture(self) -> str:
-        """The model's class. A config that was never saved with a model names only `model_type`."""
+        """Name of the model's class; derived from `model_type` if `architectures` is missing."""
         default = _BY_MODEL_TYPE.get(self.model_type, self.model_type)
         return self.architectures[0] if self.architectures else default
 
@@ -113,10 +113,7 @@ class ModelSpec:
 
     @classmethod
     def read(cls, model_dir: Path) -> Self:
-        """Read the spec of the model in `model_dir`.
-
-        `ConfigError` names a feature that the engine cannot compute.
-        """
+        """Read the spec of the model in `model_dir`. Raises `ConfigError` if the engine cannot compute it."""
         import torch
 
         config = read_config(model_dir)

@@ -89,6 +89,7 @@ class Weights:
         return digest.hexdigest()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of all weights, in a fixed order; of a norm only its scale."""
         yield from (("embedding", self.embedding), ("norm", self.norm.scale), ("head", self.head))
         for index, layer in enumerate(self.layers):
             for field in fields(layer):
@@ -170,7 +171,8 @@ class _Folder:
         tensor: Tensor = file.get_tensor(name)
         if tensor.shape != shape:
             raise RefusedError(
-                f"weights={self._folder}: {name} has shape {tuple(tensor.shape)}, the model {shape}"
+                f"weights={self._folder}: {name} has shape {tuple(tensor.shape)}, but the model"
+                f" needs {shape}; publish weights of model.path"
             )
         return tensor.to(self._dtype)
 
@@ -178,7 +180,8 @@ class _Folder:
 def _read_layer(files: _Folder, prefix: str, *, spec: ModelSpec) -> LayerWeights:
     """Read the weights of a layer, packed as the CPU kernels need them.
 
-    Query, key and value share one matrix, as do up and gate. A tensor of another shape than `spec` raises.
+    Query, key and value share one matrix, as do up and gate. Raises `RefusedError` for a
+    missing or misshapen tensor.
     """
     hidden, intermediate, head_dim, mixture = spec.hidden, spec.intermediate, spec.head_dim, spec.mixture
     size_q, size_kv = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
@@ -229,8 +232,5 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def interleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows `[heads * D, ...]`.
-
-    Dimension i of a head comes beside i + D / 2, its partner in the rotation.
-    """
+    """Reorder rows `[heads * D, ...]`: put dimension i of a head beside i + D / 2, its partner in the rotation."""
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)

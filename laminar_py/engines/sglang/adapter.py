@@ -35,7 +35,7 @@ class ServerAdapters:
 
     def __init__(self, server: ServerConnection, *, client: str, base: Path | None, limit_s: float) -> None:
         self.current: str | None = None  # adapter that new requests name
-        self._server = server
+        self._connection = server
         self._limit_s = limit_s
         self._client = client
         self._count = itertools.count()  # tells loads of the same version apart
@@ -51,20 +51,24 @@ class ServerAdapters:
         config = await asyncio.to_thread(read_adapter_config, path)
         if config.revision != self._checked:
             if self._base is None:
-                raise RefusedError(f"version {version} in {path} is an adapter, and the server was given no base")
+                raise RefusedError(
+                    f"version {version} in {path} is an adapter, and the server has no base weights"
+                )
             await asyncio.to_thread(check_base, self._base, config)
             self._checked = config.revision
         layout = await asyncio.to_thread(weights_layout, path)
         if self._layout not in (None, layout):
             raise RefusedError(
-                f"version {version} in {path} has other tensors than the version before; publish the same"
+                f"version {version} in {path} has other tensors than the version before; publish the same tensors"
             )
         name = f"{self._client}-{version}-{next(self._count)}"
         fields = {"lora_name": name, "lora_path": str(path)}
-        answer = await self._server.post_and_decode("load_lora_adapter", _Loaded, limit_s=self._limit_s, **fields)
+        answer = await self._connection.post_and_decode(
+            "load_lora_adapter", _Loaded, limit_s=self._limit_s, **fields
+        )
         if answer.loaded_adapters.get(name) != str(path):
             raise RefusedError(
-                f"version {version} in {path}: the server has {list(answer.loaded_adapters)} instead"
+                f"version {version} in {path}: the server reports only adapters {list(answer.loaded_adapters)}"
             )
         self._layout = layout
         for stream in ending:
@@ -74,7 +78,8 @@ class ServerAdapters:
         self.current = name
 
     async def _unload(self, name: str) -> None:
+        """Unload an adapter. If the server refuses, its list of adapters is wrong: mark the server as lost."""
         try:
-            await self._server.post("unload_lora_adapter", lora_name=name)
-        except RefusedError as error:  # the server's list of adapters is wrong
-            raise self._server.lose(str(error)) from None
+            await self._connection.post("unload_lora_adapter", lora_name=name)
+        except RefusedError as error:
+            raise self._connection.lose(str(error)) from None

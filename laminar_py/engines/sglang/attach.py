@@ -60,7 +60,7 @@ class Answers(NamedTuple):
 
 
 async def check_server(url: str, api_key: str | None, *, model_dir: Path, rollout: RolloutConfig) -> None:
-    """Check the server at `url`, and continue it if it is paused. Raises `ConfigError` if it cannot serve the run.
+    """Check the server at `url`, and resume it if it is paused. Raises `ConfigError` if it cannot serve the run.
 
     Logs a warning if the server is slower than it could be.
     """
@@ -117,10 +117,11 @@ def _model_fault(answers: Answers, sizes: ModelSizes) -> str | None:
     if not differing:
         return None
     served, wanted = differing[0]
-    return f"serves another model ({served}, but model.path has {wanted}); start it with that of model.path"
+    return f"serves another model ({served}, but model.path has {wanted}); start it with the model of model.path"
 
 
 def _room_fault(server: ServerInfo, max_len: int) -> str | None:
+    """Say that the server's context is too short, for the end of a sentence; None if it is not."""
     if server.max_req_input_len >= max_len:
         return None
     return (
@@ -130,11 +131,12 @@ def _room_fault(server: ServerInfo, max_len: int) -> str | None:
 
 
 def _swap_fault(server: ServerInfo, on_new_weights: OnNewWeights) -> str | None:
+    """Say why in-place loads give tokens wrong versions, for the end of a sentence; None if they do not."""
     if on_new_weights is not OnNewWeights.IN_PLACE or server.disable_overlap_schedule:
         return None
     return (
-        "counts a token of the old weights to the new ones under rollout.on_new_weights=in_place; start it with"
-        " --disable-overlap-schedule"
+        "stamps a token of the old weights with the new version under rollout.on_new_weights=in_place; start it"
+        " with --disable-overlap-schedule"
     )
 
 
@@ -154,7 +156,7 @@ def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:
 async def _request_answers(url: str, api_key: str | None) -> Answers:
     """Ask a running server for its settings and its model. Raises `ConfigError` if it does not answer.
 
-    It also resumes a server that an earlier client left paused.
+    Resumes the server, too.
     """
     connection = ServerConnection(url, api_key=api_key, timeout_s=ANSWER_S)
     try:

@@ -30,12 +30,12 @@ def check(config: RunConfig) -> None:
     if sampling.cuts_vocabulary and not sampling.top_k:
         raise ConfigError(
             f"rollout.sampling.top_k=0 top_p={sampling.top_p} min_p={sampling.min_p}: SGLang records sampling"
-            " masks of bounded size alone; set top_k"
+            " masks of bounded size only; set top_k"
         )
     if section.urls and len(section.urls) != rollout.replicas:
         raise ConfigError(
             f"rollout.engine.urls has {len(section.urls)} servers for rollout.replicas={rollout.replicas}; name"
-            " one for each"
+            " one server for each replica"
         )
     if config.learner.lora is not None:
         _check_lora(config, config.learner.lora, section.urls)
@@ -51,8 +51,8 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
         )
     if urls:
         raise ConfigError(
-            f"rollout.engine.urls={','.join(urls)}: servers that run already have a base of their own; leave urls"
-            " out or learner.lora"
+            f"rollout.engine.urls={','.join(urls)}: running servers have a base of their own; leave out urls or"
+            " learner.lora"
         )
     if rollout.on_new_weights in (OnNewWeights.RETRACT, OnNewWeights.IN_PLACE):
         raise ConfigError(
@@ -74,7 +74,7 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
 
 
 def check_start(config: RunConfig) -> None:
-    """Check the model's positions, then the servers in `urls` or the SGLang that launches servers on this host."""
+    """Raise `ConfigError` if the model's positions, a running server or this host's SGLang do not suffice."""
     max_len, positions = config.rollout.max_len, read_sizes(config.model.path).max_position_embeddings
     if positions is not None and max_len > positions:
         raise ConfigError(
@@ -88,11 +88,10 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_node(config: RunConfig) -> None:
-    """Check the SGLang that launches servers on this host. Does nothing if the run uses running servers."""
+    """Raise `ConfigError` if this host must launch servers and its interpreter has no usable SGLang."""
     section = section_of(config)
-    if section.urls:
-        return
-    check_interpreter(section.interpreter, field="rollout.engine.python")
+    if not section.urls:
+        check_interpreter(section.interpreter, field="rollout.engine.python")
 
 
 async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:
@@ -122,7 +121,7 @@ def _is_here(host: str) -> bool:
 
 
 async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngine:
-    """Start a client of one server, after it launched the server or checked a running one.
+    """Launch a server or check the running server of a replica, and return a started `SGLangEngine` of it.
 
     Raises `EngineLostError` if the server does not start, or a running server no longer passes the check.
     """

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,9 +47,9 @@ _NO_LOGPROBS = np.empty(0, np.float32)
 class SGLangEngine:
     """Streams requests through the server at `url` once `load_weights` has given it weights.
 
-    `watch_server` ends with the process of a launched server. The server counts as lost if it has requests and
-    sends no token, or leaves a call unanswered, for `stall_timeout_s` seconds. Calls that load or hash weights may
-    take `load_timeout_s` seconds.
+    `watch_server` returns or raises when the process of a launched server ends. The server counts as lost if it
+    has requests and sends no token, or leaves a call unanswered, for `stall_timeout_s` seconds. Calls that load or
+    hash weights may take `load_timeout_s` seconds.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SGLangEngine:
         load_timeout_s: float = LOAD_S,
         watch_server: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._server = ServerConnection(url, api_key=api_key, timeout_s=stall_timeout_s)
+        self._connection = ServerConnection(url, api_key=api_key, timeout_s=stall_timeout_s)
         self._served = served
         self._load_timeout_s = load_timeout_s
         self._watch_server = watch_server
@@ -73,7 +73,7 @@ class SGLangEngine:
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
         self._adapters = ServerAdapters(
-            self._server, client=self._client, base=served.base, limit_s=load_timeout_s
+            self._connection, client=self._client, base=served.base, limit_s=load_timeout_s
         )
         self._tickets = itertools.count()
         self._by_rid: dict[str, Stream] = {}  # streams that `abort` can end
@@ -83,26 +83,26 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Connect to the server. Raises `EngineLostError` if it does not answer."""
-        await self._server.post("continue_generation")  # an earlier client may have left it paused
+        await self._connection.post("continue_generation")  # an earlier client may have paused the server
         await self._poll_use()
 
     async def close(self) -> None:
         """End all streams and connections. The server keeps running."""
         for task in self._aborts:
             task.cancel()
-        await self._server.close()
+        await self._connection.close()
 
     # ---- streams
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `InferenceEngine.generate`. `RefusedError` names what cannot be served."""
-        self._server.raise_if_lost()
+        """Yield the deltas of a request to its last. `RefusedError` if the server can never serve the request."""
+        self._connection.raise_if_lost()
         if request.rid in self._by_rid:
-            raise ValueError(f"rid={request.rid}: is being generated already; abort it first")
+            raise ValueError(f"rid={request.rid}: a request with this rid runs already; abort it first")
         check_request(request, max_len=self._served.max_len, vocab=self._served.vocab)
         room = response_limit(request, max_len=self._served.max_len) - len(request.prefix_ids)
         if room <= 0:
-            yield self._nothing(request.rid, FinishReason.LENGTH)
+            yield self._empty_delta(request.rid, FinishReason.LENGTH)
             return
         stream = Stream(
             served=self._served,
@@ -116,27 +116,27 @@ class SGLangEngine:
             await self._enter(stream)
             if stream.aborting:
                 self._forget(stream)
-                yield self._nothing(request.rid, FinishReason.ABORT)
+                yield self._empty_delta(request.rid, FinishReason.ABORT)
                 return
             try:
                 async for delta in self._deltas(stream):
                     yield delta
             except CutOffError as error:
                 if not stream.aborting or Recording.ROUTED_EXPERTS in self._served.record:
-                    raise self._server.lose(str(error)) from error
+                    raise self._connection.lose(str(error)) from error
                 # SGLang 0.5.23 fails (KeyError 'text') if it joins an abort with unread chunks. Earlier tokens
                 # are valid. Experts come only at the end, so with experts the server counts as lost.
                 self._forget(stream)
-                yield self._nothing(request.rid, FinishReason.ABORT)
+                yield self._empty_delta(request.rid, FinishReason.ABORT)
         finally:
-            if self._forget(stream) and stream.submitted and not self._server.is_lost:
+            if self._forget(stream) and stream.submitted and not self._connection.is_lost:
                 self._abort_on_server(stream)
 
     async def _enter(self, stream: Stream) -> None:
         """Wait for the open gate. Returns early if the stream is aborted; raises if the server is lost."""
         while not (self._gate.is_set() or stream.aborting):
-            self._server.raise_if_lost()
-            events = (self._gate, stream.ended, self._server.ended)
+            self._connection.raise_if_lost()
+            events = (self._gate, stream.ended, self._connection.ended)
             waits = [asyncio.ensure_future(event.wait()) for event in events]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -153,30 +153,31 @@ class SGLangEngine:
         rid, finished = stream.request.rid, False
         cache = f"{self._client}-{self._version}"
         body = stream.generate_body(self._version, cache=cache, adapter=self._adapters.current)
-        async for chunk in self._server.chunks(rid, body):
+        async for chunk in self._connection.chunks(rid, body):
             meta = chunk.meta_info
             if chunk.error is not None or meta is None:
                 fault = chunk.error or WireFault("a chunk without meta_info")
-                raise self._server.fault(rid, fault.code, fault.message)
+                raise self._connection.fault(rid, fault.code, fault.message)
             finish = meta.finish_reason
             if finish is not None and finish.type == FinishReason.ABORT and not stream.aborting:
-                raise self._server.fault(rid, finish.status_code, finish.message)
+                raise self._connection.fault(rid, finish.status_code, finish.message)
             try:
                 delta = stream.delta(chunk, meta)
             except WireError as error:
-                raise self._server.lose(f"sent {error}") from None
+                raise self._connection.lose(f"sent {error}") from None
             if delta.finish_reason is not None:
                 finished = True
                 self._forget(stream)
             yield delta
         if not finished:
-            raise self._server.lose(f"the stream of {rid} ended before its last token")
+            raise self._connection.lose(f"the stream of {rid} ended before its last token")
 
-    def _nothing(self, rid: str, reason: FinishReason) -> Delta:
+    def _empty_delta(self, rid: str, reason: FinishReason) -> Delta:
+        """Make a last delta without tokens."""
         return Delta(rid=rid, ids=_NO_IDS, logprobs=_NO_LOGPROBS, version=self._version, finish_reason=reason)
 
     def _forget(self, stream: Stream) -> bool:
-        """Remove a stream that has ended. Returns False if it was removed before."""
+        """Remove a stream, free its rid and set its `ended`. Returns False if it was removed before."""
         if self._by_rid.get(stream.request.rid) is stream:
             del self._by_rid[stream.request.rid]
         stream.ended.set()
@@ -188,13 +189,14 @@ class SGLangEngine:
     # ---- aborts and pauses
 
     async def abort(self, rid: str) -> None:
-        """See `InferenceEngine.abort`. The rid is free again at once. Ignores an unknown rid."""
-        self._server.raise_if_lost()
+        """Start to end the request `rid` with ABORT. Its rid is free at once. Ignores an unknown rid."""
+        self._connection.raise_if_lost()
         stream = self._by_rid.pop(rid, None)
         if stream is not None:
             self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
+        """Abort a request on the server, or at the gate if the server does not have it yet."""
         stream.aborting = True
         if stream.submitted:
             self._abort_on_server(stream)
@@ -202,16 +204,25 @@ class SGLangEngine:
             stream.ended.set()  # wakes the stream at the gate
 
     def _abort_on_server(self, stream: Stream) -> None:
-        self._in_background(self._repeat_abort(stream))
+        """Abort a request on the server, in a background task. If the task fails, the server counts as lost."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._aborts.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, EngineLostError):
+                log.error("an abort failed", exc_info=error)
+                lost = self._connection.lose(f"an abort failed: {error}")
+                lost.__cause__ = error
+
+        task = asyncio.create_task(self._repeat_abort(stream), name="abort")
+        self._aborts.add(task)
+        task.add_done_callback(done)
 
     async def _repeat_abort(self, stream: Stream) -> None:
-        """Send the abort until the stream has ended.
-
-        For a dropped stream, which has ended, one abort is enough.
-        """
+        """Send the abort until the stream has ended; once if the stream has ended before."""
         patience_s = ABORT_AGAIN_S
         while True:
-            await self._server.post("abort_request", rid=stream.wire_rid)
+            await self._connection.post("abort_request", rid=stream.wire_rid)
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await stream.ended.wait()
@@ -219,17 +230,17 @@ class SGLangEngine:
             patience_s = min(2 * patience_s, ABORT_AGAIN_MAX_S)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `InferenceEngine.pause`.
+        """Stop generating, by `mode`; new requests wait at the gate.
 
         ABORT closes the gate and aborts the streams one by one, in one round trip. The server's own pause by abort
         sleeps for a second between two checks.
         """
-        self._server.raise_if_lost()
+        self._connection.raise_if_lost()
         self._gate.clear()
         self._paused = mode
         if mode is not PauseMode.ABORT:
             self._server_paused = True
-            await self._server.post("pause_generation", mode=mode.value)
+            await self._connection.post("pause_generation", mode=mode.value)
             return
         streams = list(self._by_rid.values())
         self._by_rid.clear()
@@ -238,27 +249,29 @@ class SGLangEngine:
         await self._continue()  # streams held by an earlier pause would not end
 
     async def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
-        self._server.raise_if_lost()
+        """Generate again after `pause`, and open the gate."""
+        self._connection.raise_if_lost()
         await self._continue()
         self._paused = None
         self._open_gate()
 
     async def _continue(self) -> None:
+        """Resume the server if it is paused, and count its silence from now."""
         if self._server_paused:
-            await self._server.post("continue_generation")
+            await self._connection.post("continue_generation")
             self._server_paused = False
-            self._server.touch()
+            self._connection.touch()
 
     def _open_gate(self) -> None:
+        """Let new requests through, unless the engine is paused or has no weights yet."""
         if self._paused is None and self._version >= 0:
             self._gate.set()
 
     # ---- weights
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
-        self._server.raise_if_lost()
+        """Load the version in `path`. `RuntimeError` while requests run unpaused, `RefusedError` for bad files."""
+        self._connection.raise_if_lost()
         running = [stream for stream in self._streams if stream.submitted]
         check_load(version, served=self._version, num_running=len(running) if self._paused is None else 0)
         adapted = holds_adapter(path)
@@ -291,7 +304,7 @@ class SGLangEngine:
         layout = await asyncio.to_thread(weights_layout, path)
         if self._layout not in (None, layout):
             raise RefusedError(
-                f"version {version} in {path} has other tensors than the version before; publish the same"
+                f"version {version} in {path} has other tensors than the version before; publish the same tensors"
             )
         await self._update(path, version)
         if recomputes:
@@ -302,7 +315,7 @@ class SGLangEngine:
 
     async def _update(self, path: Path, version: int) -> None:
         """Have the server read a version from its folder. Raises `RefusedError` if the server cannot."""
-        answer = await self._server.post_and_decode(
+        answer = await self._connection.post_and_decode(
             "update_weights_from_disk",
             UpdateAnswer,
             limit_s=self._load_timeout_s,
@@ -317,18 +330,18 @@ class SGLangEngine:
     async def _flush_cache(self) -> None:
         """Clear the KV cache of retracted requests. Retries, since the server refuses during its last step."""
         try:
-            async with asyncio.timeout(self._server.timeout_s):
+            async with asyncio.timeout(self._connection.timeout_s):
                 while True:
                     with suppress(RefusedError):
-                        return await self._server.post("flush_cache")
+                        return await self._connection.post("flush_cache")
                     await asyncio.sleep(FLUSH_AGAIN_S)
         except TimeoutError:
-            raise self._server.lose(f"did not flush its cache in {self._server.timeout_s:g} s") from None
+            raise self._connection.lose(f"did not flush its cache in {self._connection.timeout_s:g} s") from None
 
     async def checksum(self) -> str:
-        """See `InferenceEngine.checksum`: the server hashes its own tensors, one hash for each GPU."""
+        """Have the server hash its own tensors. Returns one hash for each GPU, joined by dashes."""
         limit_s = self._load_timeout_s
-        answer = await self._server.post_and_decode(
+        answer = await self._connection.post_and_decode(
             "weights_checker", WeightsChecksums, limit_s=limit_s, action="checksum"
         )
         return "-".join(rank.per_gpu_checksum for rank in answer.ranks)
@@ -336,8 +349,8 @@ class SGLangEngine:
     # ---- state
 
     def status(self) -> EngineStatus:
-        """See `InferenceEngine.status`. Requests are counted here; the server's last report gives the KV cache."""
-        self._server.raise_if_lost()
+        """Report load and version. Requests are counted here; the last poll of the server gives the KV cache."""
+        self._connection.raise_if_lost()
         submitted = sum(stream.submitted for stream in self._streams)
         running = min(submitted, self._use.num_running_reqs)
         used = self._use.num_used_tokens if submitted else 0
@@ -350,58 +363,37 @@ class SGLangEngine:
         )
 
     async def watch(self) -> None:
-        """See `InferenceEngine.watch`."""
-        tasks = [asyncio.create_task(self._watch_use()), asyncio.create_task(self._server.ended.wait())]
+        """Poll the server until it is lost or the engine closes, then raise `EngineLostError`."""
+        tasks = [asyncio.create_task(self._watch_use()), asyncio.create_task(self._connection.ended.wait())]
         if self._watch_server is not None:
             tasks.append(asyncio.ensure_future(self._watch_server()))  # type: ignore[arg-type]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done() and (error := task.exception()) is not None:
-                    raise self._server.lose(str(error)) from None
+                    raise self._connection.lose(str(error)) from None
         finally:
             for task in tasks:
                 task.cancel()
-        raise self._server.lose("its process ended")
+        raise self._connection.lose("its process ended")
 
     async def _watch_use(self) -> None:
-        """Poll the server's load while there are requests.
-
-        Loses the server after a silence of the stall timeout.
-        """
+        """Poll the load while the server has requests; if it sends nothing for the stall timeout, it is lost."""
         while True:
             await asyncio.sleep(POLL_S)
             if self._server_paused or not any(stream.submitted for stream in self._streams):
-                self._server.touch()
-            elif self._server.silent_s > self._server.timeout_s:
-                self._server.lose(f"sent no token for {self._server.silent_s:.0f} s while requests run")
+                self._connection.touch()
+            elif self._connection.silent_s > self._connection.timeout_s:
+                self._connection.lose(f"sent no token for {self._connection.silent_s:.0f} s while requests run")
             else:
                 await self._poll_use()
 
     async def _poll_use(self) -> None:
-        """Ask the server for its load, summed over its ranks."""
-        ranks = (await self._server.get("v1/loads?include=core", RankUses)).loads
+        """Ask the server for its load, and store the sum over its ranks in `_use`."""
+        ranks = (await self._connection.get("v1/loads?include=core", RankUses)).loads
         self._use = RankUse(
             sum(rank.num_running_reqs for rank in ranks),
             sum(rank.num_waiting_reqs for rank in ranks),
             sum(rank.num_used_tokens for rank in ranks),
             sum(rank.max_total_num_tokens for rank in ranks),
         )
-
-    def _in_background(self, work: Coroutine[object, object, None]) -> None:
-        """Run an abort as a background task.
-
-        If it fails, the server counts as lost and its streams raise the error.
-        """
-
-        def done(task: asyncio.Task[None]) -> None:
-            self._aborts.discard(task)
-            error = None if task.cancelled() else task.exception()
-            if error is not None and not isinstance(error, EngineLostError):
-                log.error("an abort failed", exc_info=error)
-                lost = self._server.lose(f"an abort failed: {error}")
-                lost.__cause__ = error
-
-        task = asyncio.create_task(work, name="abort")
-        self._aborts.add(task)
-        task.add_done_callback(done)

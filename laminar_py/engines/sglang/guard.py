@@ -57,11 +57,8 @@ def main() -> int:
         return _run(request, Path(scratch), stand_in, owner)
 
 
-def _run(request: GuardRequest, scratch: Path, *reasons: int) -> int:
-    """Start the server. End it when standard input closes, or a process in `reasons` or the server ends.
-
-    Returns the server's exit code.
-    """
+def _run(request: GuardRequest, scratch: Path, *owners: int) -> int:
+    """Run the server until standard input closes, or it or one of `owners` ends. Returns its exit code."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process, so none escapes
     config = scratch / "config.yaml"
     config.write_text(json.dumps(request.config))  # JSON is YAML
@@ -73,7 +70,7 @@ def _run(request: GuardRequest, scratch: Path, *reasons: int) -> int:
     )
     left_behind: set[str] = set()
     try:
-        left_behind = _watch(*reasons, server.pid)
+        left_behind = _watch(*owners, server.pid)
     finally:
         code = _end(server)
     for path in left_behind:
@@ -128,6 +125,7 @@ def _reap(server: int) -> None:
 
 
 def _left_behind() -> set[str]:
+    """Find files in shared memory that the running server maps and would never remove."""
     files: set[str] = set()
     for process in _descendants():
         with contextlib.suppress(OSError):  # it has ended

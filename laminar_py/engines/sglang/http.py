@@ -27,7 +27,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 
 class CutOffError(Exception):
-    """A stream broke after the server had begun its answer."""
+    """A stream broke after the server had sent the start of its answer."""
 
 
 class ServerConnection:
@@ -51,7 +51,7 @@ class ServerConnection:
         self._closing: asyncio.Task[None] | None = None
         self._responses: set[aiohttp.ClientResponse] = set()  # of streams in flight
         self.ended = asyncio.Event()  # set when the server is lost
-        self.heard_s = self._loop.time()  # time of the last bytes from any stream
+        self._last_bytes_s = self._loop.time()  # time of the last bytes from any stream
 
     @property
     def is_lost(self) -> bool:
@@ -61,11 +61,11 @@ class ServerConnection:
     @property
     def silent_s(self) -> float:
         """Seconds since the last bytes from any stream, or the last `touch`."""
-        return self._loop.time() - self.heard_s
+        return self._loop.time() - self._last_bytes_s
 
     def touch(self) -> None:
-        """Start to count the silence again."""
-        self.heard_s = self._loop.time()
+        """Set `silent_s` to 0."""
+        self._last_bytes_s = self._loop.time()
 
     async def close(self) -> None:
         """End all calls and streams, and wait until the connections are closed. The server keeps running.
@@ -77,16 +77,13 @@ class ServerConnection:
         await self._closing
 
     def lose(self, reason: str) -> EngineLostError:
-        """Mark the server as lost for `reason`, and end calls and streams in flight.
-
-        Returns the error of the first loss.
-        """
+        """Mark the server as lost, and end calls and streams in flight. Returns the error of the first loss."""
         if self._lost is None:
             log.warning("server %s: %s", self._url, reason)
         return self._end(reason)
 
     def _end(self, reason: str) -> EngineLostError:
-        """Fail calls and streams with an `EngineLostError`, and return it; later calls return the same error."""
+        """Fail calls and streams with an `EngineLostError`, close the session, and return the first such error."""
         if self._lost is None:
             self._lost = EngineLostError(f"server {self._url}: {reason}")
             self.ended.set()
@@ -101,20 +98,20 @@ class ServerConnection:
             raise self._lost
 
     async def post(self, name: str, **body: object) -> None:
-        """Send a POST. Raises `RefusedError` if the server refuses it, `EngineLostError` if the call fails."""
+        """Send a POST to path `name`. `RefusedError` if the server refuses it, `EngineLostError` if it fails."""
         await self._call("POST", name, body)
 
     async def post_and_decode(
         self, name: str, answer: type[T], *, limit_s: float | None = None, **body: object
     ) -> T:
-        """Send a POST and decode its answer. It may take `limit_s`, by default `timeout_s`.
+        """Send a POST and decode its answer. The server has `limit_s` seconds, by default `timeout_s`.
 
-        Raises the errors of `post`.
+        Raises `RefusedError` if the server refuses it, `EngineLostError` if it fails or the answer is invalid.
         """
         return self._decode(name, await self._call("POST", name, body, limit_s), answer)
 
     async def get(self, name: str, answer: type[T]) -> T:
-        """Send a GET and decode its answer. Raises the errors of `post`."""
+        """Send a GET and decode its answer. Raises as `post_and_decode`."""
         return self._decode(name, await self._call("GET", name, None), answer)
 
     async def _call(
@@ -146,15 +143,16 @@ class ServerConnection:
         return data
 
     def _decode(self, name: str, data: bytes, answer: type[T]) -> T:
+        """Decode the answer to call `name`. An invalid answer marks the server as lost: `EngineLostError`."""
         try:
             return msgspec.json.decode(data, type=answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self.lose(f"answered nonsense to {name} ({error}): {_excerpt(data)}") from None
+            raise self.lose(f"sent an invalid answer to {name} ({error}): {_excerpt(data)}") from None
 
     async def chunks(self, rid: str, body: dict[str, object]) -> AsyncIterator[StreamEvent]:
-        """Yield the chunks of one `/generate` to its end. `RefusedError` if the server refuses it.
+        """Send `/generate` and yield the chunks of its stream. `RefusedError` if the server refuses it.
 
-        Raises `CutOffError` if the stream breaks: the server is gone, or it failed on this request alone.
+        Raises `CutOffError` if the stream breaks: the server has crashed, or failed on this request alone.
         """
         self.raise_if_lost()
         splitter = EventSplitter()
@@ -176,10 +174,7 @@ class ServerConnection:
                     self._responses.discard(response)
 
     async def _open(self, body: dict[str, object]) -> aiohttp.ClientResponse:
-        """Send `/generate` and return when the answer begins.
-
-        Raises `EngineLostError` as soon as the server is lost.
-        """
+        """Send `/generate` and await the start of its answer. `EngineLostError` once the server is lost."""
         content = msgspec.json.encode(body)
         opening = asyncio.ensure_future(
             self._session.post(f"{self._url}/generate", data=content, allow_redirects=False)
@@ -195,7 +190,7 @@ class ServerConnection:
 
     @contextmanager
     def _losing(self, what: str) -> Iterator[None]:
-        """Mark the server as lost if the connection breaks inside this block."""
+        """If the connection breaks in this block, mark the server as lost by `what`: `EngineLostError`."""
         try:
             yield
         except (aiohttp.ClientError, OSError) as error:
@@ -205,13 +200,14 @@ class ServerConnection:
             raise
 
     def fault(self, rid: str, code: int | str | None, message: str) -> Exception:
-        """Make the error of a failed request: `RefusedError` for code 400, else the loss of the server."""
+        """Return the error of request `rid`: `RefusedError` for code 400. Else mark the server as lost."""
         if code in (400, "400"):
             return RefusedError(f"rid={rid}: the server refuses it: {message}")
         return self.lose(f"answered {code} to {rid}: {message}")
 
 
 def _words(error: BaseException) -> str:
+    """Type and message of an error, or only its type if the message is empty."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

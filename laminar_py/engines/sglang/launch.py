@@ -156,8 +156,8 @@ def pool_server(
 ) -> ServerSpec:
     """Describe a server of a pool, with the weights and tokenizer in the model's folder.
 
-    `first_gpu` is its index among the GPUs that its process sees. Raises `ConfigError` for settings that can never
-    start.
+    `first_gpu` is the index of the server's first GPU among the visible GPUs. Raises `ConfigError` for settings
+    that can never start.
     """
     field, device = f"reward.servers.{pool}", Device.CUDA if settings.gpus else Device.CPU
     if device is Device.CPU and "max-total-tokens" not in map(_flag_name, settings.flags):

@@ -1,6 +1,4 @@
-"""Launches and owns an SGLang server of a replica or a pool.
-
-Called by the process of a replica or pool, and by tests.
+"""Launches and owns an SGLang server. Called by the process of a replica or a pool, and by tests.
 
 The server lives no longer than its owner: a guard (`guard.py`) between the two ends all processes of the server,
 also when the owner is killed (`tests/engines/sglang/test_guard.py`). To restart, call `stop` and make a new
@@ -62,7 +60,7 @@ class SGLangServer:
 
     @property
     def pid(self) -> int:
-        """The process that is the ancestor of server and guard; it ends last."""
+        """Process id of the guard's parent, which ends last."""
         assert self._guard is not None, "not started"
         return self._guard.pid
 
@@ -77,7 +75,7 @@ class SGLangServer:
             self._log_start = self.spec.log.stat().st_size  # lines of the start explain no later failure
         except TimeoutError:
             await self.stop()
-            raise EngineLostError(self._words(f"no answer within {setting}={limit_s:g}")) from None
+            raise EngineLostError(self._explain(f"no answer within {setting}={limit_s:g}")) from None
         except BaseException:
             await self.stop()
             raise
@@ -93,9 +91,10 @@ class SGLangServer:
 
     async def watch(self) -> None:
         """Wait for the end of the server, then raise `EngineLostError`."""
-        raise EngineLostError(self._words(await self._ended()))
+        raise EngineLostError(self._explain(await self._ended()))
 
     async def _ended(self) -> str:
+        """Wait for the end of the server, and describe it by its exit code."""
         assert self._guard is not None, "not started"
         return f"the process ended with code {await self._guard.wait()}"
 
@@ -130,14 +129,14 @@ class SGLangServer:
         try:
             await asyncio.wait((ended, up), return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                raise EngineLostError(self._words(ended.result()))
+                raise EngineLostError(self._explain(ended.result()))
             up.result()
         finally:
             ended.cancel()
             up.cancel()
 
     async def _answers(self) -> None:
-        """Ask the server for its model again and again, and return when it answers."""
+        """Ask the server for its model every `LOOK_S` seconds, and return when it answers with status 200."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         async with aiohttp.ClientSession(headers=headers(self.api_key), timeout=timeout) as session:
             while True:
@@ -157,7 +156,8 @@ class SGLangServer:
                         return True
         return False
 
-    def _words(self, what: str) -> str:
+    def _explain(self, what: str) -> str:
+        """Build the message of the failure `what`, with the line of the log that best explains it."""
         log = self.spec.log
         with log.open("rb") as file:
             file.seek(max(self._log_start, log.stat().st_size - TAIL_BYTES))
@@ -174,6 +174,7 @@ def last_words(output: str) -> str:
 
 
 def _open_private(path: Path) -> BinaryIO:
+    """Open a file to append, readable by this user only, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 

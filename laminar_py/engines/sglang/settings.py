@@ -73,37 +73,37 @@ class SGLangConfig(EngineConfig):
 
     @property
     def gpus(self) -> int:
-        """See `EngineConfig.gpus`."""
+        """GPUs of one server; 0 on a CPU."""
         return self.tensor_parallel if self.device is Device.CUDA else 0
 
     @property
     def static_share(self) -> float:
-        """See `EngineConfig.static_share`; SGLang's own choice, where no flag names it, is near the default."""
+        """Share of each GPU's memory for weights and KV cache: `mem-fraction-static`, or else the default."""
         fraction = {name.replace("_", "-"): value for name, value in self.flags.items()}.get("mem-fraction-static")
         return float(fraction) if isinstance(fraction, (int, float, str)) else super().static_share
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """See `EngineConfig.servers`."""
+        """Addresses of running servers, one for each replica; empty if the run launches servers."""
         return self.urls
 
     @property
     def placed_by(self) -> str:
-        """See `EngineConfig.placed_by`."""
+        """Setting that determines `gpus` or `hosts`, for messages."""
         return "rollout.engine.urls" if self.urls else "rollout.engine.tensor_parallel"
 
     @property
     def start_limit_s(self) -> float:
-        """See `EngineConfig.start_limit_s`."""
+        """Longest start of a server, seconds."""
         return self.start_timeout_s
 
     @property
     def secret_env(self) -> str:
-        """See `EngineConfig.secret_env`."""
+        """Environment variable of the controller with the key of running servers."""
         return KEY_ENV
 
     def remedies(self) -> tuple[tuple[str, str, str], ...]:
-        """See `EngineConfig.remedies`."""
+        """Settings to change where generation limits the run: (setting, change, reason)."""
         change = f"{self.tensor_parallel} -> {2 * self.tensor_parallel}"
         return (
             ("tensor_parallel", change, "faster replicas in place of more"),

@@ -66,10 +66,7 @@ class Stream:
         return bool(self.kv_versions)
 
     def generate_body(self, version: int, *, cache: str, adapter: str | None = None) -> dict[str, object]:
-        """Build the body of `/generate` and mark the request as submitted under `version`.
-
-        `cache` names the prefix cache that it may use.
-        """
+        """Build the body of `/generate` for prefix cache `cache`, and mark the request as submitted."""
         self.kv_versions[version] = version
         self.adapter = adapter
         request, sampling, record = self.request, self.request.sampling, self.served.record
@@ -103,10 +100,7 @@ class Stream:
         self.kv_versions[version] = version if recomputed else min(self.kv_versions.values())
 
     def delta(self, chunk: StreamEvent, meta: Meta) -> Delta:
-        """Convert a chunk without fault to the delta of its new tokens.
-
-        `WireError` if it contradicts earlier chunks.
-        """
+        """Convert a chunk to the delta of its new tokens. `WireError` if it contradicts earlier chunks."""
         ids, logprobs = decode_tokens(chunk, meta, received=self.length)
         self.length += len(ids)
         version = self._version(meta)
@@ -121,7 +115,7 @@ class Stream:
     def _last(self, delta: Delta, meta: Meta, finish: WireFinish) -> Delta:
         """Complete the last delta of a stream with corrected versions, routed experts and the finish reason.
 
-        Raises `WireError` if the server sent something else than these.
+        Raises `WireError` if versions, experts or reason are invalid.
         """
         if self.adapter is None:
             delta = self._restamped(delta, parse_spans(meta, length=self.length))
@@ -142,10 +136,7 @@ class Stream:
         return parse_version(meta.weight_version) if self.adapter is None else min(self.kv_versions)
 
     def _restamped(self, delta: Delta, spans: list[Span]) -> Delta:
-        """Add the server's final spans to the last delta if weights changed under the request.
-
-        Else only check them.
-        """
+        """Add the server's final `spans` to the last delta if weights changed under it, else only check them."""
         if len(self.kv_versions) == 1:
             if {span.version for span in spans} - self.kv_versions.keys():
                 raise WireError(f"versions {spans} in a stream of {list(self.kv_versions)}")

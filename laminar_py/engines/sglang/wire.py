@@ -117,7 +117,7 @@ class EventSplitter:
         self._newline = b""  # the last byte, if it may be half a separator
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes and yield the payloads of the events that they complete."""
+        """Add bytes and yield the payloads of completed events. `WireError` for a too long or invalid event."""
         *events, rest = (self._newline + data).split(b"\n\n")
         if events:
             events[0] = b"".join([*self._parts, events[0]])
@@ -136,12 +136,11 @@ class EventSplitter:
 
 
 def decode_chunk(payload: bytes) -> StreamEvent:
-    """Decode and check a chunk. Raises `WireError`."""
+    """Decode the JSON of a chunk. Raises `WireError` if it does not fit `StreamEvent`."""
     try:
-        chunk = _decode_chunk(payload)
+        return _decode_chunk(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"an invalid chunk ({error}): {payload[:80]!r}") from None
-    return chunk
 
 
 def decode_tokens(chunk: StreamEvent, meta: Meta, *, received: int) -> tuple[IntArray, FloatArray]:

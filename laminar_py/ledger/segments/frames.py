@@ -52,7 +52,7 @@ def make_frame(piece: AnyPiece) -> Frame:
 
 
 def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
-    """Return the piece in a frame. Raises `PayloadLostError` if the frame does not match the digest."""
+    """Return the piece in a frame. Raises `PayloadLostError` if it does not match the reference's `digest`."""
     try:
         kind, size, length, noted = _HEAD.unpack_from(data)
     except struct.error:
@@ -60,7 +60,7 @@ def read_frame(data: memoryview, digest: bytes) -> AnyPiece:
     description, body = data[_HEAD.size : _HEAD.size + size], data[_HEAD.size + size :]
     is_whole = kind == _KIND and (len(description), len(body)) == (size, length)
     if not is_whole or not noted == digest == frame_digest(description, body):
-        raise PayloadLostError("the stored bytes were changed")
+        raise PayloadLostError("the stored bytes differ from the digest of their reference")
     return rebuild(description, body)
 
 
@@ -93,7 +93,7 @@ def _split(piece: AnyPiece) -> tuple[bytes, bytes]:
 
 
 def rebuild(description: Buffer, body: Buffer) -> AnyPiece:
-    """Build a piece from its description and arrays. Raises `PayloadLostError` if they do not fit."""
+    """Build a piece from its description and arrays. Raises `PayloadLostError` if one is damaged."""
     try:
         bare, sizes = _decoder.decode(description)
     except msgspec.DecodeError as error:

@@ -27,7 +27,7 @@ P = TypeVar("P", Piece, ColumnPiece)
 
 
 class Loaded:
-    """Pieces that were loaded together, with an error for each lost one."""
+    """Pieces that were loaded together, with an error in place of each lost piece."""
 
     def __init__(self, pieces: Mapping[PieceRef, AnyPiece | PayloadLostError]) -> None:
         self._pieces = pieces
@@ -51,6 +51,7 @@ class Loaded:
         return piece
 
     def _piece_of(self, kind: type[P], ref: PieceRef) -> P:
+        """Return a piece of type `kind`. Raises `PayloadLostError`, also if it is of another type."""
         piece = self.piece(ref)
         if not isinstance(piece, kind):
             raise PayloadLostError(f"{ref.segment}: a {type(piece).__name__} instead of a {kind.__name__}")
@@ -83,7 +84,7 @@ class PayloadReader:
                 os.close(self._files.popitem()[1])
 
     def _read_until(self, ref: PieceRef, deadline: float) -> AnyPiece | PayloadLostError:
-        """Read a piece, and retry with a freshly opened file until `deadline`, on the monotonic clock."""
+        """Read a piece; until `deadline` (monotonic), reopen the file and retry. Return the last error."""
         while True:
             try:
                 return read_frame(memoryview(self._read(ref)), ref.digest)
@@ -98,7 +99,7 @@ class PayloadReader:
 
     def _read(self, ref: PieceRef) -> bytes:
         """Read the bytes of a piece from a segment in this folder. Raises `PayloadLostError`."""
-        with self._lock:  # no other thread may close the file meanwhile
+        with self._lock:  # no other thread may close the file during the read
             try:
                 file = self._open(ref.segment)
                 # the size first, since a damaged reference may ask for more than memory holds
@@ -113,7 +114,7 @@ class PayloadReader:
         return data
 
     def _open(self, segment: str) -> int:
-        """Return the descriptor of a segment, and close the one unused for the longest time above `OPEN_FILES`."""
+        """Return the descriptor of a segment; above `OPEN_FILES`, close the least recently used one."""
         if segment not in self._files:
             path = self._folder / f"{segment}{SEGMENT}"
             self._files[segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -139,11 +140,11 @@ def complete_all(
 
 
 def complete_one(finished: TrajectoryRef, loaded: Loaded) -> Trajectory:
-    """Return a trajectory with its tokens. Raises `PayloadLostError`."""
+    """Return a finished trajectory with tokens and columns from `loaded`. Raises `PayloadLostError`."""
     response = loaded.response(finished.tokens)
     length = len(response.ids)
     if length != finished.length:
-        raise PayloadLostError(f"{length} of its {finished.length} tokens")
+        raise PayloadLostError(f"only {length} of its {finished.length} tokens are stored")
     return Trajectory(
         **{name: getattr(finished, name) for name in BaseTrajectory.__struct_fields__},
         response_ids=response.ids,

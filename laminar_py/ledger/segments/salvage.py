@@ -45,7 +45,7 @@ class Salvage(msgspec.Struct, frozen=True):
 
 
 def salvage(folder: Path, label: str, running: Mapping[str, RecordedProgress]) -> Salvage:
-    """Salvage tokens of trajectories that ran on a crashed replica, from the journals under its label.
+    """Salvage tokens of trajectories that ran on a crashed replica, from its journals `<label>.*`.
 
     `running` has the recorded state of each trajectory, by id. The tokens go to a new segment. Raises `OSError`.
     """
@@ -58,7 +58,7 @@ def salvage(folder: Path, label: str, running: Mapping[str, RecordedProgress]) -
 
 
 def salvaged(piece: Piece, ref: PieceRef) -> Salvaged:
-    """Return the answer for a salvaged piece that was written at `ref`."""
+    """Return the record of a salvaged piece that was written at `ref`."""
     return Salvaged(
         trajectory_id=piece.trajectory_id,
         tokens=tokens_ref(piece, ref),
@@ -68,7 +68,7 @@ def salvaged(piece: Piece, ref: PieceRef) -> Salvaged:
 
 
 def merge(pieces: Sequence[Piece]) -> Piece:
-    """Merge consecutive pieces of one trajectory."""
+    """Merge consecutive pieces of one trajectory into one piece. Raises `ValueError` for a gap."""
     if len(pieces) == 1:
         return pieces[0]
     whole = join(pieces, start=pieces[0].start)
@@ -84,6 +84,7 @@ def merge(pieces: Sequence[Piece]) -> Piece:
 
 
 def _entries(path: Path) -> Iterator[Piece]:
+    """Yield the complete entries of a journal, in order; none if the file is missing."""
     with suppress(FileNotFoundError), path.open("rb") as file:  # a replica that still runs may delete it
         if os.fstat(file.fileno()).st_size:  # of the open file, since a network folder caches sizes
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -91,7 +92,7 @@ def _entries(path: Path) -> Iterator[Piece]:
 
 
 def continuations(pieces: Iterable[Piece], running: Mapping[str, RecordedProgress]) -> list[Piece]:
-    """Merge journal entries that continue the record of each running trajectory without a gap."""
+    """Merge the entries that continue the record of each running trajectory without a gap; omit all others."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         known = running.get(piece.trajectory_id)

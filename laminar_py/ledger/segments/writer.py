@@ -61,7 +61,7 @@ class SegmentWriter:
         return refs
 
     def sync(self) -> None:
-        """Sync all written pieces to disk; another thread may write meanwhile. Raises `OSError`, then always."""
+        """Sync all written pieces to disk. A failed sync raises `OSError`, and so do all later calls."""
         if self._fault is not None:
             raise self._fault
         if self._file is not None:
@@ -133,7 +133,7 @@ class Journal:
 
 
 def tokens_ref(piece: Piece, at: PieceRef) -> TokensRef:
-    """Return the reference to tokens that were written at a place."""
+    """Return the reference to the tokens of a piece that was written at `at`."""
     experts = None if piece.experts is None else unpack_experts(piece.experts)
     routed = 0 if experts is None else experts.start + experts.positions
     return TokensRef(piece.start, piece.end, at, routed)
@@ -155,7 +155,7 @@ def segments_in(folder: Path) -> list[Path]:
 
 
 def append(file: int, buffers: Sequence[Buffer], *, at: int) -> None:
-    """Append all buffers to a file that ends at byte `at`, or none. Raises `OSError`."""
+    """Append buffers to a file of `at` bytes. On `OSError`, cut the file back to `at` bytes and raise."""
     try:
         write_whole(file, buffers)
     except OSError:

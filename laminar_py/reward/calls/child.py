@@ -50,12 +50,12 @@ class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
     """First call to a process, with settings of its calls: `CallSpec(term=exact, timeout_s=10, folder=logs)`."""
 
     term: str  # settings of the term, as JSON
-    timeout_s: float  # of a call
+    timeout_s: float  # of a call, after which it fails
     folder: str  # of the process's logs
     columns: list[Column] = []  # that the algorithm needs besides a value
     env: dict[str, str] = {}  # variables it sees besides `hosted.INHERITED_VARIABLES`; not sent
     record: str | None = None  # folder of the run, which the function may not write to
-    grace_s: float = GRACE_S  # after its timeout a call counts as hanging
+    grace_s: float = GRACE_S  # beyond `timeout_s`, after which the owner kills a process with an unfinished call
 
 
 class CallStarted(msgspec.Struct, frozen=True):
@@ -82,7 +82,10 @@ def main() -> None:
     number, body, _ = first
     spec = decode(CallSpec, body)
     if spec.record is not None and not forbid_writes(Path(spec.record)):
-        log.warning("no Landlock here: functions may write to %s and read our environment variables", spec.record)
+        log.warning(
+            "no Landlock on this host: reward functions may write to %s and read our environment variables",
+            spec.record,
+        )
     try:
         function = _load(spec)
     except ConfigError as error:
@@ -96,7 +99,7 @@ def main() -> None:
 
 
 def _load(spec: CallSpec) -> "LimitedFunction":
-    """Make the reward function of a term in this process, under its memory limit."""
+    """Make the reward function of a term, then limit this process's memory as it asks. Raises `ConfigError`."""
     term = read_term(spec.term)
     make = REWARDS.get(term.kind).make
     assert make is not None, f"{term.kind} is served by the scorer itself"
@@ -108,7 +111,7 @@ def _load(spec: CallSpec) -> "LimitedFunction":
 
 
 def _serve_each(function: "LimitedFunction", control: socket.socket) -> None:
-    """Answer one request at a time."""
+    """Answer one request at a time until the owner closes the socket."""
     while (call := receive_call(control)) is not None:
         number, body, _ = call
         request = decode(ScoringRequest, body)
@@ -120,10 +123,11 @@ def _serve_each(function: "LimitedFunction", control: socket.socket) -> None:
 
 
 async def _serve_many(function: "LimitedFunction", control: socket.socket) -> None:
-    """Answer requests at the same time."""
+    """Answer many requests at the same time until the owner closes the socket."""
     reader, writer = await asyncio.open_connection(sock=control)
 
     async def answer(number: int, body: bytes) -> None:
+        """Call the function for a request, and write the answer to call `number`."""
         try:
             answer = CallAnswer(await function.call_async(decode(ScoringRequest, body)))
         except Exception:  # noqa: BLE001 - a mistake of ours: what the user's code raises has an outcome
@@ -142,7 +146,7 @@ async def _serve_many(function: "LimitedFunction", control: socket.socket) -> No
 
 
 class _OutOfTimeError(BaseException):
-    """Raised inside a reward function at its timeout. It is no `Exception`, so user code hardly catches it."""
+    """Raised inside a reward function at its timeout. `except Exception` in user code does not catch it."""
 
 
 class LimitedFunction:
@@ -156,7 +160,7 @@ class LimitedFunction:
         self.concurrency = CALLS_AT_ONCE if any(map(inspect.iscoroutinefunction, called)) else 1
 
     def call(self, request: ScoringRequest) -> Outcome:
-        """Call the function for one response, from the main thread, and return its outcome."""
+        """Call the function for one response, and return its outcome. Only the main thread may call this."""
         start = time.perf_counter()
         try:
             with _alarm(self._timeout_s):
@@ -180,7 +184,7 @@ class LimitedFunction:
         return self._checked(given, request, start)
 
     def _checked(self, given: GivenReward, request: ScoringRequest, start: float) -> Outcome:
-        """Check a reward that the function returned, and return it with the call's seconds."""
+        """Check a reward that the function returned, and return its outcome; the call started at `start`."""
         elapsed_s = time.perf_counter() - start
         try:
             outcome = check_reward(given, self._columns, length=len(request.response_ids))
@@ -190,10 +194,14 @@ class LimitedFunction:
         return msgspec.structs.replace(outcome, elapsed_s=elapsed_s)
 
     def _late(self, where: str, start: float) -> Outcome:
-        detail = one_line(f"no value within {self._timeout_s:g} s, by reward.timeout_s or its own limit{where}")
+        """Return the outcome of a call that started at `start` and reached its timeout at the place `where`."""
+        detail = one_line(
+            f"no value within {self._timeout_s:g} s (reward.timeout_s, or timeout_s of the term){where}"
+        )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=time.perf_counter() - start)
 
     def _failed(self, error: BaseException, start: float) -> Outcome:
+        """Return the outcome of a call that started at `start` and raised `error`."""
         return Outcome(
             failure=DropReason.REWARD_FAILED,
             detail=one_line(f"{describe(error)}{error_place(self._function, error, beyond=__file__)}"),

@@ -22,8 +22,8 @@ from laminar_py.reward.outcome import Outcome, one_line
 log = logging.getLogger(__name__)
 
 STARTS_AGAIN_S = 30.0  # pause after a worker that did not start
-SUSPECT_WORKERS = 2  # that repeat suspect calls
-NARROWER = 8  # times fewer suspect calls at a time in a worker
+SUSPECT_WORKERS = 2  # of the pool that repeats suspect calls: calls that shared a lost worker
+NARROWER = 8  # a worker runs so many times fewer suspect calls than other calls
 MOST_CRASHES = 3  # of workers over one response, before it fails
 START_S = 60.0
 WAIT_S = 0.05  # a call waits so long for a free worker before it starts another
@@ -35,7 +35,7 @@ class RewardWorker:
     def __init__(self, process: HostedProcess, *, concurrency: int) -> None:
         self._process = process
         self.concurrency = concurrency
-        self.takes_many = concurrency > 1  # also if the pool gives it one call at a time
+        self.takes_many = concurrency > 1  # an async function, even if the pool gives it one call at a time
         self.num_calls = 0
 
     @classmethod
@@ -77,15 +77,16 @@ class RewardWorker:
     async def call(self, request: ScoringRequest, *, limit_s: float) -> Outcome:
         """Call the function for a response and return its outcome.
 
-        Raises `TimeoutError` after `limit_s` seconds, `ProcessLostError` if the process crashes or sends nonsense.
-        Either way the process is gone afterwards.
+        Raises `TimeoutError` after `limit_s` seconds, `ProcessLostError` if the process crashes or its reply
+        cannot be decoded. After either error the process is killed.
         """
         body = await self._process.call(encode(request), limit_s=limit_s)
         try:
             answer = decode(CallAnswer, body)
         except msgspec.DecodeError as error:  # the function wrote into our socket
-            self._process.kill("it answered nonsense")
-            raise ProcessLostError("it answered nonsense", str(error)) from error
+            why = "its reply was no CallAnswer"
+            self._process.kill(why)
+            raise ProcessLostError(why, str(error)) from error
         assert answer.outcome is not None, answer.bug
         return answer.outcome
 
@@ -113,7 +114,7 @@ class CallPool:
         self._turns = asyncio.Lock()  # calls wait in a fair queue; its first one waits for a worker
         self._changed = asyncio.Condition()
         self._numbers = count()
-        self._suspects: CallPool | None = None  # repeats calls that shared a worker which was lost
+        self._suspects: CallPool | None = None  # repeats calls that shared a lost worker
         self._num_suspects = 0  # number of such calls
         self._opening = asyncio.Lock()  # guards `_suspects`
 
@@ -135,7 +136,7 @@ class CallPool:
             await worker.end()
 
     async def call(self, request: ScoringRequest) -> Outcome:
-        """Call the function for a response and return its outcome; a call is repeated after its worker crashed."""
+        """Call the function for a response and return its outcome; repeat the call after a crash of its worker."""
         crashes = 0
         while crashes < MOST_CRASHES:
             try:
@@ -152,16 +153,18 @@ class CallPool:
                     "%s: a worker hung over %s, or over a call beside it", self._name, request.trajectory_id
                 )
             except ProcessLostError as error:
-                log.warning("%s: %s over %s", self._name, error, request.trajectory_id)
+                log.warning("%s: a worker was lost over %s: %s", self._name, request.trajectory_id, error)
             finally:
                 await self._release_worker(worker)
             if not alone:
                 return await self._repeat_suspect(request)
             crashes += 1
-        return Outcome(failure=DropReason.REWARD_FAILED, detail=f"its process crashed {MOST_CRASHES} times")
+        return Outcome(
+            failure=DropReason.REWARD_FAILED, detail=f"the process that scored it crashed {MOST_CRASHES} times"
+        )
 
     async def _repeat_suspect(self, request: ScoringRequest) -> Outcome:
-        """Repeat a call that shared a worker which was lost, with fewer calls beside it."""
+        """Repeat a call that shared a lost worker, in a second pool with fewer calls per worker."""
         self._num_suspects += 1
         try:
             async with self._opening:
@@ -178,17 +181,18 @@ class CallPool:
             await self._end_suspects()
 
     async def _end_suspects(self) -> None:
-        """End the workers for suspect calls once no such call is left."""
+        """End the second pool if no suspect call is left; else do nothing."""
         async with self._opening:
             if self._suspects is not None and self._num_suspects <= 0:
                 suspects, self._suspects = self._suspects, None
                 await suspects.__aexit__()
 
     def _hung(self, worker: RewardWorker) -> Outcome:
+        """Return the outcome of a call that hung alone in a worker."""
         limit = self._spec.timeout_s
         where = "; an async function must not block" if worker.takes_many else ""
         detail = (
-            f"no value within {limit:g} s, by reward.timeout_s or its own limit, nor could it be stopped{where}"
+            f"no value within {limit:g} s (reward.timeout_s, or timeout_s of the term), and it did not stop{where}"
         )
         return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._limit_s)
 
@@ -210,10 +214,13 @@ class CallPool:
                 if not self._workers:
                     raise
                 self._starts_at = asyncio.get_running_loop().time() + STARTS_AGAIN_S
-                log.warning("%s: cannot start another worker, so the running ones go on: %s", self._name, error)
+                log.warning("%s: cannot start another worker; the running ones continue: %s", self._name, error)
 
     async def _reserve_worker(self, late: float) -> RewardWorker | None:
-        """Wait for a worker with room and reserve it; None once it is `late` and another worker may start."""
+        """Wait for a worker with room and reserve it; `late` is a time of the event loop.
+
+        Return None if the caller must start a worker: none has room, and it is `late` or there is no worker.
+        """
         async with self._changed:
             while True:
                 await self._end_lost_workers()
@@ -222,7 +229,7 @@ class CallPool:
                     worker.num_calls += 1
                     return worker
                 is_full = len(self._workers) + self._num_starting >= self._most
-                starts_at = max(late * bool(self._workers), self._starts_at)
+                starts_at = max(late if self._workers else 0.0, self._starts_at)
                 try:
                     async with asyncio.timeout_at(None if is_full else starts_at):
                         await self._changed.wait()
@@ -245,14 +252,14 @@ class CallPool:
         return worker
 
     async def _release_worker(self, worker: RewardWorker) -> None:
-        """Release a worker after a call, and remove it if it is gone."""
+        """Release a worker after a call, remove lost workers, and wake the calls that wait for a worker."""
         async with self._changed:
             worker.num_calls -= 1
             await self._end_lost_workers()
             self._changed.notify_all()
 
     async def _end_lost_workers(self) -> None:
-        """Remove workers that are gone and have no calls, so that others may start in their place."""
+        """End and remove lost workers without calls, so that others may start in their place."""
         for worker in [worker for worker in self._workers if worker.is_lost and not worker.num_calls]:
             self._workers.remove(worker)
             await worker.end()

@@ -37,7 +37,7 @@ class Process(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the process."""
+        """Have the process end, without a wait; its waiting calls raise `NoAnswerError`."""
         ...
 
 
@@ -60,10 +60,10 @@ _opened: list[Cluster] = []
 
 @contextlib.contextmanager
 def open_cluster(address: str | None) -> Iterator[None]:
-    """Open the cluster at `cluster.address`; all processes of the run end when it closes.
+    """Make `cluster()` return the cluster at `address` until the block ends; then end all processes of the run.
 
-    None: this host, with forked processes; else a running Ray cluster, which keeps running. Raises `ConfigError`
-    if there is no cluster to join.
+    Without an address the cluster is this host, with forked processes. Otherwise the run joins a running Ray
+    cluster, and leaves it at the end. Raises `ConfigError` if there is no cluster to join.
     """
     with contextlib.ExitStack() as stack:
         cluster: Cluster
@@ -80,7 +80,7 @@ def open_cluster(address: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_cluster(cluster: Cluster) -> Iterator[None]:
-    """Start processes on this cluster until the block ends, e.g. on a benchmark's own."""
+    """Make `cluster()` return this cluster until the block ends, e.g. a benchmark's own."""
     _opened.append(cluster)
     try:
         yield
@@ -89,8 +89,8 @@ def use_cluster(cluster: Cluster) -> Iterator[None]:
 
 
 def cluster() -> Cluster:
-    """Return the open cluster."""
-    assert _opened, "a cluster is open"
+    """Return the cluster that was opened last."""
+    assert _opened, "no cluster is open; enter `open_cluster` first"
     return _opened[-1]
 
 
@@ -100,10 +100,11 @@ def nodes() -> list[Node]:
 
 
 async def on_node(node: str, function: Callable[..., bytes], *arguments: str | bytes) -> bytes:
-    """Run a function of this package on a node, and return its answer. Raises `NoAnswerError`, `RemoteCallError`.
+    """Run a function of this package on a node, and return its answer.
 
-    On this node the function runs on a thread, and raises its own errors. On another node it runs in a process of
-    low priority, which ends with the call, also when the caller is cancelled.
+    On this process's node the function runs on a thread, and raises its own errors. On another node it runs in a
+    process of low priority, which ends with the call, also when the caller is cancelled. Raises `NoAnswerError` if
+    that process ends first, `RemoteCallError` if the function raises there.
     """
     if node == cluster().here:
         return await asyncio.to_thread(function, *arguments)
@@ -115,11 +116,11 @@ async def on_node(node: str, function: Callable[..., bytes], *arguments: str | b
         process.kill()
     if isinstance(answer, Raised):
         raise RemoteCallError(answer.failure.reason, is_bug=answer.failure.kind is FailureKind.BUG)
-    assert isinstance(answer.value, bytes), f"{function.__name__} answers bytes"
+    assert isinstance(answer.value, bytes), f"{function.__name__} must return bytes"
     return answer.value
 
 
 def free_port(ip: str) -> bytes:
-    """Return an encoded free port of this host at the address `ip`."""
+    """Return the number of a TCP port that is free at this host's address `ip`, encoded for `on_node`."""
     with socket.create_server((ip, 0)) as listener:
         return encode(listener.getsockname()[1])

@@ -27,7 +27,7 @@ import msgspec
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.engine import StoreFullError
-from laminar_py.runtime.cluster.errors import bug_in, errors_in, unwritable
+from laminar_py.runtime.cluster.errors import bug_in, errors_in, why_unwritable
 
 HEAD = struct.Struct("<I")
 LOW_PRIORITY = 10  # niceness
@@ -82,7 +82,7 @@ Answer: TypeAlias = Returned | Raised
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the failure that an error, or a group of errors, means for the run."""
+    """Return the failure that an error, or a group of errors, means for the run; a bug in a group comes first."""
     text = "".join(traceback.format_exception(error))
     if (bug := bug_in(error)) is not None:
         return Failure(kind=FailureKind.BUG, reason=f"{type(bug).__name__}: {bug}", traceback=text)
@@ -90,7 +90,7 @@ def failure_of(error: BaseException) -> Failure:
     for cause in causes:
         if isinstance(cause, ConfigError):
             return Failure(kind=FailureKind.USER, reason=str(cause), traceback=text)
-        if not isinstance(cause, StoreFullError) and (reason := unwritable(cause)) is not None:
+        if not isinstance(cause, StoreFullError) and (reason := why_unwritable(cause)) is not None:
             return Failure(kind=FailureKind.UNWRITABLE, reason=reason, traceback=text)
     first = causes[0]
     return Failure(kind=FailureKind.CRASH, reason=f"{type(first).__name__}: {first}", traceback=text)
@@ -100,19 +100,19 @@ def encode_answer(answer: Answer) -> bytes:
     """Encode an answer; if its value is no scalar, or too large, encode a failure instead."""
     try:
         data = encode(answer)
-        assert len(data) <= MAX_FRAME, f"an answer of {len(data)} bytes"
+        assert len(data) <= MAX_FRAME, f"an answer of {len(data)} bytes: above {MAX_FRAME}"
     except (TypeError, AssertionError) as error:
         return encode(Raised(answer.number, failure_of(error)))
     return data
 
 
 def read_answer(data: bytes) -> Answer:
-    """Decode an answer."""
+    """Decode an answer that `encode_answer` made."""
     return decode(Answer, data)  # type: ignore[arg-type]
 
 
 def as_scalar(value: object) -> Scalar:
-    """Return a value as it travels: a scalar as it is, a record as MessagePack bytes."""
+    """Return a scalar unchanged, and a record as MessagePack bytes."""
     return value if isinstance(value, SCALARS) else encode(value)
 
 
@@ -129,7 +129,7 @@ def decode_arguments(method: Callable[..., object], arguments: Sequence[Scalar])
 
 @functools.cache
 def _record_types(method: Callable[..., object]) -> dict[int, type]:
-    """Return the record types of a method's arguments, by place; scalar arguments are left out."""
+    """Return the record type of each of a method's arguments, by place; omit those annotated as scalar."""
     hints = get_type_hints(method)
     names = enumerate(inspect.signature(method).parameters)
     kinds = {place: hints[name] for place, name in names if name in hints}
@@ -137,7 +137,7 @@ def _record_types(method: Callable[..., object]) -> dict[int, type]:
 
 
 class Shell:
-    """Hosts an object in its process: `await Shell("module:Class").answer(7, "ping", b"...")` calls its `ping`.
+    """Makes an object of a class and calls it: `await Shell("module:Class").answer(7, "ping", b"...")`.
 
     If the class has coroutine methods, all methods run on the event loop; otherwise on `concurrency` threads.
     If the class cannot be imported, or its constructor raises, each call answers with that error.
@@ -149,16 +149,16 @@ class Shell:
         self._error: Exception | None = None
         try:
             actor_class = import_path(path)
-            assert isinstance(actor_class, type), f"{path} is a class"
+            assert isinstance(actor_class, type), f"{path} is no class"
             methods = inspect.getmembers(actor_class, inspect.isfunction)
             if not any(inspect.iscoroutinefunction(method) for _, method in methods):
                 self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="calls")
             self._object = actor_class()
-        except Exception as error:  # noqa: BLE001 - the caller judges it
+        except Exception as error:  # noqa: BLE001 - each `answer` reports it
             self._error = error
 
     async def answer(self, number: int, method: str, *arguments: Scalar) -> Answer:
-        """Call a method; return its value or its error as an answer."""
+        """Call a method of the object; return its value or its error as the answer to call `number`."""
         try:
             if self._error is not None:
                 raise self._error
@@ -190,15 +190,15 @@ class FunctionCalls:
 
 
 def path_of(target: Callable[..., object] | str) -> str:
-    """Return the "module:name" of a class or function, e.g. "tests.cluster.test_part:Faulty"."""
+    """Return the path of a class or function, e.g. "tests.cluster.test_part:Faulty"; return a path unchanged."""
     return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
 
 
 def import_path(path: str) -> Callable[..., object]:
-    """Import the class or function at "module:name"."""
+    """Import and return the class or function at "module:name"."""
     module, _, name = path.partition(":")
     target: object = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    assert isinstance(target, type | FunctionType), f"{path} is a class or a function"
+    assert isinstance(target, type | FunctionType), f"{path} is no class or function"
     return target
 
 
@@ -208,25 +208,25 @@ def set_title(title: str) -> None:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Read the next frame. Raises `asyncio.IncompleteReadError` or `OSError` if the connection ends."""
+    """Return the next frame's record, encoded. Raises `IncompleteReadError`, `OSError` if the connection ends."""
     (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-    assert size <= MAX_FRAME, f"a frame of {size} bytes"
+    assert size <= MAX_FRAME, f"a frame of {size} bytes: above {MAX_FRAME}"
     return await reader.readexactly(size)
 
 
 def write_frame(writer: asyncio.StreamWriter, record: object) -> None:
-    """Queue a record; the transport sends it."""
+    """Queue a record as a frame, which the transport sends."""
     write_data(writer, encode(record))
 
 
 def write_data(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Queue an encoded record."""
-    assert len(data) <= MAX_FRAME, f"a frame of {len(data)} bytes"
+    """Queue an encoded record as a frame, which the transport sends."""
+    assert len(data) <= MAX_FRAME, f"a frame of {len(data)} bytes: above {MAX_FRAME}"
     writer.write(HEAD.pack(len(data)) + data)
 
 
 async def serve(shell: Shell, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer the calls of a connection until it ends."""
+    """Answer the calls that arrive over a connection, many at once, until the connection ends."""
     calls = set[asyncio.Task[None]]()
 
     async def answer(call: Call) -> None:

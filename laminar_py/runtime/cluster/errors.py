@@ -1,7 +1,4 @@
-"""Errors that end a part or a run, and how to tell them apart.
-
-The command line shows a run's error in one line.
-"""
+"""Errors that end a part or a run, and functions that distinguish them."""
 
 import errno
 import re
@@ -13,7 +10,7 @@ from laminar_py.records.engine import RefusedError
 
 MISTAKES = (ValueError, TypeError, AssertionError, AttributeError, LookupError, NameError, ArithmeticError)
 
-# of Ray, where its memory monitor ended the process, torch, Python, libc and SGLang
+# in messages of torch, Python, libc, SGLang, and Ray's memory monitor
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|OUT_OF_MEMORY|running low on memory|MemoryError|can.?t allocate memory"
     r"|cannot allocate memory|not enough memory",
@@ -22,11 +19,13 @@ OUT_OF_MEMORY = re.compile(
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 SQLITE_UNWRITABLE = {8, 10, 13, 14}  # codes of SQLite: READONLY, IOERR, FULL, CANTOPEN
-UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writing")  # in any message
+
+# in the message of any error
+UNWRITTEN = re.compile(r"No space left on device|PytorchStreamWriter failed writing")
 
 
 class PartCrashedError(Exception):
-    """A part crashed or has to be replaced; the message says why."""
+    """A part crashed, or its keeper must replace it; the message names the part and the reason."""
 
     def __init__(self, part: str, reason: str) -> None:
         super().__init__(f"{part}: {reason}")
@@ -39,20 +38,20 @@ class NoAnswerError(Exception):
 
 
 class RemoteCallError(NoAnswerError):
-    """A function raised an error on a node; `is_bug` is set if the error is a mistake in this package."""
+    """A function raised an error on another node; `is_bug`: the error is a mistake in this package."""
 
     def __init__(self, reason: str, *, is_bug: bool) -> None:
         super().__init__(reason)
         self.is_bug = is_bug
 
 
-def for_memory(words: str) -> bool:
+def says_out_of_memory(words: str) -> bool:
     """Return True if an error message says that the memory of the host or of a GPU ran out."""
     return OUT_OF_MEMORY.search(words) is not None
 
 
-def unwritable(error: BaseException) -> str | None:
-    """Return why a file could not be written, if its disk or folder is the cause; None for any other error."""
+def why_unwritable(error: BaseException) -> str | None:
+    """Return the reason if an error means that a disk or folder takes no more data; None for any other error."""
     if isinstance(error, OSError) and error.errno in FULL:
         return str(error)
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in SQLITE_UNWRITABLE:
@@ -82,7 +81,7 @@ def errors_in(error: BaseException) -> Iterator[BaseException]:
 
 
 def bug_in(error: BaseException) -> BaseException | None:
-    """Return the first mistake in this package among an error or a group of errors, if there is one."""
+    """Return the first mistake in this package in an error or a group of errors; None if there is none."""
     return next((inner for inner in errors_in(error) if _is_bug(inner)), None)
 
 
@@ -91,7 +90,7 @@ def _is_bug(error: BaseException) -> bool:
 
 
 def unexpected_message(error: BaseException, traceback: Path) -> str:
-    """Return a message about an error that is neither the user's fault nor a known end of a run."""
+    """Return a line about an error that may be a bug; `traceback` is the file with the traceback."""
     message = str(error) if isinstance(error, PartBugError) else f"{type(error).__name__}: {error}"
     return (
         f"unexpected, so probably a bug of laminar's: {' '.join(message.split())}; the traceback is in {traceback}"

@@ -1,14 +1,15 @@
 """Fork server: a process with all imports done that forks the processes of a run on this host.
 
-`python -m laminar_py.runtime.cluster.fork_server FD PARENT` takes connections on a listening Unix socket. When its
-parent, of that process id, dies, it deletes the folder of the socket and ends. Each connection starts one process:
+`python -m laminar_py.runtime.cluster.fork_server FD PARENT` accepts connections on the listening Unix socket FD.
+When its parent, the process PARENT, ends, it deletes the folder of the socket and ends. Each connection starts one
+process:
 
     client -> server   `StartProcess`, and one end of a socket pair, the guard
     child  -> client   `Started`, then the answers to the calls that come over this connection
     server -> guard    the exit status of the child (four bytes)
 
-The guard ends the child: the kernel sends SIGKILL to the child as soon as the other end is shut down or closed,
-so a child that computes, hangs or is stopped ends with its client all the same.
+The kernel sends SIGKILL to the child as soon as the client shuts down or closes the other end of the guard. So a
+child ends with its client, also while it computes, hangs or is stopped.
 """
 
 import asyncio
@@ -40,9 +41,9 @@ from laminar_py.runtime.cluster.calls import HEAD, Shell, serve, set_title, writ
 GUARD = b"g"  # the byte with which a client sends the guard
 STATUS = struct.Struct("<i")
 REQUEST_S = 10.0  # for a client to send its request
-PAUSE_S = 0.1  # where the server has no descriptors left
-OOM_SCORE = "500"  # of 1000; a larger one is ended earlier
-PRELOADED = (  # modules of processes, and what engines import; without modules of packages that are not installed
+PAUSE_S = 0.1  # before the server accepts again, after it had no file descriptors left
+OOM_SCORE = "500"  # of 1000; the kernel first ends processes with a high score
+PRELOADED = (  # modules that the processes need; the server skips modules that are not installed
     "transformers.modeling_utils",
     "laminar_py.engines.local.engine",
     "laminar_py.runtime.workers.processes.learner",
@@ -72,7 +73,7 @@ class Started(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Import the preloaded modules, then fork a process for each connection."""
+    """Import the preloaded modules, then fork a process for each connection, until the server is killed."""
     listener, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGTERM, lambda number, frame: _end(Path(listener.getsockname()).parent, parent))
     kernel.end_with_parent(signal.SIGTERM, parent=parent)
@@ -96,8 +97,8 @@ def main() -> None:
         if listener in ready:
             try:
                 connection, _ = listener.accept()
-            except OSError as error:  # no descriptors are left; clients wait
-                _report(f"no connection: {error}")
+            except OSError as error:  # no file descriptors are left; clients wait
+                _report(f"cannot accept a connection: {error}")
                 time.sleep(PAUSE_S)
                 continue
             _fork(connection, guards, inherited=(listener, wake, woken))
@@ -116,11 +117,11 @@ def _report(message: str) -> None:
 
 
 def _reap(guards: dict[int, socket.socket]) -> None:
-    """Send the exit status of each child that has ended to its client."""
+    """Wait for all children that have ended; send each exit status over the child's guard, and close the guard."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
-            with guards.pop(pid) as guard, contextlib.suppress(OSError):  # its client may be gone
+            with guards.pop(pid) as guard, contextlib.suppress(OSError):  # the client may be gone
                 guard.sendall(STATUS.pack(status))
 
 
@@ -137,7 +138,7 @@ def _fork(
         start = _request(connection)
         pid = os.fork()
     except (OSError, ValueError, msgspec.MsgspecError) as error:  # the client sees both sockets close
-        _report(f"no process: {error}")
+        _report(f"the process is not forked: {error}")
         connection.close()
         if guard is not None:
             guard.close()
@@ -157,25 +158,26 @@ def _fork(
 
 
 def _guard(connection: socket.socket) -> socket.socket:
-    """Receive the guard, which comes with the first byte."""
+    """Return the guard socket that a client sends with its first byte, within `REQUEST_S`. Raises `ValueError`."""
     connection.settimeout(REQUEST_S)
     _, descriptors, _, _ = socket.recv_fds(connection, len(GUARD), 1)
     if not descriptors:
-        raise ValueError("the request has no guard socket")
-    os.set_inheritable(descriptors[0], False)  # or programs that the process starts would hold it
+        raise ValueError("the request to start a process has no guard socket")
+    os.set_inheritable(descriptors[0], False)  # programs that the process starts must not hold the guard
     return socket.socket(fileno=descriptors[0])
 
 
 def _request(connection: socket.socket) -> StartProcess:
+    """Read the request that follows the guard. Raises `ValueError` if the connection ends first."""
     head = exactly(connection, HEAD.size)
     body = None if head is None else exactly(connection, *HEAD.unpack(head))
     if body is None:
-        raise ValueError("a request that ends early")
+        raise ValueError("the request to start a process ends early")
     return decode(StartProcess, body)
 
 
 def _become(start: StartProcess, connection: socket.socket, guard: socket.socket) -> NoReturn:
-    """Turn this forked child into the requested process."""
+    """Turn this forked child into the requested process, which the kernel kills when the client closes `guard`."""
     fcntl.fcntl(guard, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(guard, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(guard, fcntl.F_SETFL, fcntl.fcntl(guard, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
@@ -204,7 +206,7 @@ def _become(start: StartProcess, connection: socket.socket, guard: socket.socket
 
 
 async def _serve(start: StartProcess, connection: socket.socket) -> None:
-    """Host the object until the client is gone."""
+    """Report the start, then host the requested object until the client is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
     await serve(Shell(start.actor_class, concurrency=start.concurrency), reader, writer)

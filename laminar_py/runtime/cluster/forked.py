@@ -1,8 +1,8 @@
 """Processes of a run on this host alone, forked from a process with all imports done. No Ray.
 
-The client of `fork_server`. Calls travel over Unix sockets in a folder of the run's owner, so nothing listens on
-a network. The kernel ends a process as soon as its event loop in this process ends, or `ForkedCluster.close` is
-called.
+The client of `fork_server`. Calls travel over Unix sockets in a folder of the user who started the run, so no
+process listens on a network. The kernel ends a process as soon as the event loop that started it ends, or
+`ForkedCluster.close` is called.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ class ForkedCluster:
     here = HERE
 
     def __init__(self) -> None:
-        short = None if len(tempfile.gettempdir()) <= MAX_FOLDER else "/tmp"  # paths of sockets are short
+        parent = None if len(tempfile.gettempdir()) <= MAX_FOLDER else "/tmp"  # None: the default folder
         self.processes = set[ForkedProcess]()
-        self._session = Path(tempfile.mkdtemp(prefix="laminar-", dir=short))
+        self._session = Path(tempfile.mkdtemp(prefix="laminar-", dir=parent))
         self._server: subprocess.Popen[bytes] | None = None
         self._starts = count()
         self._free_gpus = _visible_gpus()
@@ -85,12 +85,12 @@ class ForkedCluster:
         return [Node(id=HERE, ip=LOOPBACK, gpus=len(self._free_gpus), cpus=cpus, here=True)]
 
     def close(self) -> None:
-        """End all processes, and wait until they have ended."""
+        """End all processes and the fork server, wait until they have ended, and delete their folder."""
         processes = list(self.processes)
         for process in processes:
             process.kill()
         if self._server is not None and not any(process.is_up for process in processes):
-            self._server.kill()  # it may still import, and has nothing to reap
+            self._server.kill()  # it may still import modules; no child of it has to be reaped
         for process in processes:
             process.wait_ended(END_S)
         if self._server is not None:
@@ -101,22 +101,22 @@ class ForkedCluster:
     # ---- what processes call
 
     async def take_gpus(self, process: "ForkedProcess", number: int) -> list[str]:
-        """Wait for free GPUs and take them. Raises `NoAnswerError` if the process is killed first."""
+        """Wait for `number` free GPUs, and take them. Raises `NoAnswerError` if `process` is killed first."""
         while len(self._free_gpus) < number:
             if process.is_killed:
-                raise NoAnswerError("the run ended it before it had its GPUs")
+                raise NoAnswerError("the run ended its process before GPUs were free")
             await self._gpus_changed.wait()
         taken, self._free_gpus = self._free_gpus[:number], self._free_gpus[number:]
         return taken
 
     def give_back(self, gpus: list[str]) -> None:
-        """Free these GPUs, and wake all processes that wait for some."""
+        """Free these GPUs, and wake all processes that wait in `take_gpus`."""
         self._free_gpus += gpus
         self._gpus_changed.set()
         self._gpus_changed = asyncio.Event()
 
     def connect(self) -> socket.socket:
-        """Connect to the server, which is started again if it has ended."""
+        """Return a connection to the fork server; start the server if it has ended. Raises `OSError`."""
         if SHARED not in os.environ and (self._server is None or self._server.poll() is not None):
             self._start_server()
         connection = socket.socket(socket.AF_UNIX)
@@ -129,7 +129,7 @@ class ForkedCluster:
 
     @property
     def server_errors(self) -> Path:
-        """The server's standard error."""
+        """The file with the fork server's standard error."""
         return _errors_of(self._server_path)
 
     @property
@@ -143,7 +143,7 @@ class ForkedCluster:
 
 
 def start_server(path: Path) -> "subprocess.Popen[bytes]":
-    """Start a fork server that listens at `path` at once, and answers when its imports are done."""
+    """Start a fork server; clients can connect to the socket `path` at once, and wait for the server's imports."""
     with socket.socket(socket.AF_UNIX) as listener, _errors_of(path).open("ab") as errors:
         listener.bind(str(path))
         listener.listen(1024)
@@ -180,7 +180,7 @@ class ForkedProcess:
         self._serving = loop.create_task(self._serve(), name=start.title)
 
     async def ready(self) -> None:
-        """Wait until the process is up. Raises `NoAnswerError` if it does not start."""
+        """Wait until the process is up. Raises `NoAnswerError` if the process does not start."""
         await asyncio.shield(self._ready)
 
     async def call(self, method: str, *arguments: Scalar) -> Answer:
@@ -197,23 +197,24 @@ class ForkedProcess:
             self._waiting.pop(number, None)
 
     def kill(self) -> None:
-        """End the process, by a signal of the kernel."""
+        """Have the kernel kill the process; a process that waits for GPUs does not start."""
         self.is_killed = self.is_killed or self._end is None
         self._shut_guard()
-        self._cluster.give_back([])
+        self._cluster.give_back([])  # wakes `take_gpus`, which raises
 
     def wait_ended(self, timeout_s: float) -> None:
-        """Block until a killed process has ended, which its event loop may not see any more."""
-        with contextlib.suppress(OSError):  # it has ended, or the time is over
+        """Block until a killed process has ended, at most `timeout_s`; works without the event loop."""
+        with contextlib.suppress(OSError):  # the process has ended, or the time is over
             self._guard.settimeout(timeout_s)
             self._guard.recv(STATUS.size)
 
     def _shut_guard(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
+        """Shut the guard down, upon which the kernel kills the process."""
+        with contextlib.suppress(OSError):  # the process has ended
             self._guard.shutdown(socket.SHUT_WR)
 
     async def _serve(self) -> None:
-        """Start the process, pass its answers to the calls that wait for them, and see it end."""
+        """Start the process, pass its answers to the waiting calls until it ends, then free its GPUs."""
         gpus = list[str]()
         try:
             try:
@@ -230,9 +231,9 @@ class ForkedProcess:
             except (asyncio.IncompleteReadError, OSError, NoAnswerError) as error:  # a timeout is an `OSError` too
                 if not self.is_up:
                     self._fail_start(error)
-            except Exception as error:  # noqa: BLE001 - a frame that is no answer: the process ends, and all calls
+            except Exception as error:  # noqa: BLE001 - an unreadable frame ends the process
                 if self.is_up:
-                    self._end = NoAnswerError(f"its process sent no answer but {error!r}")
+                    self._end = NoAnswerError(f"its process sent an unreadable frame: {error!r}")
                     self._shut_guard()
                     self._writer.close()
                 else:
@@ -246,12 +247,13 @@ class ForkedProcess:
         self._cluster.processes.discard(self)
 
     def _take_answer(self, answer: Answer) -> None:
+        """Pass an answer to the call that waits for it; the call may have been cancelled."""
         waiting = self._waiting.get(answer.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
     def _request_process(self, gpus: list[str]) -> socket.socket:
-        """Request the process from the server; return the connection to it. Raises `OSError`."""
+        """Request the process, with these GPUs, from the fork server; return the connection. Raises `OSError`."""
         environment = self._start.environment | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         request = encode(msgspec.structs.replace(self._start, environment=environment))
         connection = self._cluster.connect()
@@ -261,6 +263,7 @@ class ForkedProcess:
         return connection
 
     def _fail_start(self, error: Exception) -> None:
+        """End the process; have `ready` and calls raise its last line of output, the fork server's, or `error`."""
         self._shut_guard()
         last = last_line(Path(self._start.errors)) or last_line(self._cluster.server_errors) or str(error)
         self._end = NoAnswerError(f"its process did not start: {last}")
@@ -268,7 +271,7 @@ class ForkedProcess:
         self._ready.exception()  # perhaps no caller waits for it
 
     async def _see_end(self) -> None:
-        """Wait for the exit status, then have all calls raise. Without a server there is no status."""
+        """Wait for the exit status, or the end of the fork server; then have all calls raise `NoAnswerError`."""
         try:
             status = await asyncio.get_running_loop().sock_recv(self._guard, STATUS.size)
         except OSError:
@@ -283,7 +286,7 @@ class ForkedProcess:
 
 
 def _exit_reason(status: bytes) -> str:
-    """Return how a process ended, by its exit status."""
+    """Return how a process ended; `status` is the fork server's message, or empty if that server has ended."""
     if len(status) < STATUS.size:
         return "its process ended with the fork server"
     code = os.waitstatus_to_exitcode(STATUS.unpack(status)[0])
@@ -300,7 +303,7 @@ def _errors_of(server: Path) -> Path:
 
 
 def _visible_gpus() -> list[str]:
-    """Return the names of this host's GPUs, as in `CUDA_VISIBLE_DEVICES`."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` names, or the indices of all GPUs if the variable is not set."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]

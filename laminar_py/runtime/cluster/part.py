@@ -1,8 +1,8 @@
 """Parts: the processes of a run, called with a timeout.
 
 Calls carry typed records or scalars. A call raises `PartCrashedError` if the process crashed, hangs, or raised an
-error of its machine or data; its keeper in `workers` then starts another. It raises `ConfigError` if the user has
-to change a setting, and `PartBugError` for a mistake in this package: both end the run.
+error of its machine or data; the part's keeper in `workers` then starts another. A call raises `ConfigError` if
+the user has to change a setting, and `PartBugError` for a mistake in this package: both end the run.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from laminar_py.runtime.cluster.errors import (
     PartBugError,
     PartCrashedError,
     UnwritableError,
-    for_memory,
+    says_out_of_memory,
 )
 from laminar_py.runtime.cluster.placement import NodeSlot
 
@@ -34,13 +34,7 @@ class Part:
     """A process of the run, e.g. `Part("replica-1", ReplicaActor, concurrency=64, timeout_s=30)` on any node."""
 
     def __init__(
-        self,
-        name: str,
-        actor_class: ActorClass,
-        *,
-        concurrency: int,
-        timeout_s: float,
-        place: NodeSlot = ANYWHERE,
+        self, name: str, actor_class: ActorClass, *, concurrency: int, timeout_s: float, place: NodeSlot = ANYWHERE
     ) -> None:
         self.name = name
         self.place = place
@@ -50,10 +44,10 @@ class Part:
         self._process: Process = cluster().start(actor_class, title=name, concurrency=concurrency, place=place)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Scalar:
-        """Call a method, and return its answer. Raises PartCrashedError after `timeout_s`, or after a crash.
+        """Call a method once the process is up, and return its answer. Any error also kills the process.
 
-        Raises ConfigError if the user has to change a setting, such as a model, a port, or memory that only the
-        part could check; UnwritableError if a disk is full; PartBugError for a mistake in this package.
+        Raises PartCrashedError after `timeout_s` or a crash; ConfigError if the user has to change a setting that
+        only the part could check; UnwritableError if a disk is full; PartBugError for a mistake in this package.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
@@ -81,23 +75,24 @@ class Part:
     ) -> T:
         """Call a method whose answer is a typed record, and decode the answer; errors as in `call`."""
         answer = await self.call(method, *arguments, timeout_s=timeout_s)
-        assert isinstance(answer, bytes), f"{method} answers bytes"
+        assert isinstance(answer, bytes), f"{method} of {self.name} must return bytes"
         return decode(answer_type, answer)
 
     def send(self, method: str, *arguments: object) -> None:
-        """Call a method without waiting; a later `call` raises the bug or the crash."""
+        """Call a method without a wait for its end; if it fails, a later `call` raises the bug or the crash."""
         sending = asyncio.create_task(self.call(method, *arguments, timeout_s=math.inf), name=f"send-{method}")
         self._sending.add(sending)
         sending.add_done_callback(self._note_sent)
 
     def _note_sent(self, sending: "asyncio.Task[Scalar]") -> None:
+        """Keep the bug of a finished `send` for the next `call`."""
         self._sending.discard(sending)
         error = None if sending.cancelled() else sending.exception()
         if isinstance(error, PartBugError):
             self._bug = error
 
     def _error(self, method: str, failure: Failure) -> Exception:
-        """Return the error that a method's failure means for the run; log its traceback."""
+        """Log the traceback of a method's failure, and return the error to raise for it."""
         log.error("%s.%s raised %s", self.name, method, failure.traceback)
         reason = failure.reason
         match failure.kind:
@@ -108,11 +103,11 @@ class Part:
             case FailureKind.UNWRITABLE:
                 return UnwritableError(f"{self.name}: {reason}")
             case FailureKind.CRASH:
-                message = f"out of memory in {method}: {reason}" if for_memory(reason) else reason
+                message = f"out of memory in {method}: {reason}" if says_out_of_memory(reason) else reason
                 return PartCrashedError(self.name, message)
 
     def kill(self) -> None:
-        """End the process."""
+        """Have the process end; waiting calls raise PartCrashedError."""
         self._process.kill()
 
 

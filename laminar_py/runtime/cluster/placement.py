@@ -45,10 +45,7 @@ class NodeSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Demand of a run on a cluster, e.g. six replicas on a GPU each beside two learner ranks:
-
-    `Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1)`.
-    """
+    """Demand of a run on a cluster, e.g. `Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1)`."""
 
     ranks: int
     rank_gpus: int
@@ -56,8 +53,8 @@ class Needs:
     replica_gpus: int  # tensor-parallel, on one node
     relays: int = 1  # nodes of the tree if all parts are on one host
     hosts: tuple[str, ...] = ()  # [replicas] host of the server that a replica attaches to; empty: it starts one
-    reference: bool = False  # a process with as many GPUs as a rank
-    servers: tuple[tuple[str, int], ...] = ()  # of the reward: pool, GPUs on one node
+    reference: bool = False  # the reference model has a process, with as many GPUs as a rank
+    servers: tuple[tuple[str, int], ...] = ()  # [servers] of the reward: pool, GPUs on one node
     placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
     gone: frozenset[int] = frozenset()  # replicas that have left
 
@@ -94,7 +91,7 @@ class Plan:
     learner: tuple[NodeSlot, ...]  # [ranks]
     replicas: tuple[NodeSlot | None, ...]  # [replicas]
     relays: tuple[str | None, ...]  # [relays] cluster node of each
-    reference: NodeSlot | None = None  # only if the reference is a stage
+    reference: NodeSlot | None = None  # only if the reference model has a process
     servers: tuple[NodeSlot | None, ...] = ()  # as in `Needs.servers`
 
     @cached_property
@@ -116,9 +113,9 @@ class Plan:
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
     """Place all parts on `nodes`, which include the controller's.
 
-    `keep` is an earlier plan, whose nodes may be gone or whose fleet had another size: live parts keep their
-    places. Replicas without room then have no place, nor has a server if another of its pool has one. The
-    learner's ranks start and end together. Raises `ConfigError` if there are too few nodes or GPUs.
+    `keep` is an earlier plan, from which parts on live nodes keep their places. If a node of the learner is gone,
+    all ranks get new places. In a first plan every part needs room. In a later plan replicas may have no place,
+    and a server may have none if another of its pool has a place. Raises `ConfigError` if there are too few GPUs.
     """
     alive = {node.id for node in nodes}
 
@@ -164,7 +161,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
 
 
 class _FreeGpus:
-    """The GPUs that are left on each node while a plan is made, and where the next part fits."""
+    """Counts the free GPUs of each node while `make_plan` places one part after the other."""
 
     def __init__(self, needs: Needs, nodes: Sequence[Node]) -> None:
         self.learner_nodes: Collection[str | None] = ()
@@ -181,7 +178,7 @@ class _FreeGpus:
             self._residents[place.node] += 1
 
     def place_learner(self) -> list[NodeSlot]:
-        """Place the ranks on as few nodes as possible; the last of these costs the fewest replicas."""
+        """Place the ranks on as few nodes as possible, so that few replicas lose room. Raises `ConfigError`."""
         needs, free = self._needs, self._free
         wanted, total = needs.ranks * needs.rank_gpus, sum(free.values())
         if wanted > total:
@@ -202,9 +199,9 @@ class _FreeGpus:
         return [*chosen, *[NodeSlot(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen))]
 
     def place_servers(self, places: list[NodeSlot | None], *, first: bool) -> None:
-        """Place the reward servers without a place; `places` gets them.
+        """Fill the gaps in `places`, the reward servers' places, as far as there is room.
 
-        Raises `ConfigError` without room in a first plan, or if no server of its pool has a place.
+        Raises `ConfigError` for a server without room if the plan is the `first`, or its whole pool has no place.
         """
         for index, (pool, gpus) in enumerate(self._needs.servers):
             if places[index] is None:
@@ -220,9 +217,9 @@ class _FreeGpus:
                 places[index] = place
 
     def place_replicas(self, places: list[NodeSlot | None], *, first: bool) -> None:
-        """Place the replicas without a place where there is room; `places` gets them.
+        """Fill the gaps in `places`, the replicas' places, as far as there is room; skip replicas that have left.
 
-        Raises `ConfigError` without room in a first plan.
+        Raises `ConfigError` for a replica without room if the plan is the `first`.
         """
         for index, place in enumerate(places):
             if place is None and index not in self._needs.gone:
@@ -234,7 +231,10 @@ class _FreeGpus:
                 self.reserve([places[index]])
 
     def place_beside_replicas(self, gpus: int, setting: str, remedy: str) -> NodeSlot:
-        """Place a reference or a server: with GPUs where it costs the fewest replicas, then beside the learner."""
+        """Return a place for the reference model or a server, where the fewest replicas lose room.
+
+        Raises `ConfigError`, with `setting` and `remedy` in its message, if no node has so many free GPUs.
+        """
         if not gpus:
             return NodeSlot(self._idlest(self._nodes).id)
         fitting = [node for node in self._nodes if self._free[node.id] >= gpus]
@@ -251,7 +251,7 @@ class _FreeGpus:
         return NodeSlot(node.id, gpus)
 
     def _place_replica(self, index: int) -> NodeSlot:
-        """Place a replica: with GPUs on as few nodes as possible, without them by the CPUs of all nodes."""
+        """Place a replica: with GPUs on as few nodes as possible, else on the idlest. Raises `ConfigError`."""
         needs = self._needs
         nodes = self._nodes_of_server(index) if needs.hosts and len(self._nodes) > 1 else self._nodes
         size = needs.replica_gpus
@@ -267,15 +267,16 @@ class _FreeGpus:
         return NodeSlot(used.id, size)
 
     def _lost_replicas(self, node: Node, gpus: int) -> int:
-        """Return how many replicas have no room on a node any more if another part takes so many of its GPUs."""
+        """Return how many replicas lose their room on a node if another part takes `gpus` GPUs there."""
         free, size = self._free[node.id], self._needs.replica_gpus
         return free // size - (free - gpus) // size if size else 0
 
     def _idlest(self, nodes: Sequence[Node]) -> Node:
+        """Return the node that would have the fewest parts per CPU with one more part."""
         return min(nodes, key=lambda node: (self._residents[node.id] + 1) / max(1, node.cpus))
 
     def _nodes_of_server(self, index: int) -> list[Node]:
-        """Return the nodes on a server's host: the server reads versions from that host's shared memory."""
+        """Return the nodes on the host of a replica's server, from whose memory the server reads weights."""
         host = self._needs.hosts[index]
         loopback = host in ("localhost", "::1") or host.startswith("127.")
         nodes = [node for node in self._nodes if node.ip == host or (loopback and node.here)]
@@ -307,10 +308,11 @@ def place_relays(
     alive: Collection[str],
     before: Sequence[str | None],
 ) -> tuple[str | None, ...]:
-    """Return the host of each relay: the root's, and each other host of a replica; on a single node `num_relays`.
+    """Return the host of each relay by number; None for a number whose relay no replica needs now.
 
-    `learner` and `hosts` are the hosts of ranks and replicas; `before` has the relays of the plan before.
-    A live and needed relay keeps its number and host. None: no replica needs the relay now.
+    The root, relay 0, is on the host of rank 0, and each other host of a replica has a relay. If all parts are on
+    one host, all `num_relays` relays are there. `learner` and `hosts` are hosts of ranks and replicas. `before`
+    has the relays of the previous plan: a live and needed relay keeps its number and host.
     """
     root, hosts = learner[0], list(dict.fromkeys(hosts))
     # relays of a run on one node stay there, since its replicas pull from them
@@ -323,15 +325,15 @@ def place_relays(
                 relays[relays.index(None)] = host
             else:
                 relays.append(host)
-    gaps = max(0, len(before) - 1 - len(relays))  # an index in use stays within range
+    gaps = max(0, len(before) - 1 - len(relays))  # relay numbers in use stay within the result
     return (root, *relays, *[None] * gaps)
 
 
 class Placement:
-    """Holds the present plan, e.g. `Placement(needs, ray_cluster.nodes).plan`; `refresh` after a crash.
+    """Holds the present plan, e.g. `Placement(needs, ray_cluster.nodes).plan`; call `refresh` after a crash.
 
-    GPUs that were free when a node was first used are this run's from then on. Raises `ConfigError` as `make_plan`
-    does when it is made.
+    GPUs that were free when a node was first used belong to this run from then on. The constructor raises
+    `ConfigError` as `make_plan` does.
     """
 
     def __init__(self, needs: Needs, list_nodes: Callable[[], list[Node]]) -> None:
@@ -346,10 +348,10 @@ class Placement:
         self._looked = -math.inf  # when nodes were last listed, on the loop's clock
 
     async def refresh(self, *, age_s: float = 0.0) -> None:
-        """Make a new plan if a node in use is gone or a replica has no place.
+        """List the nodes, and make a new plan if a node in use is gone or a part has no place.
 
-        Raises `RunFailedError` if too little is left. Callers share one list of nodes, which is at most
-        `age_s` older than the call.
+        Does nothing if the nodes were listed in the `age_s` seconds before the call, or while it waited. Raises
+        `RunFailedError` if the live nodes have no room for the run.
         """
         loop = asyncio.get_running_loop()
         oldest = loop.time() - age_s
@@ -383,17 +385,15 @@ class Placement:
         try:
             self.plan = make_plan(self.needs, list(self._known.values()), keep=before)
         except ConfigError as error:
-            raise RunFailedError(
-                f"nodes of the cluster are gone, and what is left is too little: {error}"
-            ) from None
+            raise RunFailedError(f"the live nodes have no room (gone nodes: {sorted(gone)}): {error}") from None
         self.used |= self.plan.nodes
         if not any(self.plan.replicas):
             raise RunFailedError(
-                "nodes of the cluster are gone, and no replica has a place; join others and --resume"
+                f"no live node has room for a replica (gone nodes: {sorted(gone)}); add nodes and --resume"
             )
         if self.plan != before:
             level = logging.WARNING if gone else logging.INFO
-            log.log(level, "nodes %s are gone; plan: %s", sorted(gone), self.plan)
+            log.log(level, "new plan (gone nodes: %s): %s", sorted(gone), self.plan)
 
     @property
     def spread(self) -> bool:
@@ -407,7 +407,7 @@ class Placement:
         return NodeSlot(next(node.id for node in self._known.values() if node.here))
 
     def scorer_place(self, index: int) -> NodeSlot:
-        """Return the place of a scorer: the nodes of the run in turn, the learner's first."""
+        """Return the place of a scorer or an environment process: by `index` over the nodes, rank 0's first."""
         first = self.plan.learner[0].node
         nodes = sorted(self.plan.nodes, key=lambda node: (node != first, node))
         return NodeSlot(nodes[index % len(nodes)])

@@ -33,7 +33,7 @@ from laminar_py.runtime.cluster.placement import Node, NodeSlot
 from laminar_py.runtime.cluster.variables import WORKERS_READ
 
 CONNECT_S = 5.0
-END_S = 30.0  # for the last calls, e.g. to end processes
+END_S = 30.0  # for the last calls to Ray, e.g. to end processes
 
 
 class RayCluster:
@@ -44,12 +44,12 @@ class RayCluster:
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="ray")
 
     def start(self, actor_class: ActorClass, *, title: str, concurrency: int, place: NodeSlot) -> "RayProcess":
-        """Start an actor that hosts an object of `actor_class`. Ray never restarts it, and reserves no CPU for it.
+        """Start an actor that hosts an object of `actor_class`; return at once. Ray never restarts the actor.
 
-        If its place names a node, it runs there or nowhere, and sees its own GPUs only.
+        If `place` names a node, the actor runs there or nowhere. It sees only its own GPUs, and reserves no CPU.
         """
         path = path_of(actor_class)
-        # Ray shows the name of a function's process in place of the class that calls it
+        # Ray shows the class as the title: a process for one function call has the function's name instead
         name = title if path == path_of(FunctionCalls) else path.rpartition(":")[2]
         options = _ray_class(name).options(
             num_cpus=0,
@@ -79,7 +79,7 @@ class RayCluster:
         return sorted(nodes, key=lambda node: (not node.here, node.ip, node.id))
 
     def close(self) -> None:
-        """Leave the cluster, after all calls that end in time: a later call would start Ray again."""
+        """Wait for pending calls, at most `END_S`, drop later calls, which would start Ray again, and leave."""
         wait([self._calls.submit(bool)], timeout=END_S)
         self._calls.shutdown(wait=False, cancel_futures=True)
         ray.shutdown()
@@ -93,12 +93,12 @@ class RayProcess:
         self._actor = actor
 
     async def ready(self) -> None:
-        """Wait until Ray has accepted the actor. Raises `NoAnswerError`."""
+        """Wait until Ray has accepted the actor. Raises `NoAnswerError` if Ray refuses it."""
         with _ray_errors():
             await asyncio.shield(asyncio.wrap_future(self._actor))
 
     async def call(self, method: str, *arguments: Scalar) -> Answer:
-        """Call a method of the object in the process, and return its answer. Raises `NoAnswerError`."""
+        """Call a method of the actor's object, and return its answer. Raises `NoAnswerError` if the actor ends."""
 
         def begin() -> "Future[bytes]":
             answer: Future[bytes] = self._actor.result().answer.remote(method, *arguments).future()
@@ -109,10 +109,10 @@ class RayProcess:
             return read_answer(await asyncio.wrap_future(answer))
 
     def kill(self) -> None:
-        """End the process, after all calls to Ray that were made before."""
+        """Have Ray end the process after all earlier calls to Ray; return at once."""
 
         def kill() -> None:
-            with contextlib.suppress(RayError):  # its creation failed
+            with contextlib.suppress(RayError):  # Ray could not create the actor
                 ray.kill(self._actor.result())
 
         self._calls.submit(kill)
@@ -173,13 +173,13 @@ def joined_ray(address: str) -> Iterator[RayCluster]:
 def _ray_class(name: str) -> "ray.actor.ActorClass":
     """Return Ray's class around a class of this name; Ray shows the name as the title of its processes.
 
-    The class is made once, since Ray sends every class that it is given to its nodes.
+    The cache makes each class once, since Ray sends every new class to its nodes.
     """
     return ray.remote(type(name, (_Actor,), {}))
 
 
 def _reason(error: RayError) -> str:
-    """Return the first sentence of the last line of Ray's message."""
+    """Return a short reason: that memory ran out, or the first sentence of the last line of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OutOfMemoryError) or any("running low on memory" in line for line in lines):
         return "out of memory: Ray ended it as its node ran low"

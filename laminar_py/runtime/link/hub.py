@@ -4,7 +4,7 @@ Owned by `workers.replicas`. A `ReplicaConnection` belongs to one life of a repl
 
     open    -> running  its process has started (`mark_started`), or sent a frame: silence counts from now on
     running -> lost     it was silent for too long, or its owner calls `lose`
-    any     -> closed   its process has ended (`close`), or the hub has
+    any     -> closed   its owner closes it after the process has ended (`ReplicaHub.close`), or the hub ends
 
 The hub accepts each report of an open connection once, in order, and only then acknowledges it. Commands reach the
 replica once, in the order of `send_command`, or are lost with its process. A closed connection delivers nothing
@@ -33,17 +33,17 @@ from laminar_py.runtime.link.messages import (
 )
 
 CHECK_S = 0.5  # at most, between two checks for silent connections and for commands to resend
-MOST_BEHIND_S = 5.0  # by which a check is postponed while more frames wait
-RESEND_S = 8.0  # until commands are sent again: longer than a replica is quiet, since reports acknowledge them
+MOST_BEHIND_S = 5.0  # longest delay of a check while more frames wait
+RESEND_S = 8.0  # before commands are resent: longer than a replica is quiet, since its reports acknowledge them
 MOST_FRAMES = 128  # received at once: replicas resend frames that wait in the socket for long
 MOST_REPORTS = 16  # processed before the event loop gets its turn
-MOST_REST_S = 0.02  # in which reports gather, where there are many
+MOST_REST_S = 0.02  # longest pause after frames, in which further frames gather
 FRAME_BYTES = MAX_FRAME_BYTES // 8  # of commands in one frame, unless one alone is larger
 MOST_COMMAND_BYTES = MAX_FRAME_BYTES - 1024  # the frame has a head
 
 
 class ReplicaConnection:
-    """The controller's end of one life of a replica; `lost` gets the reason when the replica is given up."""
+    """The controller's end of the link to one process of a replica; `lost` gets the reason to replace it."""
 
     def __init__(self, hub: "ReplicaHub", label: str, replica: int) -> None:
         self.replica = replica
@@ -51,11 +51,11 @@ class ReplicaConnection:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.reports_received = 0  # number of the last report that was processed
         self.last_frame_s: float | None = None  # when the last frame arrived; None before the process has started
-        self._came = 0  # number of the last report that arrived
+        self._last_arrived = 0  # number of the last report that arrived
         self._hub = hub
-        self._number = 0  # of the newest command
-        self._sent = 0  # number of the last command that was sent
-        self._sent_s: float | None = None  # when the first of the unacknowledged commands was sent
+        self._newest = 0  # number of the newest command
+        self._last_sent = 0  # number of the last command that was sent
+        self._waiting_since_s: float | None = None  # since when sent commands wait; None if none does
         self._unacknowledged: deque[tuple[int, bytes]] = deque()  # commands with their numbers
         self._ids = count()
         self._requests: dict[int, asyncio.Future[Reply | None]] = {}
@@ -70,19 +70,19 @@ class ReplicaConnection:
         size = len(data)
         assert size <= MOST_COMMAND_BYTES, f"{type(command).__name__} of {size} bytes for {self.label}: split it"
         if not self._closed:
-            self._number += 1
-            self._unacknowledged.append((self._number, data))
+            self._newest += 1
+            self._unacknowledged.append((self._newest, data))
             self._hub.send_soon(self)
 
     async def request_survey(self, *, within_s: float | None = None) -> Survey | None:
-        """Return a survey of the replica's trajectories; None if its process ends or `within_s` passes first."""
+        """Return a survey of the replica's trajectories; None if the process ends or `within_s` (seconds) pass."""
         reply = await self._request(Look(next(self._ids)), within_s)
         return None if reply is None else reply.survey
 
     async def expect(self, version: int, trajectory_ids: Sequence[str], *, within_s: float | None = None) -> bool:
         """Return True if the replica promises to keep `version` until these trajectories arrive or are called off.
 
-        A late answer counts as no: a `CallOff` follows the question after `within_s`.
+        Without an answer in `within_s` seconds, send a `CallOff` of the trajectories, and return False.
         """
         reply = await self._request(Expect(next(self._ids), version, list(trajectory_ids)), within_s)
         if reply is None:
@@ -90,31 +90,31 @@ class ReplicaConnection:
         return reply is not None and reply.promised
 
     def lose(self, reason: str) -> None:
-        """Set `lost` to the reason, by which the owner of the connection ends the replica."""
+        """Set `lost` to the first reason; the owner of the connection awaits `lost`, and replaces the process."""
         if not self.lost.done():
             self.lost.set_result(reason)
 
     # ---- what the hub calls
 
-    def receive(self, up: ReportFrame, now: float) -> bool:
-        """Process the acknowledgements in a frame; return True if its report is next in order."""
+    def receive(self, frame: ReportFrame, now: float) -> bool:
+        """Note a frame's arrival and acknowledgements; return True if its report is the next in order."""
         self.last_frame_s = now
-        received = min(up.commands_received, self._number)
+        received = min(frame.commands_received, self._newest)
         if self._unacknowledged and self._unacknowledged[0][0] <= received:
             while self._unacknowledged and self._unacknowledged[0][0] <= received:
                 self._unacknowledged.popleft()
-            self._sent_s = now if self._unacknowledged else None
-        if self._number > self._sent or up.number <= self.reports_received:
-            self._hub.send_soon(self)  # commands that could not be sent before, or a lost acknowledgement
-        if up.number != self._came + 1:
+            self._waiting_since_s = now if self._unacknowledged else None
+        if self._newest > self._last_sent or frame.number <= self.reports_received:
+            self._hub.send_soon(self)  # unsent commands, or an acknowledgement that the replica missed
+        if frame.number != self._last_arrived + 1:
             return False
-        self._came = up.number
+        self._last_arrived = frame.number
         return True
 
-    def acknowledge(self, up: ReportFrame) -> None:
-        """Acknowledge a processed report, and pass its answers to the callers that wait for them."""
-        self.reports_received = up.number
-        for answer in up.answers:
+    def acknowledge(self, frame: ReportFrame) -> None:
+        """Send an acknowledgement of a processed report, and pass its answers to the waiting callers."""
+        self.reports_received = frame.number
+        for answer in frame.answers:
             future = self._requests.pop(answer.id, None)
             if future is not None and not future.done():
                 future.set_result(answer)
@@ -122,34 +122,37 @@ class ReplicaConnection:
             self._hub.send_soon(self)
 
     def is_overdue(self, now: float) -> bool:
-        """Return True if commands were sent long ago, and are not acknowledged."""
-        return self._sent_s is not None and now > self._sent_s + RESEND_S
+        """Return True if sent commands wait for an acknowledgement for more than `RESEND_S`."""
+        return self._waiting_since_s is not None and now > self._waiting_since_s + RESEND_S
 
     def next_frames(self, now: float) -> list[CommandFrame]:
-        """Return the frames to send now: commands that are not sent yet, or are overdue."""
+        """Return frames with all unsent commands, and count the commands as sent. Overdue commands are unsent.
+
+        A frame has about `FRAME_BYTES`. Each frame acknowledges the reports; the last may have no command.
+        """
         if self.is_overdue(now):
             self.mark_unsent()
         frames, batch, size = list[CommandFrame](), list[msgspec.Raw](), 0
         for number, command in self._unacknowledged:
-            if number <= self._sent:
+            if number <= self._last_sent:
                 continue
             if batch and size + len(command) > FRAME_BYTES:
                 frames.append(CommandFrame(self.reports_received, number - len(batch), tuple(batch)))
                 batch, size = [], 0
             batch.append(msgspec.Raw(command))
             size += len(command)
-        if batch and self._sent_s is None:
-            self._sent_s = now
-        self._sent = self._number
-        return [*frames, CommandFrame(self.reports_received, self._number + 1 - len(batch), tuple(batch))]
+        if batch and self._waiting_since_s is None:
+            self._waiting_since_s = now
+        self._last_sent = self._newest
+        return [*frames, CommandFrame(self.reports_received, self._newest + 1 - len(batch), tuple(batch))]
 
     def mark_unsent(self) -> None:
-        """Send all unacknowledged commands with the next frames, since the frames sent before may be lost."""
-        self._sent = self._number - len(self._unacknowledged)
-        self._sent_s = None
+        """Have `next_frames` return all unacknowledged commands again, since their frames may be lost."""
+        self._last_sent = self._newest - len(self._unacknowledged)
+        self._waiting_since_s = None
 
     def close(self) -> None:
-        """End all waiting and later requests without an answer; drop later commands."""
+        """End waiting and later requests without an answer; drop unacknowledged and later commands."""
         self._closed = True
         for future in self._requests.values():
             if not future.done():
@@ -158,7 +161,7 @@ class ReplicaConnection:
         self._unacknowledged.clear()
 
     async def _request(self, question: Look | Expect, within_s: float | None) -> Reply | None:
-        """Send a question and return its answer; None if the connection closes or `within_s` passes first."""
+        """Send a question and return the answer; None if the connection closes or `within_s` (seconds) pass."""
         if self._closed:
             return None
         answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
@@ -174,9 +177,9 @@ class ReplicaConnection:
 
 
 class ReplicaHub:
-    """Serves all connections; awaits `on_reports` with the reports that arrive together.
+    """The controller's socket for all replicas, e.g. `hub.open("replica-3-1-17", 3)`; `run` serves it.
 
-    A connection silent for `heartbeat_timeout_s` is lost.
+    `on_reports` gets reports that arrive together. A connection silent for `heartbeat_timeout_s` is lost.
     """
 
     def __init__(
@@ -188,12 +191,12 @@ class ReplicaHub:
     ) -> None:
         self._server = server
         self._on_reports = on_reports
-        self._patience_s = heartbeat_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._check_s = min(CHECK_S, heartbeat_timeout_s / 8)
         self._loop = asyncio.get_running_loop()
         self._connections: dict[bytes, ReplicaConnection] = {}
         self._to_send: dict[ReplicaConnection, None] = {}
-        self._due = False  # `_send_due` runs at the end of this event loop turn
+        self._due = False  # True while `_send_due` is scheduled for the end of this event loop turn
         self._checked_s = self._loop.time()
         self._processing = asyncio.Lock()  # held while reports are processed
 
@@ -203,14 +206,14 @@ class ReplicaHub:
         return self._server.endpoint
 
     def open(self, label: str, replica: int) -> ReplicaConnection:
-        """Open a connection for a replica that is about to start under this label, which no other has had."""
+        """Return a connection for a process of `replica` that is about to start; every process has a new label."""
         assert 0 < len(label.encode()) <= MOST_LABEL, f"label {label!r}: longer than {MOST_LABEL} bytes, or empty"
         connection = ReplicaConnection(self, label, replica)
         self._connections[label.encode()] = connection
         return connection
 
     def mark_started(self, connection: ReplicaConnection) -> None:
-        """Count the silence of a connection from now on: its process has started."""
+        """Start to count the silence of a connection whose process has started, unless a frame has arrived."""
         if connection.last_frame_s is None:
             connection.last_frame_s = self._loop.time()
 
@@ -218,7 +221,7 @@ class ReplicaHub:
         """Close a connection; return when the reports that arrived before are processed."""
         self._drop(connection)
         async with self._processing:
-            pass
+            pass  # the lock is free when `_receive` has processed its frames
 
     def send_soon(self, connection: ReplicaConnection) -> None:
         """Send the due frames of a connection at the end of this event loop turn."""
@@ -228,13 +231,13 @@ class ReplicaHub:
             self._loop.call_soon(self._send_due)
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Receive reports, send commands and check for silent replicas, until cancelled."""
         self._checked_s = self._loop.time()
         while True:
             if await self._server.wait(self._check_s):
                 began = self._loop.time()
                 await self._receive()
-                await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more frames gather meanwhile
+                await asyncio.sleep(min(MOST_REST_S, self._loop.time() - began))  # more frames gather
             self._check_connections()
 
     def end(self) -> None:
@@ -244,52 +247,52 @@ class ReplicaHub:
         self._server.close()
 
     def _drop(self, connection: ReplicaConnection) -> None:
+        """Close a connection, and ignore its frames from now on."""
         self._connections.pop(connection.label.encode(), None)
         self._to_send.pop(connection, None)
         connection.close()
 
     async def _receive(self) -> None:
-        """Receive at most `MOST_FRAMES` frames, and process their reports."""
+        """Receive at most `MOST_FRAMES` frames; pass new reports to `on_reports`, then acknowledge them."""
         frames: list[tuple[ReplicaConnection, ReportFrame]] = []
         now = self._loop.time()
-        for sender, frame in self._server.drain(MOST_FRAMES):
-            connection = self._connections.get(sender)
-            up = None if connection is None else read_record(ReportFrame, frame)
-            if connection is None or up is None:
-                continue
-            if connection.receive(up, now):
-                frames.append((connection, up))
+        for sender, data in self._server.drain(MOST_FRAMES):
+            connection, frame = self._connections.get(sender), read_record(ReportFrame, data)
+            if connection is not None and frame is not None and connection.receive(frame, now):
+                frames.append((connection, frame))
         async with self._processing:
             for first in range(0, len(frames), MOST_REPORTS):
                 batch = frames[first : first + MOST_REPORTS]
-                await self._on_reports([(connection, up.report) for connection, up in batch])
-                for connection, up in batch:
-                    connection.acknowledge(up)
+                await self._on_reports([(connection, frame.report) for connection, frame in batch])
+                for connection, frame in batch:
+                    connection.acknowledge(frame)
                 await asyncio.sleep(0)
 
     def _check_connections(self) -> None:
-        """Lose silent connections, and resend overdue commands, unless more frames wait."""
+        """Every `_check_s`, lose silent connections and resend overdue commands; later while more frames wait."""
         now = self._loop.time()
         behind = self._server.has_more and now < self._checked_s + MOST_BEHIND_S
         if behind or now < self._checked_s + self._check_s:
             return
-        stalled = now > self._checked_s + self._patience_s / 2  # this process stood still, not the replicas
+        stalled = (
+            now > self._checked_s + self._heartbeat_timeout_s / 2
+        )  # this process stood still, not the replicas
         self._checked_s = now
         for connection in self._connections.values():
             if connection.last_frame_s is not None:
                 if stalled:
                     connection.last_frame_s = now
-                elif now > connection.last_frame_s + self._patience_s:
-                    connection.lose(f"no report in supervisor.heartbeat_timeout_s={self._patience_s:g} s")
+                elif now > connection.last_frame_s + self._heartbeat_timeout_s:
+                    connection.lose(f"no report in supervisor.heartbeat_timeout_s={self._heartbeat_timeout_s:g} s")
             if connection.is_overdue(now):
                 self.send_soon(connection)
 
     def _send_due(self) -> None:
-        """Send the due frames; commands for a replica without a connection wait until it sends a frame again."""
+        """Send frames over the connections in `_to_send`; after a failure, wait for the replica's next frame."""
         self._due = False
         connections, self._to_send = self._to_send, {}
         for connection in connections:
-            for down in connection.next_frames(self._loop.time()):
-                if not self._server.send(connection.label.encode(), encode(down)):
+            for frame in connection.next_frames(self._loop.time()):
+                if not self._server.send(connection.label.encode(), encode(frame)):
                     connection.mark_unsent()
                     break

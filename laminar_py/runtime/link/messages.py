@@ -15,7 +15,7 @@ import msgspec
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-MOST_LABEL = 100  # characters, and bytes: what a peer may be named
+MOST_LABEL = 100  # bytes of a label, which is the name of a replica's socket
 
 
 class CommandBase(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
@@ -35,19 +35,19 @@ class Abort(CommandBase, frozen=True):
 
 
 class GiveUp(CommandBase, frozen=True):
-    """End these trajectories and report them at once: they continue on other replicas."""
+    """End these trajectories and report their tokens at once, since they move to other replicas."""
 
     trajectory_ids: list[str]
 
 
 class CallOff(CommandBase, frozen=True):
-    """Stop waiting for these trajectories, and for further ones of these evaluation passes."""
+    """Stop waiting for these trajectories, and for further trajectories of these evaluation passes."""
 
-    names: list[str]
+    names: list[str]  # ids of trajectories or passes
 
 
 class Stop(CommandBase, frozen=True):
-    """Interrupt all training, and evaluations too if `evaluations`."""
+    """Start no further trajectory; interrupt all training trajectories, and with `evaluations` all others."""
 
     evaluations: bool
 
@@ -79,18 +79,18 @@ class Reply(msgspec.Struct, frozen=True):
     """Answer to the `Look` or `Expect` of this id."""
 
     id: Count
-    survey: Survey | None = None
-    promised: bool = False
+    survey: Survey | None = None  # for a `Look`
+    promised: bool = False  # for an `Expect`
 
 
 class ReportFrame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Frame of a replica, e.g. `ReportFrame(number=1, commands_received=0, report=report)`.
 
-    The sender's ZeroMQ identity is the label of the replica's life, which its segments have too.
+    The sender's ZeroMQ identity is the label of its process, which also names the segments of the process.
     """
 
     number: Count  # of the report
-    commands_received: Count  # number of the last command that came
+    commands_received: Count  # number of the last command that arrived
     report: ReplicaReport
     answers: tuple[Reply, ...] = ()
 
@@ -100,4 +100,4 @@ class CommandFrame(msgspec.Struct, frozen=True, array_like=True):
 
     reports_received: Count
     first: Count = 0
-    commands: tuple[msgspec.Raw, ...] = ()
+    commands: tuple[msgspec.Raw, ...] = ()  # each an encoded `Command`

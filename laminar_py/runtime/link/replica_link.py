@@ -28,33 +28,32 @@ from laminar_py.runtime.link.messages import (
     Submit,
 )
 
-UNSENT_S = 0.05  # before the first retry of a frame that could not be sent
+UNSENT_S = 0.05  # before the first retry of a frame that the socket did not take
 RESEND_S = 1.0  # before a report without an acknowledgement is first sent again
 
 
 class ReplicaLink:
-    """Connects one life of a replica with the controller; `peer` has the label of its segments as its name."""
+    """Sends the reports of a replica to the controller, and starts the controller's commands.
+
+    The name of `peer` is the label of the replica's process. `attach` gets the endpoint of another relay. Without
+    news the replica reports every `quiet_s`.
+    """
 
     def __init__(
-        self,
-        peer: PeerClient,
-        replica: Replica,
-        *,
-        attach: Callable[[str], None],
-        quiet_s: float,
+        self, peer: PeerClient, replica: Replica, *, attach: Callable[[str], None], quiet_s: float
     ) -> None:
         self._peer = peer
         self._replica = replica
         self._attach = attach
         self._quiet_s = quiet_s
-        self._number = 0  # of the last report
+        self._report_number = 0  # of the last report
         self._reports_received = 0
         self._commands_received = 0
         self._acknowledged_event = asyncio.Event()
         self._answers: list[Reply] = []
 
     async def run(self) -> None:
-        """Serve until cancelled.
+        """Send reports and start commands until cancelled; then close the connection.
 
         Raises the error that ended the replica, after its last report is acknowledged.
         """
@@ -64,32 +63,28 @@ class ReplicaLink:
                 tasks.create_task(self._send_reports(), name="reports")
         except ExceptionGroup as group:
             error = group.exceptions[0]
-            raise error from error.__cause__  # which says whether it is a mistake of ours
+            raise error from error.__cause__  # the process looks for a bug in the cause
         finally:
             self._peer.close()
 
     async def _send_reports(self) -> None:
-        """Send one report after the other, each after the acknowledgement of the last."""
+        """Send the replica's reports until cancelled, each after the acknowledgement of the report before it."""
         quiet_s = 0.0  # the first report is sent at once: commands wait for it
         while True:
             report = await self._replica.next_report(quiet_s)
             quiet_s = self._quiet_s
             answers, self._answers = self._answers, []
-            self._number += 1
+            self._report_number += 1
             await self._send_report(report, tuple(answers))
 
     async def _send_report(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
-        """Send a report until the controller acknowledges it; each frame acknowledges the received commands."""
+        """Send a report, after ever longer waits, until acknowledged; each frame acknowledges all commands."""
         unsent_s, wait_s = UNSENT_S, RESEND_S
-        while self._reports_received < self._number:
+        while self._reports_received < self._report_number:
             self._acknowledged_event.clear()
-            up = ReportFrame(
-                number=self._number,
-                commands_received=self._commands_received,
-                report=report,
-                answers=answers,
-            )
-            if self._peer.send(encode(up)):
+            number, received = self._report_number, self._commands_received
+            frame = ReportFrame(number=number, commands_received=received, report=report, answers=answers)
+            if self._peer.send(encode(frame)):
                 await self._wait_acknowledged(wait_s)
                 wait_s = min(max(RESEND_S, self._quiet_s), 2 * wait_s)
             else:
@@ -97,20 +92,21 @@ class ReplicaLink:
                 unsent_s = min(RESEND_S, 2 * unsent_s)
 
     async def _wait_acknowledged(self, timeout_s: float) -> None:
+        """Wait until the newest report is acknowledged, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._acknowledged_event.wait()
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
-        """Receive frames of the controller until cancelled, and start each command once, in order."""
+        """Receive acknowledgements and commands until cancelled; start each command once, in order."""
         while True:
-            down = read_record(CommandFrame, await self._peer.receive())
-            if down is None:
+            frame = read_record(CommandFrame, await self._peer.receive())
+            if frame is None:
                 continue
-            self._reports_received = max(self._reports_received, down.reports_received)
-            if self._reports_received >= self._number:
+            self._reports_received = max(self._reports_received, frame.reports_received)
+            if self._reports_received >= self._report_number:
                 self._acknowledged_event.set()
-            for number, data in enumerate(down.commands, down.first):
+            for number, data in enumerate(frame.commands, frame.first):
                 if number == self._commands_received + 1:
                     self._commands_received = number
                     await self._start_command(decode(Command, data), tasks)  # type: ignore[arg-type]
@@ -138,11 +134,12 @@ class ReplicaLink:
                 waits = self._survey(id)
         if waits is not None:
             tasks.create_task(waits)
-            await asyncio.sleep(0)  # it starts now
+            await asyncio.sleep(0)  # the task starts before the next command
 
     async def _survey(self, id: int) -> None:
         self._answer(Reply(id, survey=await self._replica.survey()))
 
     def _answer(self, answer: Reply) -> None:
+        """Put an answer into the next report, and have that report leave at once."""
         self._answers.append(answer)
         self._replica.report_soon()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from laminar_py.environment.host import EnvironmentHost
 
 MOST_FRAMES = 16  # received before the event loop gets its turn
-UNSENT_S = 0.02  # between two tries to send over a connection that is not up yet
+UNSENT_S = 0.02  # between two attempts to send over a connection that is not up yet
 FIND_S = 0.1  # between two looks for a process that has not started
 LOOK_S = 1.0  # between two looks at the address of a process
 RESEND_S = 30.0  # after which a turn without an answer is sent again: a broken connection loses frames
@@ -44,7 +44,7 @@ class AskedTurn(msgspec.Struct, frozen=True, tag="turn"):
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
-    """The environments of these trajectories can be deleted."""
+    """Delete the environments of these trajectories."""
 
     trajectory_ids: list[str]
 
@@ -70,7 +70,7 @@ class TurnServer:
 
     def __init__(self, keys: RelayKeys, host: str, *, run_dir: Path, index: int) -> None:
         self._server = PeerServer(keys, host)
-        self._answering = set[tuple[bytes, int]]()  # replica and number
+        self._answering = set[tuple[bytes, int]]()  # turns in work: name of the replica's socket, number
         folder = run_dir / ADDRESSES
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = folder / f"{index}.tmp"
@@ -78,7 +78,7 @@ class TurnServer:
         unfinished.replace(folder / str(index))
 
     async def run(self, host: "EnvironmentHost") -> None:
-        """Serve turns until cancelled. Raises an error that the host raises, in a group."""
+        """Have `host` answer turns until cancelled. Raises the host's error, in an `ExceptionGroup`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -92,9 +92,9 @@ class TurnServer:
     def _receive(
         self, sender: bytes, message: ToProcess | None, host: "EnvironmentHost", tasks: asyncio.TaskGroup
     ) -> None:
-        """Handle a message of a replica. A repeated turn is ignored while its answer is in work.
+        """Start to answer a turn, or delete the environments of ended trajectories; ignore an unreadable message.
 
-        Any other repetition is answered again, and the host returns the same answer.
+        A turn in work is not started again. A repetition after the answer gets the same answer from the host.
         """
         match message:
             case AskedTurn(number, turn) if (sender, number) not in self._answering:
@@ -104,16 +104,17 @@ class TurnServer:
                 host.forget(trajectory_ids)
 
     async def _answer(self, sender: bytes, number: int, turn: ModelTurn, host: "EnvironmentHost") -> None:
+        """Send the host's answer to a replica; a replica that misses the answer sends its turn again."""
         answer = await host.answer(turn)
         self._answering.discard((sender, number))
-        self._server.send(sender, encode(TurnAnswer(number, answer)))  # a replica without it asks again
+        self._server.send(sender, encode(TurnAnswer(number, answer)))
 
 
 # ---- a replica
 
 
 class EnvironmentLink:
-    """A replica's connection to one environment process, at the address that the process has left."""
+    """A replica's connection to environment process `index`, whose address is in a file of the run's folder."""
 
     def __init__(self, run_dir: Path, index: int, wire: SocketFactory, label: str) -> None:
         self._address, self._name = run_dir / ADDRESSES / str(index), str(index)
@@ -128,7 +129,7 @@ class EnvironmentLink:
         self._task: asyncio.Task[None] | None = None
 
     async def send_turn(self, turn: ModelTurn) -> EnvironmentTurn:
-        """Send a turn until it is answered, and return the answer. Raises `SocketError`."""
+        """Send a turn until the process answers, across its restarts; return the answer. Raises `SocketError`."""
         number = next(self._numbers)
         answer: asyncio.Future[EnvironmentTurn] = asyncio.get_running_loop().create_future()
         frame = encode(AskedTurn(number, turn))
@@ -141,23 +142,23 @@ class EnvironmentLink:
             self._unsent.pop(number, None)
 
     def forget(self, trajectory_id: str) -> None:
-        """Have an environment deleted; a lost frame is made up for by the controller's sweep."""
+        """Ask the process to delete an environment; if the frame is lost, the controller's sweep deletes it."""
         if self._peer is not None:
             self._peer.send(encode(Forget([trajectory_id])))
 
     def close(self) -> None:
-        """End the connection."""
+        """Stop to follow the process, and close the connection; a waiting `send_turn` gets no answer."""
         if self._task is not None:
             self._task.cancel()
         if self._peer is not None:
             self._peer.close()
 
     def _send_due(self) -> None:
-        """Send turns as far as the connection takes them; its task sends the rest."""
+        """Send unsent turns while the connection takes them; start the sending task, or raise its error."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"environment-{self._name}")
         if self._task.done():
-            self._task.result()  # raises the error that ended it
+            self._task.result()
         if self._peer is None:
             return
         for number, frame in list(self._unsent.items()):
@@ -166,7 +167,7 @@ class EnvironmentLink:
             del self._unsent[number]
 
     async def _run(self) -> None:
-        """Follow the address of the process, send, and receive answers until cancelled."""
+        """Follow the process, send turns, receive answers until cancelled; an error also ends waiting turns."""
         try:
             while True:
                 await self._follow()
@@ -184,22 +185,26 @@ class EnvironmentLink:
             raise
 
     async def _follow(self) -> None:
-        """Connect to the process where it is now; ask a process that has restarted all turns again."""
+        """Connect to the process at its present address; at a new address all unanswered turns are due again.
+
+        Does nothing within `LOOK_S` of the last look, or while a connected process has no turn to answer.
+        """
         now = time.monotonic()
         if self._peer is not None and (now < self._looked_s + LOOK_S or not self._asked):
             return
         self._looked_s = now
         try:
             endpoint = await asyncio.to_thread(self._address.read_text)
-        except OSError:  # it has not started yet
+        except OSError:  # the process has not started yet
             return
         if endpoint != self._endpoint:
             if self._peer is not None:
                 self._peer.close()
             self._peer, self._endpoint = self._connect(endpoint), endpoint
-            self._resend_s = now
+            self._resend_s = now  # `_send_due_again` sends all turns to the new process
 
     def _send_due_again(self) -> None:
+        """Send unsent turns, and at the time `_resend_s` all turns without an answer."""
         now = time.monotonic()
         if now >= self._resend_s:
             self._resend_s = now + RESEND_S
@@ -207,6 +212,7 @@ class EnvironmentLink:
         self._send_due()
 
     def _receive(self, message: TurnAnswer | None) -> None:
+        """Pass an answer to its waiting `send_turn`; ignore an unreadable message or a second answer."""
         if message is not None and message.number in self._asked:
             answer = self._asked[message.number][1]
             if not answer.done():
@@ -214,19 +220,19 @@ class EnvironmentLink:
 
 
 class RemoteEnvironments:
-    """Environments in `workers` processes; `label` is unique to this life of the replica."""
+    """A replica's environments, in `workers` other processes; `label` is unique to the replica's process."""
 
     def __init__(self, run_dir: Path, workers: int, wire: SocketFactory, label: str) -> None:
         self._links = [EnvironmentLink(run_dir, index, wire, label) for index in range(workers)]
 
     async def answer(self, turn: ModelTurn) -> EnvironmentTurn:
-        """Return the environment's answer to a turn; `elapsed_s` includes the time of transport."""
+        """Return the environment's answer to a turn; its `elapsed_s` includes the time of transport."""
         began = time.monotonic()
         answer = await self._link_of(turn.trajectory_id).send_turn(turn)
         return msgspec.structs.replace(answer, elapsed_s=time.monotonic() - began)
 
     async def forget(self, trajectory_id: str) -> None:
-        """Have the environment of a trajectory that has ended and is stored deleted."""
+        """Request that the environment of an ended and stored trajectory is deleted."""
         self._link_of(trajectory_id).forget(trajectory_id)
 
     def close(self) -> None:
@@ -235,6 +241,6 @@ class RemoteEnvironments:
             link.close()
 
     def _link_of(self, trajectory_id: str) -> EnvironmentLink:
-        """Return the link to the process that has a trajectory."""
+        """Return the link to a trajectory's process; a hash of the id gives the same process to every replica."""
         index = int.from_bytes(blake3(trajectory_id.encode()).digest(length=8), "little") % len(self._links)
         return self._links[index]

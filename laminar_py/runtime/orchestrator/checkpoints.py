@@ -1,10 +1,9 @@
 """Checkpoints of a run: begun between two steps, completed beside the next ones, recorded, and deleted.
 
 Owned by the trainer. States of a checkpoint: the learner copies its state (`begin`) -> its files are written ->
-complete on disk -> on record -> older ones are deleted. There is one at a time. The ledger has a checkpoint only
-when all its files are on disk, and an older one is deleted only when that record is on disk too, also in the run's
-folder. So a crash or a power cut at any moment leaves the checkpoint before, and the steps since can be undone
-(law 1).
+complete on disk -> on record -> older ones are deleted. At most one checkpoint is unfinished. The ledger
+records a checkpoint when all its files are on disk, and older ones are deleted when that record is on disk too. So
+a crash or a power cut at any moment leaves a usable checkpoint, and the steps since then can be undone (law 1).
 """
 
 import asyncio
@@ -25,17 +24,17 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
 
-_GONE = ".gone"
-_OURS = re.compile(r"step-\d+-\d+\.\d+(\.tmp)?(\.gone)?")
+_DELETED_SUFFIX = ".gone"
+_CHECKPOINT_FOLDER = re.compile(r"step-\d+-\d+\.\d+(\.tmp)?(\.gone)?")
 
 
 def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
-    """Return the name of a checkpoint's folder, e.g. `step-40-1.0`, which is unique in the run."""
+    """Return a checkpoint's folder name, unique in the run: e.g. `step-40-1.0` in incarnation 1, no restarts."""
     return f"step-{step}-{incarnation}.{restarts}"
 
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
-    """Return the checkpoints in the ledger, the newest first, also checkpoints without a folder."""
+    """Return the checkpoints in the ledger, the newest first, also if their folders are deleted."""
     with reading(run.ledger) as connection:
         return checkpoints_on_record(connection)
 
@@ -43,7 +42,7 @@ def on_record(run: RunFolder) -> list[Checkpointed]:
 def find_checkpoint(run: RunFolder) -> Checkpointed | None:
     """Return the newest checkpoint on record whose folder exists; None if none was made yet.
 
-    Raises `ConfigError` if it is half written or damaged, or if all are gone.
+    Raises `ConfigError` if its files are incomplete, or if the folders of all recorded checkpoints are gone.
     """
     recorded = on_record(run)
     newest = newest_existing(recorded, run.has)
@@ -53,8 +52,8 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
         read_marker(run.path / newest.path)
     except ConfigError as error:
         older = [other.path for other in recorded[recorded.index(newest) + 1 :] if run.has(other)]
-        without = f"{older[0]} is taken" if older else "there is none, start a new run"
-        raise ConfigError(f"{error}; without it {without}") from None
+        other = f"the run resumes from {older[0]}" if older else "the run has no checkpoint, so start a new run"
+        raise ConfigError(f"{error}; without it {other}") from None
     return newest
 
 
@@ -88,11 +87,11 @@ class Checkpoints:
 
     @property
     def failure(self) -> BaseException | None:
-        """Error of the newest checkpoint: PartCrashedError if the learner crashed before it was complete."""
+        """Error that ended the newest checkpoint, e.g. a PartCrashedError of the learner; None without one."""
         return self._writing.exception() if self._writing is not None and self._writing.done() else None
 
     async def begin(self, name: str, *, step: int, version: int) -> None:
-        """Begin a checkpoint; return when the state is copied and the learner may step. Raises as `finish`."""
+        """Wait for the checkpoint before, then begin one; return when the learner has copied its state."""
         began = self._clock.now()
         await self.finish()
         folder = self._run.checkpoints / name
@@ -111,7 +110,7 @@ class Checkpoints:
         if self._writing is not None:
             await asyncio.wait([self._writing])
         if self.failure is None:
-            await asyncio.Event().wait()  # nothing is written, so nothing can fail
+            await asyncio.Event().wait()
 
     async def finish_after_crash(self) -> PartCrashedError | None:
         """Wait, after the learner's crash, for its checkpoint; return the crash if it was not completed."""
@@ -122,7 +121,7 @@ class Checkpoints:
         return None
 
     def start_over(self) -> None:
-        """Forget the unfinished checkpoint of a crashed learner."""
+        """Drop the failed checkpoint of a crashed learner, so that `failure` is None again."""
         self._writing = None
 
     async def close(self) -> None:
@@ -132,10 +131,7 @@ class Checkpoints:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _complete(self, folder: Path, step: int, version: int, *, began: float, stall_s: float) -> None:
-        """Wait until a checkpoint and its version are saved, and record the checkpoint.
-
-        Then delete checkpoints beyond the number to keep.
-        """
+        """Wait until the files and the version are complete, record the checkpoint, and delete old checkpoints."""
         await self._saved()
         await self._recorded(version)
         path = str(folder.relative_to(self._run.path))
@@ -149,14 +145,14 @@ class Checkpoints:
         await asyncio.to_thread(self._delete_others)
 
     def _delete_others(self) -> None:
-        """Delete older checkpoints, and folders that a crash left half written, unrecorded or half deleted.
+        """Delete all checkpoint folders but `_kept`, also folders that a crash left incomplete or half deleted.
 
-        A folder is renamed first, so that a reader finds all of it or nothing.
+        Each folder is renamed before its deletion, so that no reader sees a part of a checkpoint.
         """
         kept_folders = {self._run.path / checkpoint.path for checkpoint in self._kept}
         for folder in sorted(self._run.checkpoints.iterdir(), reverse=True):  # `x.gone` before an `x`
-            if _OURS.fullmatch(folder.name) and folder not in kept_folders:
+            if _CHECKPOINT_FOLDER.fullmatch(folder.name) and folder not in kept_folders:
                 log.info("deleting %s", folder)
-                gone = folder.with_name(folder.name.removesuffix(_GONE) + _GONE)
+                gone = folder.with_name(folder.name.removesuffix(_DELETED_SUFFIX) + _DELETED_SUFFIX)
                 folder.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)

@@ -24,12 +24,12 @@ Each loop is a function below. Each queue is bounded:
     queue      type                   owner                           bound
     waiting    LiveTrajectory         control.waiting                 live trajectories: `buffer.capacity`
     commands   Command                runtime.link.hub                work that replicas have room for
-    reports    `Reports`              `Handoff` here                  one; the hub waits until it is taken in
+    reports    `Reports`              `Handoff` here                  one; the hub waits until it is processed
     unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
     to refer   TrajectoryRef          learner.packing.buffer          live trajectories
-    scores     list[Score]            `Handoff` here                  one; a scorer waits until it is taken in
+    scores     list[Score]            `Handoff` here                  one; a scorer waits until it is recorded
     ready      ReadyGroup             learner.packing.buffer          live trajectories
-    copied     version                versions                        one: the learner completes it before the next
+    copied     version                versions                        one; the learner completes it before the next
 
 An evaluation has no learner: the loops `train`, `collect_reference_logprobs` and `publish` are missing. Weights
 stay version 0, and each set is evaluated once. Beside the data path, `processes` keeps all processes alive and
@@ -96,7 +96,7 @@ log = logging.getLogger(__name__)
 Reports: TypeAlias = Sequence[tuple[ReplicaConnection, ReplicaReport]]
 Result: TypeAlias = Summary | EvalSummary
 
-SCORES_AT_ONCE = 16  # taken in before the event loop gets its turn
+SCORES_AT_ONCE = 16  # recorded before other tasks of the event loop get a turn
 PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 
 
@@ -104,7 +104,7 @@ PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 
 
 def dispatch(scheduler: TrajectoryScheduler, *, replicas: Replicas, dispatch_loop: Throttle, stats: Stats) -> None:
-    """Send commands to replicas: aborts, assignments, called-off moves. Called by `dispatch_loop`."""
+    """Send aborts, assignments and called-off moves to replicas; wake `dispatch_loop` if assignments remain."""
     replicas.update_places()
     for index, trajectory_ids in scheduler.state.take_aborts().items():
         replicas.send_command(index, Abort(list(trajectory_ids)))
@@ -125,12 +125,12 @@ async def process_reports(
     dispatch_loop: Throttle,
     stats: Stats,
 ) -> None:
-    """Process reports of replicas; finished responses go to the scorers and the reference.
+    """Process replicas' reports until cancelled; finished responses go to the scorers and the reference model.
 
-    If a replica may be idle, the loop `dispatch` runs immediately; otherwise it runs within `DISPATCH_S`.
+    If a replica is idle or has new weights, `dispatch` runs immediately; otherwise it runs within `DISPATCH_S`.
     """
     async for batch in reports.items():
-        is_urgent = False
+        has_idle_or_updated = False
         for connection, report in batch:
             views, index = scheduler.views, connection.replica
             version = views.by_index[index].version
@@ -139,9 +139,9 @@ async def process_reports(
             await scheduler.incoming.on_report(report)
             stats.on_report(report)
             replicas.check_weights(connection, report)
-            is_urgent |= views.by_index[index].idle or report.status.version != version
+            has_idle_or_updated |= views.by_index[index].idle or report.status.version != version
         stats.set_generating(scheduler.views.in_flight > 0)
-        if is_urgent:
+        if has_idle_or_updated:
             dispatch_loop.run_now()
         else:
             dispatch_loop.wake()
@@ -150,9 +150,9 @@ async def process_reports(
 async def collect_scores(
     scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, dispatch_loop: Throttle
 ) -> None:
-    """Record scores. A group with all its scores goes to the learner, or is dropped and makes room for another."""
+    """Record scores until cancelled. A group with all its scores goes to the learner, or is dropped."""
     async for batch in scores.items():
-        of_responses = scoring.without_trials(batch)
+        of_responses = scoring.finish_trials(batch)
         lost = {it.trajectory_id: it.detail for it in of_responses if it.failure is DropReason.TOKENS_LOST}
         if lost:
             await scheduler.incoming.drop_lost(lost)
@@ -165,11 +165,11 @@ async def collect_scores(
             if trajectory is not None:
                 scoring.count_score(score, trajectory)
             await scheduler.incoming.on_score(score)
-        dispatch_loop.wake()  # the last score of a batch makes room for another batch
+        dispatch_loop.wake()  # a group with all its scores makes room for another group
 
 
 async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
-    """Record log-probabilities of the reference model, which groups need before they go to the learner."""
+    """Record log-probabilities of the reference model until cancelled; drop trajectories with lost tokens."""
     while True:
         answer = await reference.next_answer(wanted=scheduler.is_live)
         for trajectory_id, logprobs in answer.logprobs.items():
@@ -180,7 +180,7 @@ async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: Tr
 async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
     """Train on batches of ready groups until all steps are done or the run must end, then save a checkpoint.
 
-    If the learner crashes, it restarts from its last checkpoint, and the batch is ready again.
+    A crashed learner restarts from its last checkpoint. The groups of a batch without a step are ready again.
     """
     while not trainer.is_done:
         batch = None
@@ -195,7 +195,7 @@ async def train(trainer: Trainer, *, scheduler: TrajectoryScheduler) -> None:
             await trainer.go_back(error)
             continue
         except BatchLostError as error:
-            assert batch is not None, "tokens are of a batch"
+            assert batch is not None, "only `learn` raises BatchLostError, and it has a batch"
             await scheduler.consumption.put_back(batch)
             await scheduler.incoming.drop_lost(error.lost)
             continue
@@ -214,9 +214,9 @@ class Controller:
 
     def __init__(self, start: RunStart, *, view: View, source: EvalSource | None = None) -> None:
         config, run = start.config, start.run
-        goes_on = start.resumed and run.has_ledger
-        self._recovered: Recovered | None = recover(run.path, exists=run.has) if goes_on else None
-        self._evaluations = read_evaluations(run.ledger) if goes_on else []
+        continues = start.resumed and run.has_ledger
+        self._recovered: Recovered | None = recover(run.path, exists=run.has) if continues else None
+        self._evaluations = read_evaluations(run.ledger) if continues else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
         self._source, self._view = source, view
@@ -224,14 +224,14 @@ class Controller:
         self._reports: Handoff[Reports] = Handoff()
         self._scores: Handoff[Sequence[Score]] = Handoff()
         self._dispatch_loop = Throttle(self._dispatch, every_s=DISPATCH_S)
-        self._trackers = Trackers(incarnation, resumed=goes_on)
+        self._trackers = Trackers(incarnation, resumed=continues)
         self._segments = segments = RunSegments(incarnation)
         self._reference = (
             ReferenceStage(incarnation, segments=segments) if config.algorithm.reference_in_own_process else None
         )
         self._scheduler = scheduler = make_scheduler(
             incarnation,
-            submit_for_scoring=self._finished,
+            submit_for_scoring=self._submit_for_scoring,
             reference=self._reference,
             versions_return=source is not None,
             fail=self._stop.fail,
@@ -251,10 +251,11 @@ class Controller:
         self._learning = self._make_learning() if source is None else None
 
     def interrupt(self) -> None:
-        """End the run after the present step and a checkpoint."""
+        """Request the end of the run after the present step and a checkpoint; `lead` then returns."""
         self._stop.asked.set()
 
     def _make_scoring(self) -> Scoring:
+        """Make the stage that scores responses; its scores go to `collect_scores`, its warnings to the view."""
         return Scoring(
             self._incarnation,
             scheduler=self._scheduler,
@@ -273,7 +274,7 @@ class Controller:
             replicas=self._replicas,
             dispatch_loop=self._dispatch_loop,
             hold=self._hold,
-            publish=self._evaluated,
+            publish=self._publish_result,
             show_line=self._view.notice,
             trains=self._source is None,
         )
@@ -290,7 +291,7 @@ class Controller:
             evaluator=self._evaluator,
             versions=versions,
             stop=self._stop,
-            show=self._stepped,
+            show=self._show_step,
         )
         migration = Migration(
             MigrationSettings.from_config(incarnation.config),
@@ -312,7 +313,7 @@ class Controller:
     # ---- phases
 
     async def lead(self) -> Result:
-        """Run to the end, or to the present step after `interrupt`; return the summary."""
+        """Lead the run through all its phases, or to a stop after `interrupt`; return the summary."""
         await self._incarnation.ledger.start()
         self._trackers.start()
         summary: Result | None = None
@@ -344,13 +345,13 @@ class Controller:
             for started in (self._relays, self._scoring, self._environments):
                 tasks.create_task(started.start())
         if self._recovered is not None and self._learning is not None:
-            self._scoring.grow_by(len(self._recovered.live))  # the fleet may have been larger before
+            self._scoring.grow_by(len(self._recovered.live))  # an earlier fleet may have been larger
             await self._restore_passes(self._recovered)
             await self._restore()
             self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts
 
     def _loops(self) -> dict[str, Coroutine[object, object, None]]:
-        """Return the loops that run from the start; `train` runs in the task of `lead`."""
+        """Return the loops, by task name, that run from the start; `train` runs in the task of `lead`."""
         scheduler, dispatch_loop, stats = self._scheduler, self._dispatch_loop, self._incarnation.stats
         loops: dict[str, Coroutine[object, object, None]] = {
             "processes": self._keep_processes(),
@@ -374,7 +375,7 @@ class Controller:
     async def _start_learning(
         self, learning: TrainingParts
     ) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
-        """Start the learner and the parts that need its first version, and yield their loops."""
+        """Start the learner, then the parts that need its first version; yield (task name, loop) of each."""
         await learning.trainer.start()
         if self._reference is not None:
             await self._reference.start()
@@ -386,7 +387,7 @@ class Controller:
             yield "repack", learning.migration.run(speed)
 
     async def _lead_rl(self, trainer: Trainer) -> bool:
-        """Evaluate, train, evaluate; return False if the run ends early."""
+        """Evaluate the first version, train all steps, finish evaluations; return False if the run ends early."""
         stats, scheduler = self._incarnation.stats, self._scheduler
         if trainer.step == 0:
             await self._unless_stopped(self._evaluator.first(trainer.point))
@@ -402,15 +403,15 @@ class Controller:
         return await self._unless_stopped(self._finish_evaluations(trainer))
 
     async def _finish_evaluations(self, trainer: Trainer) -> None:
-        """Finish the evaluations once all steps are done."""
+        """Stop training on all replicas, and evaluate the last version and the deferred ones."""
         await self._replicas.stop(evaluations=False)
         await self._evaluator.finish(trainer.point)
 
     async def _lead_evaluation(self) -> bool:
         """Publish the weights and evaluate every set under them; return False if stopped.
 
-        Passes begin once version 0 is published, since a replica calls a version lost that no relay has.
-        Trajectories of an earlier controller belong to these passes, so they continue after that.
+        Passes begin after the publish, since a replica reports a version as lost if no relay has it. An earlier
+        controller's trajectories continue after the passes begin, since they belong to these passes.
         """
         assert self._source is not None, "an evaluation has a source"
         published = await publish_source(self._incarnation, self._relays, step=self._source.step)
@@ -432,7 +433,7 @@ class Controller:
             await self._incarnation.ledger.commit()
 
     async def _end(self, *, finished: bool) -> Result:
-        """Stop replicas and evaluations of an unfinished run, record its end, and return the summary."""
+        """Record the end of the run, stopped early unless `finished`; return the summary or raise its fault."""
         incarnation, config = self._incarnation, self._incarnation.config
         if not finished:
             self._evaluator.abandon()
@@ -458,7 +459,7 @@ class Controller:
         return summary
 
     async def _close(self, summary: Result | None) -> None:
-        """Close checkpoints, scorers, ledger and trackers after any end; seal the record if there is a summary."""
+        """Close checkpoints, scorers, ledger and trackers after any end; a run with a summary gets a seal."""
         try:
             try:
                 if self._learning is not None:
@@ -472,7 +473,7 @@ class Controller:
             await self._trackers.close(summary if isinstance(summary, Summary) else None)
 
     async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
-        """Do work until the run is to end; return False if it is to end."""
+        """Do `work`, or cancel it when the run must stop; return False if the run must stop."""
         task = asyncio.create_task(work, name="unless-stopped")
         stop = asyncio.create_task(self._stop.asked.wait(), name="stop")
         try:
@@ -487,7 +488,7 @@ class Controller:
     # ---- a resume
 
     async def _restore_passes(self, recovered: Recovered) -> None:
-        """Ask again for the evaluation passes that the ledger holds open from an earlier controller."""
+        """Request again the evaluation passes that an earlier controller began and did not finish."""
         step, run = recovered.checkpoint.step if recovered.checkpoint else 0, self._incarnation.run
         self._evaluator.restore(
             await asyncio.to_thread(open_passes, run.ledger),
@@ -498,7 +499,7 @@ class Controller:
         )
 
     async def _restore(self) -> None:
-        """Continue the trajectories that an earlier controller left, if there was one."""
+        """Continue the trajectories of an earlier controller, at the first call only."""
         if self._recovered is not None:
             await restore_live(self._recovered, self._segments, self._scheduler)
             self._recovered = None
@@ -542,7 +543,7 @@ class Controller:
                 self._view.notice(line)
 
     def _refresh(self, trainer: Trainer) -> None:
-        """Show the present step, and the counts that explain waits: ready groups, running trajectories."""
+        """Refresh the view: step, replicas, what the learner waits for, and failures of the reward."""
         stats, scheduler, version = self._incarnation.stats, self._scheduler, trainer.version
         waits = Waits(
             in_rl=stats.in_rl,
@@ -558,30 +559,30 @@ class Controller:
         self._view.refresh(stats, trainer.step, version, [waits.line, self._scoring.failures.text])
 
     def _is_followed(self, trajectory_id: str) -> bool:
-        """Return True if a turn of a trajectory may still come; of any, before a resume has restored them."""
+        """Return True if a trajectory may take another turn. Before `_restore`, any trajectory may."""
         return self._recovered is not None or self._scheduler.is_live(trajectory_id)
 
     # ---- between the parts
 
     def _dispatch(self) -> None:
-        """Call `dispatch`; `_dispatch_loop` does so when it was woken."""
+        """Call `dispatch` with the parts of this run; `_dispatch_loop` calls this method after each `wake`."""
         loop, stats = self._dispatch_loop, self._incarnation.stats
         dispatch(self._scheduler, replicas=self._replicas, dispatch_loop=loop, stats=stats)
 
-    def _finished(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
-        """Send a finished response to the scorers."""
+    def _submit_for_scoring(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
+        """Send a finished response to the scorers; report a training response to the repack planner first."""
         if self._learning is not None and trajectory.kind is Kind.TRAIN:
             self._learning.migration.finished(trajectory)
         self._scoring.submit_response(trajectory, prompt)
 
     async def _hold(self, version: int) -> None:
-        """Make the relays keep a version for its evaluation."""
-        assert self._learning is not None, "an evaluation holds no version"
-        await self._learning.versions.recorded()  # it may not be complete yet
+        """Wait until copied versions are on record, then make the relays keep `version` for its evaluation."""
+        assert self._learning is not None, "only an RL run defers evaluations"
+        await self._learning.versions.recorded()
         await self._relays.hold(version)
 
-    def _evaluated(self, result: Evaluated) -> None:
-        """Record the result of an evaluation, and show it: in the view, or as a line under `laminar eval`."""
+    def _publish_result(self, result: Evaluated) -> None:
+        """Record an evaluation's result, show it in the view, and send it to the trackers."""
         self._incarnation.ledger.append(result)
         self._evaluations.append(result)
         shown = comparable(self._evaluations)[-1]
@@ -591,8 +592,8 @@ class Controller:
             self._view.notice(f"{shown.set_name}: {shown.figures.describe()}")
         self._trackers.evaluated(shown)
 
-    def _stepped(self, row: StepRow) -> None:
-        """Show a recorded step, and wake `dispatch`, since the step makes room for groups."""
+    def _show_step(self, row: StepRow) -> None:
+        """Send a recorded step to the view and the trackers; wake `dispatch`, since it has room for groups."""
         self._dispatch_loop.wake()
         self._view.step(row)
         self._trackers.step(row)

@@ -1,8 +1,8 @@
 """Held-out evaluation: when, under which version, and with what result. Owned by the controller.
 
-An evaluation during RL begins at once, among the training trajectories, under the newest version that a replica
-serves at that time; its result belongs to that version's step. A deferred evaluation runs after RL, and the root
-relay keeps its version until then. `laminar eval` evaluates each set once, under its only version.
+An evaluation during RL begins at once, among the training trajectories. It uses the newest version that a replica
+serves, and its result belongs to that version's step. A deferred evaluation runs after RL, and the relays keep its
+version until then. `laminar eval` evaluates each set once, under its only version.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """A version, its step, and its time in the RL phase, in seconds."""
+    """A weight version to evaluate, its learner step, and the seconds of RL when it was the newest."""
 
     version: int
     step: int
@@ -64,14 +64,14 @@ class Evaluator:
         self._publish = publish
         self._show_line = show_line
         self._marks_s = [mark_s for mark_s in self._config.at_seconds if mark_s > incarnation.stats.rl_s]
-        self._held: list[tuple[EvalPoint, list[str]]] = []  # deferred: point and sets
+        self._deferred: list[tuple[EvalPoint, list[str]]] = []  # until after RL: point and sets
         self._running: set[asyncio.Task[None]] = set()
         self._previous: EvalPoint | None = None
-        self._points: dict[int, EvalPoint] = {}  # by version
-        self._results: set[tuple[int, str]] = set()  # (step, set) of each
+        self._points_by_version: dict[int, EvalPoint] = {}
+        self._results: set[tuple[int, str]] = set()  # (step, set) of each result on record
 
     @property
-    def _all(self) -> list[str]:
+    def _set_names(self) -> list[str]:
         """Names of all sets."""
         return list(self._inputs.sets)
 
@@ -86,8 +86,8 @@ class Evaluator:
     ) -> None:
         """Continue passes that were open when the run stopped, unless the settings of their set have changed.
 
-        `results` are on record, `sampling` has the earlier settings (see `EvalConfig.sampling_by_set`), and
-        `passed_s` has the seconds of RL by step.
+        `results` are on record, `sampling` has the earlier settings by set (`EvalConfig.sampling_by_set`), `now`
+        replaces an unrecorded step or version of a pass, and `passed_s` has the seconds of RL by step.
         """
         self._results |= {(result.step, result.set_name) for result in results}
         for left in passes:
@@ -102,26 +102,26 @@ class Evaluator:
             )
 
     async def first(self, point: EvalPoint) -> None:
-        """Evaluate the first version on every set, after the continued passes."""
-        if self._running:  # continued passes
+        """Wait for continued passes, then evaluate the first version on each set without a result."""
+        if self._running:
             await asyncio.wait(self._running)
-        under_way = [self._begin(point, name, point.version) for name in self._missing(point)]
+        under_way = [self._begin(point, name, point.version) for name in self._sets_without_result(point)]
         await asyncio.gather(*under_way)
 
     def note_version(self, point: EvalPoint) -> None:
-        """Note a new version, of a step or of a learner that starts; forget results of later, undone steps."""
-        self._points.setdefault(point.version, point)
+        """Note the step and time of a new version; forget results of later steps, which a rollback has undone."""
+        self._points_by_version.setdefault(point.version, point)
         self._results = {(step, name) for step, name in self._results if step <= point.step}
 
     async def stepped(self, point: EvalPoint, *, last: bool) -> None:
-        """Begin evaluations due after a committed step, and raise the errors of evaluations that ended."""
+        """Begin or defer evaluations due after a step, except the last; raise the error of a failed evaluation."""
         self.note_version(point)
         previous, self._previous = self._previous or point, point
         due = [name for name, every in self._intervals.items() if point.step % every == 0]
         to_come = [mark_s for mark_s in self._marks_s if mark_s > point.rl_s]
         if to_come != self._marks_s:
             self._marks_s = to_come
-            await self._schedule(previous, self._all)  # when the mark passed, these weights were the newest
+            await self._schedule(previous, self._set_names)
             due = due if self._config.deferred else []  # replicas would evaluate the same weights twice
         if due and not last:
             await self._schedule(point, due)
@@ -130,27 +130,27 @@ class Evaluator:
             task.result()
 
     async def finish(self, last: EvalPoint) -> None:
-        """After RL, with idle replicas, run the deferred evaluations and evaluate the last version."""
-        if not self._all:
+        """Wait for running evaluations, then run the deferred ones and evaluate the last version on all sets."""
+        if not self._set_names:
             return
         await asyncio.gather(*self._running)
-        rest = self._missing(last)
-        held = [one for one in self._held if one[0].version != last.version]
+        rest = self._sets_without_result(last)
+        held = [one for one in self._deferred if one[0].version != last.version]
         under_way = [
             self._begin(point, name, point.version) for point, names in [*held, (last, rest)] for name in names
         ]
         self._running |= set(under_way)
         if held:
-            self._replicas.restart()  # an engine's versions never go back
+            self._replicas.restart()
         for evaluation in under_way:
             await evaluation
 
     def every_set(
         self, point: EvalPoint, *, done: Container[str], answers: Mapping[str, Mapping[str, EvalAnswer]]
     ) -> "list[asyncio.Task[None]]":
-        """Begin a pass over each set, unless its pass is `done`; `answers` on record are kept, by pass."""
+        """Begin a pass over each set and return its task; skip passes with an id in `done`."""
         begun = []
-        for index, name in enumerate(self._all):
+        for index, name in enumerate(self._set_names):
             if (id := pass_id(index, name)) not in done:
                 begun.append(self._begin(point, name, point.version, index=index, answers=answers.get(id)))
         self._running |= set(begun)
@@ -161,17 +161,17 @@ class Evaluator:
         for task in self._running:
             task.cancel()
 
-    def _missing(self, point: EvalPoint) -> list[str]:
-        """Return the sets without a result at this step."""
-        return [name for name in self._all if (point.step, name) not in self._results]
+    def _sets_without_result(self, point: EvalPoint) -> list[str]:
+        """Return the names of the sets without a result at the step of `point`."""
+        return [name for name in self._set_names if (point.step, name) not in self._results]
 
     async def _schedule(self, point: EvalPoint, names: list[str]) -> None:
-        """Begin evaluations of sets now, or hold the point's version for after RL with `deferred`."""
+        """Begin evaluations of sets now; with `eval.deferred`, hold the version of `point` until after RL."""
         if not names:
             return
         if self._config.deferred:
             await self._hold(point.version)
-            self._held.append((point, names))
+            self._deferred.append((point, names))
             return
         self._running |= {self._begin(point, name, None) for name in names}
 
@@ -184,7 +184,7 @@ class Evaluator:
         index: int | None = None,
         answers: Mapping[str, EvalAnswer] | None = None,
     ) -> "asyncio.Task[None]":
-        """Request an evaluation of a set, without known `answers`; the task ends when its result is published."""
+        """Request a pass over set `name`, and return the task that publishes its result."""
         asked = self._scheduler.evaluations.request(
             self._inputs.sets[name],
             version,
@@ -197,30 +197,30 @@ class Evaluator:
         return asyncio.create_task(self._finish(point, name, asked), name=f"evaluate-{name}-{point.step}")
 
     async def _finish(self, point: EvalPoint, name: str, requested: "asyncio.Future[Evaluation]") -> None:
-        """Wait for a requested pass, and publish its result.
+        """Wait for a requested pass, and publish its result, or show that no answer has a score.
 
-        A pass that lost its trajectories is logged and left out; without training it raises `RunFailedError`.
+        If the version of a pass is lost, a training run logs and skips the pass; else raises `RunFailedError`.
         """
         try:
             evaluation = await requested
         except EvaluationLostError as error:
             if not self._trains:
-                raise RunFailedError(f"{name}: {error} is lost; go on with --resume") from None
-            log.warning("evaluation of %s at step %d is left out: %s is lost", name, point.step, error)
+                raise RunFailedError(f"evaluation of {name}: {error} is lost; continue with --resume") from None
+            log.warning("evaluation of %s at step %d is skipped: %s is lost", name, point.step, error)
             return
         if evaluation.replica is not None and evaluation.version is not None:  # its replica chose the version
-            point = self._points.get(evaluation.version, point)
+            point = self._points_by_version.get(evaluation.version, point)
         result = await _evaluated(evaluation, name, point)
         if result is None:
-            none = f"none of {len(evaluation.answers)} answers could be scored"
-            self._show_line(f"{name}: no figures at step {point.step}: {none}")
+            count = len(evaluation.answers)
+            self._show_line(f"{name}: no figures at step {point.step}: none of {count} answers could be scored")
         else:
             self._results.add((result.step, name))
             self._publish(result)
 
 
 async def _evaluated(evaluation: Evaluation, name: str, point: EvalPoint) -> Evaluated | None:
-    """Compute the result of a finished pass; None if no answer has a score."""
+    """Return the result of a finished pass over the set `name`; None if no answer has a score."""
     figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
     if figures is None:
         return None

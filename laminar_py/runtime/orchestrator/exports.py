@@ -1,6 +1,6 @@
 """`laminar export`: the weights of a checkpoint as a plain Hugging Face folder. Called by the command line.
 
-It only reads a run, which may be running (`tests/orchestrator/test_exports.py`).
+An export never changes the run, which may still train (`tests/orchestrator/test_exports.py`).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from laminar_py.runtime.preflight.inputs import check_adapters, stop_ids
 class Exported:
     """The exported checkpoint, e.g. `Exported(Path("runs/math-1/checkpoints/step-40-1.0"), 40)`."""
 
-    checkpoint: Path  # a running run may have deleted it since
+    checkpoint: Path  # a run that still trains may have deleted it since
     step: int
 
 
@@ -45,7 +45,7 @@ def export(source: Path, out: Path, *, dtype: str | None = None) -> Exported:
         except (ConfigError, OSError):
             if _newest(run) == newest:
                 raise
-            # else the run may have deleted it for the newer one while it was read
+            # else the run may have deleted this checkpoint during the read, after it saved a newer one
 
 
 def run_of(source: Path) -> RunFolder:
@@ -59,6 +59,7 @@ def run_of(source: Path) -> RunFolder:
 
 
 def _newest(run: RunFolder) -> Checkpointed:
+    """Return the newest checkpoint on record. Raises ConfigError if the run has none, or if all are deleted."""
     newest = newest_existing(on_record(run), run.has)
     if newest is None:
         raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one")
@@ -86,14 +87,16 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> E
 
 
 def _base(config: RunConfig) -> Path:
-    """Return the model to which the run's adapters are added."""
+    """Return the folder of the model to which the run's LoRA adapters are added."""
     from laminar_py.runtime.workers.processes.learner import initial_model
 
     check_adapters(config)
     warm_start = config.warm_start
     data = None if warm_start is None else warm_start.data
     if data is not None and not data.is_hub_name and not Path(data.path).exists():
-        raise ConfigError(f"warm_start.data={data.path}: is gone, and its result is found by it; put it back")
+        raise ConfigError(
+            f"warm_start.data={data.path}: is gone; the cached warm start is found by its contents, so put it back"
+        )
     base = initial_model(config).path
     if warm_start is not None and not base.is_dir():
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""The fleet while a run goes: replicas join and leave until there are as many as the user wants.
+"""The fleet of a running run: replicas join and leave until there are as many as the user wants.
 
-Owned by the controller. `laminar scale` leaves the wanted number in the run's folder (`ledger.scaling`). The
-controller checks the number like a config and records it as `Scaled`. States of a replica, which the scheduler's
-view and `Replicas.left` hold:
+Owned by the controller. `laminar scale` writes the wanted number into the run's folder (`ledger.scaling`). The
+controller checks the number as a setting and records the new fleet as `Scaled`. The scheduler's view and
+`Replicas.left` hold the state of a replica:
 
     member  -> leaving  the fleet shrinks: the replica gets no new work
-    leaving -> left     the replica is empty, and its process ends; or it never started
+    leaving -> left     the replica has no trajectory, and its process ends; or it never started
 
 A change of size loses no work (law 1). With `rollout.on_new_weights=drain`, trajectories of a leaving replica
 finish there; else they continue on other replicas. Other replicas neither stop nor reload.
@@ -60,7 +60,7 @@ class ElasticFleet:
         self._run = incarnation.run.path
 
     async def run(self) -> None:
-        """Follow the wanted number of replicas until cancelled."""
+        """Resize the fleet at each request of `laminar scale`, and remove leaving replicas, until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             if (wanted := await asyncio.to_thread(take_wanted, self._run)) is not None:
@@ -78,9 +78,9 @@ class ElasticFleet:
         return [index for index, view in self._views.by_index.items() if not view.leaving]
 
     async def resize(self, wanted: int) -> str:
-        """Make the fleet as large as `wanted`, and return a line about the change. Raises `ConfigError`.
+        """Add or remove replicas until `wanted` stay; record it, and return a line about the change.
 
-        Replicas without a process leave first, then the least busy ones.
+        Replicas without a process leave first, then the least busy ones. Raises `ConfigError`, e.g. without room.
         """
         config, before = scaled(self._config, wanted), self._members
         joining = max(0, wanted - len(before))
@@ -106,7 +106,7 @@ class ElasticFleet:
         return (not self._replicas.has_process(index), -len(self._views.by_index[index].in_flight), index)
 
     async def _plan(self) -> None:
-        """Make a plan with places for joined replicas and without places for replicas that have left."""
+        """Place joined replicas, free the places of replicas that have left, and wake the dispatch loop."""
         needs = replace(
             self._placement.needs, replicas=len(self._views.by_index), gone=frozenset(self._replicas.left)
         )
@@ -114,7 +114,7 @@ class ElasticFleet:
         self._dispatch_loop.wake()
 
     async def _end_leaving(self) -> None:
-        """Empty leaving replicas, end empty ones, and report replicas that never started."""
+        """Show replicas that never started; take trajectories from leaving replicas, and end empty ones."""
         if left := self._replicas.left.keys() - self._placement.needs.gone:
             for index in left:
                 if (reason := self._replicas.left[index]) != SCALED:
@@ -126,7 +126,7 @@ class ElasticFleet:
             if view.leaving and not self._replicas.is_ending(index)
         ]
         if leaving:
-            self._dispatch_loop.run_now()  # partial responses that only they can continue go to them first
+            self._dispatch_loop.run_now()  # assigns partial responses that only a leaving replica can continue
         drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
         for view in leaving:
             if view.in_flight and not drains:
@@ -136,7 +136,7 @@ class ElasticFleet:
 
 
 def _check_room(config: RunConfig, joining: int) -> None:
-    """Check the room in shared memory for the weights of `joining` more replicas. Raises `ConfigError`."""
+    """Raise `ConfigError` if shared memory has no room for the versions of `joining` more replicas."""
     if config.cluster.address is not None:
         return
     shm, needed = config.relay.shm, joining * version_bytes(config)

@@ -27,7 +27,7 @@ from laminar_py.runtime.cluster.errors import (
     bug_in,
     errors_in,
     unexpected_message,
-    unwritable,
+    why_unwritable,
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
@@ -53,10 +53,10 @@ from laminar_py.runtime.workers.incarnation import RunStart
 log = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
-SAME_S = 1.0  # within which SIGTERM and SIGINT are one request: a launcher may pass a job's end on
+SAME_S = 1.0  # SIGTERM and SIGINT within this time count as one: a launcher may send both at a job's end
 UNBOUNDED = (
     "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
-    " of the weight of old data is gone"
+    " weight old data lose"
 )
 
 
@@ -83,7 +83,7 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
             resume=resume,
             console=console,
         )
-    assert isinstance(summary, Summary), f"{summary} is of no run of training"
+    assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
     if not summary.finished:
         raise RunInterruptedError(summary)
     return summary
@@ -107,9 +107,9 @@ def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
 
 
 def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary:
-    """Lead the evaluation in a folder, which names its source."""
+    """Run the evaluation whose config and source are in the folder `run`; return its summary."""
     source, config = read_source(run), load_config(run.config, [])
-    assert source is not None, f"{run.path} has not begun"
+    assert source is not None, f"{run.path} has no source on disk"
     summary = lead(
         config,
         lambda start: Controller(start, view=View(console, steps=0), source=source),
@@ -119,7 +119,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
         console=console,
         trains=False,
     )
-    assert isinstance(summary, EvalSummary), f"{summary} is of no evaluation"
+    assert isinstance(summary, EvalSummary), f"{summary} belongs to a training run"
     if not summary.finished:
         raise EvalInterruptedError(summary.run)
     shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
@@ -127,7 +127,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
 
 
 def make_controller(start: RunStart, console: Console, views: ExitStack) -> Controller:
-    """Make the controller of a run, with a view that `views` closes."""
+    """Make the controller of a training run; `views` closes its view. Warn about unbounded staleness."""
     config = start.config
     if config.staleness.unbounded(config.schedule):
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
@@ -170,17 +170,17 @@ def lead(
 
 
 def _prepare_resume(run: RunFolder, inputs: Inputs, console: Console) -> None:
-    """Lock a run to resume, and check it. Raises ConfigError."""
+    """Lock the folder of a run to resume; compare its record with the inputs and its checkpoints."""
     run.lock()
     if run.has_ledger:
         refuse_simulated(run)
         refuse_other_rows(run, inputs.digests)
         refuse_other_prompts(run, inputs)
-        print_fallback(run, console)  # refuse now rather than when all parts are up
+        print_fallback(run, console)  # also refuses a run without a usable checkpoint, before any part starts
 
 
 def _lead_logged(start: RunStart, make: Callable[[RunStart], Controller]) -> Result:
-    """Run the controller with a log in the run's folder; turn any error into one line for the user."""
+    """Run the controller that `make` returns, with a log in the run's folder; return its result."""
     run = start.run
     logging.raiseExceptions = False  # else a full disk prints an error for each line of the log
     logging.basicConfig(
@@ -191,13 +191,13 @@ def _lead_logged(start: RunStart, make: Callable[[RunStart], Controller]) -> Res
     try:
         return asyncio.run(_lead(make(start)))
     except asyncio.CancelledError:
-        raise RunFailedError(f"{run.path} was stopped at once; go on with --resume") from None
+        raise RunFailedError(f"{run.path} was stopped at once; continue with --resume") from None
     except Exception as error:
         bug, errors = bug_in(error), list(errors_in(error))
         unwritten = next(filter(None, (_why_unwritten(error, run) for error in errors)), None)
         if unwritten is not None:
             log.critical("the run ends", exc_info=error)
-            raise RunFailedError(_needs(run, unwritten)) from None
+            raise RunFailedError(_unwritable_message(run, unwritten)) from None
         known = next((error for error in errors if isinstance(error, (RunFailedError, ConfigError))), None)
         if bug is None and known is not None:
             raise known from None
@@ -206,31 +206,30 @@ def _lead_logged(start: RunStart, make: Callable[[RunStart], Controller]) -> Res
 
 
 def _why_unwritten(error: BaseException, run: RunFolder) -> str | None:
-    """Return why the run folder could not be written; None for any other error."""
+    """Return the reason if `error` means that the run folder cannot be written; None for other errors."""
     if isinstance(error, UnwritableError):
         return str(error)
     if isinstance(error, PermissionError) and error.filename and run.path in Path(error.filename).parents:
         return str(error)
-    return unwritable(error)
+    return why_unwritable(error)
 
 
-def _needs(run: RunFolder, reason: str) -> str:
+def _unwritable_message(run: RunFolder, reason: str) -> str:
     """Return a message about a run folder that cannot be written: the reason, and the space it needs."""
     free = shutil.disk_usage(run.path).free / 2**20
     saved = [folder_bytes(folder) / 2**20 for folder in run.checkpoints.glob("*/")]
     checkpoint = f"{max(saved):,.0f} MiB for each checkpoint" if saved else "room for checkpoints"
     return (
         f"{run.path}: cannot be written ({reason}); {free:,.0f} MiB are free there, and it needs"
-        f" {checkpoint} beside a ledger that grows; make room or make it writable, and go on with --resume"
+        f" {checkpoint} beside a ledger that grows; make room or make it writable, and continue with --resume"
     )
 
 
 async def _lead(controller: Controller) -> Result:
-    """Run the controller to its end. A signal interrupts the run; a second SIGINT cancels it."""
+    """Run the controller to its end, and return its result."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    # a second SIGINT ends the run immediately, but no SIGTERM, which the kernel may send twice
     first_signal: tuple[signal.Signals, float] | None = None
 
     def stop(number: signal.Signals) -> None:

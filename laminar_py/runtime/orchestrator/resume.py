@@ -1,6 +1,6 @@
-"""Checks of a resume: the checkpoint that the run goes back to, and whether its prompts are those on record.
+"""Checks of a resume: the run has a usable checkpoint, and its data still make the prompts on record.
 
-Called by `launch`. The record names prompts by their rows and ids, so each must still be the same.
+Called by `launch`. The record names prompts by their rows and ids, so each row must still make the same prompt.
 """
 
 import numpy as np
@@ -22,14 +22,14 @@ def refuse_simulated(run: RunFolder) -> None:
     with reading(run.ledger) as connection:
         if is_simulated(connection):
             raise ConfigError(
-                f"run={run.path}: was simulated, and nothing was trained in it; start a run of its config"
+                f"run={run.path}: is a simulation, which trained no weights; start a new run with its config"
             )
 
 
 def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
-    """Refuse data with other rows than the run began with. Raises `ConfigError`.
+    """Raise `ConfigError` if training data or a kept evaluation set has other rows than when the run began.
 
-    Evaluation sets may be added and removed.
+    `digests` has a digest of the rows by config field. Evaluation sets may be added and removed.
     """
     with reading(run.ledger) as connection:
         started = last_start(connection)
@@ -39,14 +39,14 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
     if changed is not None:
         raise ConfigError(
             f"{changed}: has other rows than when {run.path} began, whose record names problems by their rows;"
-            " bring these back, or start a new run"
+            " bring the earlier rows back, or start a new run"
         )
 
 
 def refuse_other_prompts(run: RunFolder, inputs: Inputs) -> None:
-    """Refuse a tokenizer, a chat template or a task that makes other prompts of the same rows.
+    """Raise `ConfigError` if a row now has another text, task or token ids than its prompt on record.
 
-    Compares at most `MOST` prompts on record with newly made ones. Raises `ConfigError`.
+    Compares at most `MOST` prompts on record; a prompt whose row is gone is skipped.
     """
     evaluated = {prompt.id: prompt for prompts in inputs.sets.values() for prompt in prompts}
     for known in known_prompts(run.ledger, most=MOST):
@@ -59,10 +59,7 @@ def refuse_other_prompts(run: RunFolder, inputs: Inputs) -> None:
 
 
 def print_fallback(run: RunFolder, console: Console) -> None:
-    """Print which checkpoint a run resumes from, if its newest one is gone.
-
-    Raises `ConfigError` if no checkpoint is usable.
-    """
+    """Print the checkpoint that a run resumes from if its newest is gone. Raises `ConfigError` without any."""
     usable = find_checkpoint(run)
     if usable is not None and (newest := on_record(run)[0]) != usable:
         console.print(
@@ -73,7 +70,7 @@ def print_fallback(run: RunFolder, console: Console) -> None:
 
 
 def _change(known: Prompt, now: Prompt) -> str | None:
-    """Return what differs between a prompt and its record; None if text, ids and task are the same."""
+    """Return words for the difference of `now` to the `known` prompt on record; None if they are equal."""
     if known.task != now.task:
         return f"another task, {now.task!r} and not {known.task!r},"
     if known.text != now.text:

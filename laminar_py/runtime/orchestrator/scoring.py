@@ -30,7 +30,7 @@ OUTAGE_REST_S = 5.0  # pause of a scorer between responses in an outage
 
 
 def max_scored(config: RunConfig, inputs: Inputs) -> int:
-    """Return how many trajectories can wait for a score: live ones, evaluated ones, and a trial."""
+    """Return the most trajectories that can wait for a score: live ones, evaluation answers, and one trial."""
     sets = inputs.sets
     answers = sum(config.eval.sets[name].samples * len(prompts) for name, prompts in sets.items())
     evaluations = (2 + config.num_evaluations) * answers
@@ -73,11 +73,11 @@ class Scoring:
         tried = (prompt for prompt in inputs.first_of_tasks if config.reward.of_task(prompt.task))
         self._trials = deque(trials(tried, encode=encode, end=end_id))
         self._reported = set[str]()
-        self._scored = asyncio.Event()  # set outside an outage
+        self._scored = asyncio.Event()  # set by a delivery outside an outage
         self._stage: ScoringStage | None = None
 
     def spawn(self) -> None:
-        """Start the processes; `start` starts the scorers in them."""
+        """Start the processes of scorers and reward servers; `start` loads the scorers into their processes."""
         self._scorers.spawn()
         self._servers.spawn()
 
@@ -86,18 +86,15 @@ class Scoring:
         self._stage = ScoringStage(
             await self._scorers.start(),
             queue=self._most,
-            wanted=self._wanted,
+            wanted=self._is_wanted,
             deliver=self._deliver,
             restart=self._scorers.restart,
             one_by_one=lambda: self.failures.is_outage,
         )
-        self._try_next()
+        self._begin_next_trial()
 
     async def run(self) -> None:
-        """Serve until cancelled; scorers wait for servers that start.
-
-        Raises RunFailedError if one never starts.
-        """
+        """Run the stage and the reward servers until cancelled. Raises RunFailedError if a server never starts."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._open_stage.run(), name="scoring-stage")
             tasks.create_task(self._servers.keep(), name="keep-reward-servers")
@@ -111,7 +108,7 @@ class Scoring:
         self._open_stage.grow(queue)
 
     def grow_by(self, number: int) -> None:
-        """Enlarge the queue by the number of trajectories that an earlier incarnation left."""
+        """Enlarge the initial queue by `number` trajectories, the live ones of an earlier incarnation."""
         self._open_stage.grow(self._most + number)
 
     def submit_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
@@ -137,7 +134,7 @@ class Scoring:
 
     @property
     def waits(self) -> str:
-        """Words for responses without a score, e.g. "scores of 64 responses, the oldest 35 s"; "" without any."""
+        """State of responses without a score, e.g. "scores of 64 responses, the oldest 35 s"; "" without any."""
         if self._stage is None or not self._stage.num_unscored:
             return ""
         return f"scores of {self._stage.num_unscored} responses, the oldest {self._stage.oldest_s:.0f} s"
@@ -148,19 +145,19 @@ class Scoring:
         assert self._stage is not None, "scoring is used after `start`"
         return self._stage
 
-    def _try_next(self) -> None:
+    def _begin_next_trial(self) -> None:
         """Begin the next trial of the reward; one at a time, so that a hanging reward is reported once."""
         if self._trials:
             self._open_stage.submit_response(Unscored(request=self._trials[0].request))
 
-    def _wanted(self, trajectory_id: str) -> bool:
+    def _is_wanted(self, trajectory_id: str) -> bool:
         return self._is_trial(trajectory_id) or self._scheduler.is_live(trajectory_id)
 
     def _is_trial(self, trajectory_id: str) -> bool:
         return bool(self._trials) and trajectory_id == self._trials[0].request.trajectory_id
 
-    def without_trials(self, scores: Sequence[Score]) -> list[Score]:
-        """Return the scores of responses; take in the scores of trials here."""
+    def finish_trials(self, scores: Sequence[Score]) -> list[Score]:
+        """Process the score of a trial, if `scores` has it, and return the other scores."""
         rest: list[Score] = []
         for score in scores:
             if self._is_trial(score.trajectory_id):
@@ -170,7 +167,7 @@ class Scoring:
         return rest
 
     def count_score(self, score: Score, trajectory: LiveTrajectory) -> None:
-        """Count the score of a response: its value in the statistics, its failure towards an outage or a fault."""
+        """Count a response's score or failure; warn of a first failure or an outage, end the run for a fault."""
         line = self.failures.add_score(
             score,
             task=trajectory.prompt.task,
@@ -188,15 +185,16 @@ class Scoring:
                 self._stats.add_turns(num_turns(trajectory.token_spans), trajectory.environment_s)
 
     def _finish_trial(self, score: Score) -> None:
+        """Count the score of the running trial, warn once of each reason to fail, and begin the next trial."""
         trial = self._trials.popleft()
         self.failures.add_trial(score)
         if score.value is None and score.detail not in self._reported:
             self._reported.add(score.detail)
             self._warn_user(trial.complaint(score, title=self._reward.title))
-        self._try_next()
+        self._begin_next_trial()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:
-        """Deliver scores. In an outage, then wait for the next good delivery, at most `OUTAGE_REST_S`."""
+        """Deliver scores. In an outage, then pause this scorer until the outage ends, at most `OUTAGE_REST_S`."""
         await self._on_scores(scores)
         if not self.failures.is_outage:
             self._scored.set()

@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-COLLECT_S = 60.0  # between collections of cycles
-TURN_S = 0.001  # of a thread, while others wait
-NEVER = 1_000_000_000  # collections of younger objects, after which Python would look at all
+COLLECT_S = 60.0  # between collections of reference cycles
+TURN_S = 0.001  # how long a thread computes while another thread waits for the GIL
+NEVER = 1_000_000_000  # threshold of the oldest generation that is never reached
 
 
 class Handoff(Generic[Item]):
-    """Queue of one item between two tasks: `hand_over` returns once the reader has done with the item."""
+    """Queue of one item between two tasks: `hand_over` returns once the reader asks for the next item."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[Item, asyncio.Event]] = asyncio.Queue(1)
@@ -47,7 +47,7 @@ class Handoff(Generic[Item]):
         await done.wait()
 
     async def items(self) -> AsyncIterator[Item]:
-        """Items as they come, until cancelled."""
+        """Yield items until cancelled; asking for the next item lets `hand_over` of the last one return."""
         while True:
             item, done = await self._queue.get()
             yield item
@@ -114,20 +114,19 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
 
 
 def seal(run: Path) -> None:
-    """Seal the record of a run that has ended."""
+    """Write sizes and digests of an ended run's files into its folder; log a warning if that fails."""
     try:
         seal_run(run)
-    except LedgerError as error:  # a finished run does not fail for it
+    except LedgerError as error:  # a run without a seal is still valid
         log.warning("%s", error)
 
 
 async def limit_gc_pauses() -> None:
-    """Keep short the pauses of the event loop that Python would make, until cancelled.
+    """Keep Python's garbage collector and threads from delaying the event loop, until cancelled.
 
-    By itself Python looks for cycles among all objects whenever their number has grown by a quarter: with 10,000
-    live trajectories the event loop stands still for 0.1 s every few seconds, and nearly nothing is found. So
-    cycles are collected once a minute. And a thread that computes gives the event loop its turn sooner than after
-    the 5 ms that Python would leave it.
+    By default a full collection runs whenever the number of objects has grown by a quarter. With 10,000 live
+    trajectories each one blocks the event loop for 0.1 s, so full collections run once a minute instead. Threads
+    release the GIL after `TURN_S`, where Python's default is 5 ms.
     """
     turn_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(TURN_S)

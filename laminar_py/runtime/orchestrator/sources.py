@@ -1,7 +1,7 @@
 """The settings, the folder and the weights of an evaluation by `laminar eval`. Called by `launch`.
 
-An evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change; the weights of a checkpoint
-are exported into it. It changes neither the run that it evaluates nor another evaluation
+An evaluation is a run of its own, `runs/eval-<name>-<n>`, whose weights never change. It exports the weights of a
+checkpoint into its folder. It changes neither the run that it evaluates nor another evaluation
 (`tests/orchestrator/test_eval_launch.py`).
 """
 
@@ -42,11 +42,11 @@ class EvalSource(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     path: str
-    step: int  # of the checkpoint; 0 for a folder
+    step: int  # of the checkpoint; 0 for a model folder
 
 
 class EvalSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an evaluation."""
+    """The summary of `laminar eval`: its folder `run`, its source, and the figures of each evaluated set."""
 
     run: str
     source: EvalSource
@@ -66,7 +66,7 @@ class EvalRequest:
 
 
 def settings_of(request: EvalRequest) -> RunConfig:
-    """Return the config of an evaluation, without its model: nothing trains, and each set is evaluated once."""
+    """Return the config of an evaluation: no training settings, the chosen sets, and not yet the model."""
     if request.config is not None:
         path = request.config
     elif _is_model(request.source):
@@ -77,20 +77,20 @@ def settings_of(request: EvalRequest) -> RunConfig:
     engine = config.rollout.engine
     if engine.emulates is not None:
         raise ConfigError(
-            f"rollout.engine.kind={engine.kind}: emulated responses say nothing of a model; evaluate another run"
+            f"rollout.engine.kind={engine.kind}: emulated responses use no model; evaluate another run"
         )
     sets = _chosen(config, request.sets)
     tree = config.model_dump(mode="json")
     tree |= {"name": f"eval-{config.name}", "warm_start": None, "algorithm": {}, "learner": {}, "tracking": {}}
     tree["repack"] = {"planner": NO_PLANNER}
-    tree["cluster"]["learner_device"] = str(Device.CPU)  # which keeps its GPUs for replicas
+    tree["cluster"]["learner_device"] = str(Device.CPU)  # leaves all GPUs to replicas
     tree["eval"] = {"sets": {name: tree["eval"]["sets"][name] for name in sets}}
     tree["reward"]["by_set"] = {name: terms for name, terms in tree["reward"]["by_set"].items() if name in sets}
     return parse_config(tree)
 
 
 def _chosen(config: RunConfig, names: Sequence[str]) -> list[str]:
-    """Return the sets to evaluate, in the order of the config."""
+    """Return the sets to evaluate, in the order of the config; all without `names`. Raises ConfigError."""
     known = list(config.eval.sets)
     if not known:
         raise ConfigError("eval.sets: has no set; add one, e.g. eval.sets.math=math.jsonl")
@@ -106,7 +106,7 @@ def begin_evaluation(run: RunFolder, settings: RunConfig, source: Path) -> None:
         evaluated, model = EvalSource(path=str(source), step=0), source
     else:
         model = run.path / MODEL
-        exported = export(source, model)  # a running run may have a newer one by now
+        exported = export(source, model)  # names the checkpoint, since the run may have saved a newer one
         evaluated = EvalSource(path=str(exported.checkpoint), step=exported.step)
     run.config.write_text(dump_config(_of_model(settings, model)))
     partial = run.source.with_name(f"{run.source.name}.tmp")
@@ -133,35 +133,32 @@ def _of_model(config: RunConfig, model: Path) -> RunConfig:
 
 
 def find_open(settings: RunConfig, source: Path) -> RunFolder:
-    """Return the newest unfinished evaluation of `source` with these settings, if possible an idle one.
-
-    Raises `ConfigError` if there is none.
-    """
+    """Return the newest unfinished evaluation of `source`, if possible an idle one. Raises `ConfigError`."""
     same = [run for run in runs_of(settings) if _is_of(run, source) and _has_settings(run, settings)]
     unfinished = [run for run in same if not (run.has_ledger and is_finished(run.path))]
     if not unfinished:
         raise ConfigError(
-            f"source={source}: {settings.runs} has no unfinished {settings.name}-<n> of it with these settings;"
+            f"source={source}: {settings.runs} has no unfinished {settings.name}-<n> of this source and settings;"
             " leave --resume out"
         )
     return next((run for run in unfinished if not run.is_locked), unfinished[0])
 
 
 def _is_of(run: RunFolder, source: Path) -> bool:
-    """Return True for an evaluation of `source`, or of a checkpoint in it."""
+    """Return True if `run` evaluates `source`, or a checkpoint inside the folder `source`."""
     recorded = read_source(run)
     return recorded is not None and Path(recorded.path).resolve().is_relative_to(source.resolve())
 
 
 def read_source(run: RunFolder) -> EvalSource | None:
-    """Return the source of an evaluation; None if it was killed before it began."""
+    """Return the source of an evaluation; None if its process was killed before it wrote the source."""
     with suppress(FileNotFoundError):
         return msgspec.json.decode(run.source.read_bytes(), type=EvalSource)
     return None
 
 
 def _has_settings(run: RunFolder, settings: RunConfig) -> bool:
-    """Return True if an evaluation has these settings; False if its config is of another release."""
+    """Return True if an evaluation has these settings, apart from its model; False if its config is unreadable."""
     try:
         then = load_config(run.config, [])
     except ConfigError:
@@ -175,16 +172,16 @@ def _has_settings(run: RunFolder, settings: RunConfig) -> bool:
 def answers_on_record(
     run: RunFolder, names: Sequence[str], *, done: Container[str]
 ) -> dict[str, Mapping[str, EvalAnswer]]:
-    """Return the answers of the passes over these sets that are not `done`, by pass."""
+    """Return the recorded answers by pass id, for the pass over each set that has no id in `done`."""
     ids = [pass_id(index, name) for index, name in enumerate(names)]
     with reading(run.ledger) as connection:
         return {id: read_answers(connection, id) for id in ids if id not in done}
 
 
 async def publish_source(incarnation: Incarnation, relays: Relays, *, step: int) -> Published:
-    """Publish the weights of an evaluation, which are of this step, as version 0.
+    """Publish the weights of an evaluation as version 0, and record them as weights of `step`; return the version.
 
-    Raises `ConfigError` if they differ from the weights that the evaluation began with.
+    Raises `ConfigError` if a resumed evaluation began with other weights.
     """
     published = await publish_model(incarnation, relays)
     with reading(incarnation.run.ledger) as connection:
@@ -200,7 +197,7 @@ async def publish_source(incarnation: Incarnation, relays: Relays, *, step: int)
 
 
 def summarise_evaluation(run: RunFolder, source: EvalSource, *, finished: bool) -> EvalSummary:
-    """Write and return the summary of an evaluation whose ledger is up to date."""
+    """Write `summary.json` of an evaluation from its ledger, which must be up to date; return the summary."""
     with reading(run.ledger) as connection:
         evaluations = evaluation_figures(evaluations_on_record(connection))
     summary = EvalSummary(run=str(run.path), source=source, finished=finished, evaluations=evaluations)

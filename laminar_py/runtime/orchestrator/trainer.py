@@ -36,10 +36,10 @@ MAX_SKIPPED = 3  # steps in a row without a finite gradient, after which the run
 
 
 class BatchLostError(Exception):
-    """Tokens of a batch are lost; `lost` has a reason for each trajectory."""
+    """Tokens of a batch cannot be read; `lost` has a reason for each affected trajectory, by its id."""
 
     def __init__(self, lost: Mapping[str, str]) -> None:
-        super().__init__(f"tokens of {len(lost)} trajectories of a batch are gone")
+        super().__init__(f"the learner cannot read the tokens of {len(lost)} trajectories: {', '.join(lost)}")
         self.lost = lost
 
 
@@ -47,9 +47,9 @@ class StopRequest:
     """Request to end a run early: by the user, or for a `fault` that makes the run fail."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()  # the run is to end
-        self.failed = asyncio.Event()  # the run is to end as failed
-        self.fault: str | None = None  # the first that was reported
+        self.asked = asyncio.Event()  # set when the run must stop
+        self.failed = asyncio.Event()  # set when the run must stop as failed
+        self.fault: str | None = None  # first line given to `fail`
 
     def fail(self, fault: str) -> None:
         """End the run after the present step and its checkpoint, as failed with this line."""
@@ -79,7 +79,7 @@ class Trainer:
         self._ledger = incarnation.ledger
         self._stats = incarnation.stats
         self._supervisor = incarnation.supervisor
-        self._incarnation = incarnation.number
+        self._incarnation_number = incarnation.number
         self._scheduler = scheduler
         self._learner = learner
         self._evaluator = evaluator
@@ -96,12 +96,12 @@ class Trainer:
         self._refill = RefillWatch(
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
         )
-        self._skipped = 0  # steps in a row without a finite gradient
+        self._num_skipped = 0  # steps in a row without a finite gradient
         self._saved_step = -1  # step of the newest checkpoint, which may be unfinished
 
     @property
     def version(self) -> int:
-        """The newest version that the learner has copied, -1 before the first."""
+        """Newest version that the learner has copied; -1 before the first."""
         return self._versions.newest
 
     @property
@@ -111,16 +111,16 @@ class Trainer:
 
     @property
     def point(self) -> EvalPoint:
-        """Present version, step and time."""
+        """The learner's newest version, the present step, and the seconds of RL so far."""
         return EvalPoint(self.version, self.step, self._stats.rl_s)
 
     async def start(self) -> None:
         """Start the learner from the last checkpoint, publish its weights, and save a first checkpoint."""
         while True:
             try:
-                await self._start()
+                await self._start_learner()
             except PartCrashedError as error:
-                await self._replace(await self._kill_learner(error))
+                await self._replace_learner(await self._kill_learner(error))
             else:
                 self._evaluator.note_version(self.point)
                 return
@@ -132,7 +132,7 @@ class Trainer:
     # ---- one step
 
     async def next_batch(self) -> StepBatch | None:
-        """Wait for the next batch; return None if the run is to end.
+        """Wait for the next batch; return None if the run must end: a stop, all steps done, `max_rl_seconds`.
 
         Raises PartCrashedError if the learner crashes while it completes a version or a checkpoint, and any other
         error of a checkpoint.
@@ -143,7 +143,7 @@ class Trainer:
         take = asyncio.create_task(
             self._scheduler.next_batch(groups=groups, version=self.version), name="next-batch"
         )
-        stop = asyncio.create_task(self._asked_to_stop(), name="stop")
+        stop = asyncio.create_task(self._pause_on_stop(), name="stop")
         failures = [
             asyncio.create_task(self._versions.wait_until_lost(), name="version-lost"),
             asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
@@ -163,7 +163,7 @@ class Trainer:
             raise failure
         return None
 
-    async def _asked_to_stop(self) -> None:
+    async def _pause_on_stop(self) -> None:
         """Wait until the run is to stop before the next batch, and pause the scheduler.
 
         Under `sync`, a batch whose generation has begun is trained first. This does not hold for a run that fails,
@@ -176,9 +176,9 @@ class Trainer:
         self._scheduler.pause()
 
     async def learn(self, batch: StepBatch) -> StepOutcome | None:
-        """Take an optimizer step on a batch; return None if no group of it has signal.
+        """Pack a batch and take its step; return None, without a step, for a batch without trajectories.
 
-        Raises PartCrashedError, or BatchLostError if tokens of the batch are lost and nothing was learned.
+        Raises PartCrashedError, or BatchLostError if tokens of the batch are lost; no step is taken then.
         """
         if not batch.trajectories:
             return None
@@ -190,20 +190,22 @@ class Trainer:
             self._stats.end_step()
 
     async def _learn_packed(self, packed: Packed[TrajectoryRef]) -> StepOutcome:
-        """Have the ranks read their tokens and make a step. Raises BatchLostError where tokens are lost."""
+        """Let the ranks read their tokens and take a step; the step copies a version if one is due."""
         lost = await self._learner.fetch(packed)
         if lost:
             raise BatchLostError(lost)
         step = self.step + 1
-        unpublished = 1 + self._scheduler.state.ages.age_of(self.version)  # steps, with this one
+        unpublished = 1 + self._scheduler.state.ages.age_of(
+            self.version
+        )  # steps since the newest version, this step included
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         version = self._versions.next_number() if publishes else None
         return await self._learner.step(packed.weights, version=version)
 
     def pause_if_last(self, batch: StepBatch) -> None:
-        """Pause the scheduler if no further step follows, since new trajectories would be interrupted.
+        """Pause the scheduler if no step follows this batch, since the run would interrupt new trajectories.
 
-        Records a batch that `rollout.max_refill` left short; too many of them without signal end the run.
+        Also record a batch that `rollout.max_refill` left short. Too many batches without signal end the run.
         """
         self._refill.observe_batch(batch, self._scheduler.consumption.refill_stopped(batch, self.step + 1))
         if self._stop.asked.is_set() or self.step + bool(batch.groups) == self._config.steps:
@@ -235,40 +237,40 @@ class Trainer:
         skipped = outcome.metrics.skipped if outcome else 0
         with self._ledger.together():
             await self._scheduler.consumption.commit(batch, self.step)
-            self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation, skipped=skipped))
+            self._ledger.append_all(step_events(row, batch, incarnation=self._incarnation_number, skipped=skipped))
             if outcome is not None and outcome.version is not None:
-                self._copied(outcome.version, parent=batch.version)
+                self._note_copied(outcome.version, parent=batch.version)
 
     def _count_skipped(self, outcome: StepOutcome | None) -> None:
-        """Count steps without a finite gradient. Raises RunFailedError after too many in a row."""
+        """Count steps in a row in which every update was skipped. Raises RunFailedError at `MAX_SKIPPED`."""
         if outcome is None:
             return
         metrics = outcome.metrics
-        self._skipped = self._skipped + 1 if metrics.skipped == metrics.updates else 0
-        if self._skipped:
+        self._num_skipped = self._num_skipped + 1 if metrics.skipped == metrics.updates else 0
+        if self._num_skipped:
             log.warning("step %d: no update was made, since the loss or gradient is not finite", self.step)
-        if self._skipped >= MAX_SKIPPED:
+        if self._num_skipped >= MAX_SKIPPED:
             raise RunFailedError(
                 f"the loss or gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {self.step};"
                 " lower learner.lr or look at the rewards, and --resume"
             )
 
-    def _copied(self, version: int, *, parent: int | None) -> None:
-        """Tell scheduler and versions that the learner has copied its weights as `version`."""
+    def _note_copied(self, version: int, *, parent: int | None) -> None:
+        """Report to scheduler and `Versions` that the learner has copied its weights as `version`."""
         self._scheduler.published(version)
         self._versions.copied(version, step=self.step, parent=parent)
 
     # ---- checkpoints
 
     async def _save(self) -> None:
-        """Begin a checkpoint of this step. Raises PartCrashedError."""
+        """Begin a checkpoint of this step, and return once the learner may continue. Raises PartCrashedError."""
         restarts = self._supervisor.total_restarts
-        name = checkpoint_name(self.step, incarnation=self._incarnation, restarts=restarts)
+        name = checkpoint_name(self.step, incarnation=self._incarnation_number, restarts=restarts)
         self._saved_step = self.step
         await self._checkpoints.begin(name, step=self.step, version=self.version)
 
     async def save_if_due(self) -> None:
-        """Begin a checkpoint every `learner.checkpoint_every` steps; wait for the one of the last step."""
+        """Begin a checkpoint every `learner.checkpoint_every` steps and after the last step; wait for the last."""
         if self.step % self._config.learner.checkpoint_every and not self.is_done:
             return
         try:
@@ -288,19 +290,23 @@ class Trainer:
             crash = await self._kill_learner(error)
             standing = self._checkpoints.last
             assert standing is not None, "a learner trains only once there is a checkpoint"
-            log.warning("the checkpoint of step %d is lost; %s stands", self.step, standing.path)
+            log.warning(
+                "the learner crashed, so the checkpoint of step %d is lost; a resume starts from %s",
+                self.step,
+                standing.path,
+            )
             self._supervisor.crashed(crash)
 
     # ---- the learner's life
 
-    async def _start(self) -> None:
+    async def _start_learner(self) -> None:
         """Start the learner from the last checkpoint, publish its weights, and record that version.
 
         A new run also saves its first checkpoint here. Raises the error of a version that was lost.
         """
         checkpoint = self._checkpoints.last
         started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
-        # a step without signal counts, though the learner took none
+        # the learner counts only optimizer steps, so the step comes from the checkpoint
         self.step = self._saved_step = checkpoint.step if checkpoint else 0
         log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
         self._attention_share = attention_share(
@@ -311,7 +317,7 @@ class Trainer:
         await self._adopt()
         version = self._versions.next_number()
         await self._learner.publish(version)
-        self._copied(version, parent=checkpoint.version if checkpoint else None)
+        self._note_copied(version, parent=checkpoint.version if checkpoint else None)
         await self._versions.recorded()
         if self._versions.lost is not None:
             raise self._versions.lost
@@ -321,13 +327,13 @@ class Trainer:
             await self._checkpoints.finish()
 
     async def _adopt(self) -> None:
-        """Record versions that a crashed learner completed but did not report."""
+        """Record versions that a crashed learner completed but did not report; the scheduler learns their ages."""
         for version in await self._versions.adopt(step=self.step):
             self._scheduler.state.ages.record_version(version)
 
     async def go_back(self, error: PartCrashedError) -> None:
-        """Restart a crashed learner from its last checkpoint; trajectories consumed since are ready again."""
-        first = await self._kill_learner(error)
+        """Restart a crashed learner from its last checkpoint; trajectories of later steps are ready again."""
+        crash = await self._kill_learner(error)
         checkpoint = self._checkpoints.last
         assert checkpoint is not None, "a learner trains only once there is a checkpoint"
         await self._versions.recorded()
@@ -336,25 +342,25 @@ class Trainer:
         undone = await self._scheduler.consumption.roll_back(checkpoint.step)
         totals = read_totals(self._run.metrics, checkpoint.step)
         self._stats.totals.trained_tokens = totals.trained_tokens
-        log.warning("back to step %d; %d trajectories are ready again", checkpoint.step, undone)
-        await self._replace(first)
+        log.warning("the learner goes back to step %d; %d trajectories are ready again", checkpoint.step, undone)
+        await self._replace_learner(crash)
         await self.start()
         self._scheduler.admit()
 
     async def _kill_learner(self, error: PartCrashedError) -> PartCrashedError:
-        """Kill the learner, and wait for its last checkpoint; return the error of its crash."""
+        """Kill the learner's processes; wait until its unfinished checkpoint is on record or has failed."""
         self._learner.kill()
         return await self._checkpoints.finish_after_crash() or error
 
-    async def _replace(self, crash: PartCrashedError) -> None:
-        """Count the crash of the learner, and end its processes, so that another can start."""
+    async def _replace_learner(self, crash: PartCrashedError) -> None:
+        """Forget the crashed learner's versions and checkpoint, count the crash, and replace its processes."""
         self._versions.start_over()
         self._checkpoints.start_over()
         await self._learner.replace(crash)
 
 
 async def finish_despite_cancel(work: Coroutine[object, object, None]) -> None:
-    """Finish short work also if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
+    """Finish short `work` even if the caller is cancelled; then raise the cancellation."""
     task = asyncio.create_task(work, name="finish-despite-cancel")
     try:
         await asyncio.shield(task)

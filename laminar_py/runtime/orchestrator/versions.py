@@ -1,7 +1,7 @@
-"""Weight versions of a run: their numbers, and their way onto the record, also after the crash of a learner.
+"""Weight versions of a run: gives their numbers and records them, also after a crash of the learner.
 
 Owned by the controller, which runs it beside the trainer, so that the learner does not wait (law 8). No number is
-given twice, and no used number is given. The ledger gets versions in the order of their numbers, each once it is
+given twice in a run. The ledger gets versions in the order of their numbers, each once it is
 complete (`tests/orchestrator/test_versions.py`).
 """
 
@@ -30,7 +30,7 @@ class _Copied:
 
 
 class Versions:
-    """Numbers and records versions. `completed` waits for the learner's version, `stored` lists the relays'."""
+    """Numbers and records versions."""
 
     def __init__(
         self,
@@ -39,29 +39,29 @@ class Versions:
         completed: Callable[[int], Awaitable[Published]],
         stored: Callable[[], Awaitable[list[Manifest]]],
     ) -> None:
-        self.newest = -1  # that the learner has copied
-        self.lost: PartCrashedError | None = None  # crash of the learner, until `start_over`
+        self.newest = -1  # newest version that the learner has copied
+        self.lost: PartCrashedError | None = None  # crash of the learner; None again after `start_over`
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
         self._incarnation = incarnation
-        self._given = -1
-        self._copied: deque[_Copied] = deque()  # short: the learner completes one before it copies the next
-        self._changed = asyncio.Event()  # set, and replaced, when one of these changes
+        self._last_number = -1
+        self._copied: deque[_Copied] = deque()  # at most one: the learner completes a version before the next
+        self._changed = asyncio.Event()  # set, and replaced by a new event, at each change
 
     def next_number(self) -> int:
         """Return the number of the next version; it is never given again, even after a crash of the learner."""
-        self._given = max(self._given, self._ledger.newest_version) + 1
-        return self._given
+        self._last_number = max(self._last_number, self._ledger.newest_version) + 1
+        return self._last_number
 
     def copied(self, version: int, *, step: int, parent: int | None) -> None:
-        """Note that the learner has copied a version, which is recorded as soon as it is complete."""
+        """Note that the learner has copied a version; `run` records the version once it is complete."""
         self.newest = version
         self._copied.append(_Copied(version, step, parent))
         self._notify()
 
     async def run(self) -> None:
-        """Record versions until cancelled. The crash of the learner is kept in `lost`; other errors are raised."""
+        """Record copied versions once they are complete, until cancelled."""
         while True:
             await self._until(lambda: bool(self._copied))
             first = self._copied[0]
@@ -70,36 +70,40 @@ class Versions:
                 record_version(self._incarnation, published, step=first.step, parent=first.parent)
                 self._copied.popleft()
             except PartCrashedError as error:
-                log.warning("version %d was left unfinished: %s", first.version, error)
+                log.warning(
+                    "version %d is lost, since the learner crashed before it was complete: %s",
+                    first.version,
+                    error,
+                )
                 self.lost = error
                 self._copied.clear()
             self._notify()
 
     async def recorded(self) -> None:
-        """Wait until all copied versions are on record or lost."""
+        """Wait until `run` has recorded all copied versions, or has dropped them after a crash."""
         await self._until(lambda: not self._copied)
 
     async def on_record(self, version: int) -> None:
-        """Wait until a version is on record. Raises PartCrashedError if the learner crashed before."""
+        """Wait until `version` is on record. Raises PartCrashedError if the learner crashes before that."""
         await self._until(lambda: self._ledger.newest_published >= version or self.lost is not None)
         if self.lost is not None and self._ledger.newest_published < version:
             raise self.lost
 
     async def recorded_after(self, version: int) -> int:
-        """Wait until a version above `version` is on record, and return the newest."""
+        """Wait until a version above `version` is on record, and return the newest one on record."""
         await self._until(lambda: self._ledger.newest_published > version)
         return self._ledger.newest_published
 
     async def wait_until_lost(self) -> None:
-        """Wait until the learner has crashed before a version was complete."""
+        """Wait until the learner crashes with an incomplete version, so that `lost` is set."""
         await self._until(lambda: self.lost is not None)
 
     def start_over(self) -> None:
-        """Forget the crash: there is a new learner."""
+        """Clear `lost`, since a new learner starts."""
         self.lost = None
 
     async def adopt(self, *, step: int) -> list[int]:
-        """Record and return complete versions that a crashed learner did not report: replicas may serve them."""
+        """Record complete versions above the newest on record, as versions of `step`; return their numbers."""
         orphans = {orphan.version: orphan for orphan in self._ledger.unpublished()}
         for manifest in await self._stored():
             orphans[manifest.version] = Published(manifest.version, manifest.digest, manifest.num_bytes, 0.0)

@@ -34,9 +34,9 @@ from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.preflight.rewards import check_rewards
 
-PREPARE_S = 600
+PREPARE_S = 600  # limit of the script `data.prepare`
 FRAME = re.compile(r'File "(.+)", line (\d+)')
-SHOWN_CHARS = 2000
+SHOWN_CHARS = 2000  # of the prompt that a run shows at its start
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Problems:
 
 
 def prompt_room(config: RunConfig) -> dict[str, int]:
-    """Return the longest prompt, in tokens, with room for a whole response: by evaluation set, "" for training."""
+    """Return how many tokens a prompt may have beside a response of full length, by evaluation set."""
     run = config.rollout.sampling.params()
     caps = {name: settings.sampling(run).max_new_tokens for name, settings in config.eval.sets.items()}
     caps[""] = config.rollout.sampling.max_new_tokens
@@ -93,7 +93,7 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
 def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool) -> Demonstrations | None:
     """Read the demonstrations of a run; return None without a warm start. Raises `ConfigError`.
 
-    `limited` refuses demonstrations that are longer than a step of the warm start.
+    `limited` refuses demonstrations with more than `warm_start.tokens_per_step` tokens.
     """
     settings = config.warm_start
     if settings is None:
@@ -104,7 +104,7 @@ def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool)
 
 
 def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    """Return lines with a prompt as the model gets it, control characters visible, and its end-of-response ids."""
+    """Return lines that show a prompt as the model gets it: its size, end-of-response ids and escaped text."""
     ends = " or ".join(f"{tokenizer.word(id)!r} (id {id})" for id in tokenizer.eos_ids)
     text = prompt.text[:SHOWN_CHARS] + ("..." if len(prompt.text) > SHOWN_CHARS else "")
     indented = "\n".join(f"  {visible(line)}" for line in text.split("\n"))
@@ -124,12 +124,12 @@ class Inputs:
 
     @property
     def example(self) -> str:
-        """Lines that show a first prompt as the model gets it."""
+        """Lines that show the prompt of one task as the model gets it."""
         return shown_prompt(self.first_of_tasks[0], self.tokenizer)
 
 
 def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
-    """Run `data.prepare` if it is set, check files, reward and memory, and return the inputs.
+    """Run `data.prepare` if set; check trackers, model, data, reward, engine and memory; return the inputs.
 
     Training data is read only if the run `trains`. Raises `ConfigError`.
     """
@@ -146,7 +146,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     read_warm_start(config, encoder, limited=True)
     check_adapters(config)
     _check_learner(config)
-    reward = config.reward if trains else _of_sets(config.reward, problems)
+    reward = config.reward if trains else _without_unused_tasks(config.reward, problems)
     check_rewards(reward, problems.all, sandbox=config.sandbox if config.cluster.address is None else None)
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.node_checks` looks at the nodes themselves
@@ -156,7 +156,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         if (fault := room_fault(config.runs)) is not None:
             raise ConfigError(fault)
     return Inputs(
-        tokenizer=encoder.tokenizer,  # with messages, the end of a turn also ends a response
+        tokenizer=encoder.tokenizer,  # with a chat template, the end of a turn also ends a response
         stream=PromptStream(problems.train, config.data, seed=config.seed),
         sets={name: list(problem_set) for name, problem_set in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
@@ -165,8 +165,8 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     )
 
 
-def _of_sets(reward: RewardConfig, problems: Problems) -> RewardConfig:
-    """Return the reward without tasks that no evaluation set has."""
+def _without_unused_tasks(reward: RewardConfig, problems: Problems) -> RewardConfig:
+    """Return `reward` without the entries of `by_task` whose task no problem has."""
     tasks = {task for problem_set in problems.all for task in problem_set.tasks}
     return reward.model_copy(update={"by_task": {t: terms for t, terms in reward.by_task.items() if t in tasks}})
 
@@ -179,7 +179,7 @@ def stop_ids(config: RunConfig) -> tuple[int, ...]:
 
 
 def prepare(config: RunConfig) -> None:
-    """Run the script `data.prepare`, which makes missing files. Raises `ConfigError` if it fails."""
+    """Run the script `data.prepare`, if set, which makes missing files."""
     script = config.data.prepare
     if script is None:
         return
@@ -194,16 +194,16 @@ def prepare(config: RunConfig) -> None:
             f"data.prepare={script}: not done after {PREPARE_S} s; run it by hand, and leave the field out"
         ) from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1] + _line_of(script, done.stderr)
-        raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); mend the script")
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1] + _last_line_of(script, done.stderr)
+        raise ConfigError(f"data.prepare={script}: exit code {done.returncode} ({last}); fix the script")
     if not (config.model.path / "config.json").is_file():
         raise ConfigError(
             f"model.path={config.model.path}: no config.json in it, and data.prepare={script} ran and did not make"
-            " it; name the folder that the script makes, or one that is there"
+            " it; name the folder that the script makes, or another folder with a model"
         )
 
 
-def _line_of(script: Path, traceback: str) -> str:
+def _last_line_of(script: Path, traceback: str) -> str:
     """Return the last line of a script in a traceback, e.g. " (at make.py:7)"; "" if there is none."""
     frames = [(Path(file), line) for file, line in FRAME.findall(traceback)]
     line = next((line for file, line in reversed(frames) if file.name == script.name), None)
@@ -234,12 +234,12 @@ def _check_learner(config: RunConfig) -> None:
     if learner.compile and read_sizes(config.model.path).num_experts_per_tok is not None:
         raise ConfigError(
             "learner.compile=true: layers with experts are not compiled, since each step has other shapes and may"
-            " force other experts; set it to false"
+            " force other experts; set learner.compile=false"
         )
 
 
 def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer with more ids than the model has embeddings; models are often padded to more."""
+    """Raise `ConfigError` if the tokenizer has more ids than the model has embeddings. Fewer ids are allowed."""
     path = config.model.path
     rows = read_sizes(path).vocab_size
     if tokenizer.num_ids > rows:
@@ -263,7 +263,7 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Refuse `learner.lora` if the model cannot have adapters. Raises ConfigError."""
+    """Raise ConfigError if `learner.lora` is set and peft is missing or the model has experts."""
     if config.learner.lora is None:
         return
     if importlib.util.find_spec("peft") is None:
@@ -276,7 +276,7 @@ def check_adapters(config: RunConfig) -> None:
 
 
 def weights_bytes(model: Path) -> int:
-    """Return the bytes of all weights: of the safetensors, or an estimate from config.json without them."""
+    """Return the bytes of a model folder's weights; without safetensors, estimate them from config.json."""
     files = list(model.glob("*.safetensors"))
     if files:
         return sum(file.stat().st_size for file in files)
@@ -298,15 +298,15 @@ def version_bytes(config: RunConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Numbers of parts that keep versions on one host, e.g. a laptop's `MemoryShare(3, 2, has_root=True)`."""
+    """Number of parts on one host that keep versions in shared memory, e.g. `MemoryShare(3, 2, True)`."""
 
     num_relays: int
     num_replicas: int
-    has_root: bool
+    has_root: bool  # whether the root relay is here, which keeps the versions of deferred evaluations
 
 
 def check_shared_memory(config: RunConfig, *, runs: int = 1) -> None:
-    """Raise `ConfigError` if this host has no room for the weight versions of so many parallel runs."""
+    """Raise `ConfigError` if shared memory of this host has no room for the versions of `runs` parallel runs."""
     relay = config.relay
     if not relay.shm.is_dir():
         raise ConfigError(f"relay.shm={relay.shm}: no such folder; name one in shared memory, e.g. /dev/shm")
@@ -319,9 +319,9 @@ def check_shared_memory(config: RunConfig, *, runs: int = 1) -> None:
 
 
 def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str = "") -> str | None:
-    """Return an error line if a host's `free` bytes have no room for the versions of its relays, else None.
+    """Return an error line if a run's versions on a host need more than `free` bytes, else None.
 
-    `where` names the host, e.g. " on node 10.0.0.4". This machine must see the model.
+    `where` names the host in the line, e.g. " on node 10.0.0.4". Reads the size of the model in `model.path`.
     """
     relay = config.relay
     held = config.num_evaluations if config.eval.deferred and share.has_root else 0
@@ -343,7 +343,7 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
 
 
 def room_fault(folder: Path) -> str | None:
-    """Return an error line if this host cannot use the folder of runs, else None."""
+    """Return an error line if this host cannot write the folder of runs, or has too little disk for responses."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         return f"runs={folder}: cannot be written; make it writable, or name another folder"

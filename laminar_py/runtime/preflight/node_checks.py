@@ -1,4 +1,4 @@
-"""Placement of a run, checks of its nodes by a function that runs on each, and checks of installed packages."""
+"""Places the parts of a run, inspects each node of a joined cluster, and runs the checks of installed packages."""
 
 import asyncio
 import contextlib
@@ -30,17 +30,17 @@ NODE_TIMEOUT_S = 60.0  # includes the start of a process on the node
 
 
 RunCheck = Callable[[RunConfig, Placement], Awaitable[list[str]]]
-"""Check of an installed package before a run's processes start: an error line for each fault, as `node_faults`."""
+"""Check of an installed package before a run's processes start. Returns an error line for each fault."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Findings of `inspect_node`, e.g. `NodeReport(shared=True, model=True, shm_free=540 << 30)`."""
 
     shared: bool  # whether the node sees a file that the controller has just written
-    model: bool
+    model: bool  # whether the node sees the model's config.json
     shm_free: int | None  # bytes; None if the folder is missing
-    fault: str = ""  # why it cannot read the config, or start its engines and servers
-    room: str | None = None  # why it cannot store responses
+    fault: str = ""  # why the node cannot read the config, or start its engines and servers; "" if it can
+    room: str | None = None  # why the node cannot store responses; None if it can
 
 
 def inspect_node(witness: str, settings: str, serving: str, pools: str = "") -> bytes:
@@ -83,12 +83,12 @@ async def place_parts(config: RunConfig, *, resume: bool = False) -> Placement:
         for line in await check(config, placement):
             if not resume:
                 raise ConfigError(line)
-            log.warning("resumed in spite of a check: %s", line)
+            log.warning("the run resumes although a check of an installed package failed: %s", line)
     return placement
 
 
 async def delete_everywhere(placement: Placement, folder: Path) -> None:
-    """Delete a folder on every node that the run ever used and that answers."""
+    """Delete a folder on every node that the run ever used; skip a node that does not answer."""
 
     async def clear_on(node: str) -> None:
         with contextlib.suppress(NoAnswerError, TimeoutError):
@@ -99,13 +99,13 @@ async def delete_everywhere(placement: Placement, folder: Path) -> None:
 
 
 def delete_folder(folder: str) -> bytes:
-    """Delete a folder of this host."""
+    """Delete a folder of this host, also a missing one. Return no bytes, as `on_node` expects an answer."""
     shutil.rmtree(folder, ignore_errors=True)
     return b""
 
 
 async def node_faults(config: RunConfig, placement: Placement) -> list[str]:
-    """Return an error line, with field, value and remedy, for each thing that a node lacks."""
+    """Inspect all nodes of the plan at once; return an error line for each requirement that a node lacks."""
     plan = placement.plan
     folder = next(path for path in (config.runs, *config.runs.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".laminar-") as witness:
@@ -129,7 +129,7 @@ async def _faults_of_node(config: RunConfig, plan: Plan, node: str, ip: str, wit
             report = decode(NodeReport, answer)
     except (NoAnswerError, TimeoutError) as error:
         if isinstance(error, RemoteCallError) and error.is_bug:
-            raise PartBugError(str(error)) from error  # the node works, and our function does not
+            raise PartBugError(str(error)) from error  # the node works, and `inspect_node` has a bug
         reason = (str(error).strip().splitlines() or [f"no answer in {NODE_TIMEOUT_S:g} s"])[-1]
         return [
             f"cluster.address={config.cluster.address}: node {ip} cannot run laminar_py ({reason}); install the"
@@ -138,7 +138,7 @@ async def _faults_of_node(config: RunConfig, plan: Plan, node: str, ip: str, wit
     lines = []
     if not report.shared:
         lines.append(
-            f"runs={config.runs}: node {ip} does not see what is written there; put the working directory and the"
+            f"runs={config.runs}: node {ip} does not see files written there; put the working directory and the"
             " run folder on a file system that all nodes share"
         )
     if not report.model and config.data.prepare is None:

@@ -37,42 +37,45 @@ def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandb
     if sandbox is not None:
         check_terms(reward, sandbox)
     made = [term for term in _distinct_terms(reward) if REWARDS.get(term.kind).make is not None]
-    asyncio.run(_load([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]))
+    asyncio.run(
+        _start_processes([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION])
+    )
 
 
 def check_problems(reward: RewardConfig, problems: Sequence[ProblemSet]) -> None:
-    """Refuse problems without a reward, or without fields that their reward needs. Raises `ConfigError`."""
+    """Raise `ConfigError` if a task has no reward, or if a problem lacks a field that its reward needs."""
     tasks: dict[str, str] = {}
-    for of in problems:
-        for task, place in of.tasks.items() if _set_name(of.source) not in reward.by_set else ():
-            tasks.setdefault(task, of.source.place(of.row(place)))
+    for file in problems:
+        for task, first in file.tasks.items() if _set_name(file.source) not in reward.by_set else ():
+            tasks.setdefault(task, file.source.place(file.row(first)))
     check_tasks(reward, tasks)
-    for of in problems:
-        for problem in _telling(of):
-            check_problem(reward, problem, place=of.source.place(problem.index), set_name=_set_name(of.source))
+    for file in problems:
+        for problem in _sampled_problems(file):
+            place, set_name = file.source.place(problem.index), _set_name(file.source)
+            check_problem(reward, problem, place=place, set_name=set_name)
 
 
 def _set_name(source: DataSource) -> str:
-    """Return the evaluation set of a file; "" for other files."""
+    """Return the name of the evaluation set that a file has; "" for a file of training data."""
     return source.field.removeprefix(SETS) if source.field.startswith(SETS) else ""
 
 
 def check_problem(reward: RewardConfig, problem: Prompt, *, place: str, set_name: str = "") -> None:
-    """Refuse a problem that lacks a field that its reward needs. Raises `ConfigError`.
+    """Raise `ConfigError` if a problem lacks a field that its reward needs.
 
-    `place` names the problem in the message; `set_name` is its evaluation set, if any.
+    `place` names file and line of the problem in the message; `set_name` is its evaluation set, "" for training.
     """
     for term in reward.of_task(problem.task, set_name=set_name):
         with REWARDS.naming_package(term.kind):
             fault = REWARDS.get(term.kind).fault(term, problem)
         if fault is not None:
             raise ConfigError(
-                f"{place}: {fault}, which the reward {term.title} needs; mend it, or give its task another reward"
+                f"{place}: {fault}, which the reward {term.title} needs; fix it, or give its task another reward"
             )
 
 
 def check_terms(reward: RewardConfig, sandbox: SandboxConfig) -> None:
-    """Refuse terms that cannot run on this host. Raises `ConfigError`."""
+    """Raise `ConfigError` if a term cannot run on this host, e.g. without its server or its sandbox."""
     for term in _distinct_terms(reward):
         with REWARDS.naming_package(term.kind):
             REWARDS.get(term.kind).check(term, sandbox)
@@ -84,14 +87,14 @@ def _distinct_terms(reward: RewardConfig) -> Collection[TermConfig]:
 
 @contextmanager
 def log_folder() -> Iterator[Path]:
-    """Make a folder for the logs of reward functions; keep it if it has text, and name it in a `ConfigError`."""
+    """Yield a new folder for the logs of reward functions; delete it afterwards if no log has text."""
     folder = Path(tempfile.mkdtemp(prefix="laminar-"))
     try:
         yield folder
     except ConfigError as error:
         if not _has_text(folder) or str(folder) in str(error):
             raise
-        raise ConfigError(f"{error}; what was printed meanwhile: {folder}") from error
+        raise ConfigError(f"{error}; for the output of its process, see {folder}") from error
     finally:
         if not _has_text(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -101,27 +104,27 @@ def _has_text(folder: Path) -> bool:
     return any(path.is_file() and path.stat().st_size for path in folder.rglob("*"))
 
 
-def _telling(problems: ProblemSet) -> Iterator[Prompt]:
+def _sampled_problems(problems: ProblemSet) -> Iterator[Prompt]:
     """Yield at most `MOST` problems, spread over all, and log the progress now and then."""
-    told_s, source = time.monotonic(), problems.source
+    logged_s, source = time.monotonic(), problems.source
     number = min(len(problems), MOST)
     for index in range(number):
         yield problems.without_prompt(index * len(problems) // number)
-        if time.monotonic() - told_s > PROGRESS_S:
-            told_s = time.monotonic()
-            of = f"{source.field}={source.path}"
-            log.warning("looking at the problems of %s: %d of %d", of, index + 1, number)
+        if time.monotonic() - logged_s > PROGRESS_S:
+            logged_s = time.monotonic()
+            log.warning("checking problems of %s=%s: %d of %d", source.field, source.path, index + 1, number)
 
 
-async def _load(terms: list[TermConfig]) -> None:
-    """Start the process of each term once. Raises the first error by itself, not in a group."""
-    starts = (_start(term, f"reward-{index}") for index, term in enumerate(terms))
+async def _start_processes(terms: list[TermConfig]) -> None:
+    """Start a process for each term, and end it; raise the first error of a term that does not load."""
+    starts = (_start_process(term, f"reward-{index}") for index, term in enumerate(terms))
     for end in await asyncio.gather(*starts, return_exceptions=True):
         if end is not None:
             raise end
 
 
-async def _start(term: TermConfig, name: str) -> None:
+async def _start_process(term: TermConfig, name: str) -> None:
+    """Load a term in a process of its own, which then ends. Raises the error of the load, with its log folder."""
     with log_folder() as folder:
         async with CallPool(CallSpec(term=term.model_dump_json(), timeout_s=1.0, folder=str(folder)), name=name):
             pass

@@ -1,7 +1,7 @@
 """The processes in which environments run: placed, watched, replaced. Owned by the controller.
 
-Replicas ask them over sockets of their own (`link.turns`). A process that replaces a crashed one rebuilds its
-environments from saved turns.
+Replicas send turns to these processes over sockets (`link.turns`). A process that replaces a crashed process
+rebuilds the environments from saved turns.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class EnvironmentKeeper(Keeper):
         self._keys = keys
 
     def places(self) -> Sequence[NodeSlot | None]:
-        """Return the nodes of the run in turn."""
+        """Return the place of the process: its index chooses among the nodes of the run."""
         return [self._placement.scorer_place(self._index)]
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
@@ -67,13 +67,14 @@ class EnvironmentProcesses(KeeperGroup[EnvironmentKeeper]):
         super().__init__(EnvironmentKeeper(incarnation, index, keys) for index in workers)
 
     async def start(self) -> None:
-        """Load the environments in all processes. Raises ConfigError if one cannot be loaded, RunFailedError."""
+        """Load the environments in all processes. Raises ConfigError, or RunFailedError after too many crashes."""
         await asyncio.gather(*(keeper.bring_up() for keeper in self.keepers))
 
     async def sweep(self, is_followed: Callable[[str], bool]) -> None:
-        """Delete the environments of trajectories that have ended, once that is on record; until cancelled.
+        """Every `SWEEP_S`, delete the environments and saved turns of trajectories not `is_followed`.
 
-        This also ends the environments of dropped trajectories, which no replica reports as ended.
+        Commits the ledger first, so that it has the ends of the trajectories. Runs until cancelled, or returns at
+        once without environment processes.
         """
         if not self.keepers:
             return

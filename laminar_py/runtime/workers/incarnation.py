@@ -21,10 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Counts the crashes of parts, records them, and ends the run when a part crashes too often.
-
-    `record` appends an event to the ledger.
-    """
+    """Counts crashes of parts, and ends the run when a part crashes too often; `record` appends to the ledger."""
 
     def __init__(self, *, record: Callable[[AnyEvent], None], max_restarts: int) -> None:
         self.restarts: Counter[str] = Counter()
@@ -83,7 +80,10 @@ class Incarnation:
 
 
 def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarnation:
-    """Open a run's first incarnation, or the next one after the state that was `recovered` from its ledger."""
+    """Open the ledger of a run's first incarnation, or of the next after the state `recovered` from the ledger.
+
+    A stream that learns from rewards first gets all groups that earlier incarnations closed.
+    """
     config, run, inputs = start.config, start.run, start.inputs
     if recovered is not None and inputs.stream.learns:
         for group in closed_groups(run.ledger):

@@ -16,29 +16,29 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from laminar_py.runtime.cluster.calls import ActorClass
-from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError, for_memory
+from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError, says_out_of_memory
 from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import NodeSlot
 from laminar_py.runtime.workers.incarnation import Incarnation
 
 T = TypeVar("T")
-RETRY_S = 2.0  # after a first failed start; it grows with each failure
-MAX_PATIENCE = 15  # times `RETRY_S`, at most
+RETRY_S = 2.0  # wait for each failed start in a row, and between looks for room
+MAX_PATIENCE = 15  # most failed starts in a row that lengthen the wait
 WATCH_S = 5.0  # length of one call that watches a process, or pause between two
 STARVED = 2  # crashes for want of memory after which the run ends
 
 
 class Keeper:
-    """Keeps the processes of one part alive, which start and end together, e.g. the ranks of a learner.
+    """Keeps one part alive, whose processes start and end together, e.g. the ranks of a learner.
 
-    A kind of part sets the attributes, and overrides the methods of the first section.
+    A subclass for a kind of part sets the attributes, and overrides the methods of the first section.
     """
 
     actor_class: ActorClass  # of the object that each process hosts
     timeout_s: float  # of a call
     concurrency = 4  # calls at once in a process
-    first_starts: int | None = None  # that may fail before the run does; the supervisor counts later ones
-    on_record = True  # whether its starts are events in the ledger
+    first_starts: int | None = None  # failed starts at which a part that was never up ends the run, if set
+    on_record = True  # the ledger gets an event for each start
     memory_advice = ""
     """Advice for a message: which settings need less memory. A part with advice may run out of memory once."""
     forgives_s = math.inf  # after so long up, earlier crashes for want of memory are forgotten
@@ -52,18 +52,18 @@ class Keeper:
         self._supervisor = incarnation.supervisor
         self._placement = incarnation.placement
         self.has_served = False  # it has been up
-        self._failures = 0  # starts in a row
+        self._failures = 0  # failed starts in a row
         self._starved = 0  # crashes for want of memory that count
         self._up_s = 0.0  # when it came up
 
     # ---- what a kind of part defines
 
     def places(self) -> Sequence[NodeSlot | None]:
-        """Return the place of each process by the plan in force; None without room."""
+        """Return the place of each process in the present plan; None for a process without room."""
         raise NotImplementedError
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
-        """Load the part in its processes. Raises PartCrashedError."""
+        """Load the part in its started processes. Raises PartCrashedError."""
         raise NotImplementedError
 
     async def watch(self, parts: Sequence[Part]) -> None:
@@ -82,24 +82,17 @@ class Keeper:
     # ---- the same for every kind
 
     def spawn(self) -> bool:
-        """Start the processes if there are none and the plan has room; return True if there are processes."""
-        if not self.parts:
-            places = [place for place in self.places() if place is not None]
-            if len(places) == len(self._names):
-                self.parts = [
-                    Part(
-                        name,
-                        self.actor_class,
-                        concurrency=self.concurrency,
-                        timeout_s=self.timeout_s,
-                        place=place,
-                    )
-                    for name, place in zip(self._names, places, strict=True)
-                ]
+        """Start the processes if there are none and the plan has room for all; return True if any run."""
+        places = [place for place in self.places() if place is not None] if not self.parts else []
+        if len(places) == len(self._names):
+            self.parts = [
+                Part(name, self.actor_class, concurrency=self.concurrency, timeout_s=self.timeout_s, place=place)
+                for name, place in zip(self._names, places, strict=True)
+            ]
         return bool(self.parts)
 
     async def begin(self) -> Sequence[Part]:
-        """Start the part as soon as there is room, and return its processes. Raises PartCrashedError."""
+        """Wait for room, start the part unless it is up, and return its processes. Raises PartCrashedError."""
         while not self.spawn():
             await asyncio.sleep(RETRY_S)
             await self._placement.refresh(age_s=RETRY_S)
@@ -116,7 +109,7 @@ class Keeper:
         return self.parts
 
     async def bring_up(self) -> Sequence[Part]:
-        """Start the part until it is up, and return its processes. Raises RunFailedError, ConfigError."""
+        """Start the part, again after crashes, until it is up; return its processes. Raises RunFailedError."""
         while not self.is_up:
             try:
                 await self.begin()
@@ -125,7 +118,7 @@ class Keeper:
         return self.parts
 
     async def keep(self) -> None:
-        """Start the part and watch it, again after each crash, until cancelled. Raises as `call_with_restarts`."""
+        """Start and `watch` the part, again after crashes, until cancelled. Raises RunFailedError, ConfigError."""
         await self.call_with_restarts(self.watch)
 
     async def call_with_restarts(self, call: Callable[[Sequence[Part]], Awaitable[T]]) -> T:
@@ -140,7 +133,7 @@ class Keeper:
                 await self.replace(error)
 
     async def replace(self, error: PartCrashedError) -> None:
-        """End the processes, clean up, count the crash, and wait. Raises RunFailedError if there were too many."""
+        """End the processes, count the crash, renew the plan, and wait for a restart. Raises RunFailedError."""
         self.kill()
         self._failures += not self.is_up
         if self.is_up and asyncio.get_running_loop().time() - self._up_s >= self.forgives_s:
@@ -155,11 +148,11 @@ class Keeper:
                 raise RunFailedError(f"{crash.part} does not start: {crash.reason}; see logs/{crash.part}.log")
         await self._placement.refresh()
         await self.wait_before_restart(self._failures)
-        await self._placement.refresh()  # a node may have gone meanwhile
+        await self._placement.refresh()  # a node may have left during the wait
 
     def _end_if_starved(self, crash: PartCrashedError) -> None:
         """Raise RunFailedError with advice at the second crash of a part for want of memory."""
-        if self.memory_advice and for_memory(crash.reason):
+        if self.memory_advice and says_out_of_memory(crash.reason):
             self._starved += 1
             if self._starved == STARVED:
                 raise RunFailedError(
@@ -168,7 +161,7 @@ class Keeper:
                 )
 
     def kill(self) -> None:
-        """End all processes; `call_with_restarts` notices it like any other crash."""
+        """End all processes; a running call on them raises PartCrashedError."""
         for part in self.parts:
             part.kill()
 
@@ -183,7 +176,7 @@ class KeeperGroup(Generic[AnyKeeper]):
         self.keepers = list(keepers)
 
     def spawn(self) -> None:
-        """Start the processes of all parts."""
+        """Start the processes of all parts that have none and that the plan has room for."""
         for keeper in self.keepers:
             keeper.spawn()
 

@@ -1,8 +1,8 @@
 """The learner's ranks, called and restarted together, and the two parts beside them that hold a model.
 
 Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
-the scheduler submits finished trajectories, the loop `collect_reference_logprobs` records its answers, and neither
-waits for the other. A submitted trajectory that is still wanted gets its log-probabilities once, also if the
+the scheduler submits finished trajectories, and the loop `collect_reference_logprobs` records the answers, without
+a wait of the scheduler. A submitted trajectory that is still wanted gets its log-probabilities once, also if the
 process crashes (law 6). `publish_model` publishes the weights of an evaluation, which has no learner.
 """
 
@@ -48,7 +48,7 @@ PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
 class LearnerKeeper(Keeper):
-    """Calls all `world_size` learner processes together; the trainer decides when they are replaced."""
+    """Calls all learner ranks together; the trainer decides when to replace them. `show` gets start progress."""
 
     actor_class = "laminar_py.runtime.workers.processes.learner:LearnerActor"
     concurrency = 6  # a step, a version, a checkpoint, and a call for the progress beside each
@@ -56,11 +56,7 @@ class LearnerKeeper(Keeper):
     memory_advice = "lower packer.max_tokens, set learner.recompute=all, or raise learner.world_size"
 
     def __init__(
-        self,
-        incarnation: Incarnation,
-        *,
-        relays: Relays,
-        show: Callable[[LearnerProgress], None],
+        self, incarnation: Incarnation, *, relays: Relays, show: Callable[[LearnerProgress], None]
     ) -> None:
         super().__init__(incarnation, *(f"learner-{r}" for r in range(incarnation.config.learner.world_size)))
         self._run_dir = incarnation.run.path
@@ -118,15 +114,12 @@ class LearnerKeeper(Keeper):
             async with asyncio.timeout(PORT_S):
                 port = decode(int, await on_node(home, free_port, ip))
         except (NoAnswerError, TimeoutError) as error:
-            reason = str(error) or f"nothing in {PORT_S:g} s"
-            raise PartCrashedError(parts[0].name, f"its node {ip} does not answer: {reason}") from error
+            reason = str(error) or f"no answer in {PORT_S:g} s"
+            raise PartCrashedError(parts[0].name, f"its node {ip} gives no free port: {reason}") from error
         return f"tcp://{ip}:{port}"
 
     async def fetch(self, packed: Packed[TrajectoryRef]) -> dict[str, str]:
-        """Have each rank read the tokens of its next step; return lost trajectories with reasons.
-
-        Raises PartCrashedError.
-        """
+        """Have ranks read the next step's tokens; return reasons by lost trajectory. Raises PartCrashedError."""
         requests = []
         for bundles in packed.bundles:
             requests.append(await asyncio.to_thread(encode, FetchRequest(bundles)))  # megabytes: off the loop
@@ -157,8 +150,8 @@ class LearnerKeeper(Keeper):
         """Wait until the newest checkpoint is complete on disk. Raises PartCrashedError."""
         await self._call_all("saved", [None] * len(self.parts))
 
-    async def _watch(self, *, starting: bool) -> None:
-        """Call every rank for its progress, beside another call. Raises PartCrashedError when a rank hangs."""
+    async def _watch_progress(self, *, starting: bool) -> None:
+        """Ask ranks for progress until cancelled; if `starting`, show rank 0's. Raises PartCrashedError."""
         while True:
             await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
             for rank, part in enumerate(self.parts):
@@ -168,25 +161,29 @@ class LearnerKeeper(Keeper):
                     self._show(progress)
 
     async def _call_first(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
-        """Call all ranks, and return the answer of the first."""
+        """Call the ranks as `_call_all` does, and return the decoded answer of rank 0."""
         answer = (await self._call_all(method, arguments))[0]
         assert isinstance(answer, bytes), f"{method} answers bytes"
         return decode(kind, answer)
 
     async def _call_all(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
-        """Call every rank, or only the first if there is one argument; return the answers.
+        """Call rank i with argument i, None for no argument; with one argument only rank 0.
 
-        The call has no timeout, since a step may take long; a rank that hangs fails `progress`.
+        The call has no timeout, since a step may take long; a rank that hangs fails `progress`. A crash of
+        one rank kills all ranks.
         """
         parts = self.parts
         assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
         try:
-            return await watched(self._call_ranks(method, arguments), self._watch(starting=method == "start"))
+            return await watched(
+                self._call_ranks(method, arguments), self._watch_progress(starting=method == "start")
+            )
         except PartCrashedError:
             self.kill()  # the other ranks wait in a collective that never completes
             raise
 
     async def _call_ranks(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
+        """Call the first ranks at the same time, one for each argument, without a timeout."""
         calls = [
             part.call(method, *([] if argument is None else [argument]), timeout_s=math.inf)
             for part, argument in zip(self.parts, arguments, strict=False)
@@ -198,7 +195,7 @@ class LearnerKeeper(Keeper):
 
 
 class ReferenceStage(Keeper):
-    """Runs packed passes over submitted trajectories, one after the other."""
+    """Runs the reference model on packed batches of submitted trajectories, one batch after the other."""
 
     actor_class = "laminar_py.runtime.workers.processes.learner:ReferenceActor"
     timeout_s = START_S
@@ -226,11 +223,11 @@ class ReferenceStage(Keeper):
         await self.bring_up()
 
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
-        """Return log-probabilities of the next queued trajectories that are `wanted`. Raises RunFailedError."""
-        return await self._run_pass(await self._queue.next_batch(wanted=wanted))
+        """Wait for `wanted` queued trajectories; return their log-probabilities. Raises RunFailedError."""
+        return await self._run_batch(await self._queue.next_batch(wanted=wanted))
 
-    async def _run_pass(self, bundle: Sequence[TrajectoryRef]) -> ReferenceAnswer:
-        """Run one packed pass, again in a new process if one crashes during it."""
+    async def _run_batch(self, bundle: Sequence[TrajectoryRef]) -> ReferenceAnswer:
+        """Run the model on one packed batch, again in a new process after a crash. Raises RunFailedError."""
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
@@ -243,14 +240,13 @@ class ReferenceStage(Keeper):
         return answer
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
-        """Start the reference model in its process, with a rendezvous and a label of its own."""
+        """Load the reference model in its process, with a new rendezvous file and a new label."""
         self._starts += 1
         run = self._incarnation.run.path
         rendezvous = run.resolve() / f"rendezvous-{REFERENCE}-{self._starts}"
         rendezvous.unlink(missing_ok=True)  # left by a process that was killed before a resume
-        config = self._config.model_dump_json()
         spec = ReferenceSpec(
-            config=config,
+            config=self._config.model_dump_json(),
             run_dir=str(run),
             rendezvous=str(rendezvous),
             label=self._segments.new_label(REFERENCE),
@@ -258,7 +254,7 @@ class ReferenceStage(Keeper):
         await parts[0].call("start", spec)
 
     async def _check(self, part: Part) -> None:
-        """Call the process now and then during a pass. Raises PartCrashedError when it hangs."""
+        """Call the process every `WATCH_S` until cancelled. Raises PartCrashedError when it hangs."""
         while True:
             await asyncio.sleep(WATCH_S)
             await part.call("pid", timeout_s=self._config.supervisor.heartbeat_timeout_s)
@@ -268,7 +264,7 @@ class ReferenceStage(Keeper):
 
 
 async def publish_model(incarnation: Incarnation, relays: Relays) -> Published:
-    """Publish the model of an evaluation's config as version 0. Raises RunFailedError if the process crashes."""
+    """Publish the model that the config names as version 0, in a process that ends then. Raises RunFailedError."""
     await relays.root_up()
     spec = WeightsSpec(
         config=incarnation.config.model_dump_json(),

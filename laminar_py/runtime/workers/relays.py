@@ -1,11 +1,11 @@
 """The processes of the relay tree: placed, started root first, restarted. Owned by the controller.
 
-A relay that crashed restarts on another port. Nodes below learn the new address with their next ping, and replicas
-by a command. The publisher needs none: it writes versions into the root's store, and inotify wakes the root.
+A relay that crashed restarts on another port. Nodes below get the new address with their next ping, and replicas
+with a command. The publisher needs no address: it writes versions into the root's store, which inotify reports.
 
 If all parts are on one node, the tree has `relay.nodes` processes there. On several nodes, the root is beside the
 learner, and every host with replicas has a relay. After the loss of a host, the plan may place its relay, or the
-root, on another host; all others learn its address in the same way.
+root, on another host; other nodes and replicas get the new address in the same way.
 """
 
 import asyncio
@@ -71,14 +71,14 @@ class RelayKeeper(Keeper):
         return self.is_up and self.host == self.planned_host
 
     def places(self) -> Sequence[NodeSlot | None]:
-        """Return the relay's place by the present plan; None once no replica needs it."""
+        """Return the relay's place by the present plan; None, after a `notify`, if no replica needs it."""
         host = self.planned_host
         if host is None:
-            self._relays.notify()  # replicas that wait for it must use another relay
+            self._relays.notify()  # replicas that wait for this relay must use another
         return [None if host is None else NodeSlot(host)]
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
-        """Start the relay, with the relays above it as parents."""
+        """Start the relay below its parents, once the root is up; note its endpoint and host."""
         (part,) = parts
         host = part.place.node
         assert host is not None, "a relay has a place"
@@ -101,19 +101,16 @@ class RelayKeeper(Keeper):
         self._relays.notify()
 
     async def watch(self, parts: Sequence[Part]) -> None:
-        """Ping the relay, with its parents, and record its events.
-
-        Raises PartCrashedError if the plan moves the relay.
-        """
+        """Ping the relay with its parents' endpoints; record its events. Raises PartCrashedError if it moves."""
         self._relays.notify()
         while True:
             parents = self._relays.parents_of(self._node)
             events = await parts[0].call_for(list[RelayEvent], "ping", parents)
             names = self._relays.names if events else {}
             for event in events:
-                self._incarnation.ledger.append(on_record(event, names))
+                self._incarnation.ledger.append(ledger_event(event, names))
             if self.planned_host not in (None, self.host):
-                raise PartCrashedError(f"relay-{self._node}", "it is needed on another host")
+                raise PartCrashedError(f"relay-{self._node}", f"the plan moves it to {self.planned_host}")
             await asyncio.sleep(PING_S)
 
 
@@ -136,7 +133,7 @@ class Relays:
 
     @property
     def tree(self) -> Topology:
-        """The present tree, to which later nodes are added."""
+        """The tree of the present plan's relays; a later plan may add nodes."""
         return grow_tree(len(self._placement.plan.relays), fanout=self._config.relay.fanout)
 
     @property
@@ -147,11 +144,11 @@ class Relays:
 
     @property
     def names(self) -> dict[str, str]:
-        """Name of the node at each known endpoint."""
+        """Names of relays by endpoint, e.g. "relay-0"."""
         return {keeper.endpoint: f"relay-{node}" for node, keeper in self._keepers.items()}
 
     def store(self, node: int) -> Path:
-        """Return the folder on its host in which a node keeps versions."""
+        """Return the folder in which a node keeps versions, in memory of the node's host."""
         return self._shm / f"node-{node}"
 
     @property
@@ -200,14 +197,14 @@ class Relays:
             await self._bring_up(node)
 
     async def keep(self) -> None:
-        """Keep every node alive until cancelled."""
+        """Keep every node alive until cancelled, also nodes that later plans add. Raises an ExceptionGroup."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for node, keeper in self._keepers.items():
                 tasks.create_task(keeper.keep(), name=f"keep-relay-{node}")
 
     async def hold(self, version: int) -> None:
-        """Subscribe to a version at the root for an evaluation, so that the root keeps it."""
+        """Pull a version at the root for an evaluation, so that the root keeps it; only log a lost version."""
 
         async def follow() -> None:
             while True:
@@ -218,19 +215,19 @@ class Relays:
         listening = asyncio.create_task(subscriber.run(), name=f"hold-{version}")
         try:
             await watched(subscriber.pull(version), follow())
-        except VersionLostError as error:  # the learner crashed before it was complete; the evaluation is skipped
-            log.warning("version %d is not kept for its evaluation: %s", version, error)
+        except VersionLostError as error:  # the learner crashed before it was complete
+            log.warning("version %d is lost, so its evaluation is skipped: %s", version, error)
         finally:
             await subscriber.close()
             await listening
 
     async def published(self) -> list[Manifest]:
-        """Return the complete versions in the stores of all relays, ascending, also those not on record."""
+        """Return the complete versions in the stores of all relays, ascending, also if the ledger lacks them."""
         known = [(node, keeper.host) for node, keeper in self._keepers.items()]
         return await self._stored([(node, host) for node, host in known if host is not None])
 
     async def _choose_chunks(self) -> None:
-        """Choose the size of chunks; a resumed run keeps at least the size in its stored versions."""
+        """Set the size of chunks, which in a resumed run is at least the size in the stored versions."""
         relay, hosts = self._config.relay, self._placement.plan.relays
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
@@ -279,7 +276,7 @@ class Relays:
         return self._keepers[node]
 
     async def _bring_up(self, node: int) -> None:
-        """Start a node, again if it crashes meanwhile, as long as the plan has a host for it."""
+        """Start a node, again after each crash, until it is up or the plan has no host for it."""
         keeper = self._keeper(node)
         while keeper.planned_host is not None and not keeper.is_up:
             try:
@@ -288,13 +285,13 @@ class Relays:
                 await keeper.replace(error)
 
     def notify(self) -> None:
-        """Wake the callers that wait for a relay; nodes below learn where it is."""
+        """Wake the callers that wait for a relay, and have `parents_of` look up endpoints again."""
         self._parents.clear()
         self._changed.set()
         self._changed = asyncio.Event()
 
     def parents_of(self, node: int) -> tuple[str, ...]:
-        """Return the endpoints of the relays above a node, nearest first."""
+        """Return the endpoints of the needed and started relays above a node, nearest first."""
         if node not in self._parents:
             above = (self._keepers.get(parent) for parent in self.tree.ancestors(node))
             found = (keeper.endpoint for keeper in above if keeper and keeper.planned_host and keeper.endpoint)
@@ -302,8 +299,8 @@ class Relays:
         return self._parents[node]
 
 
-def on_record(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
-    """Return the ledger's event for a relay's event; the ledger knows nodes by name, not by endpoint."""
+def ledger_event(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:
+    """Return the ledger's event for a relay's event; `names` has the node names, which replace endpoints."""
     match event:
         case VersionComplete():
             return Relayed(**msgspec.structs.asdict(event) | {"parent": names.get(event.parent, "")})
@@ -321,7 +318,7 @@ def stored_manifests(store: str) -> bytes:
     versions = complete_versions(folder) if folder.is_dir() else []
     manifests = []
     for version in versions:
-        with contextlib.suppress(FileNotFoundError):  # deleted since
+        with contextlib.suppress(FileNotFoundError):  # the relay has deleted the version
             data = (folder / folder_name(version) / MANIFEST).read_bytes()
             manifests.append(msgspec.json.decode(data, type=Manifest))
     return encode(manifests)

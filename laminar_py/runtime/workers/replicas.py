@@ -1,9 +1,9 @@
 """The replicas' processes: their start, their connections to the controller, and their restart.
 
 Owned by the controller: its loop `dispatch` sends commands through here, and its loop `process_reports` gets the
-reports. The trajectories of a crashed replica continue on others (law 1). A replica whose weights differ from
-another's under the same version counts as crashed (law 3). Replicas join and leave while others run; a number is
-never used again. A replica that joins and does not start leaves again, and does not end the run.
+reports. The trajectories of a crashed replica continue on others (law 1). A replica whose weights of a
+version differ from the first replica's counts as crashed (law 3). Replicas join and leave while others run; no
+number is used again. A replica that joins and does not start leaves again, and does not end the run.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 START_S = 120.0  # for a replica to start, without the time of its engine
 SPEED_S = 600.0  # to measure the speed of an engine, which waits for the first weights
-ANSWER_S = 2.0  # least time for an answer: a busy controller takes reports in with delay
+ANSWER_S = 2.0  # shortest limit for an answer: a busy controller processes reports late
 SCALED = "scaled"  # reason for leaving, in `ReplicaLeft`
 REPORTS_PER_S, QUIET_PER_S = 2000.0, 200.0  # of all replicas together, within the limits below
 MOST_GATHER_S, MOST_QUIET_S = 0.25, 5.0
@@ -59,19 +59,19 @@ def pace_of(replicas: int, heartbeat_timeout_s: float) -> ReportPace:
 
 
 class _LeftError(Exception):
-    """A replica has left the fleet and gets no other process."""
+    """A replica has left the fleet and gets no new process."""
 
 
 class ReplicaKeeper(Keeper):
     """Keeps one replica alive: its process, and its connection to the controller.
 
-    Each process gets a new label, for its segments and its connection, so late reports of the process before it
-    are ignored.
+    Each process gets a new label, for its segments and its connection, so the hub ignores late reports of an
+    earlier process.
     """
 
     actor_class = "laminar_py.runtime.workers.processes.replica:ReplicaActor"
     concurrency = 16
-    first_starts = 2  # a replica that joined and fails so often leaves; any other ends the run
+    first_starts = 2  # a replica that joined a running fleet then leaves; any other ends the run
     memory_advice = "lower rollout.kv_capacity, rollout.max_batch or rollout.replicas"
     forgives_s = 3600.0
 
@@ -92,19 +92,19 @@ class ReplicaKeeper(Keeper):
         self.kill()
 
     def places(self) -> Sequence[NodeSlot | None]:
-        """Return the place of the one process; None if no plan has it yet. Raises `_LeftError` if it leaves."""
+        """Return the process's place; None if the plan has none yet. Raises `_LeftError` if the replica leaves."""
         if self.is_ending:
             raise _LeftError
         planned = self._placement.plan.replicas
         return [planned[self.index] if self.index < len(planned) else None]
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
-        """Attach a replica to a relay, open its connection, and start it with the trajectories it continues."""
+        """Attach the replica to a relay, open its connection, and start it with its first assignments."""
         fleet, config = self._fleet, self._fleet.config
         self._incarnation.stats.add_replica(self.index)
         self.relay = await fleet.relays.attach(self.index, parts[0].place)
         self.label = label = fleet.segments.new_label(f"replica-{self.index}")
-        await self._close_connection()  # of a failed start
+        await self._close_connection()  # a failed start left it
         self.connection = fleet.hub.open(label, self.index)
         fleet.update_places()
         spec = ReplicaSpec(
@@ -130,11 +130,11 @@ class ReplicaKeeper(Keeper):
     async def clean_up(self, error: PartCrashedError) -> PartCrashedError | None:
         """Give the work of a crashed replica to others; return the crash if it counts against the run.
 
-        A crash on purpose or over a full disk does not count. A leaving replica has left: raises `_LeftError`.
+        A kill on purpose or a crash over a full disk does not count. Raises `_LeftError` if the replica leaves.
         """
         await self._close_connection()
         await self.take_over()
-        self._incarnation.stats.next_report.set()  # `stop` may wait for its trajectories
+        self._incarnation.stats.next_report.set()  # `stop` may wait for the replica's trajectories
         on_purpose, leaves = self.is_killed, self._fleet.scheduler.views.by_index[self.index].leaving
         self.is_killed = False
         tolerated = leaves or StoreFullError.__name__ in error.reason
@@ -146,7 +146,7 @@ class ReplicaKeeper(Keeper):
         return None if on_purpose or tolerated else error
 
     async def wait_before_restart(self, failures: int) -> None:
-        """Have others continue the replica's trajectories, and wait."""
+        """Dispatch the replica's trajectories to others now; then wait as every part does."""
         self._fleet.dispatch_loop.run_now()
         await super().wait_before_restart(failures)
 
@@ -163,21 +163,22 @@ class ReplicaKeeper(Keeper):
             await segments.discard(salvage.journals)
 
     async def _watch_connection(self) -> None:
-        """Start the hub's heartbeat check of a replica, wait until it is lost, and raise PartCrashedError."""
+        """Start the hub's heartbeat check; raise PartCrashedError when the hub or a check gives the replica up."""
         assert self.connection is not None, "a started replica has a connection"
         self._fleet.hub.mark_started(self.connection)
         raise PartCrashedError(f"replica-{self.index}", await self.connection.lost)
 
     async def _close_connection(self) -> None:
+        """Close the connection, if any, after its last reports are processed."""
         connection, self.connection = self.connection, None
         if connection is not None:
             await self._fleet.hub.close(connection)
 
 
 class Replicas:
-    """Keeps the processes of all replicas alive, sends commands to them, and passes their reports on.
+    """Keeps the processes of all replicas alive, sends them commands, and passes their reports to `on_reports`.
 
-    `dispatch_loop` sends assignments; `on_reports` is awaited with the reports that arrive together.
+    `dispatch_loop` sends assignments; a call of `on_reports` gets the reports that arrive together.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Replicas:
             keeper.spawn()
 
     async def keep(self) -> None:
-        """Keep every replica alive until cancelled. Raises RunFailedError, ConfigError."""
+        """Serve the hub and keep every replica alive until cancelled. Raises an ExceptionGroup."""
         placement = self.incarnation.placement
         here = placement.here.node if self.config.cluster.address is not None else None
         hub = self._running_hub = ReplicaHub(
@@ -233,7 +234,7 @@ class Replicas:
     # ---- what the loops of the controller call
 
     def send_command(self, index: int, command: Command) -> None:
-        """Send a command to a replica that runs or starts; for any other replica the command has no meaning."""
+        """Send a command to a replica that runs or starts; drop a command for any other replica."""
         connection = self._keepers[index].connection
         if connection is not None:
             connection.send_command(command)
@@ -244,13 +245,13 @@ class Replicas:
             self.send_command(index, Submit([assignment]))
 
     def is_killed(self, index: int) -> bool:
-        """Return True if a replica was killed on purpose: others continue its work from its segments."""
+        """Return True if a replica's process was killed on purpose, and its keeper has not cleaned up yet."""
         return self._keepers[index].is_killed
 
     def check_weights(self, connection: ReplicaConnection, report: ReplicaReport) -> None:
-        """Lose a replica whose weights differ from another's, and send it the present address of its relay.
+        """Give a replica up if its weights differ from another's or its relay moved to another host.
 
-        A replica whose relay moved to another host is lost, too.
+        Otherwise send it the endpoint of its relay, if that has changed.
         """
         self._compare_weights(connection, report.loads)
         try:
@@ -264,19 +265,21 @@ class Replicas:
             connection.send_command(Follow(relay))
 
     def _compare_weights(self, connection: ReplicaConnection, loads: Sequence[VersionLoaded]) -> None:
-        """Lose a replica whose checksum of a version differs from the first one in the same layout."""
+        """Give a replica up if a version's checksum differs from the first checksum with as many GPUs."""
         for load in loads:
             if load.checksum is None:
                 continue
-            layout = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault((load.version, layout), (load.checksum, connection.replica))
+            num_gpus = load.checksum.count("-") + 1
+            agreed, first = self._checksums.setdefault(
+                (load.version, num_gpus), (load.checksum, connection.replica)
+            )
             if agreed != load.checksum:
                 connection.lose(f"its weights of version {load.version} differ from those of replica-{first}")
         for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:
             del self._checksums[key]
 
     def update_places(self) -> None:
-        """Tell the scheduler which replicas have a place in the present plan."""
+        """Send the scheduler, once for each plan, which replicas have a place."""
         plan = self.incarnation.placement.plan
         if plan is not self._plan:
             self._plan = plan
@@ -285,7 +288,7 @@ class Replicas:
     # ---- the fleet
 
     def join(self, config: RunConfig) -> None:
-        """Start to keep the replicas that are new to the scheduler; `config` has the new size of the fleet."""
+        """Start a keeper for each replica that is new in the scheduler; `config` has the fleet's new size."""
         assert self._tasks is not None, "replicas join while others are kept"
         self.config = config
         for index in range(len(self._keepers), len(self.scheduler.views.by_index)):
@@ -295,7 +298,7 @@ class Replicas:
 
     def remove(self, index: int) -> None:
         """End a leaving replica that has no work left, without counting a crash."""
-        assert self.scheduler.views.by_index[index].leaving, f"replica {index} was not to leave"
+        assert self.scheduler.views.by_index[index].leaving, f"replica {index} is removed, but is not leaving"
         self._keepers[index].is_ending = True
         if self._keepers[index].parts:
             self._keepers[index].end()
@@ -309,7 +312,10 @@ class Replicas:
         return bool(self._keepers[index].parts)
 
     async def _keep(self, keeper: ReplicaKeeper) -> None:
-        """Keep a replica alive until it has left. Raises RunFailedError, ConfigError."""
+        """Keep a replica alive until it has left, and record why it left. Raises RunFailedError, ConfigError.
+
+        A replica that joined a running fleet and does not start leaves, instead of the error.
+        """
         reason = SCALED
         try:
             await keeper.keep()
@@ -326,45 +332,45 @@ class Replicas:
         self._stats.remove_replica(keeper.index)
         self.incarnation.ledger.append(ReplicaLeft(keeper.index, reason))
         self.left[keeper.index] = reason
-        self.dispatch_loop.run_now()  # its trajectories wait for others
+        self.dispatch_loop.run_now()  # its trajectories wait for other replicas
 
     # ---- repacking
 
     async def speed(self) -> EngineSpeed:
-        """Return the speed of the engines, as the first replica that is up measures it before it has work."""
+        """Wait for a replica that is up, and return its engine's speed, which it knows or measures."""
         while True:
             for keeper in self._keepers:
                 if keeper.is_up:
                     with suppress(PartCrashedError):
                         return await keeper.parts[0].call_for(EngineSpeed, "speed", timeout_s=SPEED_S)
-            await asyncio.sleep(RETRY_S)  # all are starting
+            await asyncio.sleep(RETRY_S)  # all replicas are starting
 
     async def survey(self, replica: int) -> Survey | None:
-        """See `migration.ReplicaFleet.survey`."""
+        """Return a replica's trajectories and KV use; None if it ends or does not answer in `_answer_s`."""
         connection = self._keepers[replica].connection
         return None if connection is None else await connection.request_survey(within_s=self._answer_s)
 
     async def expect(self, replica: int, version: int, trajectory_ids: Sequence[str]) -> bool:
-        """See `migration.ReplicaFleet.expect`."""
+        """Return True if a replica promises to keep `version` until these trajectories arrive; else False."""
         connection = self._keepers[replica].connection
         return connection is not None and await connection.expect(version, trajectory_ids, within_s=self._answer_s)
 
     def give_up(self, replica: int, trajectory_ids: Sequence[str]) -> None:
-        """See `migration.ReplicaFleet.give_up`."""
+        """Have a replica abort these trajectories, which move to others, and report their tokens at once."""
         self.send_command(replica, GiveUp(list(trajectory_ids)))
 
     @property
     def _answer_s(self) -> float:
-        """Time for an answer: a silent replica must not delay the repacking of the others."""
+        """Limit in seconds for an answer: a silent replica must not delay the repacking of other replicas."""
         return max(ANSWER_S, self.config.repack.interval_s)
 
     # ---- their life
 
     async def stop(self, *, evaluations: bool) -> None:
-        """Interrupt all training, and with `evaluations` those too; return when no trajectory runs any more.
+        """Interrupt all training trajectories, and with `evaluations` also those; wait until no trajectory runs.
 
-        By then partial responses have arrived, and evaluations that were not interrupted have ended. A replica
-        that is starting is killed and starts again, since it cannot report yet.
+        By then partial responses have arrived, and evaluations without an interrupt have ended. A starting replica
+        is killed and starts again, since it cannot report yet.
         """
         views = self.scheduler.views
         for keeper in self._keepers:
@@ -377,7 +383,7 @@ class Replicas:
             await self._stats.next_report.wait()
 
     def restart(self) -> None:
-        """Replace all processes by fresh ones, whose engines may serve older versions."""
+        """Kill all processes, so that their keepers start new ones, whose engines may serve older versions."""
         for keeper in self._keepers:
             if keeper.parts:
                 self.scheduler.views.retire(keeper.index)
@@ -385,6 +391,6 @@ class Replicas:
 
     @property
     def hub(self) -> ReplicaHub:
-        """The controller's end of all connections."""
-        assert self._running_hub is not None, "there is a hub from `keep` on"
+        """The controller's end of all connections, which `keep` makes."""
+        assert self._running_hub is not None, "the hub does not exist before `keep`"
         return self._running_hub

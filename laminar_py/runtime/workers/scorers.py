@@ -26,7 +26,7 @@ SERVER_START_S = 120.0  # for the process beside a server
 
 
 class RemoteScorer:
-    """Calls one scoring process; see `reward.stage.ScorerHandle`."""
+    """Calls one scoring process, which scores `concurrency` responses at a time; a `ScorerHandle`."""
 
     def __init__(self, part: Part, concurrency: int) -> None:
         self._part = part
@@ -64,7 +64,7 @@ class ScorerKeeper(Keeper):
         self._segments = segments
 
     def places(self) -> Sequence[NodeSlot | None]:
-        """Return the nodes of the run in turn."""
+        """Return the place of the process: its index chooses among the nodes of the run."""
         return [self._placement.scorer_place(self._index)]
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
@@ -81,7 +81,7 @@ class ScorerKeeper(Keeper):
         self.publish_addresses(self.addresses)
 
     def publish_addresses(self, addresses: PoolAddresses) -> None:
-        """Send the scorer, and its successors, the addresses of the launched servers that are up."""
+        """Send the scorer, and each later process of it, the addresses of the launched servers that are up."""
         self.addresses = addresses
         for part in self.parts:
             part.send("reach", addresses)
@@ -95,7 +95,7 @@ class Scorers(KeeperGroup[ScorerKeeper]):
         super().__init__(ScorerKeeper(incarnation, index, segments) for index in workers)
 
     async def start(self) -> list[ScorerHandle]:
-        """Start the scorers, all at once."""
+        """Start all scorers at the same time, and return handles to call them. Raises an ExceptionGroup."""
         async with asyncio.TaskGroup() as tasks:
             started = [tasks.create_task(self._bring_up(keeper)) for keeper in self.keepers]
         return [task.result() for task in started]
@@ -165,7 +165,7 @@ class ServerKeeper(Keeper):
         self._publish()
 
     async def clean_up(self, error: PartCrashedError) -> PartCrashedError:
-        """Withdraw the address of a crashed server."""
+        """Withdraw the address of a crashed server from all scorers; return the crash, which counts."""
         if self.address is not None:
             self.address = None
             self._publish()
@@ -173,7 +173,7 @@ class ServerKeeper(Keeper):
 
 
 class RewardServers(KeeperGroup[ServerKeeper]):
-    """Keeps the servers of all pools; calls `publish` with the live ones whenever these change."""
+    """Keeps the servers of all pools alive; `publish` gets the addresses of live servers after each change."""
 
     def __init__(self, incarnation: Incarnation, *, publish: Callable[[PoolAddresses], None]) -> None:
         self._publish = publish
@@ -184,6 +184,7 @@ class RewardServers(KeeperGroup[ServerKeeper]):
         )
 
     def _publish_all(self) -> None:
+        """Publish the addresses of all live servers by pool, under a higher number than before."""
         self._number += 1
         pools: dict[str, list[ServerAddress]] = {}
         for keeper in self.keepers:

@@ -1,7 +1,7 @@
 """Segments of a run, as its controller sees them: labels of their writers, and rescue of tokens after crashes.
 
 The controller works with references and reads no token. All hosts of a run see the folder of its segments. A part
-writes under the label that it was started with, so the name of a segment tells its writer.
+writes under the label of its start, so the name of a segment names the writer.
 """
 
 import asyncio
@@ -33,21 +33,21 @@ class RunSegments:
         self._starts = count()
 
     def new_label(self, part: str) -> str:
-        """Return a label for a part that starts, e.g. `replica-3-2-17`: the 17th start of incarnation 2."""
+        """Return a label for a part that starts, e.g. `replica-3-2-17`: start number 17 of incarnation 2."""
         return f"{part}-{self._incarnation}-{next(self._starts)}"
 
     async def salvage(self, label: str, running: Mapping[str, RecordedProgress]) -> Salvage:
-        """Rescue unreported tokens of these trajectories from a crashed part's journals, if they can be read."""
+        """Rescue unreported tokens of `running` trajectories from a crashed part's journals, if readable."""
         if not running:
             return Salvage([], [])
         try:
             return await asyncio.to_thread(salvage, self.folder, label, running)
         except OSError as error:
-            log.error("no tokens are salvaged from %s: %s", label, error)
+            log.error("journals of %s are unreadable, so its unreported tokens are lost: %s", label, error)
             return Salvage([], [])
 
     async def discard(self, journals: Iterable[Path]) -> None:
-        """Delete journals, after everything appended so far is on record."""
+        """Commit the ledger, then delete these journals."""
         await self._ledger.commit()
         for path in journals:
             await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -79,7 +79,7 @@ def _size(path: Path) -> int:
 
 
 async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: TrajectoryScheduler) -> None:
-    """Give the scheduler the trajectories of a crashed controller; drop trajectories without segments."""
+    """Restore a crashed controller's trajectories, with tokens of journals; drop trajectories without segments."""
     missing = await asyncio.to_thread(segments.find_missing, recovered.live)
     running = {
         entry.id: RecordedProgress(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)

@@ -36,7 +36,7 @@ class RelaySpec(PartStart, frozen=True, kw_only=True):
 
 
 class ReportPace(msgspec.Struct, frozen=True):
-    """How often a replica reports: news gathers for `gather_s`; without news it reports every `quiet_s`."""
+    """How often a replica reports: news gathers for `gather_s`; without news reports leave every `quiet_s`."""
 
     gather_s: float
     quiet_s: float
@@ -75,7 +75,7 @@ class WeightsSpec(PartStart, frozen=True, kw_only=True):
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """Trajectories of a rank's next step, whose tokens it reads; its answer has the lost ones with reasons."""
+    """A rank's trajectories of the next step: the rank reads the tokens, and returns why trajectories are lost."""
 
     bundles: list[list[TrajectoryRef]]  # one for each microbatch
 
@@ -92,7 +92,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
 
     metrics: StepMetrics
     version: int | None  # number under which the new weights are published
-    stall_s: float  # seconds that the learner stood still for it
+    stall_s: float  # seconds that the learner stood still for the publication
 
 
 class ScorerSpec(WriterStart, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class ScorerSpec(WriterStart, frozen=True, kw_only=True):
 
 
 class EnvironmentSpec(PartStart, frozen=True, kw_only=True):
-    """Start of an environment process; `messages`: the chat template renders observations."""
+    """Start of an environment process; with `messages` the chat template renders observations."""
 
     index: int
     messages: bool
@@ -125,13 +125,13 @@ class ReferenceSpec(WriterStart, frozen=True, kw_only=True):
 
 
 class ReferenceRequest(msgspec.Struct, frozen=True):
-    """Trajectories for one packed pass of the reference model."""
+    """Trajectories of one packed batch for the reference model."""
 
     trajectories: list[TrajectoryRef]
 
 
 class ReferenceAnswer(msgspec.Struct, frozen=True):
-    """References to the log-probabilities of some trajectories under the reference model."""
+    """Where the log-probabilities of a batch under the reference model are stored."""
 
     logprobs: dict[str, ColumnRef]  # by trajectory
     lost: dict[str, str]  # lost trajectory -> reason
@@ -142,4 +142,4 @@ class TrackerSpec(msgspec.Struct, frozen=True):
     """Start of a tracker's process."""
 
     opening: Opening
-    environment: dict[str, str]  # of the controller, with addresses and credentials of servers
+    environment: dict[str, str]  # the controller's variables, with addresses and credentials of servers

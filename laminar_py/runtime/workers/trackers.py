@@ -62,11 +62,11 @@ class TrackerKeeper(Keeper):
 
     @property
     def undelivered(self) -> int:
-        """Number of messages that were dropped, or wait."""
+        """Number of messages that were dropped, were lost in a crash, or wait."""
         return self._sent - self._delivered
 
     def start(self) -> None:
-        """Begin to deliver, in a task outside the run's group, so that a failing tracker does not end the run."""
+        """Start to deliver, in a task outside the run's group, so that a failing tracker does not end the run."""
         self._task = asyncio.create_task(self.keep(), name=f"tracker-{self._opening.kind}")
 
     def enqueue_message(self, message: Message) -> None:
@@ -106,7 +106,7 @@ class TrackerKeeper(Keeper):
         await parts[0].call("start", TrackerSpec(self._opening, environment))
 
     async def watch(self, parts: Sequence[Part]) -> None:
-        """Deliver messages up to `Ending`. Raises PartCrashedError; the message on its way is lost."""
+        """Deliver messages up to `Ending`. Raises PartCrashedError, and then the message in delivery is lost."""
         message: Message | None = None
         while not isinstance(message, Ending):
             message = await self._queue.get()
@@ -114,18 +114,19 @@ class TrackerKeeper(Keeper):
             self._delivered += 1
 
     async def clean_up(self, error: PartCrashedError) -> None:
-        """Log a crash, which does not count against the run; raise it once the run is over, for no restart."""
+        """Log a crash, which does not count against the run; raise it after the run's end, to stop restarts."""
         self._warn(f"its process crashed ({error.reason}), see logs/{error.part}.log")
         if self._closing.is_set():
             raise error
 
     async def wait_before_restart(self, failures: int) -> None:
-        """Wait before a restart, but not once the run is over."""
+        """Wait `retry_s`, or until the run is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._retry_s):
                 await self._closing.wait()
 
     def _warn(self, reason: str) -> None:
+        """Log the first reason for which messages are dropped."""
         if not self._warned:
             log.warning("tracker %s: messages are dropped: %s", self._opening.kind, reason)
         self._warned = True
@@ -138,7 +139,7 @@ class Trackers:
         config, run = incarnation.config, incarnation.run
         project = config.tracking.project or config.name
         settings = flat_settings(config.model_dump(mode="json"))
-        self._links = [
+        self._keepers = [
             TrackerKeeper(
                 Opening(kind=kind, folder=str(run.path), name=run.name, project=project, settings=settings),
                 incarnation,
@@ -148,9 +149,9 @@ class Trackers:
         self._next = 0 if resumed else 1  # the expected step unless steps are undone; 0: no step is expected
 
     def start(self) -> None:
-        """Begin to deliver."""
-        for link in self._links:
-            link.start()
+        """Start to deliver messages to all trackers."""
+        for keeper in self._keepers:
+            keeper.start()
 
     def step(self, row: StepRow) -> None:
         """Send a committed step; if it is not the next one, the trackers first undo the steps after it."""
@@ -164,11 +165,11 @@ class Trackers:
         self._enqueue_message(Values(result.step, flat_evaluation(result)))
 
     async def close(self, summary: Summary | None) -> None:
-        """End all trackers; without a summary the run failed."""
+        """Deliver the summary to all trackers and end them; None means that the run failed."""
         values = None if summary is None else flat_summary(summary)
         limit_s = FAILED_CLOSE_S if summary is None else CLOSE_S
-        await asyncio.gather(*(link.close(values, limit_s=limit_s) for link in self._links))
+        await asyncio.gather(*(keeper.close(values, limit_s=limit_s) for keeper in self._keepers))
 
     def _enqueue_message(self, message: Message) -> None:
-        for link in self._links:
-            link.enqueue_message(message)
+        for keeper in self._keepers:
+            keeper.enqueue_message(message)

@@ -204,7 +204,7 @@ async def test_a_fault_of_the_server_is_one_line(model_dir):
 
 async def test_what_is_no_sglang_server_is_refused(model_dir):
     assert "server_info was refused with 404" in await refusal(Server(server=None), model_dir)
-    assert "answered nonsense to server_info" in await refusal(Server(server={"version": 5}), model_dir)
+    assert "sent an invalid answer to server_info" in await refusal(Server(server={"version": 5}), model_dir)
 
 
 @pytest.mark.parametrize("config", ['{"text_config": {"vocab_size": 320}}', "{", None])

@@ -112,7 +112,7 @@ class Server:
                 await engine.start()
                 if loaded:
                     await engine.load_weights(WEIGHTS, 1)
-                engine._server.timeout_s = stall_timeout_s
+                engine._connection.timeout_s = stall_timeout_s
                 yield engine
         finally:
             await engine.close()

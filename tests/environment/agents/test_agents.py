@@ -449,7 +449,7 @@ def generate(ids, **more):
     body = {"model": "policy", "token_ids": ids, **more}
     found = client.with_options(base_url=url).post("/inference/v1/generate", cast_to=object, body=body)
     return found["choices"][0]
-one = generate([5, 6], stop="8", sampling_params={"stop": ["Observation:"], "temperature": 0.5})
+one = generate([5, 6], stop="8", sampling_params={"stop": ["Observation:"], "logprobs": 1, "stop_token_ids": [1]})
 print(one["finish_reason"], json.dumps(one["token_ids"]))
 try:
     generate([5, 6], sampling_params={"n": 2})
@@ -623,7 +623,7 @@ for asks in {[asks for asks, _ in REFUSED]}:
     [
         ("sys.exit(3)", "the agent ended with code 3: it wrote nothing"),
         ("raise ValueError('no\\nway')", "the agent ended with code 1: way"),
-        ("", "the agent ended before it asked its model anything"),
+        ("", "the agent ended before its first request to the model; see its log"),
     ],
 )
 async def test_an_agent_that_fails_drops_its_trajectory_with_its_last_words(tmp_path, agent, words):
@@ -834,7 +834,7 @@ async def test_an_agent_that_asks_otherwise_over_again_is_dropped(tmp_path):
     await story.lead(["4", "7", "9"], to_the_end=False)
     heard = await story.lead(["10"])
     assert heard[-1].failure is DropReason.ENVIRONMENT_LOST
-    assert "the replay answered turn 1 otherwise" in heard[-1].detail
+    assert "the replay answered turn 1 differently" in heard[-1].detail
 
 
 async def test_agents_of_a_launcher_that_is_killed_fail_and_others_begin(tmp_path):

@@ -196,11 +196,11 @@ def test_process_rewards_and_columns_travel_together() -> None:
     [
         (HINTS, [1, 2], r"column 'hints' has shape \(2,\); return one number for each of 1 tokens"),
         (HINTS, 1, r"column 'hints' has shape \(\)"),
-        (HINTS, [0.5], "column 'hints' holds float64; return int32"),
-        (HINTS, [2**40], "column 'hints' holds a number beyond int32"),
-        (GAINS, ["1"], "column 'gains' holds <U1; return float32"),
+        (HINTS, [0.5], "column 'hints' holds values of type float64; return int32"),
+        (HINTS, [2**40], "column 'hints' holds a number outside the range of int32"),
+        (GAINS, ["1"], "column 'gains' holds values of type <U1; return float32"),
         (GAINS, [float("nan")], "column 'gains' holds a number that is not finite"),
-        (GAINS, [1e300], "column 'gains' holds a number beyond float32"),
+        (GAINS, [1e300], "column 'gains' holds a number outside the range of float32"),
         (GAINS, [[1.0]], r"column 'gains' has shape \(1, 1\)"),
     ],
 )
@@ -223,9 +223,9 @@ def test_an_error_of_our_own_is_no_failed_reward(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise ValueError("ours")
 
-    monkeypatch.setattr(outcome, "_check_columns", broken)
+    monkeypatch.setattr(outcome, "_check_array", broken)
     with pytest.raises(ValueError, match="ours"):
-        call(lambda request: 1.0, "a")
+        call(lambda request: [1.0], "a")
 
 
 def test_named_numbers_add_up_and_are_kept_by_name() -> None:
@@ -251,7 +251,8 @@ async def test_an_async_function_is_called_for_many_at_once_and_each_has_its_own
     assert [o.value for o in outcomes] == [1.0, None, 2.0, None]
     line = wait_or_fail.__code__.co_firstlineno + 2
     assert (
-        outcomes[1].detail == f"no value within 0.1 s, by reward.timeout_s or its own limit (at {__file__}:{line})"
+        outcomes[1].detail
+        == f"no value within 0.1 s (reward.timeout_s, or timeout_s of the term) (at {__file__}:{line})"
     )
     assert LimitedFunction(wait_or_fail, timeout_s=1.0).concurrency == CALLS_AT_ONCE
 

@@ -109,14 +109,17 @@ async def test_a_hang_that_nothing_interrupts_costs_its_own_response(tmp_path, k
         outcomes = await outcomes_of(pool, "1", kind, "2", "3")
     assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0, 3.0]
     assert outcomes[1].failure is LATE
-    assert outcomes[1].detail.endswith("by reward.timeout_s or its own limit, nor could it be stopped")
+    assert outcomes[1].detail.endswith("(reward.timeout_s, or timeout_s of the term), and it did not stop")
 
 
 async def test_a_response_that_kills_its_process_is_given_up_after_some_and_the_others_are_scored(tmp_path):
     async with pool_of(tmp_path, timeout_s=30.0) as pool:
         outcomes = await outcomes_of(pool, "1", "crash", "2")
     assert [outcome.value for outcome in outcomes] == [1.0, None, 2.0]
-    assert (outcomes[1].failure, outcomes[1].detail) == (FAILED, f"its process crashed {MOST_CRASHES} times")
+    assert (outcomes[1].failure, outcomes[1].detail) == (
+        FAILED,
+        f"the process that scored it crashed {MOST_CRASHES} times",
+    )
 
 
 async def test_a_process_that_crashes_without_a_call_is_replaced_by_the_next(tmp_path):

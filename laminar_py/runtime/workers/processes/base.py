@@ -1,4 +1,4 @@
-"""Base of the actors beside this module, and the first acts of their processes.
+"""Base of the actors beside this module, and steps of their start: config, log, readers and writers.
 
 An actor is the object that a process hosts. Its methods take and return typed records or scalars, which
 `cluster.calls.Shell` decodes and encodes by their annotations. A part that failed raises its own error at the next
@@ -25,10 +25,7 @@ from laminar_py.runtime.workers.specs import PartStart, WriterStart
 
 
 class PartActor:
-    """Base of all actors. The kernel kills the process when its parent ends: a Ray node, or the fork server.
-
-    A process that computes, hangs or is stopped would notice the end of its parent late or never.
-    """
+    """Base of all actors. The kernel kills the process when its parent, Ray's node or the fork server, ends."""
 
     def __init__(self) -> None:
         threading.Thread(target=_end_with_parent, name="end-with-node", daemon=True).start()
@@ -39,16 +36,15 @@ class PartActor:
 
 
 def _end_with_parent() -> None:
-    """Ask for the kernel's signal on a thread that lives as long as the process: the request ends with it."""
+    """Request the kernel's signal, and never return: the request ends with the thread that made it."""
     kernel.end_with_parent()
     threading.Event().wait()
 
 
 class ComputingActor(PartActor):
-    """Base of actors whose calls come on several threads and compute on one (`on_compute_thread`).
+    """Base of actors whose calls arrive on several threads, and compute on one thread (`on_compute_thread`).
 
-    The allocator gives each thread memory of its own and keeps it there, so a process that computed on six threads
-    would hold six times the memory of a step.
+    The allocator keeps memory for each thread, so six computing threads would hold six times the memory of a step.
     """
 
     def __init__(self) -> None:
@@ -62,7 +58,7 @@ T = TypeVar("T")
 
 
 def on_compute_thread(method: Callable[Concatenate[Actor, P], T]) -> Callable[Concatenate[Actor, P], T]:
-    """Have calls of a method run on the compute thread of its actor, one after the other."""
+    """Wrap a method so that its calls run on the actor's compute thread, one after the other."""
 
     @wraps(method)
     def run(self: Actor, *arguments: P.args, **named: P.kwargs) -> T:
@@ -72,22 +68,22 @@ def on_compute_thread(method: Callable[Concatenate[Actor, P], T]) -> Callable[Co
 
 
 def read_run_config(spec: PartStart, name: str) -> RunConfig:
-    """Return the config of this process's run; have the process log into the run's folder from now on."""
+    """Return the run's config from `spec`; from now on the process logs into `<run>/logs/<name>.log`."""
     log_to(spec.run_dir, name)
     return read_config(spec.config)
 
 
 def open_reader(spec: PartStart, config: RunConfig) -> PayloadReader:
     """Open a reader of the run's segments."""
-    return PayloadReader(open_folder(spec), patience_s=PATIENCE_S if has_several_hosts(config) else 0.0)
+    return PayloadReader(segments_folder(spec), patience_s=PATIENCE_S if has_several_hosts(config) else 0.0)
 
 
 def open_writer(spec: WriterStart, config: RunConfig) -> SegmentWriter:
-    """Open the writer of this part's segment."""
-    return SegmentWriter(open_folder(spec), spec.label, shared=has_several_hosts(config))
+    """Open the writer of the segment with the part's label."""
+    return SegmentWriter(segments_folder(spec), spec.label, shared=has_several_hosts(config))
 
 
-def open_folder(spec: PartStart) -> Path:
+def segments_folder(spec: PartStart) -> Path:
     """Return the folder of the run's segments."""
     return segments_path(Path(spec.run_dir))
 

@@ -22,7 +22,7 @@ class EnvironmentActor(PartActor):
         self._open = AsyncExitStack()
 
     async def start(self, spec: EnvironmentSpec) -> None:
-        """Load the kind of environment that the config names."""
+        """Open the kind of environment that the config names, and start to answer turns over a socket."""
         config = read_run_config(spec, f"environment-{spec.index}")
         settings = config.environment
         assert settings is not None, "a run without environments has no process for them"
@@ -54,7 +54,7 @@ class EnvironmentActor(PartActor):
         self._host.forget(trajectory_ids)
 
     async def watch(self, seconds: float) -> None:
-        """Return after so many seconds; raise the error that makes the process of no use, if there is one."""
+        """Return after so many seconds. Raises the error that ended the socket, or spent the process's limits."""
         if self._serving.done():
             self._serving.result()
         await self._calls.watch(seconds)

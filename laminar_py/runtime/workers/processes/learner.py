@@ -60,7 +60,7 @@ VERSION = 0  # of all weights that are evaluated, also where an evaluation is re
 
 
 class LearnerActor(ComputingActor):
-    """Hosts a rank of the learner, and on rank 0 the publisher. Some calls last over a step, on a thread."""
+    """Hosts a rank of the learner, and on rank 0 the publisher. Calls that only wait can run beside a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ class LearnerActor(ComputingActor):
 
     @on_compute_thread
     def start(self, spec: LearnerSpec) -> LearnerStarted:
-        """Load or warm-start the model, restore a checkpoint; return the sizes of the model."""
+        """Read the config, then `load` the model; return the sizes of the model."""
         config = read_run_config(spec, f"learner-{spec.rank}")
         compute_on(learner_threads(config, num_cores=len(os.sched_getaffinity(0)), ranks_here=spec.ranks_here))
         allow_many_files()
         return self.load(config, spec, open_reader(spec, config))
 
     def load(self, config: RunConfig, spec: LearnerSpec, reader: PayloadReader) -> LearnerStarted:
-        """Make the learner and the publisher; `reader` reads the tokens of its steps."""
+        """Make learner and publisher, restore the checkpoint if any; `reader` reads the tokens of each step."""
         self._reader = reader
         kind = config.rollout.engine.kind
         stand_in = BACKENDS.get(kind).open_learner
@@ -127,7 +127,7 @@ class LearnerActor(ComputingActor):
         return self._publish(version)
 
     def _publish(self, version: int) -> float:
-        """Write the version on rank 0; the other ranks take part in gathering each tensor."""
+        """Write the version on rank 0, while all ranks gather each tensor; return the seconds of stall."""
         tensors: Iterable[tuple[str, torch.Tensor]] = self._learner.named_tensors(dtype=self._dtype)
         if self._publisher is not None:
             return self._publisher.publish(version, tensors)
@@ -136,7 +136,7 @@ class LearnerActor(ComputingActor):
         return 0.0
 
     def completed(self, version: int) -> Published:
-        """Return a published version, once it is complete; only rank 0 is called."""
+        """Wait until a published version is complete, and return it; the controller calls only rank 0."""
         assert self._publisher is not None, "rank 0 publishes"
         return self._publisher.completed(version)
 
@@ -153,15 +153,15 @@ class LearnerActor(ComputingActor):
 def _real_learner(
     config: RunConfig, spec: LearnerSpec, note: Callable[[LearnerProgress], None]
 ) -> tuple[Learner, LearnerStarted]:
-    """Join the group of ranks and make this rank's learner; return it with its sizes for the controller.
+    """Join the group of ranks and make this rank's learner; return the learner and its sizes.
 
-    Rank 0 makes the warm start first, if the config has one and this start needs it. `note` gets its progress.
+    If the config has a warm start and this start needs it, rank 0 makes it first; `note` gets the progress.
     """
     device = config.learner_device.value
     model = config.model
     refers_to_start = config.algorithm.has_reference and config.algorithm.reference is None
-    begins = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
-    if config.warm_start is not None and begins:
+    needs_start = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
+    if config.warm_start is not None and needs_start:
         if spec.rank == 0:
             _warm_start(config, note)  # the other ranks wait for it in `join_group`
         model = initial_model(config)
@@ -181,7 +181,7 @@ def _real_learner(
 
 
 def initial_model(config: RunConfig) -> ModelConfig:
-    """Return the model that RL begins with: the configured one, or its warm start in the cache."""
+    """Return the model that RL begins with: the configured model, or its warm start in the cache."""
     if config.warm_start is None:
         return config.model
     key = cache_key(config.model, config.warm_start, chat=config.data.chat, seed=config.seed)
@@ -189,7 +189,7 @@ def initial_model(config: RunConfig) -> ModelConfig:
 
 
 def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:
-    """Put the warm-started model into the cache, if it is not there."""
+    """Train the warm-started model into the cache, if it is not there; `note` gets the progress."""
     settings = config.warm_start
     assert settings is not None, "called only where a warm start is configured"
     encoder = PromptEncoder(
@@ -238,11 +238,11 @@ def folder_tensors(model: Path, dtype: str) -> Iterator[tuple[str, torch.Tensor]
 
 
 class ReferenceActor(ComputingActor):
-    """Hosts the reference: the model that the config names, or the model that RL begins with."""
+    """Hosts the reference model: the model that the config names, or the model that RL begins with."""
 
     @on_compute_thread
     def start(self, spec: ReferenceSpec) -> None:
-        """Load the model."""
+        """Open the run's segments, and load the reference model."""
         compute_on(1)
         config = read_run_config(spec, "reference-0")
         self._reader, self._writer = open_reader(spec, config), open_writer(spec, config)
@@ -256,10 +256,10 @@ class ReferenceActor(ComputingActor):
 
     @on_compute_thread
     def logprobs(self, request: ReferenceRequest) -> ReferenceAnswer:
-        """Compute and store the log-probabilities of one packed pass; return references to them."""
+        """Compute and store log-probabilities of one packed batch; return where they are stored."""
         started = time.perf_counter()
         complete, lost = complete_all(request.trajectories, self._reader)
-        # a reference chooses its experts itself
+        # the reference model chooses its experts itself
         trajectories = [msgspec.structs.replace(item, routed_experts=None) for item in complete.values()]
         answers = zip(trajectories, self._model.logprobs(trajectories) if trajectories else [], strict=True)
         pieces = [

@@ -15,7 +15,7 @@ class RelayActor(PartActor):
     """Hosts a relay node."""
 
     async def start(self, spec: RelaySpec) -> str:
-        """Bind a port and run the node; return its endpoint."""
+        """Bind a port, start the node's task, and note its store in the run's folder; return its endpoint."""
         allow_many_files()
         relay = read_run_config(spec, f"relay-{spec.node}").relay
         self._events: list[RelayEvent] = []
@@ -35,10 +35,7 @@ class RelayActor(PartActor):
         return self._node.endpoint
 
     async def ping(self, parents: tuple[str, ...]) -> list[RelayEvent]:
-        """Return the events since the last ping; raise the error that ended the node, if any did.
-
-        `parents` are the endpoints of the node's parents, which may have moved.
-        """
+        """Set the endpoints of the node's parents; return its events since the last ping. Raises its error."""
         self._node.set_parents(parents)
         if self._task.done():
             self._task.result()

@@ -1,6 +1,6 @@
 """The process of a rollout replica and its engine.
 
-It keeps the measured speeds of engines in `.cache/engine_speed`, by hardware and all settings that matter to it.
+The process stores the measured speed of its engine in `.cache/engine_speed`, by hardware and settings.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from laminar_py.runtime.link.turns import RemoteEnvironments
 from laminar_py.runtime.workers.processes.base import (
     PartActor,
     has_several_hosts,
-    open_folder,
     open_reader,
     read_run_config,
+    segments_folder,
 )
 from laminar_py.runtime.workers.specs import ReplicaSpec
 
@@ -51,7 +51,7 @@ class ReplicaActor(PartActor):
     """Hosts a rollout replica and its engine."""
 
     async def start(self, spec: ReplicaSpec) -> None:
-        """Open the engine; wire relay subscriber, replica and link, and start them."""
+        """Open the engine; make and start the relay subscriber, the replica and the link to the controller."""
         config = read_run_config(spec, f"replica-{spec.index}")
         rollout = config.rollout
         if rollout.engine.yields_cpus:
@@ -73,7 +73,7 @@ class ReplicaActor(PartActor):
             engine=engine,
             weights=self._weights,
             store=SegmentStore(
-                open_folder(spec), spec.label, open_reader(spec, config), shared=has_several_hosts(config)
+                segments_folder(spec), spec.label, open_reader(spec, config), shared=has_several_hosts(config)
             ),
             clock=SystemClock(),
             on_new_weights=OnNewWeights(rollout.on_new_weights),
@@ -121,7 +121,7 @@ class ReplicaActor(PartActor):
         return speed.with_roofline(config.repack.roofline_batch)
 
     async def ended(self) -> None:
-        """Wait until the replica ends, and raise the error that ended it, once its last report was delivered."""
+        """Wait until the replica, its subscriber or its link ends, log the error, and raise it."""
         tasks = {self._link, self._task, self._listening}
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         with _unwrapping_bugs(self._config):
@@ -132,7 +132,7 @@ class ReplicaActor(PartActor):
 
 
 def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> Environments | None:
-    """Return the environments of this replica: in processes of their own, or the backend's in this process."""
+    """Return the replica's environments: in other processes if the config has some, else the engine backend's."""
     if config.environment is None:
         return BACKENDS.get(config.rollout.engine.kind).open_environments(config)
     return RemoteEnvironments(Path(spec.run_dir), config.environment.workers, wire, spec.label)
@@ -140,10 +140,10 @@ def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> 
 
 @contextlib.contextmanager
 def _unwrapping_bugs(config: RunConfig) -> Iterator[None]:
-    """Raise the bug behind an error of the block as itself, and any other error unchanged.
+    """Raise a bug in this package or a backend as itself, and any other error of the block unchanged.
 
-    A bug in the engine arrives as the cause of an `EngineLostError`, which would count as a crash of the engine.
-    The message of a bug in an installed backend names its package.
+    A bug may be the cause of an `EngineLostError`, which alone would count as a crash of the engine. The message
+    of a bug in an installed backend names its package.
     """
     try:
         yield

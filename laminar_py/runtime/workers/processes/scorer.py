@@ -17,7 +17,7 @@ class ScorerActor(PartActor):
         self._launched = LaunchedServers()
 
     async def start(self, spec: ScorerSpec) -> int:
-        """Start the processes and calls of the reward's terms; return how many responses it scores at a time."""
+        """Start the reward's terms; return how many responses the scorer processes at a time."""
         name = f"scorer-{spec.index}"
         config = read_run_config(spec, name)
         self._scorer = Scorer(
@@ -39,7 +39,7 @@ class ScorerActor(PartActor):
         self._launched.update(addresses)
 
     async def submit_responses(self, responses: list[Unscored]) -> None:
-        """Begin to score responses."""
+        """Start to score responses, and return at once."""
         self._scorer.submit_responses(responses)
 
     async def next_scores(self, wait_s: float) -> list[Score]:

@@ -15,7 +15,7 @@ from laminar_py.runtime.workers.specs import ServerStart, TrackerSpec
 
 NICENESS = 10  # of a tracker
 
-# each kind imports its own libraries in a method, since the others need none of them
+# each actor imports its own libraries in a method, since the other actors do not need them
 
 
 class ServerActor(PartActor):
@@ -34,7 +34,7 @@ class ServerActor(PartActor):
         return ServerAddress(self._server.url, self._server.api_key)
 
     async def watch(self, wait_s: float) -> None:
-        """Wait so long; raises `EngineLostError` as soon as the server has ended."""
+        """Wait `wait_s` seconds. Raises `EngineLostError` as soon as the server has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._server.watch()
@@ -69,6 +69,7 @@ class TrackerActor(PartActor):
 
 @contextmanager
 def _tracker_errors() -> Iterator[None]:
+    """Raise any error of the block as `TrackerError`."""
     try:
         yield
     except Exception as error:
