@@ -842,7 +842,8 @@ async def test_agents_of_a_launcher_that_is_killed_fail_and_others_begin(tmp_pat
 import signal, time
 ask()
 if problem["prompt"] == "2+2=":
-    os.kill(os.getppid(), signal.SIGKILL)
+    launcher = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]  # above the guard
+    os.kill(int(launcher), signal.SIGKILL)
     time.sleep(60)
 said.append({"role": "user", "content": "and 3?"})
 ask()
