@@ -140,7 +140,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
         )
 
     def response(
-        self, answers: Sequence[AgentAnswer], *, name: str, decode_turn: Callable[[IntArray], str]
+        self, answers: Sequence[AgentAnswer], *, name: str, token_bytes: Callable[[IntArray], list[bytes]]
     ) -> dict[str, Any]:
         """Build the body of a chat completion, with a choice for each answer."""
         choices: list[dict[str, Any]] = [
@@ -149,7 +149,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
         ]
         for choice, answer in zip(choices, answers, strict=True):
             if self.logprobs and len(answer.logprobs):
-                choice["logprobs"] = _logprobs(answer, decode_turn)
+                choice["logprobs"] = _logprobs(answer, token_bytes)
             if self.return_token_ids:
                 choice["token_ids"] = answer.ids.tolist()
         head = {
@@ -228,12 +228,12 @@ class CodeRequest(msgspec.Struct):
     code: str
 
 
-def _logprobs(answer: AgentAnswer, decode_turn: Callable[[IntArray], str]) -> dict[str, Any]:
+def _logprobs(answer: AgentAnswer, token_bytes: Callable[[IntArray], list[bytes]]) -> dict[str, Any]:
     """Write log-probabilities of tokens in the form of a chat completion; the end token has no text."""
-    texts = [decode_turn(np.array([id], np.int32)) for id in answer.ids.tolist()]
+    pairs = zip(token_bytes(answer.ids), answer.logprobs.tolist(), strict=True)
     entries = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts, answer.logprobs.tolist(), strict=True)
+        {"token": data.decode(errors="replace"), "logprob": value, "bytes": list(data), "top_logprobs": []}
+        for data, value in pairs
     ]
     return {"content": entries, "refusal": None}
 

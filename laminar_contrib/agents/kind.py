@@ -12,6 +12,7 @@ from laminar_contrib.agents.agent import AgentEnvironment, AgentStarter
 from laminar_contrib.agents.connections import ConnectionBounds
 from laminar_contrib.agents.endpoint import serve
 from laminar_contrib.agents.runner import AgentRunner, ExternalAgents, LauncherError, load_or_make_key
+from laminar_contrib.agents.token_bytes import TokenBytes
 from laminar_contrib.sandbox import PythonSession, SandboxPool
 from laminar_contrib.tools.call_formats import CallFamily, HermesCalls, LlamaCalls
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
@@ -95,7 +96,8 @@ async def open_agents(
     port = settings.port + home.index if settings.port else 0
     bounds = ConnectionBounds(connections=settings.max_connections, body_bytes=settings.max_body_bytes)
     async with AsyncExitStack() as stack:
-        served = serve(agents, home.decode_turn, external=external, host=settings.host, port=port, bounds=bounds)
+        token_bytes = TokenBytes(home.model, home.decode_turn)
+        served = serve(agents, token_bytes, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
         pool = await stack.enter_async_context(SandboxPool.from_config(home.sandbox)) if settings.python else None
         if external is None:

@@ -507,6 +507,7 @@ parts = [event for event in events if event.choices]
 print(json.dumps([event.choices[0].delta.content for event in parts]))
 print("".join(token.token for event in parts for token in event.choices[0].logprobs.content))
 print([token.logprob for event in parts for token in event.choices[0].logprobs.content][:3])
+print(json.dumps([token.bytes for event in parts for token in event.choices[0].logprobs.content]))
 print(events[-1].usage.completion_tokens, parts[-1].choices[0].finish_reason)
 print([event.choices[0].delta.role for event in parts][:3])
 said += [{"role": "assistant", "content": "".join(event.choices[0].delta.content for event in parts)},
@@ -517,10 +518,15 @@ print("".join(event.choices[0].delta.content for event in stream()))
     text = "thirty-seven \u20ac and \U0001f600"
     heard = await story.lead([text, "7"])
     assert heard[1].follows is None, "what was streamed is what was said"
-    parts, whole, values, usage, roles, again = story.log().split("\n")[:6]
+    parts, whole, values, token_bytes, usage, roles, again = story.log().split("\n")[:7]
     assert "".join(json.loads(parts)) == text
     assert whole.startswith("thirty-seven")
     assert json.loads(values) == [-1.0, -2.0, -3.0]
+    found = json.loads(token_bytes)
+    assert bytes(byte for data in found for byte in data).decode() == text, (
+        "parts of a character have their own bytes"
+    )
+    assert found[-1] == []
     assert usage.split() == [str(len(story.codec.encode(text)) + 1), "stop"]
     assert roles == "['assistant']"
     assert again == "7"
