@@ -19,7 +19,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of byte fallback
 class TokenBytes:
     """Finds the bytes of tokens, e.g. `TokenBytes(model, decode_turn)(ids)`.
 
-    It reads the tokenizer at the first call. `decode_turn` gives the text of tokens without the token that ends a turn.
+    It reads the tokenizer at the first call. `decode_turn` gives the text of tokens without the end of a turn.
     """
 
     def __init__(self, model: Path, decode_turn: Callable[[IntArray], str]) -> None:

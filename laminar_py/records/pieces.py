@@ -134,9 +134,9 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
         """Number of positions."""
         return len(self.data) // (self.layers * self.top_k * self.width)
 
-    def first(self, count: int) -> "RoutedExperts":
-        """Return the first `count` positions."""
-        num_bytes = count * self.layers * self.top_k * self.width
+    def up_to(self, end: int) -> "RoutedExperts":
+        """Return the experts of positions below `end`."""
+        num_bytes = max(0, end - self.start) * self.layers * self.top_k * self.width
         return msgspec.structs.replace(self, data=self.data[:num_bytes])
 
     @property

@@ -149,6 +149,11 @@ def turn_ends(spans: Sequence[Span]) -> list[int]:
     return [span.end for span, ends in zip(spans, is_last, strict=False) if ends and span.version is not None]
 
 
+def last_answer(spans: Sequence[Span]) -> Span:
+    """Return the last span that an environment wrote, an empty span if there is none."""
+    return next((span for span in reversed(spans) if span.version is None), Span(None, 0, 0))
+
+
 def encode_spans(spans: tuple[Span, ...]) -> str:
     """Encode spans as JSON, e.g. `[[7,0,41,null,null]]`; the entries of a turn's limits follow if it has any."""
     rows = [

@@ -20,10 +20,10 @@ def no_tokenizer(ids: IntArray) -> str:
     raise AssertionError(f"{len(ids)} tokens to decode without a tokenizer")
 
 
-def text_before_stop(text: str, stops: Sequence[str]) -> str | None:
-    """Return the text before the first stop string, None if the text has none."""
+def text_before_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first stop string, and whether there is one; else the whole text."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(places)] if places else None
+    return text[: min(places, default=len(text))], bool(places)
 
 
 def tokens_to_stop(before: IntArray, new: IntArray, stops: Sequence[str], decode: Decode) -> int | None:
@@ -38,7 +38,5 @@ def tokens_to_stop(before: IntArray, new: IntArray, stops: Sequence[str], decode
         size *= 2
     window = np.concatenate([before[-size:], new])
     first = len(window) - len(new)
-    if text_before_stop(decode(window), stops) is None:
-        return None
-    counts = range(1, len(new) + 1)
-    return next((n for n in counts if text_before_stop(decode(window[: first + n]), stops) is not None), None)
+    counts = range(1, len(new) + 1) if text_before_stop(decode(window), stops)[1] else ()
+    return next((n for n in counts if text_before_stop(decode(window[: first + n]), stops)[1]), None)

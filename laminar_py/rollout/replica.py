@@ -159,13 +159,7 @@ class Replica:
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
         self._streams = Streams(
-            engine,
-            self._out,
-            store,
-            environments,
-            on_ended=self._on_ended,
-            on_lost=self._lose,
-            decode=decode,
+            engine, self._out, store, environments, decode, on_ended=self._on_ended, on_lost=self._lose
         )
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 

@@ -39,10 +39,11 @@ from laminar_py.records.spans import (
     context_tokens,
     covers,
     is_tree,
+    last_answer,
     replace_spans,
     shift_spans,
 )
-from laminar_py.records.stops import Decode, tokens_to_stop
+from laminar_py.records.stops import Decode, no_tokenizer, tokens_to_stop
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
@@ -190,10 +191,7 @@ class RunningTrajectory:
             self._apply_corrections(delta)
 
     def cut_at_stop(self, delta: Delta, decode: Decode) -> Delta:
-        """Return a delta of the current stream without the tokens behind the first stop string of its turn.
-
-        The reason of such a stream's end becomes STOP.
-        """
+        """Return a delta without tokens behind the turn's first stop string, which ends the stream as STOP."""
         before = self.response_ids[self._answer.end :]
         kept = 0 if self.has_stopped else tokens_to_stop(before, delta.ids, self.stops, decode)
         if kept is None:
@@ -208,7 +206,7 @@ class RunningTrajectory:
             finish_reason=delta.finish_reason and FinishReason.STOP,
             spans=delta.spans and clip_spans(delta.spans, 0, end - self.stream),
             sampling_mask=mask and mask.first(kept),
-            routed_experts=experts and experts.first(max(0, inputs - experts.start)),
+            routed_experts=experts and experts.up_to(inputs),
         )
 
     def _apply_corrections(self, delta: Delta) -> None:
@@ -226,12 +224,7 @@ class RunningTrajectory:
             self.routed += experts.positions
 
     def append_observation(
-        self,
-        ids: IntArray,
-        *,
-        follows: int | None = None,
-        max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
+        self, ids: IntArray, *, follows: int | None = None, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> None:
         """Append [n] tokens of the environment as they are; `max_tokens` and `stop` limit the model's next turn.
 
@@ -240,7 +233,7 @@ class RunningTrajectory:
         if not len(ids):
             return
         start, self.length = self.length, self.length + len(ids)
-        span = Span(None, start, self.length, follows=follows, turn_limit=max_tokens, stop=stop)
+        span = Span(None, start, self.length, follows=follows, turn_limit=max_tokens, stop=tuple(stop))
         add_span(self.spans, span)
         self.ids.append(ids)
         self.logprobs.append(np.zeros(len(ids), np.float32))
@@ -262,8 +255,7 @@ class RunningTrajectory:
         """Spans of the response so far."""
         return replace_spans(self.prefix_spans, tuple(self.spans))
 
-    @property
-    def awaits_environment(self) -> bool:
+    def awaits_environment(self, decode: Decode = no_tokenizer) -> bool:
         """Whether its environment acts next: before the model's first turn, and after each turn of the model."""
         if self.assignment.problem is None:
             return False
@@ -271,13 +263,11 @@ class RunningTrajectory:
             return True
         if self.all_spans[-1].version is None:
             return False
-        return self._is_full or int(self.response_ids[-1]) in self.assignment.sampling.stop_ids
-
-    def ends_with_stop(self, decode: Decode) -> bool:
-        """Whether a stop string has ended the last turn, so that its environment acts next."""
-        answer = self._answer
-        turn = self.response_ids[answer.end :] if answer.stop else _NO_IDS
-        return tokens_to_stop(_NO_IDS, turn, answer.stop, decode) is not None
+        if self._is_full or int(self.response_ids[-1]) in self.assignment.sampling.stop_ids:
+            return True
+        return (
+            tokens_to_stop(_NO_IDS, self.response_ids[self._answer.end :], self._answer.stop, decode) is not None
+        )
 
     def turn_ended(self, reason: FinishReason) -> bool:
         """Whether a stream that ended for `reason` ended a turn for its environment, and not the response."""
@@ -300,8 +290,7 @@ class RunningTrajectory:
     @property
     def _answer(self) -> Span:
         """Span of its environment's last tokens, which the model's current turn follows; empty without any."""
-        spans = () if self.assignment.problem is None else self.all_spans
-        return next((span for span in reversed(spans) if span.version is None), Span(None, 0, 0))
+        return last_answer(() if self.assignment.problem is None else self.all_spans)
 
     def model_turn(self) -> ModelTurn:
         """Return the request to its environment, with the log-probabilities of the model's last turn."""

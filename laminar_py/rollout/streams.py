@@ -83,10 +83,10 @@ class Streams:
         out: Outbox,
         store: ResponseStore,
         environments: Environments | None,
+        decode: Decode = no_tokenizer,
         *,
         on_ended: Callable[[], None],
         on_lost: Callable[[EngineLostError], None],
-        decode: Decode = no_tokenizer,
     ) -> None:
         self.running: dict[str, RunningTrajectory] = {}  # by id, from `start` until ENDED
         self.serving = asyncio.Event()  # cleared while weights are loaded: nothing enters the engine
@@ -231,8 +231,7 @@ class Streams:
         if running.prefix is None and not await self._read_prefix(running):
             return
         try:
-            awaits = running.awaits_environment or running.ends_with_stop(self._decode)
-            if awaits and not await self._ask_environment(running):
+            if running.awaits_environment(self._decode) and not await self._ask_environment(running):
                 return
             await self.serving.wait()
             if self._pushing is not None:
@@ -274,8 +273,8 @@ class Streams:
             return
         item, is_first = running.assignment, running.first_token_s is None
         if running.stops:
-            had_stopped, delta = running.has_stopped, running.cut_at_stop(delta, self._decode)
-            if running.has_stopped and not had_stopped and delta.finish_reason is None:
+            delta = running.cut_at_stop(delta, self._decode)
+            if running.has_stopped and delta.finish_reason is None:
                 self._tasks.create_task(self._stop_stream(running), name=f"stop-{item.trajectory_id}")
         running.append_delta(delta, self._out.clock.now())
         self._out.generated += len(delta.ids) if item.kind is Kind.TRAIN else 0
@@ -343,12 +342,8 @@ class Streams:
                 detail = "the environment went back in its conversation; rollout.record=routed_experts forbids it"
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
-            running.append_observation(
-                answer.ids[: running.room],
-                follows=answer.follows,
-                max_tokens=answer.max_tokens,
-                stop=answer.stop,
-            )
+            ids, limit = answer.ids[: running.room], answer.max_tokens
+            running.append_observation(ids, follows=answer.follows, max_tokens=limit, stop=answer.stop)
             if running.room:
                 return True
             self._end_full(running)

@@ -162,10 +162,10 @@ def test_a_limited_turn_ends_where_its_environment_says_however_often_it_is_inte
     assert item.request().sampling.max_new_tokens == 6
     take(item, 4, 4)
     tell(item)
-    assert not item.awaits_environment
+    assert not item.awaits_environment()
     assert item.request().sampling.max_new_tokens == 6, "it goes on, with what is left of its limit"
     take(item, 5, 5)
-    assert item.awaits_environment
+    assert item.awaits_environment()
     assert item.turn_ended(FinishReason.LENGTH)
     assert item.all_spans[0] == Span(None, 0, 2, turn_limit=4)
     item.append_observation(WORDS)
@@ -178,10 +178,10 @@ def test_one_that_comes_from_elsewhere_has_the_limit_that_its_spans_have():
     take(there, 4, 4, 4, 4)
     here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 6, make_ref()),)), 0.0)
     here.prefix, here.prefix_spans = there.response_ids, there.all_spans
-    assert here.awaits_environment
+    assert here.awaits_environment()
     here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 5, make_ref()),)), 0.0)
     here.prefix, here.prefix_spans = there.response_ids[:5], clip_spans(there.all_spans, 0, 5)
-    assert not here.awaits_environment
+    assert not here.awaits_environment()
     assert here.request().sampling.max_new_tokens == 6
 
 
@@ -191,7 +191,7 @@ def test_a_limit_that_the_response_has_no_room_for_is_none(most):
     assert item.request().sampling.max_new_tokens == 6
     take(item, 4, 4, 4, 4)
     assert not item.turn_ended(FinishReason.LENGTH), "the response is full"
-    assert not item.awaits_environment
+    assert not item.awaits_environment()
 
 
 def test_a_limited_turn_of_a_branch_has_its_limit_behind_its_own_context():
