@@ -4,7 +4,7 @@ import pytest
 
 from laminar_contrib.agents.kind import AgentConfig
 from laminar_contrib.tools.call_formats import CallFamily
-from laminar_contrib.tools.kind import ToolSettings, ToolsEnvironment
+from laminar_contrib.tools.kind import ToolsEnvironment, ToolSettings
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
