@@ -257,7 +257,7 @@ def _finish_reason(answer: AgentAnswer) -> str:
 
 
 def _all_stops(*fields: str | list[str] | None) -> tuple[str, ...]:
-    """Join the stop strings of the fields of a request, each once."""
+    """Join the stop strings in a request's fields, each once."""
     lists = [[field] if isinstance(field, str) else field or [] for field in fields]
     return tuple(dict.fromkeys(stop for stops in lists for stop in stops))
 

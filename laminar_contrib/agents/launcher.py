@@ -53,7 +53,7 @@ class Launcher:
         self._control = control
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._numbers: dict[int, int] = {}  # of agents, by the process of their guard
-        self._ended: set[int] = set()  # guards that were told to end
+        self._ended: set[int] = set()  # guards that got SIGTERM
         self._function = _import_function(function) if function else None
         self._imported = set(_children())  # processes that the import of the function started
 

@@ -58,8 +58,16 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnds:
+    """Limits of the model's next turn, in an `Observation` or a `Rewrite`."""
+
+    max_tokens: TurnLimit | None = None
+    stop: StopStrings = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(TurnEnds):
     """Messages of an environment to the model, e.g. `Observation("391", role=Role.TOOL)`; each text is a message.
 
     Only `reset` may return an observation without a text: then the model sees the prompt alone. `after` goes back
@@ -71,8 +79,6 @@ class Observation:
     texts: Text | tuple[Text, ...] = ()
     role: Role = Role.USER
     after: TurnNumber | None = None
-    max_tokens: TurnLimit | None = None  # of the model's next turn
-    stop: StopStrings = ()  # of the model's next turn
 
     @property
     def messages(self) -> tuple[str, ...]:
@@ -81,7 +87,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewrite:
+class Rewrite(TurnEnds):
     """A conversation that replaces everything the model saw, the prompt included, e.g. after a summary:
 
     `Rewrite((("user", "You have read 40 files. In short: ... Continue."),))`, or a text if prompts are text.
@@ -89,8 +95,6 @@ class Rewrite:
 
     messages: Text | Annotated[tuple[tuple[Speaker, Text] | TemplateMessage, ...], Field(min_length=1)]
     tools: tuple[TemplateMessage, ...] = ()  # tools for the chat template, in place of the run's
-    max_tokens: TurnLimit | None = None  # of the model's next turn
-    stop: StopStrings = ()  # of the model's next turn
 
     def __post_init__(self) -> None:
         """Check the roles of messages. Raises `ValueError`."""

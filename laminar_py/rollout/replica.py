@@ -147,8 +147,7 @@ class Replica:
         self._max_batch = max_batch
         self._store = store
         self._partial_interval_s = partial_interval_s
-        self._max_seconds = max_seconds
-        self._initial = initial
+        self._max_seconds, self._initial = max_seconds, initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
         self._expected: set[str] = set()  # trajectories on their way here, under the current version
         self._expected_passes: set[str] = set()  # passes with further members to come, under the current version
