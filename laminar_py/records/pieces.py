@@ -111,10 +111,6 @@ class SamplingMask(msgspec.Struct, frozen=True):
     counts: IntArray  # [n] ids of each row
     ids: IntArray  # [sum of counts]
 
-    def first(self, count: int) -> "SamplingMask":
-        """Return the first `count` rows."""
-        return SamplingMask(self.counts[:count], self.ids[: self.counts[:count].sum()])
-
 
 class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that positions [start, start + positions) of prompt and response were routed to, in every layer.

@@ -11,13 +11,8 @@ import numpy as np
 
 from laminar_py.records.codec import IntArray
 
-Decode: TypeAlias = Callable[[IntArray], str]  # text of [n] token ids, special tokens included
+Decode: TypeAlias = Callable[[IntArray], str] | None  # text of [n] ids, special tokens included; None: not at hand
 SLACK = 8  # characters before a window's stop strings, since a window may begin within a character
-
-
-def no_tokenizer(ids: IntArray) -> str:
-    """Refuse to decode tokens, where no environment has stop strings."""
-    raise AssertionError(f"{len(ids)} tokens to decode without a tokenizer")
 
 
 def text_before_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -33,6 +28,7 @@ def tokens_to_stop(before: IntArray, new: IntArray, stops: Sequence[str], decode
     """
     if not stops:
         return None
+    assert decode is not None, f"stop strings {stops} need a tokenizer"
     enough, size = max(map(len, stops)) + SLACK, 1
     while size < len(before) and len(decode(before[-size:])) < enough:
         size *= 2

@@ -34,7 +34,7 @@ from laminar_py.records.environment import Environments
 from laminar_py.records.events import VersionLoaded
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
-from laminar_py.records.stops import Decode, no_tokenizer
+from laminar_py.records.stops import Decode
 from laminar_py.records.trajectory import Kind
 from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
 from laminar_py.repack.signals import EngineSpeed
@@ -138,7 +138,7 @@ class Replica:
         initial: Sequence[Assignment] = (),  # to start with
         gather_s: float = GATHER_S,  # least time between reports
         environments: Environments | None = None,
-        decode: Decode = no_tokenizer,  # for stop strings of environments
+        decode: Decode = None,  # for stop strings of environments
     ) -> None:
         self.index = index
         self._engine = engine

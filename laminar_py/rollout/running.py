@@ -43,7 +43,7 @@ from laminar_py.records.spans import (
     replace_spans,
     shift_spans,
 )
-from laminar_py.records.stops import Decode, no_tokenizer, tokens_to_stop
+from laminar_py.records.stops import Decode, tokens_to_stop
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
@@ -205,7 +205,7 @@ class RunningTrajectory:
             logprobs=delta.logprobs[:kept],
             finish_reason=delta.finish_reason and FinishReason.STOP,
             spans=delta.spans and clip_spans(delta.spans, 0, end - self.stream),
-            sampling_mask=mask and mask.first(kept),
+            sampling_mask=mask and SamplingMask(mask.counts[:kept], mask.ids[: mask.counts[:kept].sum()]),
             routed_experts=experts and experts.up_to(inputs),
         )
 
@@ -255,7 +255,7 @@ class RunningTrajectory:
         """Spans of the response so far."""
         return replace_spans(self.prefix_spans, tuple(self.spans))
 
-    def awaits_environment(self, decode: Decode = no_tokenizer) -> bool:
+    def awaits_environment(self, decode: Decode = None) -> bool:
         """Whether its environment acts next: before the model's first turn, and after each turn of the model."""
         if self.assignment.problem is None:
             return False
@@ -263,11 +263,9 @@ class RunningTrajectory:
             return True
         if self.all_spans[-1].version is None:
             return False
-        if self._is_full or int(self.response_ids[-1]) in self.assignment.sampling.stop_ids:
-            return True
-        return (
-            tokens_to_stop(_NO_IDS, self.response_ids[self._answer.end :], self._answer.stop, decode) is not None
-        )
+        turn, stops = self.response_ids[self._answer.end :], self._answer.stop
+        has_ended = self._is_full or int(turn[-1]) in self.assignment.sampling.stop_ids
+        return has_ended or tokens_to_stop(_NO_IDS, turn, stops, decode) is not None
 
     def turn_ended(self, reason: FinishReason) -> bool:
         """Whether a stream that ended for `reason` ended a turn for its environment, and not the response."""

@@ -29,7 +29,7 @@ from laminar_py.records.environment import Environments, EnvironmentTurn
 from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
-from laminar_py.records.stops import Decode, no_tokenizer
+from laminar_py.records.stops import Decode
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import RunningTrajectory, StreamState, begin, handed_back
@@ -83,7 +83,7 @@ class Streams:
         out: Outbox,
         store: ResponseStore,
         environments: Environments | None,
-        decode: Decode = no_tokenizer,
+        decode: Decode = None,
         *,
         on_ended: Callable[[], None],
         on_lost: Callable[[EngineLostError], None],
