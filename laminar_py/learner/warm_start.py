@@ -167,7 +167,9 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
     """Pack examples into one row whose loss is the mean over all response tokens."""
     lengths = [example.num_tokens for example in examples]
     tokens = [np.concatenate((example.prompt_ids, example.response_ids)) for example in examples]
-    trained = np.concatenate([_predicts_response(example) for example in examples])
+    mask = np.array([0, 1, 0], np.float32)
+    rows = [(len(example.prompt_ids) - 1, len(example.response_ids), 1) for example in examples]
+    trained = np.concatenate([np.repeat(mask, counts) for counts in rows])  # predict a response
     unused = np.zeros(sum(lengths), dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(tokens).astype(np.int32),
@@ -182,13 +184,6 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
         rewards=np.zeros(len(lengths), dtype=np.float32),
         groups=np.zeros(len(lengths), dtype=np.int32),
     )
-
-
-def _predicts_response(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """[P + L] 1 on tokens whose next token is a response token, else 0."""
-    mask = np.zeros(example.num_tokens, dtype=np.float32)
-    mask[len(example.prompt_ids) - 1 : -1] = 1.0
-    return mask
 
 
 def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
