@@ -14,6 +14,7 @@ from laminar_py.learner.model import load_policy, load_reference
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
 from laminar_py.runtime.preflight import inputs
 from tests.learner.builders import VOCAB, make_learner, make_mixture_folder, make_model_folder
+from tests.runs.test_bad_input import in_process
 
 CPU = torch.device("cpu")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -55,6 +56,14 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused_before_a_run(tmp
     with pytest.raises(ConfigError, match=f"^algorithm.reference={folder}: {WORDS}"):
         inputs._check_model(run_config(sound, reference=str(folder), kl_coef=0.1))
     inputs._check_model(run_config(sound, reference=str(folder)))  # which no loss needs
+
+
+def test_a_command_says_it_in_one_line_and_ends_with_code_2(tmp_path: Path, monkeypatch, capsys):
+    folder = rewrite(make_model_folder(tmp_path / "m", tied=True), with_head(1e-3))
+    capsys.readouterr()  # of the builder
+    code, (line,) = in_process(monkeypatch, capsys, f"model.path={folder}", "model.from_scratch=false")
+    assert code == 2
+    assert line.startswith(f"laminar: model.path={folder}: {WORDS}")
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
