@@ -111,7 +111,11 @@ class Checkpointer:
             self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=partial_state
         )
         if marker.world_size == self._world_size:
-            self._set_random_state(decode(RandomState, _random_file(folder, self._rank).read_bytes()))
+            random = decode(RandomState, _random_file(folder, self._rank).read_bytes())
+            torch.set_rng_state(torch.frombuffer(bytearray(random.cpu), dtype=torch.uint8))
+            if random.cuda is not None and self._on_gpu:
+                cuda = torch.frombuffer(bytearray(random.cuda), dtype=torch.uint8)
+                torch.cuda.set_rng_state(cuda, self._device)
         return marker.step
 
     # ---- on the writing thread
@@ -154,13 +158,6 @@ class Checkpointer:
                 if isinstance(values.get("step"), Tensor):
                     values["step"].zero_()
         return _trained(weights, self._model), moments
-
-    def _set_random_state(self, state: RandomState) -> None:
-        """Set the random generators of the CPU and, if `state` has it and the rank has a GPU, of the GPU."""
-        torch.set_rng_state(torch.frombuffer(bytearray(state.cpu), dtype=torch.uint8))
-        if state.cuda is not None and self._on_gpu:
-            cuda = torch.frombuffer(bytearray(state.cuda), dtype=torch.uint8)
-            torch.cuda.set_rng_state(cuda, self._device)
 
 
 def load_weights(folder: Path, model: PreTrainedModel, *, adapters: AdapterFingerprint | None = None) -> None:

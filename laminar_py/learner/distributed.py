@@ -101,10 +101,8 @@ def _interface_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outgoing:
         outgoing.connect((host, port))  # sends nothing
         local_address = outgoing.getsockname()[0]
-    interfaces = psutil.net_if_addrs().items()
-    names = [name for name, known in interfaces if local_address in [entry.address for entry in known]]
-    assert names, f"no interface has the address {local_address}"
-    return names[0]
+    of_address = {entry.address: name for name, known in psutil.net_if_addrs().items() for entry in known}
+    return of_address[local_address]
 
 
 class Ranks:

@@ -72,7 +72,10 @@ def warm_start(
     folder = settings.cache / cache_key(model, settings, seed=seed, chat=chat)
     if folder.is_dir():
         return folder
-    _check_lengths(examples, settings.tokens_per_step)
+    if not examples:
+        raise ConfigError("warm_start.data: the files have no examples; add lines with prompt and response")
+    if (longest := max(example.num_tokens for example in examples)) > (most := settings.tokens_per_step):
+        raise ConfigError(f"warm_start.tokens_per_step={most}: the longest example has {longest} tokens; raise it")
     policy = load_policy(model, seed=seed, temperature=1.0, device=torch.device("cpu"))
     train_supervised(policy, examples, settings=settings, seed=seed, on_step=on_step)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
@@ -184,17 +187,6 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
         rewards=np.zeros(len(lengths), dtype=np.float32),
         groups=np.zeros(len(lengths), dtype=np.int32),
     )
-
-
-def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
-    """Raise `ConfigError` if there are no examples, or one is longer than a step."""
-    if not examples:
-        raise ConfigError("warm_start.data: the files have no examples; add lines with prompt and response")
-    longest = max(example.num_tokens for example in examples)
-    if longest > tokens_per_step:
-        raise ConfigError(
-            f"warm_start.tokens_per_step={tokens_per_step}: the longest example has {longest} tokens; raise it"
-        )
 
 
 def _data_digests(source: SourceConfig) -> list[str]:

@@ -23,10 +23,10 @@ from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import Bin, PackedT, deal_bins, fit_bins
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
-from laminar_py.records.credit import Returns, earlier_rewards, returns_of, role_advantages, role_returns
+from laminar_py.records.credit import earlier_rewards, returns_of, role_advantages, role_returns
 from laminar_py.records.pieces import SamplingMask
 from laminar_py.records.spans import TokenPath, is_tree, sequences_of, versions_of
-from laminar_py.records.trajectory import MicroBatch, Packable, Trajectory
+from laminar_py.records.trajectory import MicroBatch, Trajectory
 
 Indices: TypeAlias = slice | IntArray
 
@@ -251,20 +251,16 @@ def _normalisation(trajectories: Sequence[PackedT]) -> tuple[float, float]:
     trained = [trajectory for trajectory in trajectories if trajectory.num_trained]
     if not trained:
         return 0.0, 1.0
-    advantages = [_advantage_summary(trajectory) for trajectory in trained]
+    advantages = [
+        role_returns(item.roles, item.spans) if item.roles else returns_of(item.advantage, item.earned)
+        for item in trained
+    ]  # of each trajectory's trained tokens
     counts = np.array([trajectory.num_trained for trajectory in trained], np.float64)
     means = np.array([item.mean for item in advantages])
     mean = float(np.average(means, weights=counts))
     variance = np.average(np.array([item.variance for item in advantages]) + (means - mean) ** 2, weights=counts)
     deviation, noise = float(np.sqrt(variance)), max(item.noise for item in advantages)
     return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
-
-
-def _advantage_summary(trajectory: Packable) -> Returns:
-    """Mean, variance and noise of advantages over a trajectory's trained tokens."""
-    if trajectory.roles:
-        return role_returns(trajectory.roles, trajectory.spans)
-    return returns_of(trajectory.advantage, trajectory.earned)
 
 
 def deal_to_ranks(
