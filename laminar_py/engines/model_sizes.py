@@ -24,6 +24,7 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     max_position_embeddings: int | None = None
+    tie_word_embeddings: bool | None = None
 
 
 def read_sizes(model_dir: Path) -> ModelSizes:

@@ -10,6 +10,7 @@ import math
 import shutil
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from laminar_py.config.section import ConfigError
+from laminar_py.learner.distributed import COLLECTIVE_S
 from laminar_py.learner.marker import AdapterFingerprint, Architecture, complete_checkpoint, read_marker
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import write_file
@@ -64,7 +66,8 @@ class Checkpointer:
         self._adapters = adapters
         self._rank, self._world_size = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
         # A group of its own, since the writing threads communicate at the same time as the collectives of steps.
-        self._group = dist.new_group(backend="gloo") if mesh else None
+        timeout = timedelta(seconds=COLLECTIVE_S)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if mesh else None
         self._device: torch.device = model.compute_device
         self._on_gpu = self._device.type == "cuda"
         # The stager keeps its memory, so that the next copy needs no fresh pages. It is private API: the public
@@ -83,7 +86,8 @@ class Checkpointer:
         staged = self._stager.stage({"model": weights, "optimizer": moments}, non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        random = encode(self._random_state())
+        cuda = torch.cuda.get_rng_state(self._device).numpy().tobytes() if self._on_gpu else None
+        random = encode(RandomState(torch.get_rng_state().numpy().tobytes(), cuda))
         self._writing = self._thread.submit(self._write, folder, staged, random, step)
 
     def finish(self) -> None:
@@ -107,7 +111,11 @@ class Checkpointer:
             self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=partial_state
         )
         if marker.world_size == self._world_size:
-            self._set_random_state(decode(RandomState, _random_file(folder, self._rank).read_bytes()))
+            random = decode(RandomState, _random_file(folder, self._rank).read_bytes())
+            torch.set_rng_state(torch.frombuffer(bytearray(random.cpu), dtype=torch.uint8))
+            if random.cuda is not None and self._on_gpu:
+                cuda = torch.frombuffer(bytearray(random.cuda), dtype=torch.uint8)
+                torch.cuda.set_rng_state(cuda, self._device)
         return marker.step
 
     # ---- on the writing thread
@@ -150,17 +158,6 @@ class Checkpointer:
                 if isinstance(values.get("step"), Tensor):
                     values["step"].zero_()
         return _trained(weights, self._model), moments
-
-    def _random_state(self) -> RandomState:
-        cuda = torch.cuda.get_rng_state(self._device).numpy().tobytes() if self._on_gpu else None
-        return RandomState(torch.get_rng_state().numpy().tobytes(), cuda)
-
-    def _set_random_state(self, state: RandomState) -> None:
-        """Set the random generators of the CPU and, if `state` has it and the rank has a GPU, of the GPU."""
-        torch.set_rng_state(torch.frombuffer(bytearray(state.cpu), dtype=torch.uint8))
-        if state.cuda is not None and self._on_gpu:
-            cuda = torch.frombuffer(bytearray(state.cuda), dtype=torch.uint8)
-            torch.cuda.set_rng_state(cuda, self._device)
 
 
 def load_weights(folder: Path, model: PreTrainedModel, *, adapters: AdapterFingerprint | None = None) -> None:

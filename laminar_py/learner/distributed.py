@@ -22,8 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from laminar_py.records.codec import decode, encode
 
 Record = TypeVar("Record", bound=msgspec.Struct)
+_ours: dict[str, str] = {}  # variables of the environment that the user did not set
 
-JOIN_S = 600  # seconds that a rank waits for the others: ranks load their models at different speeds
+JOIN_S = 86_400  # seconds that a rank waits for rank 0, which may make a warm start first; keepers see crashes
+COLLECTIVE_S = 1_800  # of a collective: ranks load models and read adapters' bases at different speeds
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read them from the environment only
 
 
 def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str = "cpu") -> DeviceMesh:
@@ -31,21 +34,31 @@ def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str 
 
     `rendezvous` is the same for all ranks and new for each start: the path of a file that does not exist yet for
     ranks of one host, or `tcp://ip:port` with an address of rank 0's host and a port that is free there.
-    `device_type` is "cpu" (gloo) or "cuda" (nccl; each rank uses the first device that it sees).
+    `device_type` is "cpu" (gloo) or "cuda" (nccl; each rank uses the first device that it sees). The user's own
+    interfaces (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`) and allocator settings stay as they are.
     """
     if device_type == "cuda":
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+            # rows of other lengths in each step would leave holes; torch reads this at its first allocation
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(0)
     store, interface = _open_store(rendezvous, rank, world_size)
-    # Gloo and NCCL read their interface from the environment only.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    _ours.update(dict.fromkeys(set(INTERFACES) - (os.environ.keys() - _ours.keys()), interface))
+    os.environ.update(_ours)
+    if rank == 0:
+        store.set("rank 0", "here")
+    store.wait(["rank 0"], timedelta(seconds=JOIN_S))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # gloo for tensors offloaded to the host
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    timeout = timedelta(seconds=COLLECTIVE_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
 
 
 def leave_group() -> None:
-    """Leave the group that `join_group` joined."""
+    """Leave the group that `join_group` joined, and forget the interfaces that it chose."""
     dist.destroy_process_group()
+    while _ours:
+        del os.environ[_ours.popitem()[0]]
 
 
 def share_record(record: Record | None, kind: type[Record], *, mesh: DeviceMesh) -> Record:
@@ -88,10 +101,8 @@ def _interface_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outgoing:
         outgoing.connect((host, port))  # sends nothing
         local_address = outgoing.getsockname()[0]
-    interfaces = psutil.net_if_addrs().items()
-    names = [name for name, known in interfaces if local_address in [entry.address for entry in known]]
-    assert names, f"no interface has the address {local_address}"
-    return names[0]
+    of_address = {entry.address: name for name, known in psutil.net_if_addrs().items() for entry in known}
+    return of_address[local_address]
 
 
 class Ranks:

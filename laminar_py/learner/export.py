@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
 
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LoraConfig
@@ -23,6 +23,7 @@ from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.model import check_model_folder, gather_full, is_mixture
 from laminar_py.records.host import sync
 
+SHARD_BYTES = 5_000_000_000  # largest file of weights, unless a single weight is larger
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
@@ -56,9 +57,15 @@ def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tup
 
 
 def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torch.dtype) -> None:
-    """Write an unsharded model as a new Hugging Face folder, with config and tokenizer files from `source`."""
-    weights = dict(named_tensors(model, dtype=dtype))
+    """Write an unsharded model as a new Hugging Face folder, with config and tokenizer files from `source`.
+
+    Casts the model to `dtype` in place, weight by weight, and writes one file of weights after the other.
+    """
+    logging.disable_progress_bar()
     folder.mkdir(parents=True)
+    model.generation_config = GenerationConfig()  # transformers refuses to write some that it reads
+    model.to(dtype).save_pretrained(folder, max_shard_size=SHARD_BYTES)
+    (folder / GENERATION_CONFIG).unlink()  # the source's follows, if it has one
     config = model.config.__class__.from_pretrained(source)
     config.dtype = dtype
     config.save_pretrained(folder)
@@ -66,7 +73,6 @@ def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torc
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
     (folder / TOKENIZER_CONFIG).write_bytes(_tokenizer_config(source, config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _set_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
@@ -126,14 +132,18 @@ def export_checkpoint(
     """Write a checkpoint of the model in `source` as a Hugging Face folder, e.g. in `bfloat16`.
 
     With `lora` the checkpoint's adapters are merged into the model in `base`, by default `source`. Works on the
-    CPU, with memory for the model in fp32 and in `dtype`, for a checkpoint of any world size. `folder` must not
-    exist yet, and appears only when it is complete. Engines that load `folder` stop at `stop_ids`; without any,
-    at the ids in `source`. Raises `ConfigError` if the checkpoint is incomplete or of another model, or the base
-    has no weights.
+    CPU, with memory for the model in fp32, for a checkpoint of any world size. `folder` must not exist yet, and
+    appears only when it is complete. Engines that load `folder` stop at `stop_ids`; without any, at the ids in
+    `source`. Raises `ConfigError` if the checkpoint is incomplete or of another model, or the base has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
     if lora is None:
-        model = _load_checkpoint(checkpoint, source)
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        load_weights(checkpoint, model)
     else:
         from laminar_py.learner.lora import load_merged  # imports peft, which is an extra
 
@@ -149,14 +159,3 @@ def export_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after an error; else it was renamed
     sync(folder.parent)
-
-
-def _load_checkpoint(checkpoint: Path, source: Path) -> PreTrainedModel:
-    """Make the model of the config in `source` on the CPU, with a checkpoint's weights."""
-    config = AutoConfig.from_pretrained(source)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    load_weights(checkpoint, model)
-    return model

@@ -224,14 +224,10 @@ def _flops_per_token(model: PreTrainedModel) -> float:
     """Return FLOPs of the linear layers per token: 6 for each trained weight that the token uses, 4 if frozen."""
     head = model.get_output_embeddings().weight
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head)}
+    chosen: int | None = getattr(model.config, "num_experts_per_tok", None)
     total = 0.0
     for weight in model.parameters():
         if weight.ndim >= 2 and id(weight) not in lookups:
-            total += (6 if weight.requires_grad else 4) * weight.numel() * _share_used(weight, model.config)
+            share = chosen / weight.shape[0] if weight.ndim == 3 and chosen else 1.0  # of stacked experts
+            total += (6 if weight.requires_grad else 4) * weight.numel() * share
     return total
-
-
-def _share_used(weight: nn.Parameter, config: PretrainedConfig) -> float:
-    """Share of a weight that a token uses: k / E where it stacks experts, [E, ...]; 1 for any other weight."""
-    chosen: int | None = getattr(config, "num_experts_per_tok", None)
-    return chosen / weight.shape[0] if weight.ndim == 3 and chosen else 1.0

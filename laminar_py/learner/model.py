@@ -21,6 +21,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.learner.attention import choose_kernel, register_kernel
 from laminar_py.learner.layers import RouterReplay, fuse_norms
 from laminar_py.learner.losses.logprob import Support, token_logprobs
+from laminar_py.learner.model_folder import check_tied_head, missing_weight
 from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.trajectory import MicroBatch
 
@@ -64,13 +65,16 @@ def load_policy(
     register_kernel(kernel)
     logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
     try:
-        load = _load_on_meta if on_meta else _load
-        model = load(settings, seed=seed, attention=kernel.value)
+        model = _load(settings, seed=seed, attention=kernel.value, on_meta=on_meta)
+    except ConfigError:
+        raise
     except ValueError as error:  # transformers raises it for a model that it does not know
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"model.path={settings.path}: transformers cannot load it ({reason}); name a causal language model"
         ) from error
+    if not settings.from_scratch and model.config.get_text_config().tie_word_embeddings:
+        check_tied_head(settings.path)
     if device.type == "cuda":
         fuse_norms(model)
     if is_mixture(model.config):
@@ -81,27 +85,26 @@ def load_policy(
     return model.eval() if on_meta else model.to(device).eval()
 
 
-def _load_on_meta(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
-    """Make the model with buffers in memory and weights on the meta device, so `seed` has no effect."""
-    config = AutoConfig.from_pretrained(settings.path)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        )
-    make_buffers(model)
+def _load(settings: ModelConfig, *, seed: int, attention: str, on_meta: bool) -> PreTrainedModel:
+    """Read the model in fp32, draw it from `seed`, or leave its weights on the meta device.
+
+    `attention` is the kernel's name in transformers. Raises `ConfigError` if the files lack a weight, which
+    transformers would draw at random.
+    """
+    options = {"attn_implementation": attention, "dtype": torch.float32}
+    if settings.from_scratch or on_meta:
+        config = AutoConfig.from_pretrained(settings.path)
+        with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
+            torch.manual_seed(seed)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+        make_buffers(model)
+        return model
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        settings.path, local_files_only=True, output_loading_info=True, **options
+    )
+    if loading["missing_keys"]:
+        raise missing_weight(settings.path, min(loading["missing_keys"]))
     return model
-
-
-def _load(settings: ModelConfig, *, seed: int, attention: str) -> PreTrainedModel:
-    """Read the model in fp32, or draw it from `seed` with `from_scratch`; `attention` names its kernel."""
-    config = AutoConfig.from_pretrained(settings.path)
-    if not settings.from_scratch:
-        return AutoModelForCausalLM.from_pretrained(
-            settings.path, attn_implementation=attention, dtype=torch.float32, local_files_only=True
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
 
 
 def is_mixture(config: PretrainedConfig) -> bool:
@@ -192,6 +195,13 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in full and contiguous; floats are cast to `dtype` before the gather. Collective."""
-    cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return (cast.full_tensor() if isinstance(cast, DTensor) else cast).detach().contiguous()
+    """Return a tensor in full and contiguous; floats are cast to `dtype` before the gather. Collective.
+
+    A shard that FSDP keeps on the host is gathered on the mesh's device, by NCCL instead of gloo.
+    """
+    cast = (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach()
+    if not isinstance(cast, DTensor):
+        return cast.contiguous()
+    moved = cast.to(cast.device_mesh.device_type) if cast.device_mesh.size() > 1 else cast
+    assert isinstance(moved, DTensor), "a moved shard is a shard"
+    return moved.full_tensor().contiguous()

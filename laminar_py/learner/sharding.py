@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.learner.model_folder import missing_weight
 
 ReadRows = Callable[[int, int], Tensor]
 """Function that reads rows [first, last) of a weight."""
@@ -145,12 +146,9 @@ def _fill_drawn(model: PreTrainedModel, seed: int, device: torch.device) -> None
                 model._init_weights(module)
             for name, parameter in absent.items():
                 if name in fresh:
-                    _fill_shard(made[id(parameter)], _rows_in_memory(getattr(module, name).data))
+                    rows = getattr(module, name).data
+                    _fill_shard(made[id(parameter)], lambda first, last: rows[first:last])  # noqa: B023 - at once
                 module.register_parameter(name, made[id(parameter)])
-
-
-def _rows_in_memory(tensor: Tensor) -> ReadRows:
-    return lambda first, last: tensor[first:last]
 
 
 def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -211,9 +209,7 @@ class _Files:
         pieces = list(revert_weight_conversion(model, {name: torch.empty(tuple(shape), device="meta")}))
         missing = next((piece for piece in pieces if piece not in self.file_of), None)
         if missing is not None:
-            raise ConfigError(
-                f"model.path={self._folder}: its safetensors have no {missing}; name a folder with all weights"
-            )
+            raise missing_weight(self._folder, missing)
         if len(pieces) == 1:
             return lambda first, last: self._slice(pieces[0], first, last)
         names = _names_by_expert(model, name, pieces, num_experts=shape[0])

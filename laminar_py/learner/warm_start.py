@@ -72,7 +72,10 @@ def warm_start(
     folder = settings.cache / cache_key(model, settings, seed=seed, chat=chat)
     if folder.is_dir():
         return folder
-    _check_lengths(examples, settings.tokens_per_step)
+    if not examples:
+        raise ConfigError("warm_start.data: the files have no examples; add lines with prompt and response")
+    if (longest := max(example.num_tokens for example in examples)) > (most := settings.tokens_per_step):
+        raise ConfigError(f"warm_start.tokens_per_step={most}: the longest example has {longest} tokens; raise it")
     policy = load_policy(model, seed=seed, temperature=1.0, device=torch.device("cpu"))
     train_supervised(policy, examples, settings=settings, seed=seed, on_step=on_step)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
@@ -167,7 +170,9 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
     """Pack examples into one row whose loss is the mean over all response tokens."""
     lengths = [example.num_tokens for example in examples]
     tokens = [np.concatenate((example.prompt_ids, example.response_ids)) for example in examples]
-    trained = np.concatenate([_predicts_response(example) for example in examples])
+    mask = np.array([0, 1, 0], np.float32)
+    rows = [(len(example.prompt_ids) - 1, len(example.response_ids), 1) for example in examples]
+    trained = np.concatenate([np.repeat(mask, counts) for counts in rows])  # predict a response
     unused = np.zeros(sum(lengths), dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(tokens).astype(np.int32),
@@ -182,24 +187,6 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
         rewards=np.zeros(len(lengths), dtype=np.float32),
         groups=np.zeros(len(lengths), dtype=np.int32),
     )
-
-
-def _predicts_response(example: Example) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """[P + L] 1 on tokens whose next token is a response token, else 0."""
-    mask = np.zeros(example.num_tokens, dtype=np.float32)
-    mask[len(example.prompt_ids) - 1 : -1] = 1.0
-    return mask
-
-
-def _check_lengths(examples: Sequence[Example], tokens_per_step: int) -> None:
-    """Raise `ConfigError` if there are no examples, or one is longer than a step."""
-    if not examples:
-        raise ConfigError("warm_start.data: the files have no examples; add lines with prompt and response")
-    longest = max(example.num_tokens for example in examples)
-    if longest > tokens_per_step:
-        raise ConfigError(
-            f"warm_start.tokens_per_step={tokens_per_step}: the longest example has {longest} tokens; raise it"
-        )
 
 
 def _data_digests(source: SourceConfig) -> list[str]:

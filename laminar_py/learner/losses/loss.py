@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence, Objective, Proximal
 from laminar_py.learner.distributed import Ranks
-from laminar_py.learner.losses.objectives import CORRECTIONS, ESTIMATORS, LossInputs, imbalance, k1, objective_of
+from laminar_py.learner.losses.objectives import (
+    CORRECTIONS,
+    ESTIMATORS,
+    LossInputs,
+    bounded,
+    imbalance,
+    k1,
+    objective_of,
+)
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Array
 from laminar_py.records.trajectory import MicroBatch
@@ -27,7 +35,7 @@ def policy_loss(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """
     objective = objective_of(inputs, settings)
     correction = CORRECTIONS[settings.correction](inputs, settings)
-    total = correction * objective
+    total = torch.where(correction == 0, 0.0, correction * objective)  # 0 times infinity would be NaN
     if settings.kl_coef > 0 and settings.kl_estimator is not Divergence.K1:
         divergence = ESTIMATORS[settings.kl_estimator](inputs.logprobs, inputs.columns[REFERENCE_LOGPROBS])
         total = total - settings.kl_coef * divergence
@@ -64,7 +72,7 @@ def distilled_advantages(advantages: Tensor, logprobs: Tensor, teacher: Tensor, 
 
     On-policy distillation as a policy gradient with one sample of each token: Agarwal et al. 2024 (GKD).
     """
-    return advantages + coef * (teacher - logprobs.detach())
+    return advantages + coef * bounded(teacher - logprobs.detach())
 
 
 def cross_entropy_loss(logprobs: Tensor, *, loss_weights: Tensor) -> Tensor:

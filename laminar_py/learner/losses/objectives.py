@@ -3,7 +3,8 @@
 `loss` calls them. Objectives and corrections take the `LossInputs` of one microbatch and return [N]. Docstrings
 write lp, x and b for the log-probabilities of the trained, the proximal and the behaviour policy, and A for the
 advantage. r = exp(lp - x) is the ratio that an objective bounds. c = exp(x - b) corrects for tokens of another
-policy; staleness, and the numerics of engine and learner, move c away from 1.
+policy; staleness, and the numerics of engine and learner, move c away from 1. Every difference of
+log-probabilities is cut at `LARGEST`, so that one token cannot make the gradients of a step infinite.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from torch import Tensor
 from laminar_py.config.algorithm import ALGORITHMS, AlgorithmConfig, Correction, Divergence, Objective
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import REFERENCE_LOGPROBS
+
+LARGEST = 20.0  # nats, a ratio of 4.9e8: no sound run comes near, and fp32 overflows at 88
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,11 @@ class LossInputs:
         return values.new_zeros(len(self.rewards)).index_add(0, self.response, values)
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Cut a difference of log-probabilities at `LARGEST` either way; it has no gradient where it is cut."""
+    return log_ratio.clamp(-LARGEST, LARGEST)
+
+
 def clip(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """`min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, with r cut at `importance_cap` if that is set.
 
@@ -53,7 +61,7 @@ def clip(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     PPO, Schulman et al. 2017, eq. 7; GRPO, Shao et al. 2024, eq. 3; two bounds: DAPO, Yu et al. 2025, section 3.1;
     truncation: IMPALA, Espeholt et al. 2018, section 4.1; dual clip: Ye et al. 2020.
     """
-    ratio = (inputs.logprobs - inputs.proximal).exp()
+    ratio = bounded(inputs.logprobs - inputs.proximal).exp()
     if settings.importance_cap is not None:
         # The value is the capped ratio, and the gradient is the capped ratio times grad lp, also at the cap.
         capped = ratio.detach().clamp(max=settings.importance_cap)
@@ -70,7 +78,8 @@ def sequence_clip(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     gradient are the sequence form's, under `sequence_mean`. GSPO, Zheng et al. 2025, eq. 5 and 14.
     """
     logprobs = inputs.logprobs.detach()
-    ratio = inputs.response_mean(logprobs - inputs.proximal).exp() * (inputs.logprobs - logprobs).exp()
+    gap = inputs.response_mean(logprobs - inputs.proximal)
+    ratio = bounded(gap + (inputs.logprobs - logprobs)).exp()
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
 
@@ -82,7 +91,7 @@ def weighted(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     MiniMax-M1 2025, eq. 4; AIPO, LlamaRL, Wu et al. 2025, section 6 (no lower bound). Where r is 1 this is
     REINFORCE, e.g. RLOO, Ahmadian et al. 2024.
     """
-    ratio = (inputs.logprobs.detach() - inputs.proximal).exp()
+    ratio = bounded(inputs.logprobs.detach() - inputs.proximal).exp()
     weight = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return weight * inputs.advantages * inputs.logprobs
 
@@ -101,13 +110,18 @@ def balance(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 def imbalance(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """[R] trajectory imbalance of each response, `sum_t (lp_t - ref_t) - reward / beta`."""
     reference = inputs.columns[REFERENCE_LOGPROBS]
-    return inputs.response_sum(inputs.logprobs - reference) - inputs.rewards / settings.beta
+    return inputs.response_sum(_bounded_value(inputs.logprobs - reference)) - inputs.rewards / settings.beta
+
+
+def _bounded_value(log_ratio: Tensor) -> Tensor:
+    """Cut the value as `bounded` does, and keep the gradient: without an exponential both pull a token back."""
+    return (log_ratio - log_ratio.detach()) + bounded(log_ratio.detach())
 
 
 def clipped_ratio(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """[N] ratio of trained to proximal policy that the objective clips, without gradient."""
     gap = inputs.logprobs.detach() - inputs.proximal
-    return (inputs.response_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
+    return bounded(inputs.response_mean(gap) if settings.objective is Objective.SEQUENCE_CLIP else gap).exp()
 
 
 PolicyObjective: TypeAlias = Callable[[LossInputs, AlgorithmConfig], Tensor]
@@ -169,7 +183,7 @@ def mask_outside(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 
 def mask_sequences(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """1 for a response with `exp(mean_t(lp - b))` within both bounds, else 0: geometric sequence mask."""
-    ratio = inputs.response_mean(inputs.logprobs.detach() - inputs.behaviour).exp()
+    ratio = bounded(inputs.response_mean(inputs.logprobs.detach() - inputs.behaviour)).exp()
     return ((ratio >= settings.correction_low) & (ratio <= settings.correction_high)).to(ratio.dtype)
 
 
@@ -179,13 +193,13 @@ def mask_negative(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     So a response that has become unlikely is not pushed down further. Off-policy sequence masking, DeepSeek-V3.2
     2025, whose threshold is `log(correction_high)`.
     """
-    ratio = inputs.response_mean(inputs.behaviour - inputs.logprobs.detach()).exp()
+    ratio = bounded(inputs.response_mean(inputs.behaviour - inputs.logprobs.detach())).exp()
     return 1.0 - ((inputs.advantages < 0) & (ratio > settings.correction_high)).to(ratio.dtype)
 
 
 def _correction_ratio(inputs: LossInputs) -> Tensor:
     """[N] c: ratio of proximal to behaviour policy."""
-    return (inputs.proximal - inputs.behaviour).exp()
+    return bounded(inputs.proximal - inputs.behaviour).exp()
 
 
 OffPolicyCorrection: TypeAlias = Callable[[LossInputs, AlgorithmConfig], Tensor]
@@ -206,17 +220,17 @@ CORRECTIONS: dict[Correction, OffPolicyCorrection] = {
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """`log p - log q`: unbiased, may be negative. The gradient has mean 0, so k1 belongs in the advantage."""
-    return logprobs - reference
+    return bounded(logprobs - reference)
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
     """`(log p - log q)^2 / 2`: biased, with an unbiased gradient."""
-    return 0.5 * (logprobs - reference).square()
+    return 0.5 * _bounded_value(logprobs - reference).square()
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """`q / p - 1 - log(q / p)`: unbiased, never negative. The mean gradient is grad KL(reference || policy)."""
-    gap = reference - logprobs
+    gap = bounded(reference - logprobs)
     return gap.expm1() - gap
 
 

@@ -23,10 +23,10 @@ from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import Bin, PackedT, deal_bins, fit_bins
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
-from laminar_py.records.credit import Returns, earlier_rewards, returns_of, role_advantages, role_returns
+from laminar_py.records.credit import earlier_rewards, returns_of, role_advantages, role_returns
 from laminar_py.records.pieces import SamplingMask
 from laminar_py.records.spans import TokenPath, is_tree, sequences_of, versions_of
-from laminar_py.records.trajectory import MicroBatch, Packable, Trajectory
+from laminar_py.records.trajectory import MicroBatch, Trajectory
 
 Indices: TypeAlias = slice | IntArray
 
@@ -61,7 +61,12 @@ class Layout:
 
 
 def lay_out(bundle: Sequence[Trajectory]) -> Layout:
-    """Lay the sequences of trajectories end to end, in order, and return where each response lies."""
+    """Lay the sequences of trajectories end to end, in order, and return where each response lies.
+
+    An empty bundle has one token without a loss, for a rank that only has to join the collectives.
+    """
+    if not bundle:
+        return Layout(ids=np.zeros(1, np.int32), lengths=[1], responses=np.zeros(1, np.int32), placed=[])
     ids: list[IntArray] = []
     lengths: list[int] = []
     responses: list[int] = []
@@ -76,7 +81,9 @@ def lay_out(bundle: Sequence[Trajectory]) -> Layout:
             placed.append(PlacedResponse(slice(first - 1, end - 1), slice(0, len(response))))
         else:
             paths = sequences_of(trajectory.spans)
-            ids += [part for path in paths for part in _path_tokens(path, trajectory)]
+            for path in paths:
+                ids += [prompt] if path.has_prompt else []
+                ids += [response[first:last] for first, last, _ in path.parts]
             lengths += [path.num_tokens(len(prompt)) for path in paths]
             placed.append(_place_tree(paths, prompt=len(prompt), start=start))
             end = start + sum(lengths[len(responses) :])
@@ -91,11 +98,6 @@ def next_ids(ids: IntArray, lengths: Sequence[int]) -> IntArray:
     labels[:-1] = ids[1:]
     labels[np.cumsum(lengths) - 1] = 0
     return labels
-
-
-def _path_tokens(path: TokenPath, trajectory: Trajectory) -> list[IntArray]:
-    parts = [trajectory.response_ids[start:end] for start, end, _ in path.parts]
-    return [trajectory.prompt_ids, *parts] if path.has_prompt else parts
 
 
 def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> PlacedResponse:
@@ -165,9 +167,9 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
         return (advantage - scale * earlier).astype(np.float32)
 
     def group_places(self, bundle: Bundle) -> IntArray:
-        """[R] index of each trajectory's group in `groups`."""
+        """[R] index of each trajectory's group in `groups`; `[0]` for an empty bundle."""
         place = {group: index for index, group in enumerate(self.groups)}
-        return np.array([place[trajectory.group_id] for trajectory in bundle], np.int32)
+        return np.array([place[trajectory.group_id] for trajectory in bundle] or [0], np.int32)
 
     def staleness(self, trajectory: Trajectory) -> IntArray:
         """[L] age of each token's weights in learner steps, or of its KV cache's weights if these are older."""
@@ -249,20 +251,16 @@ def _normalisation(trajectories: Sequence[PackedT]) -> tuple[float, float]:
     trained = [trajectory for trajectory in trajectories if trajectory.num_trained]
     if not trained:
         return 0.0, 1.0
-    advantages = [_advantage_summary(trajectory) for trajectory in trained]
+    advantages = [
+        role_returns(item.roles, item.spans) if item.roles else returns_of(item.advantage, item.earned)
+        for item in trained
+    ]  # of each trajectory's trained tokens
     counts = np.array([trajectory.num_trained for trajectory in trained], np.float64)
     means = np.array([item.mean for item in advantages])
     mean = float(np.average(means, weights=counts))
     variance = np.average(np.array([item.variance for item in advantages]) + (means - mean) ** 2, weights=counts)
     deviation, noise = float(np.sqrt(variance)), max(item.noise for item in advantages)
     return mean, 1.0 / (deviation + STD_FLOOR) if deviation >= noise else 0.0
-
-
-def _advantage_summary(trajectory: Packable) -> Returns:
-    """Mean, variance and noise of advantages over a trajectory's trained tokens."""
-    if trajectory.roles:
-        return role_returns(trajectory.roles, trajectory.spans)
-    return returns_of(trajectory.advantage, trajectory.earned)
 
 
 def deal_to_ranks(
@@ -284,8 +282,6 @@ def deal_to_ranks(
 
 def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
     """Write the arrays of the trajectories that share a microbatch; an empty bundle makes one without loss."""
-    if not bundle:
-        return _untrained_microbatch(weights)
     layout = lay_out(bundle)
     total = len(layout.ids)
     loss_weights, logprobs, advantages = (np.zeros(total, np.float32) for _ in range(3))
@@ -309,7 +305,7 @@ def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
         advantages=advantages,
         staleness=staleness,
         responses=layout.responses,
-        rewards=np.array([item.reward or 0.0 for item in bundle], np.float32),
+        rewards=np.array([item.reward or 0.0 for item in bundle] or [0.0], np.float32),
         groups=weights.group_places(bundle),
         columns={column.name: _column(bundle, layout, column) for column in weights.columns},
         support=_support(bundle, layout, counts),
@@ -355,23 +351,3 @@ def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
         if experts is not None:
             out[start + experts.start : start + experts.start + experts.positions] = experts.table
     return out
-
-
-def _untrained_microbatch(weights: StepWeights) -> MicroBatch:
-    """Make a microbatch of one token without loss, for a rank that only has to join the collectives."""
-    zero = np.zeros(1, np.int32)
-    nothing = np.zeros(1, np.float32)
-    return MicroBatch(
-        input_ids=zero,
-        cu_seqlens=np.array([0, 1], np.int32),
-        position_ids=zero,
-        labels=zero,
-        loss_weights=nothing,
-        behaviour_logprobs=nothing,
-        advantages=nothing,
-        staleness=zero,
-        responses=zero,
-        rewards=nothing,
-        groups=zero,
-        columns={column.name: np.full(1, column.padding, column.dtype.value) for column in weights.columns},
-    )

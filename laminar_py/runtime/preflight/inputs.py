@@ -15,7 +15,6 @@ from pathlib import Path
 from laminar_py.config.cluster import Device
 from laminar_py.config.data import SourceConfig
 from laminar_py.config.engine import BACKENDS
-from laminar_py.config.reward import RewardConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.tracking import TRACKERS
@@ -27,6 +26,7 @@ from laminar_py.data.stream import PromptStream
 from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.launch import check_pool
+from laminar_py.learner.model_folder import check_tied_head, stored_tensors
 from laminar_py.ledger.segments.writer import LEAST_FREE
 from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
@@ -35,6 +35,7 @@ from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600  # limit of the script `data.prepare`
+WARM_START_PARAMETERS = 500_000_000  # most that a warm start on the CPU may train
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 SHOWN_CHARS = 2000  # of the prompt that a run shows at its start
 
@@ -143,10 +144,13 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
+    _check_warm_start(config)
     read_warm_start(config, encoder, limited=True)
     check_adapters(config)
     _check_learner(config)
-    reward = config.reward if trains else _without_unused_tasks(config.reward, problems)
+    tasks = {task for problem_set in problems.all for task in problem_set.tasks}
+    terms = {task: terms for task, terms in config.reward.by_task.items() if trains or task in tasks}
+    reward = config.reward.model_copy(update={"by_task": terms})
     check_rewards(reward, problems.all, sandbox=config.sandbox if config.cluster.address is None else None)
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.node_checks` looks at the nodes themselves
@@ -163,12 +167,6 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         messages=encoder.uses_template,
         digests=problems.digests,
     )
-
-
-def _without_unused_tasks(reward: RewardConfig, problems: Problems) -> RewardConfig:
-    """Return `reward` without the entries of `by_task` whose task no problem has."""
-    tasks = {task for problem_set in problems.all for task in problem_set.tasks}
-    return reward.model_copy(update={"by_task": {t: terms for t, terms in reward.by_task.items() if t in tasks}})
 
 
 def stop_ids(config: RunConfig) -> tuple[int, ...]:
@@ -211,16 +209,27 @@ def _last_line_of(script: Path, traceback: str) -> str:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Raise `ConfigError` if the folder of the model or of the reference lacks its config or its weights."""
-    reference = config.algorithm.reference if config.algorithm.has_reference else None
-    if reference is not None and not list(reference.glob("*.safetensors")):
-        raise ConfigError(f"algorithm.reference={reference}: no *.safetensors in it; name a folder with a model")
-    path = config.model.path
+    """Raise `ConfigError` if the model or the reference lacks its config or weights, or its tied head differs."""
+    path, reference = config.model.path, config.algorithm.reference
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json in it; name a Hugging Face model folder")
-    if not config.model.from_scratch and not list(path.glob("*.safetensors")):
+    folders = [] if config.model.from_scratch else [("model.path", path, " or set model.from_scratch=true")]
+    if reference is not None and config.algorithm.has_reference:
+        folders.append(("algorithm.reference", reference, ""))
+    for field, folder, other in folders:
+        if not list(folder.glob("*.safetensors")):
+            raise ConfigError(f"{field}={folder}: no *.safetensors in it; name a folder with weights{other}")
+        if read_sizes(folder).tie_word_embeddings:
+            check_tied_head(folder, field=field)
+
+
+def _check_warm_start(config: RunConfig) -> None:
+    """Refuse a warm start of a large model: it runs on the CPU, whatever the learner has, and would take days."""
+    if config.warm_start is not None and (count := num_parameters(config.model.path)) > WARM_START_PARAMETERS:
         raise ConfigError(
-            f"model.path={path}: no *.safetensors in it; name a folder with weights or set model.from_scratch=true"
+            f"warm_start: model.path={config.model.path} has {count / 1e9:.2f} billion parameters, and a warm"
+            " start is on the CPU, for at most half a billion; train on the demonstrations elsewhere, set"
+            " model.path to the result, and leave warm_start out"
         )
 
 
@@ -275,23 +284,22 @@ def check_adapters(config: RunConfig) -> None:
         )
 
 
-def weights_bytes(model: Path) -> int:
-    """Return the bytes of a model folder's weights; without safetensors, estimate them from config.json."""
-    files = list(model.glob("*.safetensors"))
-    if files:
-        return sum(file.stat().st_size for file in files)
+def num_parameters(model: Path) -> int:
+    """Return the number of weights: in the safetensors, or an estimate from config.json without them."""
+    if stored := stored_tensors(model):
+        return sum(count for count, _ in stored.values())
     sizes = read_sizes(model)
     hidden, layers = sizes.hidden_size or 0, sizes.num_hidden_layers or 0
     per_layer = 4 * hidden * hidden + 3 * hidden * (sizes.intermediate_size or 0)
-    return 4 * (layers * per_layer + 2 * sizes.vocab_size * hidden)
+    return layers * per_layer + (1 if sizes.tie_word_embeddings else 2) * sizes.vocab_size * hidden
 
 
 def version_bytes(config: RunConfig) -> int:
     """Return the bytes of a published version: all weights, or an upper bound for adapters."""
-    lora = config.learner.lora
+    model, lora = config.model.path, config.learner.lora
     if lora is None:
-        return weights_bytes(config.model.path)
-    sizes = read_sizes(config.model.path)
+        return sum(file.stat().st_size for file in model.glob("*.safetensors")) or 4 * num_parameters(model)
+    sizes = read_sizes(model)
     hidden, layers, inner = sizes.hidden_size or 0, sizes.num_hidden_layers or 0, sizes.intermediate_size or 0
     return 4 * lora.rank * layers * len(lora.targets) * (hidden + max(hidden, inner))
 

@@ -5,6 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as trials
+from hypothesis import strategies as st
 
 from laminar_py.config.algorithm import (
     ALGORITHMS,
@@ -17,6 +20,7 @@ from laminar_py.config.algorithm import (
     Proximal,
 )
 from laminar_py.config.section import ConfigError
+from laminar_py.learner.losses import objectives
 from laminar_py.learner.losses.loss import (
     distilled_advantages,
     penalised_advantages,
@@ -158,6 +162,74 @@ def test_a_loss_is_what_plain_float64_says(settings: AlgorithmConfig, seed: int)
     expected, slope = reference(settings, *arrays)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
     np.testing.assert_allclose(logprobs.grad.numpy(), slope, rtol=1e-10, atol=1e-15)
+
+
+PENALISED = [AlgorithmConfig(kl_coef=0.3, kl_estimator=kind) for kind in (Divergence.K2, Divergence.K3)]
+BALANCED = AlgorithmConfig(name="tba")
+EVERY = [*NAMED, *CORRECTED, *PENALISED, BALANCED]
+NAMES = [f"{settings.name}-{settings.correction}-{settings.kl_estimator}" for settings in EVERY]
+
+
+def gradient(settings, own, behaviour, proximal, reference, advantages):
+    """Loss and gradient of two responses with half of the tokens each, in float32."""
+    logprobs, half = torch.tensor(own, requires_grad=True), len(own) // 2
+    terms = LossInputs(
+        logprobs=logprobs,
+        behaviour=torch.tensor(behaviour),
+        proximal=torch.tensor(proximal),
+        advantages=torch.tensor(advantages),
+        weights=torch.full_like(logprobs.detach(), 0.25),
+        response=torch.tensor([0] * half + [1] * half),
+        log_partition=torch.tensor([0.5, 0.5]),
+        **unused(2, columns={REFERENCE_LOGPROBS: torch.tensor(reference)}),
+    )
+    loss = policy_loss(terms, settings)
+    return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
+
+
+FINITE = st.floats(max_value=0.0, allow_infinity=False, width=32) | st.floats(
+    max_value=0.0, min_value=-200.0, width=32
+)
+FOUR = st.lists(FINITE, min_size=4, max_size=4)
+ORDINARY = st.lists(st.floats(-9.0, 0.0, width=32), min_size=4, max_size=4)
+BOTH_SIGNS = st.lists(st.floats(-3.0, 3.0, width=32), min_size=4, max_size=4)
+
+
+@pytest.mark.parametrize("settings", EVERY, ids=NAMES)
+@trials(max_examples=15, deadline=None)
+@given(arrays=st.tuples(FOUR, FOUR, FOUR, FOUR, BOTH_SIGNS))
+def test_no_finite_log_probability_makes_a_gradient_infinite(settings, arrays):
+    assert gradient(settings, *arrays)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("settings", EVERY, ids=NAMES)
+@trials(max_examples=15, deadline=None)
+@given(arrays=st.tuples(ORDINARY, ORDINARY, ORDINARY, ORDINARY, BOTH_SIGNS))
+def test_ordinary_log_probabilities_have_the_bits_of_ratios_without_a_bound(settings, arrays):
+    bounded = gradient(settings, *arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objectives, "LARGEST", math.inf)
+        unbounded = gradient(settings, *arrays)
+    assert all(map(torch.equal, bounded, unbounded))
+
+
+@pytest.mark.parametrize("settings", EVERY, ids=NAMES)
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_token_whose_ratio_would_overflow_leaves_the_other_response_alone(settings, advantage):
+    """89 nats: its exponential is infinite in float32. The gradient of the other response stays as it was."""
+    sound = [
+        [-1.0, -2.0, -1.5, -1.0],
+        [-1.1, -1.9, -1.5, -1.2],
+        [-1.1, -1.9, -1.5, -1.2],
+        [-1.0] * 4,
+        [advantage] * 4,
+    ]
+    far = [list(row) for row in sound]
+    far[1][0] = far[2][0] = -90.0
+    loss, found = gradient(settings, *far)
+    assert loss.isfinite()
+    assert found.abs().max() < 100 or settings.objective in (Objective.SEQUENCE_CLIP, Objective.BALANCE)
+    assert torch.equal(found[2:], gradient(settings, *sound)[1][2:])
 
 
 def test_gspo_has_the_gradient_of_the_geometric_mean_of_its_ratios():
