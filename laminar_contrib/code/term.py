@@ -33,6 +33,7 @@ from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxR
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import Seconds
+from laminar_py.records.reasoning import after_reasoning
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
 
@@ -385,12 +386,12 @@ def assert_text(tests: Tests) -> str:
 
 
 def find_program(response: str, wanted: str = "") -> str:
-    """Find the program in a response, after its `</think>`.
+    """Find the program in a response, after its reasoning.
 
     It is the last code block, of Python or without a language, that defines the function `wanted`. Without one it
     is the last Python block, else the last block, else the whole text.
     """
-    said = response.rpartition("</think>")[2]
+    said = after_reasoning(response)
     named = list(code_blocks(said))
     python = [program for name, program in named if name in PYTHON]
     bare = [program for name, program in named if name in ("", *PYTHON)] if wanted else []
@@ -460,7 +461,9 @@ class CodeReward:
         `timeout_s`. If a busy machine causes such timeouts, raise `sandbox.wall_s`.
         """
         tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
-        program = find_program(request.response, tests.fn_name or tests.entry_point)
+        program = find_program(request.text_after_reasoning, tests.fn_name or tests.entry_point)
+        if not program.strip():
+            return Reward(0.0, text="no program after the reasoning")
         if tests.asserts:
             run = AssertionRun(self._pool, program, tests.entry_point, preamble=preamble_of(tests))
             complaint = await run.check(assert_text(tests))

@@ -29,10 +29,12 @@ from laminar_py.environment.saved_turns import SavedTurn, SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.reasoning import opened_reasoning
 from laminar_py.records.spans import context_of, turn_ends
 from laminar_py.records.trajectory import DropReason
 
 MAX_ATTEMPTS = 3  # at a turn over which the process crashes each time
+TAIL = 64  # tokens before a turn in which its generation prompt may open reasoning
 _NO_LOGPROBS = np.empty(0, np.float32)
 
 
@@ -208,13 +210,15 @@ class EnvironmentHost:
             return await self._calls.answer(environment.reset, turn.problem)
         start, end = _turn_range(turn, number)
         ids = turn.response_ids[start:end]
-        text = self._writer.decode_turn(ids)
+        text, tail = self._writer.decode_turn(ids), turn.response_ids[max(0, start - TAIL) : start]
+        opened = opened_reasoning(self._writer.decode_turn(tail) if start else turn.problem.prompt)
         if not isinstance(environment, TokenEnvironment):
-            return await self._calls.answer(environment.step, text)
+            return await self._calls.answer(environment.step, opened + text)
         until_end = [span for span in turn.spans if span.end <= end]
         places = context_of(until_end).places  # of the turn and its context in the response
         sampled = SampledTurn(
             text=text,
+            opened=opened,
             context=turn.response_ids[places[places < start]],
             ids=ids,
             logprobs=turn.logprobs if end == len(turn.response_ids) else _NO_LOGPROBS,

@@ -137,6 +137,9 @@ class SampledTurn:
     """A turn of the model as it was sampled."""
 
     text: str  # without the token that ended it
+    opened: str = (
+        ""  # `<think>` with the space behind it, if the text before the turn ends so: the turn is reasoning
+    )
     context: IntArray  # [c] tokens before the turn, without the prompt of the data set
     ids: IntArray  # [n] with the token that ended it
     logprobs: FloatArray  # [n], or [0] for a turn that is replayed
@@ -156,7 +159,10 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> Answer | Awaitable[Answer]:
-        """Answer a turn of the model: its text, without the token that ended it."""
+        """Answer a turn of the model: its text, without the token that ended it.
+
+        The text begins with `<think>` also where the generation prompt has written it.
+        """
         ...
 
 
