@@ -15,10 +15,9 @@ import msgspec
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.data.tokenizer import PROBE, Tokenizer
 from laminar_py.records.codec import IntArray
 
-PROBE = "laminarlaminar"  # text of an assistant's turn in a template; its end token comes after it
 REMEDY = "fix the messages, name a model that was trained on chats, or write prompts as text"
 Turn: TypeAlias = dict[str, object]  # a message with all its fields, as the template gets it
 

@@ -15,7 +15,10 @@ import tokenizers
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
+from laminar_py.records.reasoning import TAGS
 
+PREFIXES = ("\n", ".", "0", "a")  # texts that rarely merge with a text behind them
+PROBE = "laminarlaminar"  # a text to look at a tokenizer or a template with
 MOST_GROWTH = 3  # factor by which NFC composition may increase the bytes of a text
 
 
@@ -32,6 +35,8 @@ class Tokenizer:
         self._num_added = backend.num_special_tokens_to_add(False)
         self._is_byte_level = _is_byte_level(backend)
         self._unknown = None if self._is_byte_level else _unknown_id(backend)
+        added = backend.get_added_tokens_decoder()
+        self._special = {id: token.content for id, token in added.items() if token.special}
         self.eos_ids = eos_ids
 
     @property
@@ -46,17 +51,41 @@ class Tokenizer:
     @property
     def special_texts(self) -> tuple[str, ...]:
         """Texts of the special tokens, the longest first."""
-        texts = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        return tuple(sorted(texts, key=len, reverse=True))
+        return tuple(sorted(self._special.values(), key=len, reverse=True))
 
     def first_special(self, text: str) -> tuple[int, ...]:
         """Return the id of the first special token in a text, as a tuple; () without a special token."""
-        special = {id for id, token in self._backend.get_added_tokens_decoder().items() if token.special}
-        return tuple(id for id in self.encode(text).tolist() if id in special)[:1]
+        return tuple(id for id in self.encode(text).tolist() if id in self._special)[:1]
 
     def encode(self, text: str) -> IntArray:
         """Encode a text to [n] ids, without a beginning of sequence."""
         return np.array(self._encoding(text, begun=False).ids, dtype=np.int32)
+
+    def encode_next(self, text: str, *, after: str = "", literal: bool = False) -> IntArray:
+        """Encode a text that continues a sequence to [n] ids; `literal` as in `encode_literal`.
+
+        SentencePiece tokenizers put a space before a text alone, so a fixed prefix stands before, and its ids are
+        taken off. Behind a special token, with which `after` may end, some put the space in any case.
+        """
+        encode = self.encode_literal if literal else self.encode
+        has_space = after.endswith(self.special_texts) and self._as_alone(self.special_texts[0])
+        for prefix in () if has_space else self._prefixes:
+            whole, before = encode(prefix + text), encode(prefix)
+            if np.array_equal(whole[: len(before)], before):
+                return whole[len(before) :]
+        return encode(text)
+
+    @cached_property
+    def _prefixes(self) -> tuple[str, ...]:
+        """Prefixes behind which a text has other ids than alone; () if the tokenizer puts no space before texts."""
+        return tuple(prefix for prefix in PREFIXES if self._as_alone(prefix) is False)
+
+    def _as_alone(self, prefix: str) -> bool | None:
+        """Return whether a text behind a prefix has the ids that it has alone; None if both merge."""
+        whole, before = self.encode(prefix + PROBE), self.encode(prefix)
+        if not len(before) or not np.array_equal(whole[: len(before)], before):
+            return None
+        return np.array_equal(whole[len(before) :], self.encode(PROBE))
 
     def encode_literal(self, text: str) -> IntArray:
         """Encode a text to [n] ids; the name of a special token in it becomes ordinary tokens."""
@@ -117,7 +146,8 @@ class Tokenizer:
 
     def decode(self, ids: IntArray, *, special: bool = False) -> str:
         """Decode [n] `ids` to text; leave out special tokens, such as the end, unless `special` is True."""
-        return self._backend.decode(ids.tolist(), skip_special_tokens=not special)
+        kept = ids.tolist() if special else [id for id in ids.tolist() if self._special.get(id, TAGS[0]) in TAGS]
+        return self._backend.decode(kept, skip_special_tokens=False)
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:

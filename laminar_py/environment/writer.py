@@ -17,8 +17,8 @@ import numpy as np
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.chat import PROBE, PromptEncoder, TemplateError, Turn
-from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.data.chat import PromptEncoder, TemplateError, Turn
+from laminar_py.data.tokenizer import PROBE, Tokenizer, load_tokenizer
 from laminar_py.environment.protocol import Observation, Rewrite, Role
 from laminar_py.records.codec import IntArray
 
@@ -47,7 +47,7 @@ class PlainWriter:
 
     def encode_next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
         """Encode the messages after a turn, which a limit may have cut, to [n] ids. Raises `TemplateError`."""
-        return self._codec.encode_literal("".join(observation.messages))
+        return self._codec.encode_next("".join(observation.messages), literal=True)
 
     def encode_conversation(self, rewrite: Rewrite) -> IntArray:
         """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
@@ -102,9 +102,12 @@ class ChatWriter(PlainWriter):
         Unless they are the first messages, the token that ends the model's turn comes first.
         """
         texts = observation.messages
-        before, *others = self._around(observation.role, len(texts), is_first)
-        pairs = [(self._codec.encode_literal(text), after) for text, after in zip(texts, others, strict=True)]
-        return np.concatenate([before, *(ids for pair in pairs for ids in pair)])
+        (before, first), *others = self._around(observation.role, len(texts), is_first)
+        joined = [first]
+        for text, (after, ids) in zip(texts, others, strict=True):
+            joined += [self._codec.encode_next(text, after=before, literal=True), ids]
+            before = after
+        return np.concatenate(joined)
 
     def encode_conversation(self, rewrite: Rewrite) -> IntArray:
         """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
@@ -114,40 +117,48 @@ class ChatWriter(PlainWriter):
         turns: list[Turn] = [hidden.hide(dict(turn)) for turn in rewrite.turns]
         tools = hidden.hide(list(rewrite.tools))
         text = self._template.conversation(self._template.with_system(turns), answers=True, tools=tools)
-        return np.concatenate(
-            [
-                self._codec.encode(piece) if word is None else self._codec.encode_literal(word)
-                for piece, word in hidden.parts(text)
-            ]
-        )
+        (first, _), *others = hidden.parts(text)  # a template begins with a text of its own
+        joined, before = [self._codec.encode(first)], first
+        for piece, word in others:
+            is_word = word is not None
+            joined.append(self._codec.encode_next(word or piece, after=before, literal=is_word))
+            before = "" if is_word else piece
+        return np.concatenate(joined)
 
-    def _template_pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
-        """Encode the template's text before, between and after `count` messages of a role."""
+    def _template_pieces(self, role: Role, count: int, is_first: bool) -> list[tuple[str, IntArray]]:
+        """Return the template's texts before, between and after `count` messages of a role, each with its ids."""
         turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
         if is_first:
-            return self._split_at_marks(self._text_before_turn(turns), count)
+            return self._split_at_marks(*self._text_before_turn(turns), count)
         end, text = self._text_between_turns(PROBE, turns)
-        before, *others = self._split_at_marks(text, count)
-        return [np.concatenate([end, before]), *others]
+        (text, before), *others = self._split_at_marks(self._codec.decode(end, special=True), text, count)
+        return [(text, np.concatenate([end, before])), *others]
 
-    def _split_at_marks(self, text: str, count: int) -> list[IntArray]:
-        """Split a text at `count` placeholders and encode the pieces. Raises `TemplateError` if one is missing."""
-        pieces = []
+    def _split_at_marks(self, before: str, text: str, count: int) -> list[tuple[str, IntArray]]:
+        """Split a text, which follows `before`, at `count` placeholders; return the pieces with their ids.
+
+        Raises `TemplateError` if a placeholder is missing.
+        """
+        pieces, afters = [], [before, *[""] * count]
         for place in range(count):
-            before, mark, text = text.partition(_mark(place))
+            piece, mark, text = text.partition(_mark(place))
             if not mark:
                 raise TemplateError("the chat template leaves out a message, or writes messages in another order")
-            pieces.append(before)
-        return [self._codec.encode(piece) for piece in (*pieces, text)]
+            pieces.append(piece)
+        pieces.append(text)
+        return [
+            (piece, self._codec.encode_next(piece, after=after))
+            for piece, after in zip(pieces, afters, strict=True)
+        ]
 
-    def _text_before_turn(self, turns: list[Turn]) -> str:
-        """Return the template's text for messages after a prompt, up to where the assistant's turn begins."""
+    def _text_before_turn(self, turns: list[Turn]) -> tuple[str, str]:
+        """Return the text of a prompt, and of messages after it up to where the assistant's turn begins."""
         asked: list[Turn] = [{"role": Role.USER.value, "content": PROBE}]
         before = self._template.conversation(asked, answers=False)
         text = self._template.conversation([*asked, *turns], answers=True)
         if not text.startswith(before):
             raise TemplateError("the chat template changes the first message when a second one follows")
-        return text.removeprefix(before)
+        return before, text.removeprefix(before)
 
     def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[IntArray, str]:
         """Return the token [1] that ends the assistant's turn `answer`, and the text for the messages after it."""
