@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import PROBE, Tokenizer
 from laminar_py.records.codec import IntArray
+from laminar_py.records.reasoning import THINK_TAG
 
 REMEDY = "fix the messages, name a model that was trained on chats, or write prompts as text"
+WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # fields of a message with text of the model
 Turn: TypeAlias = dict[str, object]  # a message with all its fields, as the template gets it
 
 
@@ -87,6 +90,16 @@ def user_turn(text: str) -> Turn:
     return {"role": "user", "content": text}
 
 
+def parts_of(turn: Turn) -> list[str]:
+    """Return the texts that a template must write for a message: content, reasoning, names in its calls."""
+    written = (turn.get(name) for name in WRITTEN)
+    texts = [part.strip() for text in written if isinstance(text, str) for part in THINK_TAG.split(text)[::2]]
+    calls: Any = turn.get("tool_calls", ())
+    functions = [call["function"] for call in calls]
+    names = [name for function in functions for name in (function["name"], *(function.get("arguments") or ()))]
+    return [part for part in (*texts, *names) if part]
+
+
 class PromptEncoder:
     """Writes and encodes prompts. Prompts for an environment end before the assistant's turn.
 
@@ -138,9 +151,32 @@ class PromptEncoder:
                 counts[place] = count
         return counts
 
-    def end_id_after(self, prompt: str | Sequence[Turn]) -> int:
-        """Return the id that ends a response: after messages the end of a turn, after plain text the usual end."""
-        return self._end if self._is_plain(prompt) else self.tokenizer.eos_ids[0]
+    def encode_answer(self, prompt: str | Sequence[Turn], prompt_text: str, answer: Turn) -> tuple[str, IntArray]:
+        """Return the text of an assistant's message as the answer to a prompt, and its ids [L] up to one end id.
+
+        `prompt_text` is what `write` made of the prompt. After messages, the text is the chat template's for the
+        whole conversation without `prompt_text`. Raises `TemplateError` if the template does not continue
+        that text, or leaves out a part of the message.
+        """
+        text, end = str(answer["content"]), self._end
+        if not self._is_plain(prompt):
+            turns = [user_turn(prompt)] if isinstance(prompt, str) else prompt
+            whole, end = (
+                self.conversation(self.with_system([*turns, answer]), answers=False),
+                self.tokenizer.eos_ids[0],
+            )
+            if not whole.startswith(prompt_text):
+                raise TemplateError(
+                    "the chat template writes the answer differently from how it begins a new answer"
+                )
+            text = whole.removeprefix(prompt_text)
+            missing = next((part for part in parts_of(answer) if part not in text), None)
+            if missing is not None:
+                raise TemplateError(f"the chat template leaves out {missing[:40]!r} of the answer")
+        ids = self.tokenizer.encode_next(text, after=prompt_text)
+        last = max((place for place, id in enumerate(ids.tolist()) if id in self.tokenizer.eos_ids), default=-1)
+        ends = last >= 0 and not self.tokenizer.decode(ids[last + 1 :], special=True).strip()
+        return text, ids[: last + 1] if ends else np.append(ids, np.int32(end))
 
     def template_ends(self) -> tuple[int, ...]:
         """Return (id,) of the token that ends an assistant's turn; () if the model has no usable template."""

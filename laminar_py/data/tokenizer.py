@@ -5,6 +5,7 @@ are never decoded and encoded again. A prompt gets the ids that transformers giv
 `tokenizer.json`, but no end of sequence and at most one beginning of sequence (`tests/data/test_tokenizer.py`).
 """
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,9 @@ from laminar_py.records.codec import IntArray
 from laminar_py.records.reasoning import TAGS
 
 PREFIXES = ("\n", ".", "0", "a")  # texts that rarely merge with a text behind them
+ADDS_SPACE = re.compile(
+    r"Prepend\(|prepend_scheme=(?:first|always)|add_prefix_space=True"
+)  # in a tokenizer's repr
 PROBE = "laminarlaminar"  # a text to look at a tokenizer or a template with
 MOST_GROWTH = 3  # factor by which NFC composition may increase the bytes of a text
 
@@ -35,6 +39,7 @@ class Tokenizer:
         self._num_added = backend.num_special_tokens_to_add(False)
         self._is_byte_level = _is_byte_level(backend)
         self._unknown = None if self._is_byte_level else _unknown_id(backend)
+        self._adds_space = ADDS_SPACE.search(f"{backend.normalizer!r} {backend.pre_tokenizer!r}") is not None
         added = backend.get_added_tokens_decoder()
         self._special = {id: token.content for id, token in added.items() if token.special}
         self.eos_ids = eos_ids
@@ -68,24 +73,17 @@ class Tokenizer:
         taken off. Behind a special token, with which `after` may end, some put the space in any case.
         """
         encode = self.encode_literal if literal else self.encode
-        has_space = after.endswith(self.special_texts) and self._as_alone(self.special_texts[0])
-        for prefix in () if has_space else self._prefixes:
-            whole, before = encode(prefix + text), encode(prefix)
-            if np.array_equal(whole[: len(before)], before):
-                return whole[len(before) :]
+        if self._adds_space and not (after.endswith(self.special_texts) and self._adds_space_after_special):
+            for prefix in PREFIXES:
+                whole, before = encode(prefix + text), encode(prefix)
+                if len(before) and np.array_equal(whole[: len(before)], before):
+                    return whole[len(before) :]
         return encode(text)
 
     @cached_property
-    def _prefixes(self) -> tuple[str, ...]:
-        """Prefixes behind which a text has other ids than alone; () if the tokenizer puts no space before texts."""
-        return tuple(prefix for prefix in PREFIXES if self._as_alone(prefix) is False)
-
-    def _as_alone(self, prefix: str) -> bool | None:
-        """Return whether a text behind a prefix has the ids that it has alone; None if both merge."""
-        whole, before = self.encode(prefix + PROBE), self.encode(prefix)
-        if not len(before) or not np.array_equal(whole[: len(before)], before):
-            return None
-        return np.array_equal(whole[len(before) :], self.encode(PROBE))
+    def _adds_space_after_special(self) -> bool:
+        """True if a text behind a special token has the ids that it has alone."""
+        return np.array_equal(self.encode(self.special_texts[0] + PROBE)[1:], self.encode(PROBE))
 
     def encode_literal(self, text: str) -> IntArray:
         """Encode a text to [n] ids; the name of a special token in it becomes ordinary tokens."""

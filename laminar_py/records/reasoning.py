@@ -1,6 +1,6 @@
 """Reasoning of a model: the text between `<think>` and `</think>`. Rewards, environments, tools and agents use it.
 
-A response starts inside reasoning where the text before it ends with an open `<think>`, as some chat templates write
+A response starts inside reasoning if the text before it ends with an open `<think>`, as some templates write
 it. `opened_reasoning` derives that from the text, so no setting does (`tests/reward/test_reasoning.py`).
 """
 

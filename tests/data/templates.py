@@ -92,12 +92,12 @@ def conversations(template: Template) -> list[list[dict[str, str]]]:
     return [one for one in turns if template.system or one[0]["role"] != "system"]
 
 
-def byte_level_backend() -> tokenizers.Tokenizer:
+def byte_level_backend(*, space: bool = False) -> tokenizers.Tokenizer:
     """A byte for each token, without merges."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate([*SPECIAL, *alphabet])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=space)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
 
@@ -105,7 +105,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 def sentencepiece_backend(scheme: str) -> tokenizers.Tokenizer:
     """Characters and bytes of SentencePiece, a space merged with each letter behind it.
 
-    A text gets a space in front: by a normaliser (`prepend`, before special tokens too), or by Metaspace (`first`).
+    A text gets a space in front: by a normaliser (`prepend`), also behind special tokens, or by Metaspace.
     """
     letters = [chr(code) for code in range(33, 127)]
     words = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, *(f"▁{one}" for one in letters)]
@@ -124,6 +124,7 @@ def sentencepiece_backend(scheme: str) -> tokenizers.Tokenizer:
 
 BACKENDS = {
     "byte-level": byte_level_backend,
+    "byte-level space": lambda: byte_level_backend(space=True),
     "prepend": lambda: sentencepiece_backend("prepend"),
     "first": lambda: sentencepiece_backend("first"),
     "always": lambda: sentencepiece_backend("always"),

@@ -1,4 +1,4 @@
-"""Text that continues a sequence has the ids that it has there, also where a tokenizer puts a space before texts."""
+"""Text that continues a sequence has its ids there, also where a tokenizer puts a space before texts."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_a_text_that_continues_another_adds_no_space(tmp_path, kind, text):
     tokenizer = load_tokenizer(make_tokenizer_folder(tmp_path, None, kind))
     for literal in (False, True):
         ids = np.concatenate([tokenizer.encode("2+2="), tokenizer.encode_next(text, literal=literal)])
-        assert tokenizer.decode(ids, special=True) == f"2+2={text}"
+        assert tokenizer.decode(ids, special=True).removeprefix(" ") == f"2+2={text}"
         assert ids.tolist() == tokenizer.encode(f"2+2={text}").tolist()
 
 
@@ -37,7 +37,7 @@ def test_words_of_an_environment_follow_a_turn_without_a_space(tmp_path, kind):
     tokenizer = load_tokenizer(make_tokenizer_folder(tmp_path, None, kind))
     writer = PlainWriter(tokenizer, stop_ids=tokenizer.eos_ids)
     ids = np.concatenate([tokenizer.encode("2+2="), writer.encode_next(Observation("No </s>"))])
-    assert tokenizer.decode(ids, special=True) == "2+2=No </s>"
+    assert tokenizer.decode(ids, special=True).removeprefix(" ") == "2+2=No </s>"
     assert not set(tokenizer.eos_ids) & set(ids.tolist())
 
 
@@ -65,7 +65,9 @@ def test_a_conversation_in_turns_has_the_ids_of_the_template(tmp_path, kind, tem
 def test_a_demonstration_has_the_ids_of_its_whole_text(tmp_path, kind):
     encoder = PromptEncoder(load_tokenizer(make_tokenizer_folder(tmp_path, None, kind)), tmp_path, ChatConfig())
     (tmp_path / "w.jsonl").write_text(json.dumps({"prompt": "2+2=", "response": "is 4"}) + "\n")
-    (one,) = read_demonstrations(source_at(tmp_path / "w.jsonl", "warm_start.data"), encoder=encoder, max_tokens=99)
+    (one,) = read_demonstrations(
+        source_at(tmp_path / "w.jsonl", "warm_start.data"), encoder=encoder, max_tokens=99
+    )
     whole = encoder.tokenizer.encode_prompt("2+2=is 4").tolist()
     assert [*one.prompt_ids, *one.response_ids] == [*whole, *encoder.tokenizer.eos_ids]
 
