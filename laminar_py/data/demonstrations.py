@@ -20,7 +20,7 @@ class _DemonstrationRow(msgspec.Struct, frozen=True, kw_only=True):
     response: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
     """A prompt with its response, e.g. of row 6: ids of `2+2=`, and of `4` with the end of sequence."""
 
@@ -59,7 +59,9 @@ def read_demonstrations(
             response, response_ids = encoder.encode_answer(prompt, prompt_text, answer)
         except TemplateError as error:
             raise source.error(row, str(error), value=written, remedy=REMEDY) from None
-        made = Demonstration(row, prompt_text, response, prompt_ids, response_ids)
+        made = Demonstration(
+            row=row, prompt=prompt_text, response=response, prompt_ids=prompt_ids, response_ids=response_ids
+        )
         if max_tokens is not None and made.num_tokens > max_tokens:
             raise source.error(
                 row,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -185,7 +186,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         raise ConfigError(
             f"model.path={model_dir}: tokenizer.json cannot be read ({error}); fix the file"
         ) from None
-    return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir))
+    return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir, backend))
 
 
 class _ModelSection(msgspec.Struct):
@@ -203,23 +204,34 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class _ConfigFile(msgspec.Struct):
-    """Fields of generation_config.json and config.json that are read."""
+    """Fields of generation_config.json, config.json and tokenizer_config.json that are read."""
 
     eos_token_id: int | list[int] | None = None
+    eos_token: str | dict[str, Any] | None = None  # of tokenizer_config.json: a text, or an object with `content`
 
 
-def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
-    """Read end-of-sequence ids from generation_config.json, else from config.json. Raises `ConfigError`."""
+def _read_config(model_dir: Path, name: str) -> _ConfigFile:
+    """Read a config file of a model folder; without the file, all fields are None. Raises `ConfigError`."""
+    try:
+        return msgspec.json.decode((model_dir / name).read_bytes(), type=_ConfigFile)
+    except FileNotFoundError:
+        return _ConfigFile()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); fix the file") from None
+
+
+def _read_eos_ids(model_dir: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Read end-of-sequence ids from generation_config.json, else from config.json. Raises `ConfigError`.
+
+    The tokenizer's own end, of tokenizer_config.json, follows: chat models end their turns with it.
+    """
+    end = _read_config(model_dir, "tokenizer_config.json").eos_token
+    own = backend.token_to_id(str(end["content"] if isinstance(end, dict) else end))  # None for an unknown token
     for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        if not path.is_file():
-            continue
-        try:
-            eos = msgspec.json.decode(path.read_bytes(), type=_ConfigFile).eos_token_id
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); fix the file") from None
+        eos = _read_config(model_dir, name).eos_token_id
         if eos is not None and eos != []:
-            return (eos,) if isinstance(eos, int) else tuple(eos)
+            ids = [eos] if isinstance(eos, int) else eos
+            return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
     raise ConfigError(
         f"model.path={model_dir}: no eos_token_id in its generation_config.json or config.json; add the id that"
         " ends a response"
