@@ -154,25 +154,19 @@ class PromptEncoder:
     def encode_answer(self, prompt: str | Sequence[Turn], prompt_text: str, answer: Turn) -> tuple[str, IntArray]:
         """Return the text of an assistant's message as the answer to a prompt, and its ids [L] up to one end id.
 
-        `prompt_text` is what `write` made of the prompt. After messages, the text is the chat template's for the
-        whole conversation without `prompt_text`. Raises `TemplateError` if the template does not continue
-        that text, or leaves out a part of the message.
+        `prompt_text` is the prompt as `write` returns it. After messages, the answer is the chat template's text
+        of the whole conversation less `prompt_text`. Raises `TemplateError` if it lacks a part of the message.
         """
         text, end = str(answer["content"]), self._end
         if not self._is_plain(prompt):
             turns = [user_turn(prompt)] if isinstance(prompt, str) else prompt
-            whole, end = (
-                self.conversation(self.with_system([*turns, answer]), answers=False),
-                self.tokenizer.eos_ids[0],
-            )
+            whole = self.conversation(self.with_system([*turns, answer]), answers=False)
             if not whole.startswith(prompt_text):
-                raise TemplateError(
-                    "the chat template writes the answer differently from how it begins a new answer"
-                )
-            text = whole.removeprefix(prompt_text)
-            missing = next((part for part in parts_of(answer) if part not in text), None)
-            if missing is not None:
-                raise TemplateError(f"the chat template leaves out {missing[:40]!r} of the answer")
+                raise TemplateError("the chat template writes the answer differently from how it begins one")
+            text, end = whole.removeprefix(prompt_text), self.tokenizer.eos_ids[0]
+            for part in parts_of(answer):
+                if part not in text:
+                    raise TemplateError(f"the chat template leaves out {part[:40]!r} of the answer")
         ids = self.tokenizer.encode_next(text, after=prompt_text)
         last = max((place for place, id in enumerate(ids.tolist()) if id in self.tokenizer.eos_ids), default=-1)
         ends = last >= 0 and not self.tokenizer.decode(ids[last + 1 :], special=True).strip()

@@ -137,9 +137,7 @@ class SampledTurn:
     """A turn of the model as it was sampled."""
 
     text: str  # without the token that ended it
-    opened: str = (
-        ""  # `<think>` with the space behind it, if the text before the turn ends so: the turn is reasoning
-    )
+    opened: str = ""  # `<think>` and the space behind it, if the text before the turn ends so
     context: IntArray  # [c] tokens before the turn, without the prompt of the data set
     ids: IntArray  # [n] with the token that ended it
     logprobs: FloatArray  # [n], or [0] for a turn that is replayed

@@ -93,20 +93,25 @@ class ChatWriter(PlainWriter):
         """
         if fault := self._faults.get(observation.role):
             raise TemplateError(f"{fault}, in a message of role {observation.role}")
-        ids = self._encode_messages(observation, is_first=False)
-        return ids if is_cut else ids[1:]
+        return self._encode_messages(observation, is_first=False, is_cut=is_cut)
 
-    def _encode_messages(self, observation: Observation, *, is_first: bool) -> IntArray:
-        """Encode messages and the template's text around them.
+    def _encode_messages(self, observation: Observation, *, is_first: bool, is_cut: bool = False) -> IntArray:
+        """Encode messages and the template's text around them; if `is_cut`, behind the token that ends a turn."""
+        before, (first, *others) = self._around(observation.role, len(observation.messages), is_first)
+        parts = [(before, False), (first, False)] if is_cut else [(first, False)]
+        for text, after in zip(observation.messages, others, strict=True):
+            parts += [(text, True), (after, False)]
+        return self._join(parts, before=before)
 
-        Unless they are the first messages, the token that ends the model's turn comes first.
+    def _join(self, parts: Sequence[tuple[str, bool]], *, before: str, begin: Sequence[IntArray] = ()) -> IntArray:
+        """Encode consecutive parts of a text that follow `before`, behind the ids `begin`.
+
+        A part is a text of the template, or (True) words in which names of special tokens are text.
         """
-        texts = observation.messages
-        (before, first), *others = self._around(observation.role, len(texts), is_first)
-        joined = [first]
-        for text, (after, ids) in zip(texts, others, strict=True):
-            joined += [self._codec.encode_next(text, after=before, literal=True), ids]
-            before = after
+        joined = list(begin)
+        for text, is_literal in parts:
+            joined.append(self._codec.encode_next(text, after=before, literal=is_literal))
+            before = "" if is_literal else text
         return np.concatenate(joined)
 
     def encode_conversation(self, rewrite: Rewrite) -> IntArray:
@@ -117,39 +122,24 @@ class ChatWriter(PlainWriter):
         turns: list[Turn] = [hidden.hide(dict(turn)) for turn in rewrite.turns]
         tools = hidden.hide(list(rewrite.tools))
         text = self._template.conversation(self._template.with_system(turns), answers=True, tools=tools)
-        (first, _), *others = hidden.parts(text)  # a template begins with a text of its own
-        joined, before = [self._codec.encode(first)], first
-        for piece, word in others:
-            is_word = word is not None
-            joined.append(self._codec.encode_next(word or piece, after=before, literal=is_word))
-            before = "" if is_word else piece
-        return np.concatenate(joined)
+        (first, is_word), *others = [(word or piece, word is not None) for piece, word in hidden.parts(text)]
+        begin = self._codec.encode_literal(first) if is_word else self._codec.encode(first)
+        return self._join(others, before="" if is_word else first, begin=[begin])
 
-    def _template_pieces(self, role: Role, count: int, is_first: bool) -> list[tuple[str, IntArray]]:
-        """Return the template's texts before, between and after `count` messages of a role, each with its ids."""
-        turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
-        if is_first:
-            return self._split_at_marks(*self._text_before_turn(turns), count)
-        end, text = self._text_between_turns(PROBE, turns)
-        (text, before), *others = self._split_at_marks(self._codec.decode(end, special=True), text, count)
-        return [(text, np.concatenate([end, before])), *others]
+    def _template_pieces(self, role: Role, count: int, is_first: bool) -> tuple[str, list[str]]:
+        """Return the template's texts before, between and after `count` messages of a role, and the text before.
 
-    def _split_at_marks(self, before: str, text: str, count: int) -> list[tuple[str, IntArray]]:
-        """Split a text, which follows `before`, at `count` placeholders; return the pieces with their ids.
-
-        Raises `TemplateError` if a placeholder is missing.
+        Raises `TemplateError` if the template leaves out a message.
         """
-        pieces, afters = [], [before, *[""] * count]
+        turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
+        before, text = self._text_before_turn(turns) if is_first else self._text_between_turns(PROBE, turns)
+        pieces = []
         for place in range(count):
             piece, mark, text = text.partition(_mark(place))
             if not mark:
                 raise TemplateError("the chat template leaves out a message, or writes messages in another order")
             pieces.append(piece)
-        pieces.append(text)
-        return [
-            (piece, self._codec.encode_next(piece, after=after))
-            for piece, after in zip(pieces, afters, strict=True)
-        ]
+        return before, [*pieces, text]
 
     def _text_before_turn(self, turns: list[Turn]) -> tuple[str, str]:
         """Return the text of a prompt, and of messages after it up to where the assistant's turn begins."""
@@ -160,8 +150,8 @@ class ChatWriter(PlainWriter):
             raise TemplateError("the chat template changes the first message when a second one follows")
         return before, text.removeprefix(before)
 
-    def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[IntArray, str]:
-        """Return the token [1] that ends the assistant's turn `answer`, and the text for the messages after it."""
+    def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[str, str]:
+        """Return the token that ends the assistant's turn `answer`, and the text for the messages after it."""
         spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": answer}]
         text = self._template.conversation([*spoken, *turns], answers=True)
         _, written, after = text.partition(answer)
@@ -170,7 +160,8 @@ class ChatWriter(PlainWriter):
         ids = self._codec.encode(after)
         if not len(ids) or int(ids[0]) not in self._stop_ids:
             raise TemplateError("the chat template writes no end token after a turn of the assistant")
-        return ids[:1], after.removeprefix(self._codec.decode(ids[:1], special=True))
+        end = self._codec.decode(ids[:1], special=True)
+        return end, after.removeprefix(end)
 
     def _why_unsupported(self, role: Role) -> str:
         """Return why messages of a role cannot follow a turn of the model; "" if they can."""

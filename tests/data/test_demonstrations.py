@@ -128,7 +128,7 @@ def test_the_template_writes_thoughts_and_calls_of_a_demonstration(tmp_path, kin
         ("chatml", {"content": "4", "reasoning_content": "hm"}, "the chat template leaves out 'hm' of the answer"),
         ("chatml", {"content": "", "tool_calls": [ADDS]}, "the chat template leaves out 'add' of the answer"),
         ("thinking", {"content": "<think>hm</think>4"}, "the chat template leaves out 'hm' of the answer"),
-        ("opened", {"content": "4"}, "the chat template writes the answer differently from how it begins"),
+        ("opened", {"content": "4"}, "the chat template writes the answer differently from how it begins one"),
     ],
 )
 def test_a_demonstration_of_which_the_template_leaves_out_a_part_is_refused(tmp_path, name, answer, fault) -> None:
