@@ -5,9 +5,9 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from laminar_contrib.tools.call_formats import outside_reasoning
 from laminar_py.config import ConfigError, EnvironmentConfig
 from laminar_py.environment import Problem
-from laminar_py.records.reasoning import outside_reasoning
 
 
 class ActionConfig(EnvironmentConfig):

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
+from laminar_py.config import ConfigError
 from laminar_py.records.reasoning import THINK_TAG
 
 Json: TypeAlias = Any  # a value that JSON can express
 
+SHOWN = 160  # characters of a call, in a message
 SPACE = re.compile(r"\s*")
 BARE = re.compile(r"\s*\{")  # a call without a mark may begin so
 
@@ -65,6 +67,19 @@ class CallFormat(Protocol):
         `at_start` says that the model has written nothing before this place but its reasoning.
         """
         ...
+
+
+def outside_reasoning(text: str) -> str:
+    """Return the text outside of `<think>` and `</think>`. Unclosed reasoning lasts to the end.
+
+    If the first tag is `</think>`, all text before it is reasoning.
+    """
+    pieces = THINK_TAG.split(text)  # text, tag, text, ..., text
+    return "\n".join(
+        piece
+        for tag, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True)
+        if tag == "</think>" or (not tag and pieces[1:2] != ["</think>"])
+    )
 
 
 def read_turn(turn: str, form: CallFormat) -> tuple[str, list[Call]]:
@@ -204,3 +219,22 @@ def _no_number(name: str) -> float:
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_number)
+FORMATS: Mapping[CallFamily, JsonCalls] = {CallFamily.HERMES: HermesCalls(), CallFamily.LLAMA: LlamaCalls()}
+
+
+def check_family(family: CallFamily, text: str, call: ToolCall, *, field: str) -> None:
+    """Raise `ConfigError` if `family`, of the setting `field`, reads another call in a text than the one written.
+
+    Tags are exempt: a chat template has no definitions of such tools.
+    """
+    if family is CallFamily.TAGS or _reads(family, text, call):
+        return
+    other = next((name for name in FORMATS if _reads(name, text, call)), None)
+    remedy = "name another model, or write tags" if other is None else f"set {other.value}"
+    raise ConfigError(
+        f"{field}={family.value}: the model's chat template writes a call as {text[:SHOWN]!r}; {remedy}"
+    )
+
+
+def _reads(family: CallFamily, text: str, call: ToolCall) -> bool:
+    return read_turn(text, FORMATS[family])[1] == [call]

@@ -17,19 +17,6 @@ def opened_reasoning(before: str) -> str:
     return opened[0] if opened else ""
 
 
-def outside_reasoning(text: str) -> str:
-    """Return the text outside of `<think>` and `</think>`. Unclosed reasoning lasts to the end.
-
-    If the first tag is `</think>`, all text before it is reasoning.
-    """
-    pieces = THINK_TAG.split(text)  # text, tag, text, ..., text
-    return "\n".join(
-        piece
-        for tag, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True)
-        if tag == "</think>" or (not tag and pieces[1:2] != ["</think>"])
-    )
-
-
 def after_reasoning(text: str) -> str:
     """Return the text behind the last `</think>`, or all of it without tags; "" if the reasoning does not end."""
     *before, after = THINK_TAG.split(text)
