@@ -154,10 +154,9 @@ class PromptEncoder:
         return counts
 
     def encode_answer(self, prompt: str | Sequence[Turn], prompt_text: str, answer: Turn) -> tuple[str, IntArray]:
-        """Return the text of an assistant's message as the answer to a prompt, and its ids [L] up to one end id.
+        """Return the text and ids [L] of an assistant's message behind a prompt and its text; one end id is last.
 
-        `prompt_text` is the prompt as `write` returns it. After messages, the answer is the chat template's text
-        of the whole conversation less `prompt_text`. Raises `TemplateError` if it lacks a part of the message.
+        After messages, it is the template's text of the conversation less the prompt's. Raises `TemplateError`.
         """
         text, end = str(answer["content"]), self._end
         if not self._is_plain(prompt):
@@ -165,14 +164,13 @@ class PromptEncoder:
             whole = self.conversation(self.with_system([*turns, answer]), answers=False)
             if not whole.startswith(prompt_text):
                 raise TemplateError("the chat template writes the answer differently from how it begins one")
-            text, end = whole.removeprefix(prompt_text), self.tokenizer.eos_ids[0]
+            text, end = whole.removeprefix(prompt_text).rstrip(), self.tokenizer.eos_ids[0]
             for part in parts_of(answer):
                 if part not in text:
                     raise TemplateError(f"the chat template leaves out {part[:40]!r} of the answer")
         ids = self.tokenizer.encode_next(text, after=prompt_text)
-        last = max((place for place, id in enumerate(ids.tolist()) if id in self.tokenizer.eos_ids), default=-1)
-        ends = last >= 0 and not self.tokenizer.decode(ids[last + 1 :], special=True).strip()
-        return text, ids[: last + 1] if ends else np.append(ids, np.int32(end))
+        has_end = len(ids) > 0 and ids[-1] in self.tokenizer.eos_ids
+        return text, ids if has_end else np.append(ids, np.int32(end))
 
     def template_ends(self) -> tuple[int, ...]:
         """Return (id,) of the token that ends an assistant's turn; () if the model has no usable template."""

@@ -160,10 +160,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_rows(tables: Iterable[Any], place: str) -> Iterator[tuple[int, bytes]]:
-    """Yield number and JSON of each row in consecutive Arrow tables; a value unknown to JSON becomes text.
-
-    Raises `ConfigError`, which names the source's `place`, for bytes that are no text.
-    """
+    """Yield number and JSON of each row in Arrow tables of the source at `place`. Raises `ConfigError`."""
     encoder, row = msgspec.json.Encoder(enc_hook=str), 0
     for table in tables:
         for fields in table.to_pylist():

@@ -68,15 +68,14 @@ class Tokenizer:
         return np.array(self._encoding(text, begun=False).ids, dtype=np.int32)
 
     def encode_next(self, text: str, *, after: str = "", literal: bool = False) -> IntArray:
-        """Encode a text that continues a sequence to [n] ids; `literal` as in `encode_literal`.
+        """Encode a text that continues a sequence, e.g. the text `after`, to [n] ids; see `encode_literal`.
 
-        SentencePiece tokenizers put a space before a text alone, so a fixed prefix stands before, and its ids are
-        taken off. Behind a special token, with which `after` may end, some put the space in any case.
+        Some tokenizers put a space before a text, so the text stands behind a prefix, whose ids are taken off.
         """
         encode = self.encode_literal if literal else self.encode
         if self._adds_space and not (after.endswith(self.special_texts) and self._adds_space_after_special):
             for prefix in PREFIXES:
-                whole, before = encode(prefix + text), encode(prefix)
+                whole, before = encode(prefix + text), encode(prefix)  # no space, if the two do not merge
                 if len(before) and np.array_equal(whole[: len(before)], before):
                     return whole[len(before) :]
         return encode(text)
@@ -158,10 +157,11 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
     """Return the id of the unknown token; None without one, or if unknown words become bytes."""
-    model = msgspec.json.decode(backend.to_str(), type=_TokenizerFile).model
-    if model.byte_fallback:
+    model = msgspec.json.decode(backend.to_str())["model"]
+    if model.get("byte_fallback"):
         return None
-    return model.unk_id if model.unk_token is None else backend.token_to_id(model.unk_token)
+    token = model.get("unk_token")
+    return model.get("unk_id") if token is None else backend.token_to_id(token)  # Unigram has the id alone
 
 
 def _with_beginning(encoding: tokenizers.Encoding) -> list[int]:
@@ -189,20 +189,6 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir, backend))
 
 
-class _ModelSection(msgspec.Struct):
-    """Section `model` of tokenizer.json."""
-
-    unk_token: str | None = None
-    unk_id: int | None = None  # of a Unigram model, which has no `unk_token`
-    byte_fallback: bool = False
-
-
-class _TokenizerFile(msgspec.Struct):
-    """Fields of tokenizer.json that are read."""
-
-    model: _ModelSection
-
-
 class _ConfigFile(msgspec.Struct):
     """Fields of generation_config.json, config.json and tokenizer_config.json that are read."""
 
@@ -221,10 +207,7 @@ def _read_config(model_dir: Path, name: str) -> _ConfigFile:
 
 
 def _read_eos_ids(model_dir: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Read end-of-sequence ids from generation_config.json, else from config.json. Raises `ConfigError`.
-
-    The tokenizer's own end, of tokenizer_config.json, follows: chat models end their turns with it.
-    """
+    """Read end-of-sequence ids of generation_config.json or config.json, and the tokenizer's own, for turns."""
     end = _read_config(model_dir, "tokenizer_config.json").eos_token
     own = backend.token_to_id(str(end["content"] if isinstance(end, dict) else end))  # None for an unknown token
     for name in ("generation_config.json", "config.json"):

@@ -157,10 +157,7 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> Answer | Awaitable[Answer]:
-        """Answer a turn of the model: its text, without the token that ended it.
-
-        The text begins with `<think>` also where the generation prompt has written it.
-        """
+        """Answer a turn's text: without its end token, but with the `<think>` that the generation prompt wrote."""
         ...
 
 

@@ -104,10 +104,7 @@ class ChatWriter(PlainWriter):
         return self._join(parts, before=before)
 
     def _join(self, parts: Sequence[tuple[str, bool]], *, before: str, begin: Sequence[IntArray] = ()) -> IntArray:
-        """Encode consecutive parts of a text that follow `before`, behind the ids `begin`.
-
-        A part is a text of the template, or (True) words in which names of special tokens are text.
-        """
+        """Encode parts of a text that follow `before`; in literal parts (True), special tokens are plain text."""
         joined = list(begin)
         for text, is_literal in parts:
             joined.append(self._codec.encode_next(text, after=before, literal=is_literal))
@@ -127,10 +124,7 @@ class ChatWriter(PlainWriter):
         return self._join(others, before="" if is_word else first, begin=[begin])
 
     def _template_pieces(self, role: Role, count: int, is_first: bool) -> tuple[str, list[str]]:
-        """Return the template's texts before, between and after `count` messages of a role, and the text before.
-
-        Raises `TemplateError` if the template leaves out a message.
-        """
+        """Return the text before `count` messages of a role, and the template's texts around them."""
         turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
         before, text = self._text_before_turn(turns) if is_first else self._text_between_turns(PROBE, turns)
         pieces = []
