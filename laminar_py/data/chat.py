@@ -15,6 +15,7 @@ import numpy as np
 
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.config.registry import in_one_line
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import PROBE, Tokenizer
 from laminar_py.records.codec import IntArray
@@ -203,8 +204,7 @@ class PromptEncoder:
         try:
             return str(self._template.apply_chat_template(list(messages), **options))
         except Exception as error:  # noqa: BLE001 - the model's template may raise anything
-            words = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TemplateError(f"the chat template refuses the messages ({words})") from None
+            raise TemplateError(f"the chat template refuses the messages ({in_one_line(error)})") from None
 
     def _is_plain(self, prompt: str | Sequence[Turn]) -> bool:
         """Return whether a prompt is a text that the model reads without the chat template."""

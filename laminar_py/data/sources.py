@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from laminar_py.config.data import SourceConfig
+from laminar_py.config.registry import in_one_line
 from laminar_py.config.section import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -156,7 +157,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
     try:
         yield from _json_rows(ParquetFile(path).iter_batches(batch_size=BATCH), f"{field}={path}")
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{field}={path}: not readable as Parquet ({_in_one_line(error)}); rewrite it") from None
+        raise ConfigError(f"{field}={path}: not readable as Parquet ({in_one_line(error)}); rewrite it") from None
 
 
 def _json_rows(tables: Iterable[Any], place: str) -> Iterator[tuple[int, bytes]]:
@@ -200,7 +201,7 @@ def _read_datasets(settings: SourceConfig, field: str) -> Iterator[tuple[int, by
         named = {"split": settings.split, "subset": settings.subset, "revision": settings.revision}
         words = ", ".join(f"{name} {value!r}" for name, value in named.items() if value)
         raise ConfigError(
-            f"{field}={settings.path}: cannot be loaded with {words} ({_in_one_line(error)}); {remedy}"
+            f"{field}={settings.path}: cannot be loaded with {words} ({in_one_line(error)}); {remedy}"
         ) from None
     return _json_rows(found.with_format("arrow").iter(batch_size=BATCH), f"{field}={settings.path}")
 
@@ -219,7 +220,3 @@ def _load(datasets: Any, settings: SourceConfig) -> Any:
     if settings.split not in saved_set:
         raise ValueError(f"it has the splits {', '.join(saved_set)}")
     return saved_set[settings.split]
-
-
-def _in_one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
