@@ -119,7 +119,10 @@ class AgentEnvironment:
         self._roles.append(request.role)
         number, prompt = len(self._roles), request.prompt
         message = assistant_message(
-            turn.text, self._call_format if prompt.tools and prompt.may_call else None, turn=number
+            turn.text,
+            self._call_format if prompt.tools and prompt.may_call else None,
+            turn=number,
+            opened=turn.opened,
         )
         self._history.add_turn(prompt.kind, prompt.with_answer(message, turn.ids), turn=number)
         if self._newest is not None:

@@ -118,18 +118,18 @@ class IdsPrompt:
 Prompt: TypeAlias = ChatPrompt | IdsPrompt
 
 
-def assistant_message(text: str, call_format: JsonCalls | None, *, turn: int) -> Message:
-    """Read a turn of the model as a message of the assistant.
+def assistant_message(text: str, call_format: JsonCalls | None, *, turn: int, opened: str = "") -> Message:
+    """Read a turn of the model as a message of the assistant; `opened` is the `<think>` before the turn, if any.
 
     The whole turn is the content if a call is broken, or if `call_format` is None: the agent has no tools.
     """
-    rest, parsed = (text, []) if call_format is None else read_turn(text, call_format)
+    rest, parsed = (text, []) if call_format is None else read_turn(opened + text, call_format)
     calls = [call for call in parsed if isinstance(call, ToolCall)]
     if not calls or len(calls) < len(parsed):
         return {"role": "assistant", "content": text}
     return {
         "role": "assistant",
-        "content": rest.strip() or None,
+        "content": rest.removeprefix(opened).strip() or None,
         "tool_calls": [
             {
                 "id": f"call_{turn}_{place}",

@@ -33,6 +33,7 @@ from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxR
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import Seconds
+from laminar_py.records.reasoning import after_reasoning
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, TryAgainError
 from laminar_py.records.trajectory import Prompt
 
@@ -294,17 +295,33 @@ class Tests(msgspec.Struct, frozen=True, kw_only=True):
     entry_point: str = ""
     preamble: str = ""  # code that the prompt gave, e.g. helper functions; it runs before the program
 
+    def accepts(self, value: object, wanted: object) -> bool:
+        """Return whether a function's value is the wanted one.
+
+        Where each output is a list of one value, as in APPS, that value alone is right, too.
+        """
+        if same_value(value, wanted):
+            return True
+        are_wrapped = all(isinstance(output, list) and len(output) == 1 for output in self.outputs)
+        return are_wrapped and isinstance(wanted, list) and same_value(value, wanted[0])
+
 
 class ProblemFields(msgspec.Struct, frozen=True):
     """Fields of a problem that the term `code` reads."""
 
-    tests: Tests
+    tests: dict[str, Any]
+
+
+def read_tests(fields_json: bytes) -> Tests:
+    """Read the tests of a problem; null counts as absent, as tables have it. Raises `msgspec.DecodeError`."""
+    tests = msgspec.json.decode(fields_json, type=ProblemFields).tests
+    return msgspec.convert({name: value for name, value in tests.items() if value is not None}, Tests)
 
 
 def fault_in_tests(term: TermConfig, problem: Prompt) -> str | None:
     """Return a complaint about the tests of a problem; None if they can run."""
     try:
-        tests = msgspec.json.decode(problem.fields_json, type=ProblemFields).tests
+        tests = read_tests(problem.fields_json)
     except msgspec.DecodeError as error:
         fields = msgspec.json.decode(problem.fields_json, type=dict[str, msgspec.Raw])
         if "tests" not in fields:
@@ -385,12 +402,12 @@ def assert_text(tests: Tests) -> str:
 
 
 def find_program(response: str, wanted: str = "") -> str:
-    """Find the program in a response, after its `</think>`.
+    """Find the program in a response, after its reasoning.
 
     It is the last code block, of Python or without a language, that defines the function `wanted`. Without one it
     is the last Python block, else the last block, else the whole text.
     """
-    said = response.rpartition("</think>")[2]
+    said = after_reasoning(response)
     named = list(code_blocks(said))
     python = [program for name, program in named if name in PYTHON]
     bare = [program for name, program in named if name in ("", *PYTHON)] if wanted else []
@@ -459,8 +476,10 @@ class CodeReward:
         Tests after a timeout, of CPU or wall time, count as failed; else a program that sleeps would use up
         `timeout_s`. If a busy machine causes such timeouts, raise `sandbox.wall_s`.
         """
-        tests = msgspec.json.decode(request.fields_json, type=ProblemFields).tests
-        program = find_program(request.response, tests.fn_name or tests.entry_point)
+        tests = read_tests(request.fields_json)
+        program = find_program(request.text_after_reasoning, tests.fn_name or tests.entry_point)
+        if not program.strip():
+            return Reward(0.0, text="no program after the reasoning")
         if tests.asserts:
             run = AssertionRun(self._pool, program, tests.entry_point, preamble=preamble_of(tests))
             complaint = await run.check(assert_text(tests))
@@ -489,7 +508,7 @@ class CodeReward:
             given, wanted = tests.inputs[together], tests.outputs[together]
             values = await self._call_together(program, tests, given) if tests.fn_name else []
             for index in range(len(given)):
-                if len(values) != len(given) or not same_value(values[index], wanted[index]):
+                if len(values) != len(given) or not tests.accepts(values[index], wanted[index]):
                     yield first + index
 
     async def _call_together(self, program: str, tests: Tests, cases: list[Any]) -> list[Any]:
@@ -516,21 +535,21 @@ class CodeReward:
         else:
             run = self._pool.call(program, function, given, preamble=preamble_of(tests))
             result = await _run_in_sandbox(run)
-            found = _value_fault(result, wanted) if result.label is SandboxLabel.OK else None
+            found = _value_fault(result, tests, wanted) if result.label is SandboxLabel.OK else None
             passes, fault, call = found is None, found or "", written_call(function, given, {})
         if result.label is not SandboxLabel.OK:
             return result.label, f"{call}: {result.label.value}: {result.detail}"
         return None if passes else (result.label, f"{call} {fault}")
 
 
-def _value_fault(result: SandboxResult, wanted: object) -> str | None:
+def _value_fault(result: SandboxResult, tests: Tests, wanted: object) -> str | None:
     if result.value_json is None:
         return "returned nothing that could be read"
     try:
         value = read_value(result.value_json)
     except ValueError as error:
         return str(error)
-    return None if same_value(value, wanted) else f"returned {shown(value)}, wanted {shown(wanted)}"
+    return None if tests.accepts(value, wanted) else f"returned {shown(value)}, wanted {shown(wanted)}"
 
 
 @asynccontextmanager

@@ -16,8 +16,6 @@ class ActionConfig(EnvironmentConfig):
     pattern: str | None = None
     """Regular expression whose first group is the action: its last match in a turn, outside of reasoning, counts.
     Capitals do not matter. Default: as the kind has it."""
-    opens_reasoning: bool = False
-    """True where the chat template itself writes the `<think>` that a turn begins in."""
 
     @model_validator(mode="after")
     def _check_pattern(self) -> Self:
@@ -33,7 +31,7 @@ class ActionConfig(EnvironmentConfig):
 
     def find_action(self, turn: str, *, default: str) -> str | None:
         """Return the action of a turn, stripped, by `pattern` or the pattern `default`; None without a match."""
-        text = outside_reasoning(turn, begun=self.opens_reasoning)
+        text = outside_reasoning(turn)
         pattern = default if self.pattern is None else self.pattern
         actions = [match[1] or "" for match in re.finditer(pattern, text, re.IGNORECASE)]
         return actions[-1].strip() if actions else None

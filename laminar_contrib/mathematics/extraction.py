@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from laminar_contrib.mathematics.expressions import matching_braces
 from laminar_contrib.mathematics.words import is_unit
+from laminar_py.records.reasoning import after_reasoning
 
 MAX_RESPONSE = 16_000
 MAX_ANSWER = 1_000
@@ -77,7 +78,7 @@ class FoundAnswer:
 
 def extract_answer(response: str) -> str | None:
     """Return the text of the final answer; None if there is none, or if it exceeds `MAX_ANSWER` characters."""
-    text = final_part(response)
+    text = after_reasoning(response)[-MAX_RESPONSE:]
     boxed = boxes(text)
     before_box = BOX.split(text, maxsplit=1)[0]
     marks = list(_marked(text if boxed else before_box))
@@ -95,14 +96,6 @@ def extract_answer(response: str) -> str | None:
         answer = _phrased(before_box) or _last_of(before_box)
     answer = answer.strip()
     return answer if 0 < len(answer) <= MAX_ANSWER else None
-
-
-def final_part(response: str) -> str:
-    """Return the text after the thinking; "" if the thinking does not end."""
-    _, closed, after = response.rpartition("</think>")
-    if not closed and "<think>" in response:
-        return ""
-    return after[-MAX_RESPONSE:]
 
 
 def boxes(text: str) -> list[FoundAnswer]:

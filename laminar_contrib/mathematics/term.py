@@ -56,7 +56,7 @@ class MathReward:
         """Return 1.0 for a right final answer, else 0.0."""
         if request.finish_reason is not FinishReason.STOP and not self._cut:
             return Reward(0.0, text="cut by a cap")
-        verdict = self._verify(request.response, request.answer, approximate=self._approximate)
+        verdict = self._verify(request.text_after_reasoning, request.answer, approximate=self._approximate)
         text = f"{verdict.outcome.value}: {verdict.answer} ({verdict.reason})"
         answer = self._canonical(verdict.answer) if request.set_name else ""  # training has no use for votes
         return Reward(float(verdict.outcome is self._right), text=text, answer=answer)

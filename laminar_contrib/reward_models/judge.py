@@ -241,7 +241,9 @@ class Judge:
 
     async def __call__(self, request: ScoringRequest) -> Reward:
         """Return 1.0 or 0.0, with the end of the judge's reply as text."""
-        seen = request.response.rpartition("</think>")[2].strip()[-self._term.chars :]
+        seen = request.text_after_reasoning.strip()[-self._term.chars :]
+        if not seen:
+            return Reward(0.0, text="no answer after the reasoning")
         said = ""
         for first, second in ((request.answer, seen), (seen, request.answer)):
             said = await self._ask_judge(QUESTION.format(problem=request.prompt, first=first, second=second))

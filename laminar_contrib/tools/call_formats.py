@@ -12,11 +12,11 @@ from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
 from laminar_py.config import ConfigError
+from laminar_py.records.reasoning import THINK_TAG
 
 Json: TypeAlias = Any  # a value that JSON can express
 
 SHOWN = 160  # characters of a call, in a message
-THINK_TAG = re.compile("(</?think>)")
 SPACE = re.compile(r"\s*")
 BARE = re.compile(r"\s*\{")  # a call without a mark may begin so
 
@@ -69,30 +69,27 @@ class CallFormat(Protocol):
         ...
 
 
-def outside_reasoning(turn: str, *, begun: bool = False) -> str:
-    """Return the text of a turn outside of `<think>` and `</think>`. Unclosed reasoning lasts to the end.
+def outside_reasoning(text: str) -> str:
+    """Return the text outside of `<think>` and `</think>`. Unclosed reasoning lasts to the end.
 
-    The turn starts inside reasoning if `begun` is True, or if its first tag is `</think>`.
+    If the first tag is `</think>`, all text before it is reasoning.
     """
-    pieces = THINK_TAG.split(turn)  # text, tag, text, ..., text
-    is_reasoning = begun or pieces[1:2] == ["</think>"]
-    texts = []
-    for place, piece in enumerate(pieces):
-        if place % 2:
-            is_reasoning = piece == "<think>"
-        elif not is_reasoning:
-            texts.append(piece)
-    return "\n".join(texts)
+    pieces = THINK_TAG.split(text)  # text, tag, text, ..., text
+    return "\n".join(
+        piece
+        for tag, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True)
+        if tag == "</think>" or (not tag and pieces[1:2] != ["</think>"])
+    )
 
 
-def read_turn(turn: str, form: CallFormat, *, begun: bool = False) -> tuple[str, list[Call]]:
+def read_turn(turn: str, form: CallFormat) -> tuple[str, list[Call]]:
     """Return the text of a turn without its calls, reasoning included, and the calls outside of its reasoning.
 
-    Marks of reasoning inside a call's arguments are data. The turn starts inside reasoning if `begun` is True, or
-    if it closes reasoning that it did not open.
+    Marks of reasoning inside a call's arguments are data. If a turn closes reasoning that it did not open, all
+    text before is reasoning.
     """
     texts, calls = list[str](), list[Call]()
-    place, is_reasoning, at_start = 0, begun, True
+    place, is_reasoning, at_start = 0, False, True
     found: list[FoundCall] = []  # the next calls behind `place`
     is_stale = True
     while True:

@@ -28,8 +28,6 @@ class CallSettings(Section):
     family: CallFamily = CallFamily.HERMES
     """`hermes`: JSON in `<tool_call>`, of Qwen2.5, Qwen3 and Hermes. `llama`: JSON alone, of Llama 3. `tags`:
     `<calculator>12*3</calculator>`, for tiny models."""
-    opens_reasoning: bool = False
-    """True where the chat template itself writes the `<think>` that a turn begins in."""
     most_calls: Count = 8
     """Most calls of one turn that are run; the model reads that further calls were not run."""
     result_chars: Annotated[int, Field(ge=200)] = 4000

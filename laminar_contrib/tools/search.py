@@ -26,7 +26,7 @@ class Passage(msgspec.Struct, frozen=True):
 def read_corpus(path: Path) -> list[Passage]:
     """Read passages of a `.jsonl` or text file. Raises `ConfigError` if no passage has a word."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"tools.corpus={path}: cannot be read ({line}); name a file of text in UTF-8") from error

@@ -38,7 +38,7 @@ class CallTurns:
 
     def read_calls(self, turn: str) -> tuple[list[Call], bool]:
         """Return the calls of a turn to run, and True if the turn has more calls than allowed."""
-        _, calls = read_turn(turn, self._format, begun=self._settings.opens_reasoning)
+        _, calls = read_turn(turn, self._format)
         most = self._settings.most_calls
         return calls[:most], len(calls) > most
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from laminar_py.data import Demonstrations, PromptEncoder
     from laminar_py.runtime.preflight import Problems
 
+MOST_TOKENS = 200  # of a demonstration's prompt or response that are shown
 MOST_NAMES = 20  # fields or tasks whose counts are shown
 CONFIGS = (".yaml", ".yml")
 app = typer.Typer()
@@ -154,6 +155,8 @@ def _show(
         first = f"the first {words.first!r} in {words.place}"
         print_line(f"{field}: {number} the tokenizer's unknown token, {first}", style="yellow")
     print_line(shown_prompt(problems.all[0][0], encoder.tokenizer))
+    if demonstrations is not None and demonstrations.all:
+        print_line(_shown_demonstration(demonstrations, encoder))
     prompts = {of.source.field for of in problems.all}
     long = [
         _too_long(field, of, limits[field], field in prompts) for field, of in figures.items() if of.num_too_long
@@ -163,6 +166,18 @@ def _show(
         print_line(refusal, style="red")
     if refusals:
         raise typer.Exit(1)
+
+
+def _shown_demonstration(demonstrations: "Demonstrations", encoder: "PromptEncoder") -> str:
+    """Return lines with the tokens of the first demonstration: of its prompt, and of the response to learn."""
+    first = demonstrations.all[0]
+    rows = [
+        f"  {name} {' '.join(repr(encoder.tokenizer.word(id)) for id in ids.tolist()[:MOST_TOKENS])}"
+        + (f" and {len(ids) - MOST_TOKENS:,} more" if len(ids) > MOST_TOKENS else "")
+        for name, ids in (("prompt", first.prompt_ids), ("response", first.response_ids))
+    ]
+    title = f"demonstration {demonstrations.source.place(first.row)}, {len(first.response_ids)} tokens to learn"
+    return "\n".join([title, *rows])
 
 
 def _too_long(field: str, figures: "SourceFigures", limit: int, prompts: bool) -> str:

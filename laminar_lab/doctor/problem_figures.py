@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from laminar_py.data import Demonstrations, ProblemSet, PromptEncoder, Tokenizer, read_texts, sort_levels
+from laminar_py.data import Demonstrations, ProblemSet, PromptEncoder, Tokenizer, sort_levels
 from laminar_py.records.codec import IntArray
 
 MOST_LEVELS = 20  # distinct values; a field with more is no level
@@ -107,8 +107,7 @@ def unknown_words(
         found[problem_set.source.field] = _find_unknown(rows, encoder.tokenizer)
     if demonstrations is not None:
         source = demonstrations.source
-        texts = read_texts(source, encoder=encoder)
-        pairs = ((source.place(row), (prompt, response)) for row, prompt, response in texts)
+        pairs = ((source.place(one.row), (one.prompt, one.response)) for one in demonstrations.all)
         found[source.field] = _find_unknown(pairs, encoder.tokenizer)
     return {field: words for field, words in found.items() if words is not None}
 

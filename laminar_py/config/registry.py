@@ -76,7 +76,7 @@ class Registry(Generic[Kind]):
         point = next((points[top] for module in modules if (top := module.partition(".")[0]) in points), None)
         if point is None or isinstance(error, ConfigError):
             return error
-        fault = f"{point.value} of {_source(point)} raised {_in_one_line(error)}"
+        fault = f"{point.value} of {_source(point)} raised {in_one_line(error)}"
         return self._error(name, fault, "fix that package")
 
     @contextmanager
@@ -98,7 +98,7 @@ class Registry(Generic[Kind]):
         try:
             loaded = point.load()
         except Exception as error:  # a third-party package may raise anything
-            fault = f"{point.value} of {_source(point)} cannot be imported ({_in_one_line(error)})"
+            fault = f"{point.value} of {_source(point)} cannot be imported ({in_one_line(error)})"
             raise self._error(point.name, fault, "fix that package") from error
         if isinstance(loaded, self._kind):
             return loaded
@@ -149,7 +149,7 @@ def _source(point: EntryPoint) -> str:
     return f"package {point.dist.name}" if point.dist is not None else f"entry point {point.value}"
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -193,6 +193,6 @@ def _import(given: str, path: Path, *, field: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        fault = f"importing {path} failed ({_in_one_line(error)})"
+        fault = f"importing {path} failed ({in_one_line(error)})"
         raise ConfigError(f"{field}={given}: {fault}; fix the file") from error
     return module

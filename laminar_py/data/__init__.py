@@ -7,7 +7,6 @@ from laminar_py._lazy import public_names
 if TYPE_CHECKING:
     from laminar_py.data.chat import PromptEncoder as PromptEncoder
     from laminar_py.data.demonstrations import Demonstrations as Demonstrations
-    from laminar_py.data.demonstrations import read_texts as read_texts
     from laminar_py.data.problems import ProblemSet as ProblemSet
     from laminar_py.data.problems import find_leaks as find_leaks
     from laminar_py.data.problems import read_prompts as read_prompts

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
+from laminar_py.config.registry import in_one_line
 from laminar_py.config.section import ConfigError
-from laminar_py.data.tokenizer import Tokenizer
+from laminar_py.data.tokenizer import PROBE, Tokenizer
 from laminar_py.records.codec import IntArray
+from laminar_py.records.reasoning import THINK_TAG
 
-PROBE = "laminarlaminar"  # text of an assistant's turn in a template; its end token comes after it
 REMEDY = "fix the messages, name a model that was trained on chats, or write prompts as text"
+WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # fields of a message with text of the model
 Turn: TypeAlias = dict[str, object]  # a message with all its fields, as the template gets it
 
 
@@ -88,6 +91,16 @@ def user_turn(text: str) -> Turn:
     return {"role": "user", "content": text}
 
 
+def parts_of(turn: Turn) -> list[str]:
+    """Return the texts that a template must write for a message: content, reasoning, names in its calls."""
+    written = (turn.get(name) for name in WRITTEN)
+    texts = [part.strip() for text in written if isinstance(text, str) for part in THINK_TAG.split(text)[::2]]
+    calls: Any = turn.get("tool_calls", ())
+    functions = [call["function"] for call in calls]
+    names = [name for function in functions for name in (function["name"], *(function.get("arguments") or ()))]
+    return [part for part in (*texts, *names) if part]
+
+
 class PromptEncoder:
     """Writes and encodes prompts. Prompts for an environment end before the assistant's turn.
 
@@ -141,9 +154,24 @@ class PromptEncoder:
                 counts[place] = count
         return counts
 
-    def end_id_after(self, prompt: str | Sequence[Turn]) -> int:
-        """Return the id that ends a response: after messages the end of a turn, after plain text the usual end."""
-        return self._end if self._is_plain(prompt) else self.tokenizer.eos_ids[0]
+    def encode_answer(self, prompt: str | Sequence[Turn], prompt_text: str, answer: Turn) -> tuple[str, IntArray]:
+        """Return the text and ids [L] of an assistant's message behind a prompt and its text; one end id is last.
+
+        After messages, it is the template's text of the conversation less the prompt's. Raises `TemplateError`.
+        """
+        text, end = str(answer["content"]), self._end
+        if not self._is_plain(prompt):
+            turns = [user_turn(prompt)] if isinstance(prompt, str) else prompt
+            whole = self.conversation(self.with_system([*turns, answer]), answers=False)
+            if not whole.startswith(prompt_text):
+                raise TemplateError("the chat template writes the answer differently from how it begins one")
+            text, end = whole.removeprefix(prompt_text).rstrip(), self.tokenizer.eos_ids[0]
+            for part in parts_of(answer):
+                if part not in text:
+                    raise TemplateError(f"the chat template leaves out {part[:40]!r} of the answer")
+        ids = self.tokenizer.encode_next(text, after=prompt_text)
+        has_end = len(ids) > 0 and ids[-1] in self.tokenizer.eos_ids
+        return text, ids if has_end else np.append(ids, np.int32(end))
 
     def template_ends(self) -> tuple[int, ...]:
         """Return (id,) of the token that ends an assistant's turn; () if the model has no usable template."""
@@ -176,8 +204,7 @@ class PromptEncoder:
         try:
             return str(self._template.apply_chat_template(list(messages), **options))
         except Exception as error:  # noqa: BLE001 - the model's template may raise anything
-            words = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TemplateError(f"the chat template refuses the messages ({words})") from None
+            raise TemplateError(f"the chat template refuses the messages ({in_one_line(error)})") from None
 
     def _is_plain(self, prompt: str | Sequence[Turn]) -> bool:
         """Return whether a prompt is a text that the model reads without the chat template."""

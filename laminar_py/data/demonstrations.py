@@ -3,13 +3,11 @@
 Every response ends in one end of sequence; after messages this is the token that ends a turn of the assistant.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
-from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, read_turns
+from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, parts_of, read_turns
 from laminar_py.data.sources import DataSource, read_records, written_field
 from laminar_py.records.codec import IntArray
 
@@ -22,11 +20,13 @@ class _DemonstrationRow(msgspec.Struct, frozen=True, kw_only=True):
     response: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
     """A prompt with its response, e.g. of row 6: ids of `2+2=`, and of `4` with the end of sequence."""
 
     row: int  # of its source
+    prompt: str  # text of `prompt_ids`
+    response: str
     prompt_ids: IntArray  # [P]
     response_ids: IntArray  # [L] the last is the end of sequence
 
@@ -54,12 +54,14 @@ def read_demonstrations(
     demonstrations = []
     for row, line, written in read_records(source, _DemonstrationRow):
         try:
-            prompt, response = _prompt_and_response(source, row, line, written)
-            _, prompt_ids = encoder.encode(prompt, answered=True)
+            prompt, answer = _prompt_and_answer(source, row, line, written)
+            prompt_text, prompt_ids = encoder.encode(prompt, answered=True)
+            response, response_ids = encoder.encode_answer(prompt, prompt_text, answer)
         except TemplateError as error:
             raise source.error(row, str(error), value=written, remedy=REMEDY) from None
-        end = np.array([encoder.end_id_after(prompt)], dtype=np.int32)
-        made = Demonstration(row, prompt_ids, np.append(encoder.tokenizer.encode(response), end))
+        made = Demonstration(
+            row=row, prompt=prompt_text, response=response, prompt_ids=prompt_ids, response_ids=response_ids
+        )
         if max_tokens is not None and made.num_tokens > max_tokens:
             raise source.error(
                 row,
@@ -71,36 +73,27 @@ def read_demonstrations(
     return demonstrations
 
 
-def read_texts(source: DataSource, *, encoder: PromptEncoder) -> Iterator[tuple[int, str, str]]:
-    """Yield (row, text of the prompt, response) of each demonstration, after `read_demonstrations` checked all."""
-    for row, line, written in read_records(source, _DemonstrationRow):
-        prompt, response = _prompt_and_response(source, row, line, written)
-        yield row, encoder.write(prompt, answered=True), response
-
-
-def _prompt_and_response(
+def _prompt_and_answer(
     source: DataSource, row: int, line: _DemonstrationRow, given: bytes
-) -> tuple[str | list[Turn], str]:
-    """Return prompt and response of a row; `given` is its JSON.
+) -> tuple[str | list[Turn], Turn]:
+    """Return the prompt of a row, and the answer as a message of the assistant; `given` is the row's JSON.
 
-    Without a field `response`, the last message of the assistant is the response. Raises `TemplateError`, and
-    `ConfigError` for a missing or empty prompt or response.
+    Without a field `response`, the last message is the answer. Raises `TemplateError`, and `ConfigError` for a
+    missing or empty prompt or response.
     """
     prompt: str | list[Turn] | None = line.prompt if isinstance(line.prompt, str) else None
     if prompt is None and (line.prompt is not None or line.messages is not None):
         prompt = read_turns(written_field(given, "messages" if line.prompt is None else "prompt"))
-    response = line.response
-    if response is None and isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant":
-        prompt, last = prompt[:-1], prompt[-1]
-        if "tool_calls" in last:
-            raise TemplateError("the last message calls a tool, but a response is text")
-        response = str(last["content"])
-    for name, text in (("prompt", prompt), ("response", response)):
-        if text is None:
+    answer: Turn | None = None if line.response is None else {"role": "assistant", "content": line.response}
+    if answer is None and isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant":
+        prompt, answer = prompt[:-1], prompt[-1]
+    written = None if answer is None else answer["content"] or parts_of(answer)
+    for name, value in (("prompt", prompt), ("response", written)):
+        if value is None:
             remedy = f"write it, name its column in {source.field}.columns, or end the messages with an answer"
             raise source.error(row, f"no `{name}`", value=given, remedy=remedy)
-        if not text:
+        if not value:
             raise source.error(row, f"{name} is empty", value=given, remedy=f"write a {name} or remove the line")
     assert prompt is not None
-    assert response is not None
-    return prompt, response
+    assert answer is not None
+    return prompt, answer

@@ -7,6 +7,7 @@ columns under our names; row i is line i + 1 of a JSONL file (`tests/data/test_s
 
 import importlib.util
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from laminar_py.config.data import SourceConfig
+from laminar_py.config.registry import in_one_line
 from laminar_py.config.section import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -143,7 +145,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield number and text of each line that is not blank."""
     with path.open("rb") as lines:
         for row, line in enumerate(lines):
-            if line := line.strip():
+            if line := line.removeprefix(BOM_UTF8 if row == 0 else b"").strip():
                 yield row, line
 
 
@@ -153,18 +155,35 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        yield from _json_rows(ParquetFile(path).iter_batches(batch_size=BATCH))
+        yield from _json_rows(ParquetFile(path).iter_batches(batch_size=BATCH), f"{field}={path}")
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{field}={path}: not readable as Parquet ({_in_one_line(error)}); rewrite it") from None
+        raise ConfigError(f"{field}={path}: not readable as Parquet ({in_one_line(error)}); rewrite it") from None
 
 
-def _json_rows(tables: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-    """Yield number and JSON of each row in consecutive Arrow tables; a value unknown to JSON becomes text."""
+def _json_rows(tables: Iterable[Any], place: str) -> Iterator[tuple[int, bytes]]:
+    """Yield number and JSON of each row in Arrow tables of the source at `place`. Raises `ConfigError`."""
     encoder, row = msgspec.json.Encoder(enc_hook=str), 0
     for table in tables:
         for fields in table.to_pylist():
+            for name, value in fields.items():
+                try:
+                    fields[name] = _plain(value)
+                except UnicodeDecodeError:
+                    remedy = "write text in UTF-8, or leave the column out"
+                    raise ConfigError(
+                        f"{place}:{row + 1}: column {name!r} has bytes that are no text; {remedy}"
+                    ) from None
             yield row, encoder.encode(fields)
             row += 1
+
+
+def _plain(value: Any) -> Any:
+    """Return bytes as text, and objects without Arrow's nulls for absent fields. Raises `UnicodeDecodeError`."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _read_datasets(settings: SourceConfig, field: str) -> Iterator[tuple[int, bytes]]:
@@ -182,9 +201,9 @@ def _read_datasets(settings: SourceConfig, field: str) -> Iterator[tuple[int, by
         named = {"split": settings.split, "subset": settings.subset, "revision": settings.revision}
         words = ", ".join(f"{name} {value!r}" for name, value in named.items() if value)
         raise ConfigError(
-            f"{field}={settings.path}: cannot be loaded with {words} ({_in_one_line(error)}); {remedy}"
+            f"{field}={settings.path}: cannot be loaded with {words} ({in_one_line(error)}); {remedy}"
         ) from None
-    return _json_rows(found.with_format("arrow").iter(batch_size=BATCH))
+    return _json_rows(found.with_format("arrow").iter(batch_size=BATCH), f"{field}={settings.path}")
 
 
 def _load(datasets: Any, settings: SourceConfig) -> Any:
@@ -201,7 +220,3 @@ def _load(datasets: Any, settings: SourceConfig) -> Any:
     if settings.split not in saved_set:
         raise ValueError(f"it has the splits {', '.join(saved_set)}")
     return saved_set[settings.split]
-
-
-def _in_one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -5,9 +5,11 @@ are never decoded and encoded again. A prompt gets the ids that transformers giv
 `tokenizer.json`, but no end of sequence and at most one beginning of sequence (`tests/data/test_tokenizer.py`).
 """
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +17,13 @@ import tokenizers
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
+from laminar_py.records.reasoning import TAGS
 
+PREFIXES = ("\n", ".", "0", "a")  # texts that rarely merge with a text behind them
+ADDS_SPACE = re.compile(
+    r"Prepend\(|prepend_scheme=(?:first|always)|add_prefix_space=True"
+)  # in a tokenizer's repr
+PROBE = "laminarlaminar"  # a text to look at a tokenizer or a template with
 MOST_GROWTH = 3  # factor by which NFC composition may increase the bytes of a text
 
 
@@ -32,6 +40,9 @@ class Tokenizer:
         self._num_added = backend.num_special_tokens_to_add(False)
         self._is_byte_level = _is_byte_level(backend)
         self._unknown = None if self._is_byte_level else _unknown_id(backend)
+        self._adds_space = ADDS_SPACE.search(f"{backend.normalizer!r} {backend.pre_tokenizer!r}") is not None
+        added = backend.get_added_tokens_decoder()
+        self._special = {id: token.content for id, token in added.items() if token.special}
         self.eos_ids = eos_ids
 
     @property
@@ -46,17 +57,33 @@ class Tokenizer:
     @property
     def special_texts(self) -> tuple[str, ...]:
         """Texts of the special tokens, the longest first."""
-        texts = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        return tuple(sorted(texts, key=len, reverse=True))
+        return tuple(sorted(self._special.values(), key=len, reverse=True))
 
     def first_special(self, text: str) -> tuple[int, ...]:
         """Return the id of the first special token in a text, as a tuple; () without a special token."""
-        special = {id for id, token in self._backend.get_added_tokens_decoder().items() if token.special}
-        return tuple(id for id in self.encode(text).tolist() if id in special)[:1]
+        return tuple(id for id in self.encode(text).tolist() if id in self._special)[:1]
 
     def encode(self, text: str) -> IntArray:
         """Encode a text to [n] ids, without a beginning of sequence."""
         return np.array(self._encoding(text, begun=False).ids, dtype=np.int32)
+
+    def encode_next(self, text: str, *, after: str = "", literal: bool = False) -> IntArray:
+        """Encode a text that continues a sequence, e.g. the text `after`, to [n] ids; see `encode_literal`.
+
+        Some tokenizers put a space before a text, so the text stands behind a prefix, whose ids are taken off.
+        """
+        encode = self.encode_literal if literal else self.encode
+        if self._adds_space and not (after.endswith(self.special_texts) and self._adds_space_after_special):
+            for prefix in PREFIXES:
+                whole, before = encode(prefix + text), encode(prefix)  # no space, if the two do not merge
+                if len(before) and np.array_equal(whole[: len(before)], before):
+                    return whole[len(before) :]
+        return encode(text)
+
+    @cached_property
+    def _adds_space_after_special(self) -> bool:
+        """True if a text behind a special token has the ids that it has alone."""
+        return np.array_equal(self.encode(self.special_texts[0] + PROBE)[1:], self.encode(PROBE))
 
     def encode_literal(self, text: str) -> IntArray:
         """Encode a text to [n] ids; the name of a special token in it becomes ordinary tokens."""
@@ -117,7 +144,8 @@ class Tokenizer:
 
     def decode(self, ids: IntArray, *, special: bool = False) -> str:
         """Decode [n] `ids` to text; leave out special tokens, such as the end, unless `special` is True."""
-        return self._backend.decode(ids.tolist(), skip_special_tokens=not special)
+        kept = ids.tolist() if special else [id for id in ids.tolist() if self._special.get(id, TAGS[0]) in TAGS]
+        return self._backend.decode(kept, skip_special_tokens=False)
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
@@ -129,10 +157,11 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
     """Return the id of the unknown token; None without one, or if unknown words become bytes."""
-    model = msgspec.json.decode(backend.to_str(), type=_TokenizerFile).model
-    if model.byte_fallback:
+    model = msgspec.json.decode(backend.to_str())["model"]
+    if model.get("byte_fallback"):
         return None
-    return model.unk_id if model.unk_token is None else backend.token_to_id(model.unk_token)
+    token = model.get("unk_token")
+    return model.get("unk_id") if token is None else backend.token_to_id(token)  # Unigram has the id alone
 
 
 def _with_beginning(encoding: tokenizers.Encoding) -> list[int]:
@@ -157,41 +186,35 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         raise ConfigError(
             f"model.path={model_dir}: tokenizer.json cannot be read ({error}); fix the file"
         ) from None
-    return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir))
-
-
-class _ModelSection(msgspec.Struct):
-    """Section `model` of tokenizer.json."""
-
-    unk_token: str | None = None
-    unk_id: int | None = None  # of a Unigram model, which has no `unk_token`
-    byte_fallback: bool = False
-
-
-class _TokenizerFile(msgspec.Struct):
-    """Fields of tokenizer.json that are read."""
-
-    model: _ModelSection
+    return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir, backend))
 
 
 class _ConfigFile(msgspec.Struct):
-    """Fields of generation_config.json and config.json that are read."""
+    """Fields of generation_config.json, config.json and tokenizer_config.json that are read."""
 
     eos_token_id: int | list[int] | None = None
+    eos_token: str | dict[str, Any] | None = None  # of tokenizer_config.json: a text, or an object with `content`
 
 
-def _read_eos_ids(model_dir: Path) -> tuple[int, ...]:
-    """Read end-of-sequence ids from generation_config.json, else from config.json. Raises `ConfigError`."""
+def _read_config(model_dir: Path, name: str) -> _ConfigFile:
+    """Read a config file of a model folder; without the file, all fields are None. Raises `ConfigError`."""
+    try:
+        return msgspec.json.decode((model_dir / name).read_bytes(), type=_ConfigFile)
+    except FileNotFoundError:
+        return _ConfigFile()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); fix the file") from None
+
+
+def _read_eos_ids(model_dir: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Read end-of-sequence ids of generation_config.json or config.json, and the tokenizer's own, for turns."""
+    end = _read_config(model_dir, "tokenizer_config.json").eos_token
+    own = backend.token_to_id(str(end["content"] if isinstance(end, dict) else end))  # None for an unknown token
     for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        if not path.is_file():
-            continue
-        try:
-            eos = msgspec.json.decode(path.read_bytes(), type=_ConfigFile).eos_token_id
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.path={model_dir}: {name} cannot be read ({error}); fix the file") from None
+        eos = _read_config(model_dir, name).eos_token_id
         if eos is not None and eos != []:
-            return (eos,) if isinstance(eos, int) else tuple(eos)
+            ids = [eos] if isinstance(eos, int) else eos
+            return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
     raise ConfigError(
         f"model.path={model_dir}: no eos_token_id in its generation_config.json or config.json; add the id that"
         " ends a response"

@@ -29,11 +29,13 @@ from laminar_py.environment.saved_turns import SavedTurn, SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
+from laminar_py.records.reasoning import opened_reasoning
 from laminar_py.records.spans import context_of, last_answer, turn_ends
 from laminar_py.records.stops import text_before_stop
 from laminar_py.records.trajectory import DropReason
 
 MAX_ATTEMPTS = 3  # at a turn over which the process crashes each time
+TAIL = 64  # tokens before a turn in which its generation prompt may open reasoning
 _NO_LOGPROBS = np.empty(0, np.float32)
 
 
@@ -210,13 +212,15 @@ class EnvironmentHost:
         end = turn_ends(turn.spans)[number - 1]
         until_end = [span for span in turn.spans if span.end <= end]
         answer = last_answer(until_end)  # before the turn
-        ids = turn.response_ids[answer.end : end]
+        ids, tail = turn.response_ids[answer.end : end], turn.response_ids[max(0, answer.end - TAIL) : answer.end]
         text, has_stopped = text_before_stop(self._writer.decode_turn(ids), answer.stop)
+        opened = opened_reasoning(self._writer.decode_turn(tail) if answer.end else turn.problem.prompt)
         if not isinstance(environment, TokenEnvironment):
-            return await self._calls.answer(environment.step, text)
+            return await self._calls.answer(environment.step, opened + text)
         places = context_of(until_end).places  # of the turn and its context in the response
         sampled = SampledTurn(
             text=text,
+            opened=opened,
             context=turn.response_ids[places[places < answer.end]],
             ids=ids,
             logprobs=turn.logprobs if end == len(turn.response_ids) else _NO_LOGPROBS,

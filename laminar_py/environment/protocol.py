@@ -148,6 +148,7 @@ class SampledTurn:
     """A turn of the model as it was sampled."""
 
     text: str  # without the token that ended it, or up to its stop string
+    opened: str = ""  # `<think>` and the space behind it, if the text before the turn ends so
     context: IntArray  # [c] tokens before the turn, without the prompt of the data set
     ids: IntArray  # [n] with the token that ended it
     logprobs: FloatArray  # [n], or [0] for a turn that is replayed
@@ -167,7 +168,7 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> Answer | Awaitable[Answer]:
-        """Answer a turn of the model: its text, without the token that ended it."""
+        """Answer a turn's text: without its end token, but with the `<think>` that the generation prompt wrote."""
         ...
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.data.chat import PROBE, PromptEncoder, TemplateError, Turn
-from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
+from laminar_py.data.chat import PromptEncoder, TemplateError, Turn
+from laminar_py.data.tokenizer import PROBE, Tokenizer, load_tokenizer
 from laminar_py.environment.protocol import Observation, Rewrite, Role
 from laminar_py.records.codec import IntArray
 
@@ -47,7 +47,7 @@ class PlainWriter:
 
     def encode_next(self, observation: Observation, *, is_cut: bool = False) -> IntArray:
         """Encode the messages after a turn, which a limit may have cut, to [n] ids. Raises `TemplateError`."""
-        return self._codec.encode_literal("".join(observation.messages))
+        return self._codec.encode_next("".join(observation.messages), literal=True)
 
     def encode_conversation(self, rewrite: Rewrite) -> IntArray:
         """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
@@ -93,18 +93,23 @@ class ChatWriter(PlainWriter):
         """
         if fault := self._faults.get(observation.role):
             raise TemplateError(f"{fault}, in a message of role {observation.role}")
-        ids = self._encode_messages(observation, is_first=False)
-        return ids if is_cut else ids[1:]
+        return self._encode_messages(observation, is_first=False, is_cut=is_cut)
 
-    def _encode_messages(self, observation: Observation, *, is_first: bool) -> IntArray:
-        """Encode messages and the template's text around them.
+    def _encode_messages(self, observation: Observation, *, is_first: bool, is_cut: bool = False) -> IntArray:
+        """Encode messages and the template's text around them; if `is_cut`, behind the token that ends a turn."""
+        before, (first, *others) = self._around(observation.role, len(observation.messages), is_first)
+        parts = [(before, False), (first, False)] if is_cut else [(first, False)]
+        for text, after in zip(observation.messages, others, strict=True):
+            parts += [(text, True), (after, False)]
+        return self._join(parts, before=before)
 
-        Unless they are the first messages, the token that ends the model's turn comes first.
-        """
-        texts = observation.messages
-        before, *others = self._around(observation.role, len(texts), is_first)
-        pairs = [(self._codec.encode_literal(text), after) for text, after in zip(texts, others, strict=True)]
-        return np.concatenate([before, *(ids for pair in pairs for ids in pair)])
+    def _join(self, parts: Sequence[tuple[str, bool]], *, before: str, begin: Sequence[IntArray] = ()) -> IntArray:
+        """Encode parts of a text that follow `before`; in literal parts (True), special tokens are plain text."""
+        joined = list(begin)
+        for text, is_literal in parts:
+            joined.append(self._codec.encode_next(text, after=before, literal=is_literal))
+            before = "" if is_literal else text
+        return np.concatenate(joined)
 
     def encode_conversation(self, rewrite: Rewrite) -> IntArray:
         """Encode a conversation up to the model's next turn to [n] ids. Raises `TemplateError`."""
@@ -114,43 +119,33 @@ class ChatWriter(PlainWriter):
         turns: list[Turn] = [hidden.hide(dict(turn)) for turn in rewrite.turns]
         tools = hidden.hide(list(rewrite.tools))
         text = self._template.conversation(self._template.with_system(turns), answers=True, tools=tools)
-        return np.concatenate(
-            [
-                self._codec.encode(piece) if word is None else self._codec.encode_literal(word)
-                for piece, word in hidden.parts(text)
-            ]
-        )
+        (first, is_word), *others = [(word or piece, word is not None) for piece, word in hidden.parts(text)]
+        begin = self._codec.encode_literal(first) if is_word else self._codec.encode(first)
+        return self._join(others, before="" if is_word else first, begin=[begin])
 
-    def _template_pieces(self, role: Role, count: int, is_first: bool) -> list[IntArray]:
-        """Encode the template's text before, between and after `count` messages of a role."""
+    def _template_pieces(self, role: Role, count: int, is_first: bool) -> tuple[str, list[str]]:
+        """Return the text before `count` messages of a role, and the template's texts around them."""
         turns: list[Turn] = [{"role": role.value, "content": _mark(place)} for place in range(count)]
-        if is_first:
-            return self._split_at_marks(self._text_before_turn(turns), count)
-        end, text = self._text_between_turns(PROBE, turns)
-        before, *others = self._split_at_marks(text, count)
-        return [np.concatenate([end, before]), *others]
-
-    def _split_at_marks(self, text: str, count: int) -> list[IntArray]:
-        """Split a text at `count` placeholders and encode the pieces. Raises `TemplateError` if one is missing."""
+        before, text = self._text_before_turn(turns) if is_first else self._text_between_turns(PROBE, turns)
         pieces = []
         for place in range(count):
-            before, mark, text = text.partition(_mark(place))
+            piece, mark, text = text.partition(_mark(place))
             if not mark:
                 raise TemplateError("the chat template leaves out a message, or writes messages in another order")
-            pieces.append(before)
-        return [self._codec.encode(piece) for piece in (*pieces, text)]
+            pieces.append(piece)
+        return before, [*pieces, text]
 
-    def _text_before_turn(self, turns: list[Turn]) -> str:
-        """Return the template's text for messages after a prompt, up to where the assistant's turn begins."""
+    def _text_before_turn(self, turns: list[Turn]) -> tuple[str, str]:
+        """Return the text of a prompt, and of messages after it up to where the assistant's turn begins."""
         asked: list[Turn] = [{"role": Role.USER.value, "content": PROBE}]
         before = self._template.conversation(asked, answers=False)
         text = self._template.conversation([*asked, *turns], answers=True)
         if not text.startswith(before):
             raise TemplateError("the chat template changes the first message when a second one follows")
-        return text.removeprefix(before)
+        return before, text.removeprefix(before)
 
-    def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[IntArray, str]:
-        """Return the token [1] that ends the assistant's turn `answer`, and the text for the messages after it."""
+    def _text_between_turns(self, answer: str, turns: list[Turn]) -> tuple[str, str]:
+        """Return the token that ends the assistant's turn `answer`, and the text for the messages after it."""
         spoken: list[Turn] = [{"role": Role.USER.value, "content": "?"}, {"role": "assistant", "content": answer}]
         text = self._template.conversation([*spoken, *turns], answers=True)
         _, written, after = text.partition(answer)
@@ -159,7 +154,8 @@ class ChatWriter(PlainWriter):
         ids = self._codec.encode(after)
         if not len(ids) or int(ids[0]) not in self._stop_ids:
             raise TemplateError("the chat template writes no end token after a turn of the assistant")
-        return ids[:1], after.removeprefix(self._codec.decode(ids[:1], special=True))
+        end = self._codec.decode(ids[:1], special=True)
+        return end, after.removeprefix(end)
 
     def _why_unsupported(self, role: Role) -> str:
         """Return why messages of a role cannot follow a turn of the model; "" if they can."""

@@ -10,6 +10,7 @@ import numpy as np
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.credit import Earned, RoleCredit
 from laminar_py.records.pieces import ColumnRef, TokensRef
+from laminar_py.records.reasoning import after_reasoning, opened_reasoning
 from laminar_py.records.trajectory import DropReason, FinishReason
 
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)  # of a response that is given by reference
@@ -39,6 +40,16 @@ class ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
     def fields(self) -> dict[str, Any]:
         """Other fields of the problem's line in the data set, e.g. `{"tests": [...]}`; decoded at each call."""
         return msgspec.json.decode(self.fields_json, type=dict[str, Any])
+
+    @property
+    def text(self) -> str:
+        """The response, behind the `<think>` that its prompt ends with, if there is one."""
+        return opened_reasoning(self.prompt) + self.response
+
+    @property
+    def text_after_reasoning(self) -> str:
+        """The response without its reasoning: the text behind the last `</think>`; "" if reasoning never ends."""
+        return after_reasoning(self.text)
 
 
 class Unscored(msgspec.Struct, frozen=True, kw_only=True):

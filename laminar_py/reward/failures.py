@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_py.records.codec import IntArray
+from laminar_py.records.reasoning import TAGS, opened_reasoning
 from laminar_py.records.scoring import Score, ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason, Prompt
 
@@ -152,8 +153,9 @@ def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end:
     for prompt in prompts:
         of_task = f" of task {prompt.task!r}" if prompt.task else ""
         responses = {prompt.answer: "the right answer", "": "an empty response"}
+        closing = TAGS[1] if opened_reasoning(prompt.text) else ""  # an answer stands behind its reasoning
         for answer, kind in responses.items():
-            ids = np.append(encode(answer), end).astype(np.int32)
+            ids = np.append(encode(closing + answer), end).astype(np.int32)
             request = ScoringRequest(
                 trajectory_id=f"trial/{len(made)}",
                 prompt=prompt.text,

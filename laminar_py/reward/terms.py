@@ -26,11 +26,11 @@ def compiled(field: str, pattern: str) -> re.Pattern[str]:
 
 
 class ExactTerm(TermConfig):
-    """1 for a response that ends by itself and whose last answer is right, else 0."""
+    """1 for a response that ends by itself and whose last answer after its reasoning is right, else 0."""
 
     kind: str = "exact"
     pattern: str
-    """Regular expression whose first group is the answer: its last match in the response counts."""
+    """Regular expression whose first group is the answer: its last match that ends behind `</think>` counts."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -49,7 +49,8 @@ def make_exact(term: ExactTerm) -> Callable[[ScoringRequest], Reward]:
     def exact_reward(request: ScoringRequest) -> Reward:
         if request.finish_reason is not FinishReason.STOP:
             return Reward(0.0)
-        matches = list(pattern.finditer(request.response))
+        reasoning_end = len(request.response) - len(request.text_after_reasoning)
+        matches = [match for match in pattern.finditer(request.response) if match.end() > reasoning_end]
         answer = (matches[-1].group(1) or "") if matches else None
         return Reward(float(answer == request.answer), answer=answer or "")
 
@@ -61,7 +62,7 @@ class FormatTerm(TermConfig):
 
     kind: str = "format"
     pattern: str
-    """Regular expression; `.` matches line breaks too."""
+    """Regular expression; `.` matches line breaks too. A `<think>` that ends the prompt belongs to the text."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -72,7 +73,7 @@ class FormatTerm(TermConfig):
 def make_format(term: FormatTerm) -> Callable[[ScoringRequest], float]:
     """Make the reward function of the term `format`, which looks for the pattern, e.g. `^<think>.*</think>`."""
     pattern = re.compile(term.pattern, re.DOTALL)
-    return lambda request: float(pattern.search(request.response) is not None)
+    return lambda request: float(pattern.search(request.text) is not None)
 
 
 class LengthTerm(TermConfig):

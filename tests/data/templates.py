@@ -92,14 +92,49 @@ def conversations(template: Template) -> list[list[dict[str, str]]]:
     return [one for one in turns if template.system or one[0]["role"] != "system"]
 
 
-def make_tokenizer_folder(folder: Path, template: str | None) -> Path:
-    """Files of a byte-level tokenizer that puts `<s>` before a text, with a template."""
-    folder.mkdir(parents=True, exist_ok=True)
+def byte_level_backend(*, space: bool = False) -> tokenizers.Tokenizer:
+    """A byte for each token, without merges."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate([*SPECIAL, *alphabet])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=space)
     backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
+
+
+def sentencepiece_backend(scheme: str) -> tokenizers.Tokenizer:
+    """Characters and bytes of SentencePiece, a space merged with each letter behind it.
+
+    A text gets a space in front: by a normaliser (`prepend`), also behind special tokens, or by Metaspace.
+    """
+    letters = [chr(code) for code in range(33, 127)]
+    words = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, *(f"▁{one}" for one in letters)]
+    vocabulary = {token: id for id, token in enumerate(dict.fromkeys(words))}
+    merges = [("▁", one) for one in letters]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, byte_fallback=True))
+    if scheme == "prepend":
+        steps = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        backend.normalizer = tokenizers.normalizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    ends = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence([*ends, tokenizers.decoders.Strip(" ", 1, 0)])
+    return backend
+
+
+BACKENDS = {
+    "byte-level": byte_level_backend,
+    "byte-level space": lambda: byte_level_backend(space=True),
+    "prepend": lambda: sentencepiece_backend("prepend"),
+    "first": lambda: sentencepiece_backend("first"),
+    "always": lambda: sentencepiece_backend("always"),
+}
+
+
+def make_tokenizer_folder(folder: Path, template: str | None, kind: str = "byte-level") -> Path:
+    """Files of a tokenizer that puts `<s>` before a text, with a template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = BACKENDS[kind]()
     backend.add_special_tokens(SPECIAL)
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", SPECIAL.index("<s>"))]
@@ -120,7 +155,9 @@ def make_tokenizer_folder(folder: Path, template: str | None) -> Path:
     return folder
 
 
-def make_chat_encoder(folder: Path, template: str | None, **settings: object) -> PromptEncoder:
+def make_chat_encoder(
+    folder: Path, template: str | None, kind: str = "byte-level", **settings: object
+) -> PromptEncoder:
     """Encoder for a model with that template."""
-    make_tokenizer_folder(folder, template)
+    make_tokenizer_folder(folder, template, kind)
     return PromptEncoder(load_tokenizer(folder), folder, ChatConfig.model_validate_json(json.dumps(settings)))

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import tokenizers
 
-from laminar_py.config.data import WarmStartConfig
+from laminar_py.config.data import ChatConfig, WarmStartConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.sources import DataSource, source_at
+from laminar_py.data.tokenizer import load_tokenizer
 from tests.data.builders import character_backend, text_encoder
 from tests.data.builders import written as written_for
-from tests.data.templates import TEMPLATES, make_chat_encoder
+from tests.data.templates import BACKENDS, TEMPLATES, make_chat_encoder, make_tokenizer_folder
 
 
 def make_encoder() -> PromptEncoder:
@@ -53,10 +54,6 @@ def test_a_prompt_begins_as_in_rl_and_its_response_does_not(tmp_path: Path) -> N
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}',
             "response is empty in ",
         ),
-        (
-            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}]}',
-            "the last message calls a tool, but a response is text in ",
-        ),
         ('{"prompt": "", "response": "ba"}', "prompt is empty"),
         ('{"prompt": "ab", "response": ""}', "response is empty"),
         ('{"prompt": "ab", "response": "bab"}', "6 tokens, above warm_start.tokens_per_step=5,"),
@@ -86,6 +83,72 @@ def test_messages_that_end_with_the_assistants_are_prompt_and_response(tmp_path:
     )
     assert others == [first] * 2
     assert encoder.tokenizer.decode(np.array(first[1]), special=True) == "4<|im_end|>"
+
+
+MEANT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)  # its generation prompt opens a thought
+ADDS = {"function": {"name": "add", "arguments": '{"a": 2}'}}
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"content": "4"}, "\n</think>\n\n4<|im_end|>"),
+        ({"content": "4", "reasoning_content": "hm"}, "hm\n</think>\n\n4<|im_end|>"),
+        (
+            {"content": None, "reasoning_content": "hm", "tool_calls": [ADDS]},
+            'hm\n</think>\n\n<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>',
+        ),
+    ],
+)
+def test_the_template_writes_thoughts_and_calls_of_a_demonstration(tmp_path, kind, answer, text) -> None:
+    encoder = make_chat_encoder(tmp_path / "model", MEANT, kind)
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", **answer}]
+    source = written(tmp_path / "w.jsonl", json.dumps({"messages": messages}))
+    (one,) = read_demonstrations(source, encoder=encoder, max_tokens=None)
+    given = [
+        {name: value for name, value in messages[1].items() if value is not None}
+        | {"content": answer["content"] or ""}
+    ]
+    if "tool_calls" in answer:
+        given[0]["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": 2}}}]
+    whole = encoder.tokenizer.encode(encoder.conversation([messages[0], *given], answers=False).removesuffix("\n"))
+    assert [*one.prompt_ids, *one.response_ids] == whole.tolist()
+    assert one.response.removesuffix("\n") == text
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "fault"),
+    [
+        ("chatml", {"content": "4", "reasoning_content": "hm"}, "the chat template leaves out 'hm' of the answer"),
+        ("chatml", {"content": "", "tool_calls": [ADDS]}, "the chat template leaves out 'add' of the answer"),
+        ("thinking", {"content": "<think>hm</think>4"}, "the chat template leaves out 'hm' of the answer"),
+        ("opened", {"content": "4"}, "the chat template writes the answer differently from how it begins one"),
+    ],
+)
+def test_a_demonstration_of_which_the_template_leaves_out_a_part_is_refused(tmp_path, name, answer, fault) -> None:
+    opened = TEMPLATES["chatml"].text.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    encoder = make_chat_encoder(tmp_path / "model", opened if name == "opened" else TEMPLATES[name].text)
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", **answer}]
+    source = written(tmp_path / "w.jsonl", json.dumps({"messages": messages}))
+    with pytest.raises(ConfigError) as caught:
+        read_demonstrations(source, encoder=encoder, max_tokens=None)
+    assert str(caught.value).startswith(f"warm_start.data={source.path}:1: {fault}")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_end_that_a_demonstration_has_itself_is_not_written_twice(tmp_path: Path) -> None:
+    encoder = PromptEncoder(load_tokenizer(make_tokenizer_folder(tmp_path / "m", None)), tmp_path, ChatConfig())
+    source = written(
+        tmp_path / "w.jsonl", '{"prompt": "a", "response": "b</s>"}', '{"prompt": "a", "response": "b"}'
+    )
+    first, second = read_demonstrations(source, encoder=encoder, max_tokens=None)
+    assert first.response_ids.tolist() == second.response_ids.tolist()
 
 
 def renamed(path: Path) -> DataSource:

@@ -139,3 +139,36 @@ def test_a_data_set_without_the_package_is_one_line(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs datasets; install laminar-py\[data\], or name a JSONL"):
         read(source("nobody/nothing"))
+
+
+FORMS = [
+    {"prompt": "a", "tests": {"inputs": ["1\n"], "outputs": ["2\n"]}},
+    {
+        "prompt": "b",
+        "tests": {"entry_point": "f", "asserts": "assert f(2) == 4", "cases": [{"a": 1}, {"b": None}]},
+    },
+]
+
+
+def test_a_field_that_arrow_fills_with_null_is_absent(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(FORMS), tmp_path / "t.parquet")
+    first, second = (json.loads(prompt.fields_json)["tests"] for prompt in read(source(tmp_path / "t.parquet")))
+    assert first == FORMS[0]["tests"]
+    assert second == FORMS[1]["tests"] | {"cases": [{"a": 1}, {}]}
+
+
+def test_bytes_in_a_column_are_text_or_refused(tmp_path: Path) -> None:
+    table = pa.table({"prompt": pa.array([b"2+2=", "zwei π".encode()], pa.binary()), "answer": ["4", "5"]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    assert [prompt.text for prompt in read(source(tmp_path / "t.parquet"))] == ["2+2=", "zwei π"]
+    rows = [{"prompt": "a", "image": {"bytes": b"PNG"}}, {"prompt": "b", "image": {"bytes": b"\x89PNG"}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "i.parquet")
+    with pytest.raises(ConfigError) as caught:
+        read(source(tmp_path / "i.parquet"))
+    fault = "column 'image' has bytes that are no text; write text in UTF-8, or leave the column out"
+    assert str(caught.value) == f"data.train={tmp_path}/i.parquet:2: {fault}"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "\xef\xbb\xbfb"}\r\n')
+    assert [prompt.text for prompt in read(source(tmp_path / "t.jsonl"))] == ["a", "\ufeffb"]

@@ -93,9 +93,14 @@ def test_a_prompt_of_a_tokenizer_that_adds_nothing_has_its_own_ids_alone(tmp_pat
         ({"config": '{"eos_token_id": [1, 0]}'}, (1, 0)),
         ({"config": '{"eos_token_id": 0}', "generation_config": '{"eos_token_id": [1, 3]}'}, (1, 3)),
         ({"config": '{"eos_token_id": 1}', "generation_config": '{"pad_token_id": 0}'}, (1,)),
+        ({"config": '{"eos_token_id": 1}', "tokenizer_config": '{"eos_token": "<s>"}'}, (1, 0)),
+        ({"config": '{"eos_token_id": 1}', "tokenizer_config": '{"eos_token": {"content": "<s>"}}'}, (1, 0)),
+        ({"config": '{"eos_token_id": [0, 1]}', "tokenizer_config": '{"eos_token": "</s>"}'}, (0, 1)),
+        ({"config": '{"eos_token_id": 1}', "tokenizer_config": '{"eos_token": "<none>"}'}, (1,)),
+        ({"config": '{"eos_token_id": 1}', "tokenizer_config": '{"eos_token": null}'}, (1,)),
     ],
 )
-def test_eos_ids_come_from_the_generation_config_first(
+def test_eos_ids_come_from_the_generation_config_first_and_from_the_tokenizer(
     tmp_path: Path, files: dict[str, str], eos_ids: tuple[int, ...]
 ) -> None:
     assert load_tokenizer(model_folder(tmp_path, **files)).eos_ids == eos_ids

@@ -135,6 +135,8 @@ def test_demonstrations_are_a_source_too(tmp_path):
     (row,) = [line for line in output.splitlines() if "│ warm_start.data " in line]
     assert [cell.strip() for cell in row.split("│")[2:8]] == ["1", "7", "7", "7", "0", "0"]
     assert (code, "unknown" in output) == (0, False)
+    told = f"demonstration warm_start.data={tmp_path}/w.jsonl:1, 4 tokens to learn"
+    assert f"{told}\n  prompt 'plus' ' ' '2'\n  response 'x' '+' '2' '<eos>'\n" in output
 
 
 def test_demonstrations_that_are_too_long_are_counted_and_the_first_is_named(tmp_path):

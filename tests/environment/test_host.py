@@ -3,14 +3,19 @@
 import asyncio
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
+import tokenizers
 
+from laminar_py.data.tokenizer import Tokenizer
 from laminar_py.environment.protocol import End, Observation, Rewrite
 from laminar_py.environment.saved_turns import SavedTurns
+from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION
 from laminar_py.records.trajectory import DropReason
+from tests.data.builders import character_backend
 from tests.environment.turns import (
     END,
     Chatter,
@@ -455,3 +460,35 @@ async def test_one_that_is_async_holds_nobody_up(tmp_path):
     answers = await asyncio.gather(*(story.say(1) for story in stories))
     assert all(answer.ends for answer in answers)
     assert time.monotonic() - began < 2.0, "twenty side by side, not one after the other"
+
+
+class Listener:
+    """Keeps the texts that it got. Its answers open a thought."""
+
+    heard: ClassVar[list[str]] = []
+
+    def reset(self, problem):
+        return Observation("b")
+
+    def step(self, action):
+        self.heard.append(action)
+        return Observation("ab<think>")
+
+
+async def test_a_turn_that_begins_in_a_thought_says_so_to_its_environment(tmp_path):
+    Listener.heard.clear()
+    backend = character_backend("eab<think>")  # 0 ends a turn
+    backend.decoder = tokenizers.decoders.Fuse()
+    story = Story(make_host(Listener, tmp_path, tokenizer=Tokenizer(backend, eos_ids=(END,))))
+    for ids in ((), (1, 2), (1,)):
+        await story.say(*ids)
+    assert Listener.heard == ["ab", "<think>a"]
+
+
+async def test_a_prompt_that_opens_a_thought_says_so_for_the_first_turn(tmp_path):
+    Diary.steps.clear()
+    story = Story(make_host(Diary, tmp_path))
+    story.turn = first_turn(Problem(prompt="2+2=<think>\n"), name="g0.0")
+    await story.say()
+    await story.say(1)
+    assert Diary.steps == ["<think>\na"]

@@ -5,7 +5,14 @@ import json
 import pytest
 
 from laminar_contrib.code.crossing import pack, unpack
-from laminar_contrib.code.term import CodeTerm, fault_in_tests, find_program, same_output, same_value
+from laminar_contrib.code.term import (
+    CodeTerm,
+    fault_in_tests,
+    find_program,
+    read_tests,
+    same_output,
+    same_value,
+)
 from laminar_py.records.trajectory import DropReason, Prompt
 from tests.reward.requests import make_request
 from tests.reward.test_scorer import score, scorer_of
@@ -506,3 +513,28 @@ def test_tests_may_try_to_import_packages():
     asserts = "try:\n    import numpy\nexcept ImportError:\n    pass\nr = f()\nr.sort()\nassert f(1).items()"
     fields = json.dumps({"tests": {"entry_point": "f", "asserts": asserts}}).encode()
     assert fault_in_tests(CodeTerm(), Prompt(id="p0", index=0, text="", ids=None, fields_json=fields)) is None
+
+
+@pytest.mark.parametrize("form", [FUNCTION, PRINTED, ASSERTED])
+def test_a_null_among_the_tests_counts_as_absent(form):
+    filled = dict.fromkeys(("fn_name", "inputs", "outputs", "asserts", "entry_point", "preamble")) | form
+    fields = json.dumps({"tests": filled}).encode()
+    assert fault_in_tests(CodeTerm(), Prompt(id="p", index=0, text="", ids=None, fields_json=fields)) is None
+    assert read_tests(fields) == read_tests(json.dumps({"tests": form}).encode())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "program", "value"),
+    [
+        ([[4], [10]], DOUBLE, 1.0),
+        ([[4], [10]], "def f(x):\n    return [2 * x]", 1.0),
+        ([[4], [10]], "def f(x):\n    return 3 * x", 0.0),
+        ([[4], [10, 11]], "def f(x):\n    return 4 if x == 2 else [10, 11]", 0.0),
+        ([[4], 10], DOUBLE, 0.0),
+    ],
+)
+async def test_outputs_that_are_all_lists_of_one_value_are_read_as_apps_graders_do(
+    tmp_path, outputs, program, value
+):
+    (found,) = await scores_of(tmp_path, request_of(program, FUNCTION | {"outputs": outputs}))
+    assert found.value == value

@@ -13,7 +13,6 @@ from laminar_contrib.tools.call_formats import (
     LlamaCalls,
     TagCalls,
     ToolCall,
-    outside_reasoning,
     read_turn,
 )
 
@@ -40,9 +39,9 @@ def calls_of(form, turn):
 
 
 @every_format
-@given(turn=TURNS, begun=st.booleans())
-def test_no_text_raises(form, turn, begun):
-    text, calls = read_turn(turn, form, begun=begun)
+@given(turn=TURNS)
+def test_no_text_raises(form, turn):
+    text, calls = read_turn(turn, form)
     assert len(text) <= len(turn)
     assert all(isinstance(call, ToolCall | BrokenCall) for call in calls)
 
@@ -165,17 +164,16 @@ CALL = f"<tool_call>{ADD}</tool_call>"
 
 
 @pytest.mark.parametrize(
-    ("turn", "begun", "text", "count"),
+    ("turn", "text", "count"),
     [
-        (f"<think>try {CALL}</think>So {CALL} it is", False, f"<think>try {CALL}</think>So  it is", 1),
-        (f"try {CALL}</think>So {CALL}", False, "try </think>So ", 1),
-        (f"try {CALL}</think>So {CALL}", True, f"try {CALL}</think>So ", 1),
-        (f"{CALL} and {CALL} done", False, " and  done", 2),
-        (f"<think>{CALL}", False, f"<think>{CALL}", 0),
+        (f"<think>try {CALL}</think>So {CALL} it is", f"<think>try {CALL}</think>So  it is", 1),
+        (f"try {CALL}</think>So {CALL}", "try </think>So ", 1),
+        (f"{CALL} and {CALL} done", " and  done", 2),
+        (f"<think>{CALL}", f"<think>{CALL}", 0),
     ],
 )
-def test_a_draft_in_a_thought_is_no_call_and_text_behind_a_call_stays(turn, begun, text, count):
-    assert read_turn(turn, HermesCalls(), begun=begun) == (text, [ToolCall("add", {"a": 1})] * count)
+def test_a_draft_in_a_thought_is_no_call_and_text_behind_a_call_stays(turn, text, count):
+    assert read_turn(turn, HermesCalls()) == (text, [ToolCall("add", {"a": 1})] * count)
 
 
 @pytest.mark.parametrize("mark", ["<think>", "</think>", "<think>a</think>", "</think>b<think>"])
@@ -186,23 +184,6 @@ def test_marks_of_reasoning_in_the_arguments_of_a_call_are_data(mark):
         assert calls_of(form, turn) == [ToolCall("say", arguments)]
         assert calls_of(form, f"<think>so</think>\n{turn}") == [ToolCall("say", arguments)]
     assert calls_of(TAGS, f"<search>{mark}</search>") == [ToolCall("search", {"query": mark})]
-
-
-@pytest.mark.parametrize(
-    ("turn", "begun", "said"),
-    [
-        ("a<think>b</think>c", False, "a\nc"),
-        ("a<think>b", False, "a"),
-        ("a</think>b", False, "b"),
-        ("a</think>b", True, "b"),
-        ("a", True, ""),
-        ("<think>a</think>b<think>c</think>d", False, "\nb\nd"),
-        ("<think>a<think>b</think>c", False, "\nc"),
-        ("a<think></think></think>b", False, "a\n\nb"),
-    ],
-)
-def test_reasoning_is_left_out(turn, begun, said):
-    assert outside_reasoning(turn, begun=begun) == said
 
 
 @every_format

@@ -113,15 +113,14 @@ async def test_a_large_result_keeps_its_ends_and_other_values_are_json(environme
 
 
 @pytest.mark.parametrize(
-    ("said", "begins"),
+    "said",
     [
-        (f"<think>{turn(('add', {'a': 1}))}", False),
-        (f"{turn(('add', {'a': 1}))}</think> 2", False),
-        (turn(("add", {"a": 1})), True),
+        f"<think>{turn(('add', {'a': 1}))}",
+        f"{turn(('add', {'a': 1}))}</think> 2",
     ],
 )
-async def test_a_call_in_reasoning_runs_nothing(environment_of, said, begins):
-    assert await environment_of(":add", opens_reasoning=begins).step(said) == End()
+async def test_a_call_in_reasoning_runs_nothing(environment_of, said):
+    assert await environment_of(":add").step(said) == End()
 
 
 async def test_calls_beyond_the_most_are_not_run(environment_of):

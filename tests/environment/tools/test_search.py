@@ -40,6 +40,8 @@ def test_a_corpus_is_lines_of_json_or_paragraphs(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x\\u2028y", "id": 1}\n\n{"text": "z", "title": "t"}\n')
     (tmp_path / "a.txt").write_text("one\ntwo\n \n\nthree\n")
     assert read_corpus(tmp_path / "a.jsonl") == [Passage("x\u2028y"), Passage("z", title="t")]
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x"}')
+    assert read_corpus(tmp_path / "marked.jsonl") == [Passage("x")]  # behind a byte-order mark
     assert read_corpus(tmp_path / "a.txt") == [Passage("one\ntwo"), Passage("three")]
 
 
