@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from laminar_py.cli.main import console, print_line
+from laminar_py.cli.command import console, print_line
 from laminar_py.config.loading import flatten, load_config
 from laminar_py.config.registry import installed_points
 from laminar_py.config.section import ConfigError

@@ -1,10 +1,13 @@
 """Services of the host that all rooms use: the clock, files that survive a power cut, text safe for a terminal."""
 
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+MAX_FOLDER = 36  # characters: a socket's path has 107 at most, and Ray's sockets add 68 to its folder
 
 
 class Clock(Protocol):
@@ -38,6 +41,21 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def socket_folder() -> str:
+    """Return a writable folder for Unix sockets: the one for temporary files, or /tmp if its name is too long.
+
+    Raises `OSError` with the remedy if neither is usable.
+    """
+    wanted = tempfile.gettempdir()
+    for folder in (wanted, "/tmp", "/var/tmp", "/dev/shm"):
+        if len(folder) <= MAX_FOLDER and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise OSError(
+        f"TMPDIR={wanted}: has {len(wanted)} characters, {MAX_FOLDER} at most fit the path of a socket, and /tmp"
+        " cannot be written either; set TMPDIR to a writable folder with a short path"
+    )
 
 
 def visible(text: str, *, keep: str = "") -> str:
