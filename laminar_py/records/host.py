@@ -44,18 +44,8 @@ def sync(path: Path) -> None:
 
 
 def socket_folder() -> str:
-    """Return a writable folder for Unix sockets: the one for temporary files, or /tmp if its name is too long.
-
-    Raises `OSError` with the remedy if neither is usable.
-    """
-    wanted = tempfile.gettempdir()
-    for folder in (wanted, "/tmp", "/var/tmp", "/dev/shm"):
-        if len(folder) <= MAX_FOLDER and os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    raise OSError(
-        f"TMPDIR={wanted}: has {len(wanted)} characters, {MAX_FOLDER} at most fit the path of a socket, and /tmp"
-        " cannot be written either; set TMPDIR to a writable folder with a short path"
-    )
+    """Return a folder for Unix sockets: the folder for temporary files, or /tmp if its path is too long."""
+    return folder if len(folder := tempfile.gettempdir()) <= MAX_FOLDER else "/tmp"
 
 
 def visible(text: str, *, keep: str = "") -> str:

@@ -27,6 +27,10 @@ class Loop:
         while self.calls:
             self.calls.pop(0)()
 
+def ask():
+    print("asked")
+    SIGNALS.tell()
+
 loop = Loop()
 SIGNALS.own()
 SIGNALS.enter("the weather")
@@ -46,7 +50,7 @@ def run(code):
     return done.returncode, done.stdout.splitlines()
 
 
-HEEDED = 'with SIGNALS.heeded(lambda: print("asked"), loop.post, print, "runs/x-1 was stopped at once"):\n    '
+HEEDED = 'with SIGNALS.heeded(lambda: loop.post(ask), print, "runs/x-1 was stopped at once"):\n    '
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

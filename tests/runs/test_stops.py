@@ -74,7 +74,8 @@ def test_signals_that_one_end_brings_are_one_request(tmp_path, others):
     forget_versions(train.run)
 
 
-SLOW_START = ("warm_start.steps=1000000", "warm_start.cache=null")
+SLOW_START = ("warm_start.steps=1000000",)
+QUICK = ("warm_start.steps=3", "steps=3", "eval.sets.heldout.samples=1")
 HELDOUT = REPO / "tests/runs/heldout.jsonl"
 SLOW_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT}, samples: 2000, temperature: 1}}")
 
@@ -100,7 +101,7 @@ def test_each_phase_of_a_run_ends_at_a_signal_and_the_run_resumes(tmp_path, sett
     assert "stopping: waiting for " in output
     assert "; resume with: " in output
     assert verify(train.run) == []
-    with TrainProcess(tmp_path, "warm_start.steps=3", "steps=3", *ALONE, resume=True) as train:
+    with TrainProcess(tmp_path, *QUICK, *ALONE, resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
     assert verify(train.run) == []

@@ -22,7 +22,7 @@ import msgspec
 from laminar_py.children.hosted import last_line
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.host import socket_folder
+from laminar_py.records.host import MAX_FOLDER, socket_folder
 from laminar_py.runtime.cluster.calls import (
     HEAD,
     ActorClass,
@@ -59,7 +59,8 @@ class ForkedCluster:
         try:
             self._session = Path(tempfile.mkdtemp(prefix="laminar-", dir=socket_folder()))
         except OSError as error:
-            raise ConfigError(f"the run's sockets need a folder for temporary files: {error}") from None
+            fault = f"TMPDIR={os.environ.get('TMPDIR', '')}: sockets of the run cannot be made ({error})"
+            raise ConfigError(f"{fault}; name a writable folder of at most {MAX_FOLDER} characters") from None
         self._server: subprocess.Popen[bytes] | None = None
         self._starts = count()
         self._free_gpus = _visible_gpus()

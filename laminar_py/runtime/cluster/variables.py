@@ -7,13 +7,11 @@ to 14 % of the step), and a folder for Ray's sockets if the path of TMPDIR is to
 """
 
 import os
-import tempfile
 
-from laminar_py.records.host import MAX_FOLDER
+from laminar_py.records.host import socket_folder
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-if len(tempfile.gettempdir()) > MAX_FOLDER:
-    os.environ.setdefault("RAY_TMPDIR", "/tmp")
+os.environ.setdefault("RAY_TMPDIR", socket_folder())
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -254,6 +254,7 @@ class Controller:
     def interrupt(self) -> None:
         """Request the end of the run: a step and its checkpoint are finished, a start is cancelled."""
         self._stop.asked.set()
+        SIGNALS.tell()
 
     def _make_scoring(self) -> Scoring:
         """Make the stage that scores responses; its scores go to `collect_scores`, its warnings to the view."""

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -59,20 +60,8 @@ UNBOUNDED = (
 )
 
 
-class RunInterruptedError(Exception):
-    """The run was stopped by a signal, with a checkpoint to resume from."""
-
-    def __init__(self, summary: Summary) -> None:
-        super().__init__(f"{summary.run} stopped at step {summary.steps}")
-        self.summary = summary
-
-
-class EvalInterruptedError(Exception):
-    """The evaluation was stopped by a signal and can be resumed."""
-
-
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
-    """Start or resume a run; return its summary. Raises ConfigError, RunFailedError or RunInterruptedError."""
+    """Start or resume a run; return its summary, unfinished after a signal. Raises ConfigError, RunFailedError."""
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
     with ExitStack() as views:
         summary = lead(
@@ -83,13 +72,11 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
             console=console,
         )
     assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
-    if not summary.finished:
-        raise RunInterruptedError(summary)
     return summary
 
 
 def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
-    """Start or resume an evaluation. Raises ConfigError, RunFailedError or EvalInterruptedError."""
+    """Start or resume an evaluation; return its summary, unfinished after a signal. Raises as `launch`."""
     settings = settings_of(request)
     if request.resume:
         return _evaluate(find_open(settings, request.source), resumed=True, console=console)
@@ -119,9 +106,8 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
         trains=False,
     )
     assert isinstance(summary, EvalSummary), f"{summary} belongs to a training run"
-    if not summary.finished:
-        raise EvalInterruptedError(summary.run)
-    shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
+    if summary.finished:
+        shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
     return summary
 
 
@@ -228,6 +214,7 @@ def _unwritable_message(run: RunFolder, reason: str) -> str:
 async def _lead(controller: Controller, run: RunFolder) -> Result:
     """Run the controller to its end, or to a stop after a signal, and return its result."""
     at_once = f"{run.path} was stopped at once; continue with --resume"
-    post = asyncio.get_running_loop().call_soon_threadsafe
-    with SIGNALS.heeded(controller.interrupt, post, controller.view.notice, at_once):
+    loop = asyncio.get_running_loop()
+    interrupt = partial(loop.call_soon_threadsafe, controller.interrupt)
+    with SIGNALS.heeded(interrupt, controller.view.notice, at_once):
         return await controller.lead()

@@ -1,13 +1,8 @@
 """The signals that end a command: Ctrl-C, SIGTERM, and the SIGHUP of a closed terminal.
 
-`laminar` owns them from its first line on, before its imports. All commands end in the same way:
-
-    free -> stopping     first signal: KeyboardInterrupt, as long as nothing is on record
-    heeded -> stopping   first signal: the controller's `interrupt`, and a line on what the end waits for
-    stopping -> ended    a second signal, more than `SAME_S` later: the process ends at once
-
-An end at once is as safe as a power cut: the record is on disk, and the kernel ends all processes of the run. A
-timer prints the line if the process does nothing else within `SAME_S`, e.g. in a long import.
+`laminar` owns them before its imports. The first signal raises KeyboardInterrupt; once a controller leads a run,
+`heeded` calls its `interrupt` instead. A second signal, more than `SAME_S` later, ends the process at once. It is
+as safe as a power cut: the record is on disk, and the kernel ends all processes of the run.
 """
 
 import os
@@ -19,9 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 SAME_S = 1.0  # signals within this time count as one: a launcher may send two at a job's end
+SHOW_CURSOR = "\x1b[?25h"
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SHOW_CURSOR = "\x1b[?25h"  # a live screen hides the cursor of its terminal
-STDERR = 2
 
 
 class Signals:
@@ -32,7 +26,7 @@ class Signals:
         self._awaited: str = ""  # what an end waits for
         self._first_s: float | None = None  # when the first signal came
         self._request: Callable[[], object] | None = None
-        self._show: Callable[[str], None] = _write  # prints a line
+        self._show: Callable[[str], object] = _write
         self._at_once = ("stopped at once", 130)
 
     def own(self) -> None:
@@ -50,27 +44,17 @@ class Signals:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
         if self._told and is_new:
-            self._tell()
+            self.tell()
 
     @contextmanager
     def heeded(
-        self,
-        interrupt: Callable[[], None],
-        post: Callable[[Callable[[], object]], object],
-        show: Callable[[str], None],
-        at_once: str,
+        self, interrupt: Callable[[], object], show: Callable[[str], object], at_once: str
     ) -> Iterator[None]:
-        """Let the first signal call `interrupt`, which `post` hands to the event loop; a second prints `at_once`.
+        """Let the first signal call `interrupt`; `show` prints lines, and `at_once` is that of a second signal.
 
-        `show` prints other lines. After the block a first signal changes nothing, since the command ends.
+        After the block a first signal changes nothing, since the command ends.
         """
-        self._show, self._at_once = show, (at_once, 1)
-
-        def begin() -> None:
-            interrupt()
-            self._tell()
-
-        self._request = lambda: post(begin)
+        self._request, self._show, self._at_once = interrupt, show, (at_once, 1)
         try:
             if self._first_s is not None:  # a library has caught the KeyboardInterrupt
                 self._request()
@@ -78,37 +62,38 @@ class Signals:
         finally:
             self._request, self._show = lambda: None, _write
 
+    def tell(self) -> None:
+        """Print what the end waits for."""
+        self._told = True
+        self._show(f"stopping: waiting for {self._awaited}; a second signal ends at once")
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread. Raises KeyboardInterrupt if it is the first and nothing heeds it."""
+        """Handle a signal in the main thread; a timer calls `tell` if nothing else has within `SAME_S`."""
         if number == signal.SIGHUP:
             _leave_closed_terminal()
         if self._first_s is None:
             self._first_s = time.monotonic()
-            signal.signal(signal.SIGALRM, lambda number, frame: None if self._told else self._tell())
+            signal.signal(signal.SIGALRM, lambda number, frame: None if self._told else self.tell())
             signal.setitimer(signal.ITIMER_REAL, SAME_S)
             if self._request is None:
                 raise KeyboardInterrupt
             self._request()
         elif time.monotonic() - self._first_s > SAME_S:
-            _write(f"laminar: {self._at_once[0]}")
-            os._exit(self._at_once[1])
-
-    def _tell(self) -> None:
-        """Print what the end waits for."""
-        self._told = True
-        self._show(f"stopping: waiting for {self._awaited}; a second signal ends at once")
+            line, code = self._at_once
+            _write(f"laminar: {line}")
+            os._exit(code)
 
 
 def _write(line: str) -> None:
-    """Write a line to standard error; unlike `print`, it may interrupt another write."""
+    """Write a line to standard error; unlike `print`, it may interrupt another write. Show a hidden cursor."""
     with suppress(OSError):  # the terminal is closed
-        os.write(STDERR, f"{SHOW_CURSOR if os.isatty(STDERR) else ''}{line}\n".encode())
+        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}{line}\n".encode())
 
 
 def _leave_closed_terminal() -> None:
     """Send further output nowhere if the terminal is closed, since a write would fail and end the run."""
     poll = select.poll()
-    for descriptor in (1, STDERR):
+    for descriptor in (1, 2):
         poll.register(descriptor, 0)  # reports closed ends alone
     for descriptor, _ in poll.poll(0):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
