@@ -41,7 +41,7 @@ class Commands(TyperGroup):
     """Built-in commands and commands of installed packages. A command's module is imported when it is called."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """Return the names of built-in commands, then of those that packages announce."""
+        """Return the names of built-in commands, then the names that packages announce."""
         return list(dict.fromkeys((*COMMANDS, *(point.name for point in installed_points(GROUP)))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:

@@ -8,10 +8,9 @@ to 14 % of the step), and a folder for Ray's sockets if the path of TMPDIR is to
 
 import os
 
-from laminar_py.records.host import socket_folder
-
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_TMPDIR", socket_folder())
+if len(os.environ.get("TMPDIR", "")) > 36:  # as `records.host.MAX_FOLDER`
+    os.environ.setdefault("RAY_TMPDIR", "/tmp")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -439,13 +439,9 @@ class Controller:
         )
         await self._restore()
         self._dispatch_loop.wake()
-        await self._finish_passes(passes)
-
-    async def _finish_passes(self, passes: "Sequence[asyncio.Task[None]]") -> None:
-        """Wait for all passes; write the result of each to disk at once."""
         for done in asyncio.as_completed(passes):
             await done
-            await self._incarnation.ledger.commit()
+            await self._incarnation.ledger.commit()  # each result is on disk at once
 
     async def _end(self, *, finished: bool) -> Result:
         """Record the end of the run, stopped early unless `finished`; return the summary or raise its fault."""

@@ -50,7 +50,7 @@ class Signals:
     def heeded(
         self, interrupt: Callable[[], object], show: Callable[[str], object], at_once: str
     ) -> Iterator[None]:
-        """Let the first signal call `interrupt`; `show` prints lines, and `at_once` is that of a second signal.
+        """Let the first signal call `interrupt`; `show` prints lines. A second signal prints `at_once`.
 
         After the block a first signal changes nothing, since the command ends.
         """
