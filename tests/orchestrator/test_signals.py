@@ -64,6 +64,12 @@ def test_a_process_that_goes_on_says_what_it_waits_for():
     assert run(code) == (0, ["stopping: waiting for the weather; a second signal ends at once"])
 
 
+def test_the_timer_of_the_line_does_not_kill_a_process_that_ends():
+    last = "import atexit; atexit._clear(); atexit.register(time.sleep, SAME_S + 0.2)\n"
+    code, lines = run(f"{last}try:\n    send('SIGTERM')\nexcept KeyboardInterrupt:\n    pass")
+    assert (code, lines) == (0, [])
+
+
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_second_signal_after_a_second_ends_at_once_in_any_phase(second):
     stop = f"time.sleep(SAME_S + 0.1); send('{second}'); print('still here')"

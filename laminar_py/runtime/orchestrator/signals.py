@@ -5,6 +5,7 @@
 as safe as a power cut: the record is on disk, and the kernel ends all processes of the run.
 """
 
+import atexit
 import os
 import select
 import signal
@@ -75,6 +76,7 @@ class Signals:
             self._first_s = time.monotonic()
             signal.signal(signal.SIGALRM, lambda number, frame: None if self._told else self.tell())
             signal.setitimer(signal.ITIMER_REAL, SAME_S)
+            atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # Python drops the handler as it ends
             if self._request is None:
                 raise KeyboardInterrupt
             self._request()
