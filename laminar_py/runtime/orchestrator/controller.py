@@ -439,8 +439,8 @@ class Controller:
         )
         await self._restore()
         self._dispatch_loop.wake()
-        for done in asyncio.as_completed(passes):
-            await done
+        for ended in asyncio.as_completed(passes):
+            await ended
             await self._incarnation.ledger.commit()  # each result is on disk at once
 
     async def _end(self, *, finished: bool) -> Result:
