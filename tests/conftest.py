@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from laminar_py.records.host import socket_folder
 from laminar_py.runtime.cluster.forked import SHARED, start_server
 from tests.depth import DAY, FULL
 
@@ -72,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_configure(config):
     """Start the session's fork server, in the process that starts the workers."""
     if not hasattr(config, "workerinput") and not config.option.collectonly:
-        folder = tempfile.TemporaryDirectory(prefix="laminar-tests-")
+        folder = tempfile.TemporaryDirectory(prefix="laminar-tests-", dir=socket_folder())
         server = start_server(Path(folder.name) / "server")
         os.environ[SHARED] = str(Path(folder.name) / "server")
         os.environ["LAMINAR_FORK_SERVER_PID"] = str(server.pid)

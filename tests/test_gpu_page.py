@@ -14,7 +14,7 @@ import typer
 
 from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.model_shape import kv_token_bytes, read_shape
-from laminar_py.cli.main import app
+from laminar_py.cli.command import app
 from laminar_py.config.loading import load_config, setting_names
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.sglang.launch import MIN_VERSION

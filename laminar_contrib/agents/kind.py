@@ -74,8 +74,11 @@ class AgentConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _check_agent(self) -> Self:
-        if [self.command is not None, self.function is not None, self.external].count(True) != 1:
-            raise ConfigError("environment.command, environment.function, environment.external: give one of them")
+        given = [self.command is not None, self.function is not None, self.external].count(True)
+        if given != 1:
+            raise ConfigError(
+                f"environment.command, environment.function, environment.external: {given} are set; set one"
+            )
         if self.port + self.workers - 1 > MAX_PORT:
             needed = f"{self.workers} processes need as many; choose a lower one"
             raise ConfigError(f"environment.port={self.port}: {needed}")

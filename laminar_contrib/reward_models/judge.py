@@ -63,8 +63,8 @@ class AskingTerm(TermConfig):
             raise ConfigError(f"urls={wrong}: no URL; write for example http://10.0.0.4:30000")
         if bool(self.urls) == (self.servers is not None):
             raise ConfigError(
-                f"urls of {self.title}: give either the urls of servers that run already, or `servers`, a name in"
-                " reward.servers"
+                f"urls of {self.title}: {'both' if self.urls else 'neither'} of urls and servers set; give urls"
+                " of running servers, or `servers`, a name in reward.servers"
             )
         if self.servers is not None and self.key is not None:
             raise ConfigError(f"key={self.key}: launched servers have keys of their own; leave it out")

@@ -40,7 +40,7 @@ def calibrate(
     try:
         found = measure(settings, repeats=repeats, log=lambda line: print_line(line, style="dim"))
     except EngineLostError as error:
-        raise RunFailedError(f"the engine is lost: {error}") from None
+        raise RunFailedError(f"the engine is lost: {error}; mend that, and calibrate again") from None
     command = " ".join([str(config), *(overrides or [])])
     write_profile(found, out, measured=f"{command}, median of {repeats}, {machine()}")
     console.print(_errors(found))

@@ -138,7 +138,7 @@ class Launcher:
 
     async def run_all(self) -> bool:
         """Run all unfinished runs; return False if a signal stopped them earlier."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         async with asyncio.TaskGroup() as group:
             lines = group.create_task(self._log_progress(), name="progress")

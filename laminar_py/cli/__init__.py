@@ -1,9 +1,26 @@
+"""The command `laminar`. `main` owns the signals before it imports anything that takes time."""
+
 import sys
+from typing import TYPE_CHECKING
 
-try:
-    from laminar_py.cli.main import app, console, main, print_line
-except KeyboardInterrupt:  # importing takes a second, in which the user may press Ctrl-C
-    print("laminar: stopped before it began", file=sys.stderr)
-    raise SystemExit(130) from None
+from laminar_py._lazy import public_names
+from laminar_py.runtime.orchestrator.signals import SIGNALS
 
-__all__ = ["app", "console", "main", "print_line"]
+if TYPE_CHECKING:
+    from laminar_py.cli.command import app as app
+    from laminar_py.cli.command import console as console
+    from laminar_py.cli.command import print_line as print_line
+else:
+    __getattr__ = public_names(__name__)
+
+
+def main() -> None:
+    """Run the command line of this process, and end with its exit code."""
+    SIGNALS.own()
+    try:
+        from laminar_py.cli.command import run
+
+        run()
+    except KeyboardInterrupt:
+        print("laminar: stopped", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from laminar_py.cli.main import console, print_line
+from laminar_py.cli.command import console, print_line
 from laminar_py.config.loading import flatten, load_config
 from laminar_py.config.registry import installed_points
 from laminar_py.config.section import ConfigError
@@ -54,22 +54,20 @@ def train(
         raise ConfigError(f"--run={folder}: names a run to resume; add --resume, or leave it out")
     from laminar_py.ledger.run_folder import newest_run, run_at
     from laminar_py.ledger.scaling import fleet_on_record
-    from laminar_py.runtime.orchestrator.launch import RunInterruptedError, launch
+    from laminar_py.runtime.orchestrator.launch import launch
 
     run = (newest_run(settings) if folder is None else run_at(folder)) if resume else None
     if run is not None:
         in_file, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
         if ignored := ignored_settings(settings, in_file, file=config):
             print_line(f"{run.path} resumes with its own settings; {ignored}")
-    try:
-        summary = launch(settings, resume=run, console=console)
-    except RunInterruptedError as stop:
-        _print_end(stop.summary, interrupted=True)
+    summary = launch(settings, resume=run, console=console)
+    _print_end(summary)
+    if not summary.finished:
         which = [] if folder is None else [f"--run {folder}"]
         again = " ".join(["laminar train", str(config), *changes, "--resume", *which])
-        print_line(f"{stop}; resume with: {again}")
-        raise typer.Exit(130) from None
-    _print_end(summary)
+        print_line(f"{summary.run} stopped at step {summary.steps}; resume with: {again}")
+        raise typer.Exit(130)
 
 
 def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path) -> str:
@@ -83,10 +81,10 @@ def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path)
     return f"it ignores these changes in {file}: {shown}{more}; add them as key=value, or start a new run"
 
 
-def _print_end(summary: "Summary", *, interrupted: bool = False) -> None:
+def _print_end(summary: "Summary") -> None:
     """Call the `ENDINGS` of installed packages, which print the summary; print how many responses lack a score."""
     for ending in installed_points(ENDINGS):
-        ending.load()(summary, interrupted)
+        ending.load()(summary, not summary.finished)
     unscored = summary.unscored
     if unscored.count:
         print_line(f"{unscored.count} of {unscored.of} responses could not be scored; the first: {unscored.first}")
@@ -118,16 +116,14 @@ def evaluate(
     ] = False,
 ) -> None:
     """Evaluate a checkpoint or a model; all files of the evaluation are in runs/eval-<name>-<n>/."""
-    from laminar_py.runtime.orchestrator.launch import EvalInterruptedError
     from laminar_py.runtime.orchestrator.launch import evaluate as evaluate_source
     from laminar_py.runtime.orchestrator.sources import EvalRequest
 
     request = EvalRequest(source=source, config=config, sets=sets or (), overrides=overrides or (), resume=resume)
-    try:
-        summary = evaluate_source(request, console=console)
-    except EvalInterruptedError as stop:
-        print_line(f"{stop} stopped; --resume continues it and keeps its answers")
-        raise typer.Exit(130) from None
+    summary = evaluate_source(request, console=console)
+    if not summary.finished:
+        print_line(f"{summary.run} stopped; --resume continues it and keeps its answers")
+        raise typer.Exit(130)
     console.print(evaluation_table(summary.evaluations))
     print_line(f"figures: {summary.run}/summary.json; texts: laminar samples {summary.run}")
 

@@ -75,7 +75,7 @@ def read_records(source: DataSource, kind: type[T]) -> Iterator[tuple[int, T, by
                 f" choose from {there}"
             ) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            message = str(error)
+            message = str(error).replace("JSON is", "its JSON is", 1)
             form = ", ".join(f'"{field.name}": ...' for field in msgspec.structs.fields(kind) if field.required)
             remedy = f"write {{{form}}} with strings as values, in UTF-8"
             raise source.error(row, message[:1].lower() + message[1:], value=line, remedy=remedy) from None

@@ -5,6 +5,7 @@ The controller calls the view. `Waits` words the causes of a waiting learner.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -110,7 +111,8 @@ class View:
     def notice(self, line: str) -> None:
         """Print a line without markup; on a terminal it stands above the live screen."""
         self._printed_s = time.monotonic()
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError):  # the terminal is closed, and the end of the run is near
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
         """Draw the live screen; without a terminal, print a line if none was printed for `LINE_EVERY_S`.
@@ -137,7 +139,8 @@ class View:
         evaluated = ", ".join(self._evaluated.values()) or "-"
         figures = [] if self._row is None else [_figure_table(self._row, self._steps, evaluated)]
         body = Group(*figures, _replica_table(stats, version), *(Text(line) for line in shown if line))
-        live.update(Panel(body, title="laminar", expand=False), refresh=True)
+        with suppress(OSError):  # as in `notice`
+            live.update(Panel(body, title="laminar", expand=False), refresh=True)
 
 
 def format_time_left(*, step: int, steps: int, rl_s: float, max_rl_s: float | None) -> str:

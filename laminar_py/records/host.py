@@ -1,10 +1,13 @@
 """Services of the host that all rooms use: the clock, files that survive a power cut, text safe for a terminal."""
 
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+MAX_FOLDER = 36  # characters: a socket's path has 107 at most, and Ray's sockets add 68 to its folder
 
 
 class Clock(Protocol):
@@ -38,6 +41,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def socket_folder() -> str:
+    """Return a folder for Unix sockets: the folder for temporary files, or /tmp if its path is too long."""
+    return folder if len(folder := tempfile.gettempdir()) <= MAX_FOLDER else "/tmp"
 
 
 def visible(text: str, *, keep: str = "") -> str:

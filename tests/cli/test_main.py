@@ -1,6 +1,6 @@
 """Lines that commands print."""
 
-from laminar_py.cli.main import print_line
+from laminar_py.cli.command import print_line
 
 
 def test_a_line_comes_out_as_it_is_brackets_included(capsys):

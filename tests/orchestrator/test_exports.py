@@ -286,4 +286,4 @@ def test_a_run_without_a_checkpoint_is_refused_with_exit_code_2(tmp_path):
     command = [LAMINAR, "export", str(run), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr == f"laminar: run={run}: has no checkpoint yet; wait for its first one\n"
+    assert done.stderr == f"laminar: run={run}: has no checkpoint yet; wait for its first one, or resume it\n"

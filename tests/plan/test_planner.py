@@ -18,7 +18,7 @@ from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import estimate
 from laminar_lab.plan.writing import write_config
 from laminar_lab.step_time import learner_times
-from laminar_py.cli.main import app
+from laminar_py.cli.command import app
 from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError

@@ -1,13 +1,21 @@
 """Ctrl-C at any time, and again and again: one line, no traceback, and nothing is left running."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
+import termios
 import time
+from contextlib import suppress
 
 import pytest
 
 from laminar_lab.audit.verify import verify
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import read_events
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.events import RunEnded
 from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
@@ -31,7 +39,7 @@ sys.meta_path.insert(0, Interrupter())
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("laminar_py.cli.main", "laminar: stopped before it began"),
+        ("laminar_py.cli.command", "laminar: stopped"),
         ("laminar_py.runtime.orchestrator.launch", "laminar: stopped"),
     ],
     ids=["of-the-command-line", "of-the-run"],
@@ -41,7 +49,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path, module, line):
     done = subprocess.run(
         [LAMINAR, "train", "configs/quickstart.yaml", f"runs={tmp_path}"],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPTED_AT": module},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}", "INTERRUPTED_AT": module},
         capture_output=True,
         text=True,
         timeout=120,
@@ -61,9 +69,87 @@ def test_signals_that_one_end_brings_are_one_request(tmp_path, others):
             time.sleep(0.005)
         code, output = train.finish()
     assert code == 130, output
-    assert "at once" not in output
+    assert "was stopped at once" not in output
     assert list(train.run.glob("checkpoints/*"))
     forget_versions(train.run)
+
+
+SLOW_START = ("warm_start.steps=1000000",)
+QUICK = ("warm_start.steps=3", "steps=3", "eval.sets.heldout.samples=1")
+HELDOUT = REPO / "tests/runs/heldout.jsonl"
+SLOW_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT}, samples: 2000, temperature: 1}}")
+LATE_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT}, samples: 200, temperature: 1}}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "reached"),
+    [
+        (SLOW_START, "lock"),
+        (SLOW_START, "logs/replica-0.log"),
+        (SLOW_EVALUATION, "checkpoints/step-0-*"),
+        (("steps=1000000", "schedule=sync"), "checkpoints/step-2-*"),
+        (("steps=1", *LATE_EVALUATION), "checkpoints/step-1-*"),
+    ],
+    ids=["start", "warm-start", "first-evaluation", "rl", "last-evaluation"],
+)
+def test_each_phase_of_a_run_ends_at_a_signal_and_the_run_resumes(tmp_path, settings, reached):
+    with TrainProcess(tmp_path, *settings, *ALONE) as train:
+        train.wait_until(lambda: list(train.run.glob(reached)))
+        train.send(signal.SIGHUP)
+        code, output = train.finish()
+    assert code == 130, output
+    assert "stopping: waiting for " in output
+    assert "; resume with: " in output
+    assert verify(train.run) == []
+    with TrainProcess(tmp_path, *QUICK, *ALONE, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert verify(train.run) == []
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_that_waits_for_a_hanging_learner_and_its_record_stands(tmp_path):
+    with TrainProcess(tmp_path, "steps=1000000", *ALONE) as train:
+        train.wait_for_step(3)
+        learner = next(process for process in train.family() if "learner" in " ".join(process.cmdline()))
+        learner.suspend()
+        steps = len(train.run.joinpath("metrics.jsonl").read_bytes().splitlines())
+        family = train.family()
+        train.send(signal.SIGTERM)
+        time.sleep(1.5)
+        train.send(signal.SIGTERM)
+        code, output = train.finish()
+        assert wait_until_gone(family) == []
+    assert code == 1, output
+    assert output.splitlines()[-1] == f"laminar: {train.run} was stopped at once; continue with --resume"
+    assert len(train.run.joinpath("metrics.jsonl").read_bytes().splitlines()) >= steps
+    assert verify(train.run) == []
+    forget_versions(train.run)
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path):
+    command = [LAMINAR, "train", str(CONFIG), *SETTINGS, *ALONE, "repack.planner=none", "steps=1000000"]
+    ours, terminal = pty.openpty()
+    run = tmp_path / "small-1"
+    train = subprocess.Popen(
+        [*command, "name=small", f"runs={tmp_path}"],
+        cwd=REPO,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(terminal)
+    with suppress(OSError), open(ours, "rb", buffering=0) as screen:
+        while not (run / "metrics.jsonl").is_file():
+            screen.read(1 << 16)
+    assert train.wait(PATIENCE_S) == 130
+    with reading(RunFolder(run).ledger) as record:
+        assert list(read_events(record, RunEnded)) == [RunEnded(1, "interrupted")]
+    forget_versions(run)
 
 
 def test_ctrl_c_again_and_again_is_one_line_and_leaves_nothing_running(tmp_path):

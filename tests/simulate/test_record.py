@@ -13,7 +13,7 @@ from laminar_lab.audit.verify import prove
 from laminar_lab.report.figures import headline
 from laminar_lab.report.page import make_page
 from laminar_lab.report.run_report import read_report
-from laminar_py.cli.main import app, main
+from laminar_py.cli import app, main
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.row_files import read_rows

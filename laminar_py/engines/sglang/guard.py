@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from laminar_py.children import kernel
+from laminar_py.records.host import socket_folder
 
 PATIENCE_S = 3.0  # for resource trackers to end by themselves, which takes 0.1 s
 LOOK_MS = 1000  # between two checks of a starting server
@@ -53,7 +54,7 @@ def main() -> int:
     if guard:
         return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
     os.setsid()
-    with tempfile.TemporaryDirectory(prefix="laminar-sglang-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="laminar-sglang-", dir=socket_folder()) as scratch:
         return _run(request, Path(scratch), stand_in, owner)
 
 

@@ -109,7 +109,7 @@ def replica_server(
     The user's `flags` override ours. Raises `ConfigError` for settings that can never start.
     """
     if device is Device.CPU and kv_capacity is None:
-        raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set it")
+        raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set a number of tokens")
     defaults: dict[str, Flag] = {
         "model-path": str(model_dir),
         "load-format": "dummy",
@@ -161,7 +161,9 @@ def pool_server(
     """
     field, device = f"reward.servers.{pool}", Device.CUDA if settings.gpus else Device.CPU
     if device is Device.CPU and "max-total-tokens" not in map(_flag_name, settings.flags):
-        raise ConfigError(f"{field}.flags.max-total-tokens=None: on a CPU it would take all memory; set it")
+        raise ConfigError(
+            f"{field}.flags.max-total-tokens=None: on a CPU it would take all memory; set a number of tokens"
+        )
     reserved = dict.fromkeys([*_RESERVED, "served-model-name"], _CHOSEN)
     reserved |= dict.fromkeys(("model-path", "model"), f"set {field}.model")
     reserved |= dict.fromkeys(("tp-size", "tensor-parallel-size", "device"), f"set {field}.gpus")

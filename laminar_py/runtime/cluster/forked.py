@@ -20,7 +20,9 @@ from pathlib import Path
 import msgspec
 
 from laminar_py.children.hosted import last_line
+from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.host import MAX_FOLDER, socket_folder
 from laminar_py.runtime.cluster.calls import (
     HEAD,
     ActorClass,
@@ -42,7 +44,6 @@ SHARED = "LAMINAR_FORK_SERVER"  # variable: the socket of a server for several r
 START_S = 180.0  # for the server to import, and to fork
 END_S = 10.0  # for the kernel to end the processes
 BUFFER_BYTES = 1 << 20  # of a connection
-MAX_FOLDER = 60  # characters of a temporary folder: a socket's path has 107 at most
 
 
 class ForkedCluster:
@@ -54,9 +55,12 @@ class ForkedCluster:
     here = HERE
 
     def __init__(self) -> None:
-        parent = None if len(tempfile.gettempdir()) <= MAX_FOLDER else "/tmp"  # None: the default folder
         self.processes = set[ForkedProcess]()
-        self._session = Path(tempfile.mkdtemp(prefix="laminar-", dir=parent))
+        try:
+            self._session = Path(tempfile.mkdtemp(prefix="laminar-", dir=socket_folder()))
+        except OSError as error:
+            fault = f"TMPDIR={os.environ.get('TMPDIR', '')}: sockets of the run cannot be made ({error})"
+            raise ConfigError(f"{fault}; name a writable folder of at most {MAX_FOLDER} characters") from None
         self._server: subprocess.Popen[bytes] | None = None
         self._starts = count()
         self._free_gpus = _visible_gpus()

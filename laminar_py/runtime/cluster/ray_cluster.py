@@ -161,7 +161,7 @@ def joined_ray(address: str) -> Iterator[RayCluster]:
         reason = " ".join(str(error).split()).split(". ")[0]
         raise ConfigError(
             f"cluster.address={address}: no Ray cluster to join there ({reason}); `ray start --head` starts one,"
-            " RAY_AUTH_TOKEN or ~/.ray/auth_token must hold its token"
+            " with --temp-dir=/tmp/ray if TMPDIR is long; RAY_AUTH_TOKEN or ~/.ray/auth_token must hold its token"
         ) from None
     try:
         yield (cluster := RayCluster())

@@ -1,14 +1,16 @@
 """Environment variables of a run's processes, set when the room is imported: before any module can import Ray.
 
 Ray reads its variables when it is imported. The variables say: token authentication, no usage reports (trackers
-send none either), no visible GPU for a part that has none, no second OpenMP thread in any worker, and an allocator
+send none either), no visible GPU for a part that has none, no second OpenMP thread in any worker, an allocator
 that keeps its pages (a learner step allocates and frees tensors of megabytes all the time, which otherwise takes 6
-to 14 % of the step).
+to 14 % of the step), and a folder for Ray's sockets if the path of TMPDIR is too long for them.
 """
 
 import os
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+if len(os.environ.get("TMPDIR", "")) > 36:  # as `records.host.MAX_FOLDER`
+    os.environ.setdefault("RAY_TMPDIR", "/tmp")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -74,6 +74,7 @@ from laminar_py.runtime.orchestrator.setup import (
     record_start,
     seal,
 )
+from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.sources import (
     EvalSource,
     EvalSummary,
@@ -81,7 +82,7 @@ from laminar_py.runtime.orchestrator.sources import (
     publish_source,
     summarise_evaluation,
 )
-from laminar_py.runtime.orchestrator.trainer import BatchLostError, StopRequest, Trainer
+from laminar_py.runtime.orchestrator.trainer import BatchLostError, StoppedError, StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import RunStart, open_incarnation
@@ -219,7 +220,7 @@ class Controller:
         self._evaluations = read_evaluations(run.ledger) if continues else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
-        self._source, self._view = source, view
+        self._source, self.view = source, view
         self._stop = StopRequest()
         self._reports: Handoff[Reports] = Handoff()
         self._scores: Handoff[Sequence[Score]] = Handoff()
@@ -251,8 +252,9 @@ class Controller:
         self._learning = self._make_learning() if source is None else None
 
     def interrupt(self) -> None:
-        """Request the end of the run after the present step and a checkpoint; `lead` then returns."""
+        """Request the end of the run: a step and its checkpoint are finished, a start is cancelled."""
         self._stop.asked.set()
+        SIGNALS.tell()
 
     def _make_scoring(self) -> Scoring:
         """Make the stage that scores responses; its scores go to `collect_scores`, its warnings to the view."""
@@ -261,7 +263,7 @@ class Controller:
             scheduler=self._scheduler,
             segments=self._segments,
             deliver=self._scores.hand_over,
-            show_line=self._view.notice,
+            show_line=self.view.notice,
             end=self._stop.fail,
             trains=self._source is None,
         )
@@ -275,14 +277,14 @@ class Controller:
             dispatch_loop=self._dispatch_loop,
             hold=self._hold,
             publish=self._publish_result,
-            show_line=self._view.notice,
+            show_line=self.view.notice,
             trains=self._source is None,
         )
 
     def _make_learning(self) -> TrainingParts:
         """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
-        learner = LearnerKeeper(incarnation, relays=self._relays, show=self._view.progress)
+        learner = LearnerKeeper(incarnation, relays=self._relays, show=self.view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
         trainer = Trainer(
             incarnation,
@@ -306,7 +308,7 @@ class Controller:
             replicas=replicas,
             scoring=self._scoring,
             dispatch_loop=self._dispatch_loop,
-            show_line=self._view.notice,
+            show_line=self.view.notice,
         )
         return TrainingParts(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
 
@@ -319,21 +321,30 @@ class Controller:
         summary: Result | None = None
         try:
             await record_start(self._incarnation, self._recovered)
-            await self._start_parts()
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(work, name=name) for name, work in self._loops().items()]
-                if self._learning is None:
-                    finished = await self._lead_evaluation()
-                else:
-                    async for name, work in self._start_learning(self._learning):
-                        background.append(tasks.create_task(work, name=name))
-                    finished = await self._lead_rl(self._learning.trainer)
+                background = list[asyncio.Task[None]]()
+                try:
+                    finished = await self._lead_phases(tasks, background)
+                except StoppedError:
+                    finished = False
                 summary = await self._end(finished=finished)
                 for task in background:
                     task.cancel()
             return summary
         finally:
             await self._close(summary)
+
+    async def _lead_phases(self, tasks: asyncio.TaskGroup, background: "list[asyncio.Task[None]]") -> bool:
+        """Lead the run to its end; return False, or raise StoppedError, if it stops early. Add to `background`."""
+        SIGNALS.enter("the last tokens of its replicas")
+        await self._stop.unless_asked(self._start_parts())
+        background += [tasks.create_task(work, name=name) for name, work in self._loops().items()]
+        if self._learning is None:
+            await self._stop.unless_asked(self._lead_evaluation())
+            return True
+        async for name, work in self._start_learning(self._learning):
+            background.append(tasks.create_task(work, name=name))
+        return await self._lead_rl(self._learning.trainer)
 
     async def _start_parts(self) -> None:
         """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
@@ -378,11 +389,11 @@ class Controller:
         """Start the learner, then the parts that need its first version; yield (task name, loop) of each."""
         await learning.trainer.start()
         if self._reference is not None:
-            await self._reference.start()
+            await self._stop.unless_asked(self._reference.start())
             yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks:
-            speed = await self._replicas.speed()
+            speed = await self._stop.unless_asked(self._replicas.speed())
             log.info("engine: %s", speed)
             yield "repack", learning.migration.run(speed)
 
@@ -390,25 +401,29 @@ class Controller:
         """Evaluate the first version, train all steps, finish evaluations; return False if the run ends early."""
         stats, scheduler = self._incarnation.stats, self._scheduler
         if trainer.step == 0:
-            await self._unless_stopped(self._evaluator.first(trainer.point))
+            SIGNALS.enter("the last tokens of its replicas")
+            await self._stop.unless_asked(self._evaluator.first(trainer.point))
         stats.set_rl_phase(True)
         if scheduler.state.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
             scheduler.admit()
             self._dispatch_loop.run_now()
-        await train(trainer, scheduler=scheduler)
-        stats.set_rl_phase(False)
+        try:
+            await train(trainer, scheduler=scheduler)
+        finally:
+            stats.set_rl_phase(False)
         scheduler.pause()
         if self._stop.asked.is_set():
             return False
-        return await self._unless_stopped(self._finish_evaluations(trainer))
+        await self._stop.unless_asked(self._finish_evaluations(trainer))
+        return True
 
     async def _finish_evaluations(self, trainer: Trainer) -> None:
         """Stop training on all replicas, and evaluate the last version and the deferred ones."""
         await self._replicas.stop(evaluations=False)
         await self._evaluator.finish(trainer.point)
 
-    async def _lead_evaluation(self) -> bool:
-        """Publish the weights and evaluate every set under them; return False if stopped.
+    async def _lead_evaluation(self) -> None:
+        """Publish the weights and evaluate every set under them.
 
         Passes begin after the publish, since a replica reports a version as lost if no relay has it. An earlier
         controller's trajectories continue after the passes begin, since they belong to these passes.
@@ -424,17 +439,14 @@ class Controller:
         )
         await self._restore()
         self._dispatch_loop.wake()
-        return await self._unless_stopped(self._finish_passes(passes))
-
-    async def _finish_passes(self, passes: "Sequence[asyncio.Task[None]]") -> None:
-        """Wait for all passes; write the result of each to disk at once."""
-        for done in asyncio.as_completed(passes):
-            await done
-            await self._incarnation.ledger.commit()
+        for ended in asyncio.as_completed(passes):
+            await ended
+            await self._incarnation.ledger.commit()  # each result is on disk at once
 
     async def _end(self, *, finished: bool) -> Result:
         """Record the end of the run, stopped early unless `finished`; return the summary or raise its fault."""
         incarnation, config = self._incarnation, self._incarnation.config
+        SIGNALS.enter("the last tokens of its replicas")
         if not finished:
             self._evaluator.abandon()
             self._scheduler.end()
@@ -460,6 +472,7 @@ class Controller:
 
     async def _close(self, summary: Result | None) -> None:
         """Close checkpoints, scorers, ledger and trackers after any end; a run with a summary gets a seal."""
+        SIGNALS.enter("its files and trackers to close")
         try:
             try:
                 if self._learning is not None:
@@ -471,19 +484,6 @@ class Controller:
                 await asyncio.to_thread(seal, self._incarnation.run.path)
         finally:
             await self._trackers.close(summary if isinstance(summary, Summary) else None)
-
-    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> bool:
-        """Do `work`, or cancel it when the run must stop; return False if the run must stop."""
-        task = asyncio.create_task(work, name="unless-stopped")
-        stop = asyncio.create_task(self._stop.asked.wait(), name="stop")
-        try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-            return not self._stop.asked.is_set()
-        finally:
-            task.cancel()
-            stop.cancel()
 
     # ---- a resume
 
@@ -540,7 +540,7 @@ class Controller:
             line = self._scheduler.evaluations.progress
             if line != shown and clock.now() - shown_s > PROGRESS_S:
                 shown_s, shown = clock.now(), line
-                self._view.notice(line)
+                self.view.notice(line)
 
     def _refresh(self, trainer: Trainer) -> None:
         """Refresh the view: step, replicas, what the learner waits for, and failures of the reward."""
@@ -556,7 +556,7 @@ class Controller:
             current=sum(replica.version == version for replica in stats.replicas.values()),
             replicas=len(stats.replicas),
         )
-        self._view.refresh(stats, trainer.step, version, [waits.line, self._scoring.failures.text])
+        self.view.refresh(stats, trainer.step, version, [waits.line, self._scoring.failures.text])
 
     def _is_followed(self, trajectory_id: str) -> bool:
         """Return True if a trajectory may take another turn. Before `_restore`, any trajectory may."""
@@ -587,13 +587,13 @@ class Controller:
         self._evaluations.append(result)
         shown = comparable(self._evaluations)[-1]
         if self._source is None:
-            self._view.evaluated(shown)
+            self.view.evaluated(shown)
         else:
-            self._view.notice(f"{shown.set_name}: {shown.figures.describe()}")
+            self.view.notice(f"{shown.set_name}: {shown.figures.describe()}")
         self._trackers.evaluated(shown)
 
     def _show_step(self, row: StepRow) -> None:
         """Send a recorded step to the view and the trackers; wake `dispatch`, since it has room for groups."""
         self._dispatch_loop.wake()
-        self._view.step(row)
+        self.view.step(row)
         self._trackers.step(row)

@@ -62,7 +62,7 @@ def _newest(run: RunFolder) -> Checkpointed:
     """Return the newest checkpoint on record. Raises ConfigError if the run has none, or if all are deleted."""
     newest = newest_existing(on_record(run), run.has)
     if newest is None:
-        raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one")
+        raise ConfigError(f"run={run.path}: has no checkpoint yet; wait for its first one, or resume it")
     return newest
 
 

@@ -1,4 +1,4 @@
-"""From a config to a finished run or evaluation: preflight, run folder, cluster, controller, signals.
+"""From a config to a finished run or evaluation: preflight, run folder, cluster, controller.
 
 Called by the command line.
 """
@@ -6,9 +6,9 @@ Called by the command line.
 import asyncio
 import logging
 import shutil
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +36,7 @@ from laminar_py.runtime.orchestrator.resume import (
     refuse_other_rows,
     refuse_simulated,
 )
+from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.sources import (
     MODEL,
     EvalRequest,
@@ -53,27 +54,14 @@ from laminar_py.runtime.workers.incarnation import RunStart
 log = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
-SAME_S = 1.0  # SIGTERM and SIGINT within this time count as one: a launcher may send both at a job's end
 UNBOUNDED = (
     "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
     " weight old data lose"
 )
 
 
-class RunInterruptedError(Exception):
-    """The run was stopped by a signal, with a checkpoint to resume from."""
-
-    def __init__(self, summary: Summary) -> None:
-        super().__init__(f"{summary.run} stopped at step {summary.steps}")
-        self.summary = summary
-
-
-class EvalInterruptedError(Exception):
-    """The evaluation was stopped by a signal and can be resumed."""
-
-
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
-    """Start or resume a run; return its summary. Raises ConfigError, RunFailedError or RunInterruptedError."""
+    """Start or resume a run; return its summary, unfinished after a signal. Raises ConfigError, RunFailedError."""
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
     with ExitStack() as views:
         summary = lead(
@@ -84,13 +72,11 @@ def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> 
             console=console,
         )
     assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
-    if not summary.finished:
-        raise RunInterruptedError(summary)
     return summary
 
 
 def evaluate(request: EvalRequest, *, console: Console) -> EvalSummary:
-    """Start or resume an evaluation. Raises ConfigError, RunFailedError or EvalInterruptedError."""
+    """Start or resume an evaluation; return its summary, unfinished after a signal. Raises as `launch`."""
     settings = settings_of(request)
     if request.resume:
         return _evaluate(find_open(settings, request.source), resumed=True, console=console)
@@ -120,9 +106,8 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
         trains=False,
     )
     assert isinstance(summary, EvalSummary), f"{summary} belongs to a training run"
-    if not summary.finished:
-        raise EvalInterruptedError(summary.run)
-    shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
+    if summary.finished:
+        shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
     return summary
 
 
@@ -151,10 +136,12 @@ def lead(
     The console shows `what` runs. `begun` is a locked folder of a new run; without it, one is made after all parts
     have a place. A run that does not train (`trains`) reads no training data. Raises ConfigError, RunFailedError.
     """
+    SIGNALS.enter("the checks of the config and its data")
     inputs = check_inputs(config, trains=trains)
     if resume:
         _prepare_resume(resume, inputs, console)
     with open_cluster(config.cluster.address):
+        SIGNALS.enter("the checks of the nodes")
         # a run that cannot be placed leaves no folder
         placement = asyncio.run(place_parts(config, resume=resume is not None))
         run = resume or begun or new_run(config)
@@ -164,6 +151,7 @@ def lead(
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
         start = RunStart(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
         ending = _lead_logged(start, make)
+        SIGNALS.enter("its processes to end")
         if ending.finished:
             asyncio.run(delete_everywhere(placement, run.shm(config.relay.shm)))
     return ending
@@ -189,9 +177,7 @@ def _lead_logged(start: RunStart, make: Callable[[RunStart], Controller]) -> Res
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
-        return asyncio.run(_lead(make(start)))
-    except asyncio.CancelledError:
-        raise RunFailedError(f"{run.path} was stopped at once; continue with --resume") from None
+        return asyncio.run(_lead(make(start), run))
     except Exception as error:
         bug, errors = bug_in(error), list(errors_in(error))
         unwritten = next(filter(None, (_why_unwritten(error, run) for error in errors)), None)
@@ -225,25 +211,10 @@ def _unwritable_message(run: RunFolder, reason: str) -> str:
     )
 
 
-async def _lead(controller: Controller) -> Result:
-    """Run the controller to its end, and return its result."""
+async def _lead(controller: Controller, run: RunFolder) -> Result:
+    """Run the controller to its end, or to a stop after a signal, and return its result."""
+    at_once = f"{run.path} was stopped at once; continue with --resume"
     loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    first_signal: tuple[signal.Signals, float] | None = None
-
-    def stop(number: signal.Signals) -> None:
-        """Handle a signal: interrupt the run, or cancel it at a second SIGINT."""
-        nonlocal first_signal
-        if first_signal is None:
-            first_signal = number, loop.time()
-            controller.interrupt()
-        elif number is signal.SIGINT and (first_signal[0] is number or loop.time() - first_signal[1] > SAME_S):
-            task.cancel()
-            loop.remove_signal_handler(signal.SIGTERM)  # ends the process from now on, in case the end hangs
-            loop.remove_signal_handler(signal.SIGINT)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one must not interrupt the end
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    return await controller.lead()
+    interrupt = partial(loop.call_soon_threadsafe, controller.interrupt)
+    with SIGNALS.heeded(interrupt, controller.view.notice, at_once):
+        return await controller.lead()

@@ -7,6 +7,7 @@ ledger, and steps after the last checkpoint can be undone (law 1).
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
+from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.learner import LearnerKeeper
@@ -32,6 +34,7 @@ from laminar_py.runtime.workers.specs import StepOutcome
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_SKIPPED = 3  # steps in a row without a finite gradient, after which the run ends
 
 
@@ -41,6 +44,10 @@ class BatchLostError(Exception):
     def __init__(self, lost: Mapping[str, str]) -> None:
         super().__init__(f"the learner cannot read the tokens of {len(lost)} trajectories: {', '.join(lost)}")
         self.lost = lost
+
+
+class StoppedError(Exception):
+    """The run must stop before some work is done; the work is cancelled."""
 
 
 class StopRequest:
@@ -56,6 +63,20 @@ class StopRequest:
         self.fault = self.fault or fault
         self.asked.set()
         self.failed.set()
+
+    async def unless_asked(self, work: Coroutine[object, object, T]) -> T:
+        """Return the result of `work`; cancel it and raise StoppedError if the run must stop first."""
+        task = asyncio.create_task(work, name="unless-asked")
+        asked = asyncio.create_task(self.asked.wait(), name="stop")
+        try:
+            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            task.cancel()
+            asked.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+        raise StoppedError
 
 
 class Trainer:
@@ -115,12 +136,15 @@ class Trainer:
         return EvalPoint(self.version, self.step, self._stats.rl_s)
 
     async def start(self) -> None:
-        """Start the learner from the last checkpoint, publish its weights, and save a first checkpoint."""
+        """Start the learner from the last checkpoint, publish its weights, and save a first checkpoint.
+
+        Raises StoppedError if the run must stop before the learner has started.
+        """
         while True:
             try:
                 await self._start_learner()
             except PartCrashedError as error:
-                await self._replace_learner(await self._kill_learner(error))
+                await self._stop.unless_asked(self._replace_learner(await self._kill_learner(error)))
             else:
                 self._evaluator.note_version(self.point)
                 return
@@ -139,6 +163,8 @@ class Trainer:
         """
         if self.is_done:
             return None
+        ends_after_batch = self._config.schedule is Schedule.SYNC
+        SIGNALS.enter(f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}")
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
             self._scheduler.next_batch(groups=groups, version=self.version), name="next-batch"
@@ -182,6 +208,7 @@ class Trainer:
         """
         if not batch.trajectories:
             return None
+        SIGNALS.enter(f"step {self.step + 1}")
         packed = pack_step(self._config, batch, attention_share=self._attention_share)
         self._stats.begin_step()
         try:
@@ -282,6 +309,7 @@ class Trainer:
 
     async def save_last(self) -> None:
         """Save a checkpoint at the end of the run; if the learner crashes meanwhile, keep the one before."""
+        SIGNALS.enter(f"the checkpoint of step {self.step}")
         try:
             if self._saved_step != self.step:
                 await self._save()
@@ -305,7 +333,9 @@ class Trainer:
         A new run also saves its first checkpoint here. Raises the error of a version that was lost.
         """
         checkpoint = self._checkpoints.last
-        started = await self._learner.start(self._run.path / checkpoint.path if checkpoint else None)
+        folder = self._run.path / checkpoint.path if checkpoint else None
+        started = await self._stop.unless_asked(self._learner.start(folder))
+        SIGNALS.enter("the first version and its checkpoint")
         # the learner counts only optimizer steps, so the step comes from the checkpoint
         self.step = self._saved_step = checkpoint.step if checkpoint else 0
         log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
@@ -343,7 +373,7 @@ class Trainer:
         totals = read_totals(self._run.metrics, checkpoint.step)
         self._stats.totals.trained_tokens = totals.trained_tokens
         log.warning("the learner goes back to step %d; %d trajectories are ready again", checkpoint.step, undone)
-        await self._replace_learner(crash)
+        await self._stop.unless_asked(self._replace_learner(crash))
         await self.start()
         self._scheduler.admit()
 

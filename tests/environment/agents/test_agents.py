@@ -716,8 +716,8 @@ async def test_the_key_of_a_run_stays_when_its_process_does_not(tmp_path):
     ("settings", "words"),
     [
         ({"command": ["true"], "port": 65_535, "workers": 2}, "environment.port=65535: 2 processes need as many"),
-        ({}, "environment.command, environment.function, environment.external: give one of them"),
-        ({"command": ["true"], "external": True}, "environment.external: give one of them"),
+        ({}, "environment.command, environment.function, environment.external: 0 are set; set one"),
+        ({"command": ["true"], "external": True}, "environment.external: 2 are set; set one"),
         ({"function": "agent.py"}, "environment.function=agent.py: write path/to/file.py:function"),
         (
             {"command": ["true"], "family": kind.CallFamily.TAGS},

@@ -1,7 +1,7 @@
 """The command `laminar`: its list of subcommands, its output, and its exit codes.
 
 Exit codes: 0 done; 1 a law is broken, the run failed, or the program has a bug; 2 bad input (one line on standard
-error); 130 stopped by Ctrl-C with a checkpoint to resume from.
+error); 130 stopped by Ctrl-C, SIGTERM or SIGHUP.
 """
 
 import importlib
@@ -41,7 +41,7 @@ class Commands(TyperGroup):
     """Built-in commands and commands of installed packages. A command's module is imported when it is called."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """Return the names of built-in commands, then of those that packages announce."""
+        """Return the names of built-in commands, then the names that packages announce."""
         return list(dict.fromkeys((*COMMANDS, *(point.name for point in installed_points(GROUP)))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
@@ -96,7 +96,7 @@ def laminar() -> None:
     """Trajectory-level asynchronous RL post-training of language models."""
 
 
-def main() -> None:
+def run() -> None:
     """Run the command line; an error becomes one line, with exit code 2 for bad input and 1 otherwise."""
     from laminar_py.runtime.cluster.errors import RunFailedError, unexpected_message
 
@@ -104,7 +104,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # by Typer
-            _exit("stopped", code=130)
+            raise KeyboardInterrupt from None
         raise
     except ConfigError as error:
         _exit(str(error), code=2)
