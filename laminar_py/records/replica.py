@@ -80,6 +80,9 @@ class TrajectorySummary(msgspec.Struct, frozen=True, array_like=True):
     trajectory_id: str
     context: int  # tokens of prompt and response: its size in the KV cache while it runs
     length: int  # response tokens
+    observed: int = 0  # response tokens that its environment wrote
+    turns: int = 0  # answers of its environment
+    is_away: bool = False  # True while its environment answers a turn
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
