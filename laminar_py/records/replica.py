@@ -71,10 +71,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return self.start if self.tokens is None else self.tokens.end
 
 
-class TrajectorySummary(msgspec.Struct, frozen=True, array_like=True):
+class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A training trajectory on a replica, running or waiting, as its survey describes it.
 
-    E.g. `TrajectorySummary("g3.1", 441, 41)`: 400 tokens of prompt and 41 of response.
+    E.g. `TrajectorySummary(trajectory_id="g3.1", context=441, length=41)`: its prompt has 400 tokens.
     """
 
     trajectory_id: str

@@ -57,9 +57,8 @@ class PredictivePlanner:
         filled: set[int] = set()
         growth = 0.0
         if queues:  # half of the expected response, its mean KV use over time; all of it where turns return to it
-            share = 1.0 if any(map(_has_turns, takers)) else 0.5
-            last = [queue[-1] for queue in queues.values() if queue][:1]
-            growth = share * float(self._context.forecast(last).sum())
+            expected = self._context.forecast([queue[-1] for queue in queues.values() if queue][:1]).sum()
+            growth = float(expected) * (1.0 if any(map(_has_turns, takers)) else 0.5)
         for taker in sorted(takers, key=lambda survey: survey.kv_used):
             slots, room = taker.slots - len(taker.running), taker.kv_capacity - self._claimed(taker)
             while queues:
@@ -87,7 +86,7 @@ class PredictivePlanner:
         """
         if len(tail) < 2:
             return []
-        ordered = sorted(self._price(tail), key=lambda source: (source.peak, source.survey.replica))
+        ordered = self._price(sorted(tail, key=lambda survey: (self._claimed(survey), survey.replica)))
         first = next((index for index, source in enumerate(ordered) if source.gain_s > 0), len(ordered))
         ordered = ordered[first:]  # the replicas before `first` become empty soon anyway
         free = {source.survey.replica: self._free(source.survey) for source in ordered}
@@ -186,12 +185,12 @@ class PredictivePlanner:
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
         length = max(1, sum(response.length for response in running))
         read = remaining * (sum(response.observed for response in running) / length)
-        turns = remaining * (sum(response.turns for response in running) / length)
         speed, mean_context = self._speed, float(contexts.mean())
         full = max(1, min(tail[0].slots, int(tail[0].kv_capacity / mean_context)))
         best = speed.rate(sequences=full, kv_tokens=full * mean_context)
         slower_s = speed.step_s_per_sequence + speed.step_s_per_token * contexts
         work_s = (remaining - read) * (1 / best + slower_s) + speed.prefill_s(1) * (read + contexts)
+        turns = remaining * (sum(response.turns for response in running) / length)
         again_s = speed.prefill_s(1) * (contexts + remaining / 2) * turns
         # n responses of equal hazard end one by one: k of them run together for mean / k steps
         harmonic = np.cumsum(1 / np.arange(1, counts.max() + 1))[counts - 1]  # [n] 1 + 1/2 + ... + 1/count
@@ -199,9 +198,8 @@ class PredictivePlanner:
             [contexts, remaining, read, work_s, again_s], starts, axis=1
         )
         steps_s = speed.step_s * harmonic + speed.step_s_per_sequence * counts + speed.step_s_per_token * held
-        in_engines = sum(not response.is_away for response in running)
         alone_s = (to_come - reads) / counts * steps_s + speed.prefill_s(1) * reads
-        alone_s *= (AWAY_PRIOR + len(running)) / (AWAY_PRIOR + in_engines)  # with waits, by Little's law
+        alone_s *= (AWAY_PRIOR + len(running)) / (AWAY_PRIOR + sum(not response.is_away for response in running))
         gains_s = np.where([one.held_s > self._context.hold_s for one in tail], np.inf, alone_s - costs_s)
         return [
             _Source(

@@ -155,9 +155,14 @@ class RunningTrajectory:
         if self._is_tree:
             context = context_tokens(prompt, spans) + length - self.length
         answers = [span.end - span.start for span in spans if span.version is None]
-        is_away = self.state is StreamState.AWAY
-        name = self.assignment.trajectory_id
-        return TrajectorySummary(name, context, length, sum(answers), len(answers), is_away)
+        return TrajectorySummary(
+            trajectory_id=self.assignment.trajectory_id,
+            context=context,
+            length=length,
+            observed=sum(answers),
+            turns=len(answers),
+            is_away=self.state is StreamState.AWAY,
+        )
 
     @property
     def is_queued(self) -> bool:

@@ -300,7 +300,10 @@ def test_the_forecast_is_asked_for_what_runs():
         return long(held)
 
     predictive(to_come).plan([make_survey(0, [7]), make_survey(1, [9000])])
-    assert set(asked) == {TrajectorySummary("r0.0", 407, 7), TrajectorySummary("r1.0", 9400, 9000)}
+    assert set(asked) == {
+        TrajectorySummary(trajectory_id="r0.0", context=407, length=7),
+        TrajectorySummary(trajectory_id="r1.0", context=9400, length=9000),
+    }
 
 
 @pytest.mark.parametrize(("name", "kind"), [("paper", PaperPlanner), ("predictive", PredictivePlanner)])
