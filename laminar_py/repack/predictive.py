@@ -119,15 +119,14 @@ class PredictivePlanner:
     def _sources(self, ordered: Sequence["_Source"], free: Mapping[int, int]) -> list["_Source"]:
         """Return the emptiest replicas that gain, as many as the others have room for in this round.
 
-        `free` has each replica's room in KV tokens now. A replica whose longest response fits nowhere else is
-        skipped, since that response would keep the replica busy just as long. Responses that would outgrow the
+        `free` has each replica's room in KV tokens now, `spare` its room at its responses' ends. A replica whose
+        longest response fits nowhere else is skipped, since it would stay as busy. Responses that outgrow the
         other replicas' caches have parts of their caches evicted, and computed again, at every turn to come.
         """
         room = {replica: min(tokens, self._stall_tokens) for replica, tokens in free.items()}
         widest = sorted(room.values())[-2:]
         left = sum(room.values())
         slots = sum(source.survey.slots - len(source.survey.running) for source in ordered)
-        # KV tokens that a replica's own responses will never need
         spare = {source.survey.replica: max(0, source.survey.kv_capacity - source.peak) for source in ordered}
         unclaimed = sum(spare.values())
         emptied: list[_Source] = []
@@ -151,8 +150,7 @@ class PredictivePlanner:
         `rooms` is a heap of destinations, whose room the moves take: (KV tokens at its responses' ends above its
         cache, or 0; -KV tokens that it may still receive; -free KV tokens; replica; free slots; excess or room).
         """
-        moves: list[Move] = []
-        left = rooms.copy()
+        moves, left = list[Move](), rooms.copy()
         for held in sorted(source.survey.running, key=lambda held: -held.context):
             context = held.context + self._context.growth
             if not left or context > -left[0][1]:
