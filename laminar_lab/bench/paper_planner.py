@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from laminar_py.records.replica import Move, Survey
-from laminar_py.repack import PlanningContext, move_of
+from laminar_py.repack import PlanningContext
 
 
 class PaperPlanner:
@@ -52,5 +52,5 @@ class PaperPlanner:
             count[best] += len(source.running)
             count[source.replica] = 0
             received.add(best)
-            moves += [move_of(held, source, best) for held in source.running]
+            moves += [Move(held.trajectory_id, source.replica, best, held.context) for held in source.running]
         return moves

@@ -71,15 +71,18 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return self.start if self.tokens is None else self.tokens.end
 
 
-class TrajectorySummary(msgspec.Struct, frozen=True, array_like=True):
+class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A training trajectory in the survey of its replica, running or waiting.
 
-    E.g. `TrajectorySummary("g3.1", 441, 41)`: 400 tokens of prompt and 41 of response.
+    E.g. `TrajectorySummary(trajectory_id="g3.1", context=441, length=41)`: its prompt has 400 tokens.
     """
 
     trajectory_id: str
     context: int  # tokens of prompt and response: its size in the KV cache while it runs
     length: int  # response tokens
+    observed: int = 0  # response tokens that its environment wrote
+    turns: int = 0  # answers of its environment
+    is_away: bool = False  # True while its environment answers a turn
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):

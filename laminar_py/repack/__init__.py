@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from laminar_py.repack.migration import Migration as Migration
     from laminar_py.repack.migration import MigrationSettings as MigrationSettings
     from laminar_py.repack.planner import PlanningContext as PlanningContext
-    from laminar_py.repack.planner import move_of as move_of
     from laminar_py.repack.signals import EngineSpeed as EngineSpeed
 else:
     __getattr__ = public_names(__name__)

@@ -6,7 +6,7 @@ slots, and moves each trajectory at most once (`tests/repack/test_planner.py`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,20 +14,12 @@ from laminar_py.records.replica import Move, Survey, TrajectorySummary
 from laminar_py.repack.signals import EngineSpeed, Numbers
 
 
-class Forecast(Protocol):
-    """A prediction of remaining response tokens, e.g. `signals.GroupForecast`."""
-
-    def __call__(self, held: Sequence[TrajectorySummary], /) -> Numbers:
-        """Return [n] expected remaining tokens of the responses of `held`, n trajectories on replicas."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningContext:
     """State of a run that a planner uses in one round."""
 
     speed: EngineSpeed  # of every replica's engine
-    forecast: Forecast
+    forecast: Callable[[Sequence[TrajectorySummary]], Numbers]  # [n] expected remaining tokens of n responses
     max_stall_s: float  # longest prefill of received trajectories, for which a destination stops decoding
     hold_s: float = math.inf  # longest time to keep a version while all trajectories wait for environments
     growth: int = 64  # tokens that a response may add between survey and hand-over
@@ -41,8 +33,3 @@ class Planner(Protocol):
     def plan(self, surveys: Sequence[Survey]) -> list[Move]:
         """Return moves among the replicas in `surveys`, which serve the same version."""
         ...
-
-
-def move_of(held: TrajectorySummary, source: Survey, destination: int) -> Move:
-    """Return the move of a running trajectory, whose destination has to prefill its whole context."""
-    return Move(held.trajectory_id, source.replica, destination, held.context)

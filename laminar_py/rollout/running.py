@@ -154,10 +154,19 @@ class RunningTrajectory:
 
     def summary(self, length: int) -> TrajectorySummary:
         """Return its entry in a survey, if the engine has generated `length` response tokens so far."""
-        context = len(self.assignment.prompt_ids) + length
+        prompt, spans = len(self.assignment.prompt_ids), self.all_spans
+        context = prompt + length
         if self._is_tree:
-            context = context_tokens(len(self.assignment.prompt_ids), self.all_spans) + length - self.length
-        return TrajectorySummary(self.assignment.trajectory_id, context, length)
+            context = context_tokens(prompt, spans) + length - self.length
+        answers = [span.end - span.start for span in spans if span.version is None]
+        return TrajectorySummary(
+            trajectory_id=self.assignment.trajectory_id,
+            context=context,
+            length=length,
+            observed=sum(answers),
+            turns=len(answers),
+            is_away=self.state is StreamState.AWAY,
+        )
 
     @property
     def is_queued(self) -> bool:

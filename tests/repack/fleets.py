@@ -11,9 +11,17 @@ KV, SLOTS, PROMPT = 120_000, 64, 400
 
 def make_survey(replica, lengths, *, waiting=0, continued=(), version=7, can_move=True, kv=KV, slots=SLOTS):
     """A replica that runs responses of these lengths; `waiting` have not begun, `continued` wait with theirs."""
-    running = tuple(TrajectorySummary(f"r{replica}.{i}", PROMPT + n, n) for i, n in enumerate(lengths))
-    moved = tuple(TrajectorySummary(f"c{replica}.{i}", PROMPT + n, n) for i, n in enumerate(continued))
-    fresh = tuple(TrajectorySummary(f"w{replica}.{i}", PROMPT, 0) for i in range(waiting))
+    running = tuple(
+        TrajectorySummary(trajectory_id=f"r{replica}.{i}", context=PROMPT + n, length=n)
+        for i, n in enumerate(lengths)
+    )
+    moved = tuple(
+        TrajectorySummary(trajectory_id=f"c{replica}.{i}", context=PROMPT + n, length=n)
+        for i, n in enumerate(continued)
+    )
+    fresh = tuple(
+        TrajectorySummary(trajectory_id=f"w{replica}.{i}", context=PROMPT, length=0) for i in range(waiting)
+    )
     used = sum(held.context for held in running)
     return Survey(
         replica=replica,

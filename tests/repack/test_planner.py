@@ -39,6 +39,15 @@ def predictive(to_come=long, max_stall_s=5.0, **state):
     return PredictivePlanner(context(forecast=to_come, max_stall_s=max_stall_s, **state))
 
 
+def with_turns(survey, *, observed, turns, away=0):
+    """The same replica: each response has so many tokens of its environment; the first ones wait for it."""
+    running = tuple(
+        msgspec.structs.replace(item, observed=observed, turns=turns, is_away=place < away)
+        for place, item in enumerate(survey.running)
+    )
+    return msgspec.structs.replace(survey, running=running)
+
+
 def make_fleet(shapes):
     """Replicas that hold no more than their caches can."""
     group = []
@@ -161,6 +170,47 @@ def test_a_source_about_to_end_by_itself_stays():
     assert predictive().plan(group)
 
 
+def test_tokens_that_environments_write_are_no_time_that_emptying_gains():
+    group = [make_survey(0, [9000] * 4), make_survey(1, [9000] * 6)]
+    assert predictive().plan(group)
+    assert predictive().plan([with_turns(survey, observed=0, turns=1) for survey in group])
+    assert predictive().plan([with_turns(survey, observed=8990, turns=1) for survey in group]) == []
+
+
+def test_nothing_is_emptied_where_each_turn_to_come_would_compute_an_evicted_cache_again():
+    group = [make_survey(0, [9000] * 4), make_survey(1, [9000] * 6)]
+    assert predictive().plan([with_turns(survey, observed=8000, turns=3) for survey in group])
+    assert predictive().plan([with_turns(survey, observed=8000, turns=60) for survey in group]) == []
+
+
+def test_waits_for_environments_are_time_that_emptying_gains():
+    group = [make_survey(0, [9000] * 4), make_survey(1, [9000] * 6)]
+    few = [with_turns(survey, observed=8700, turns=12) for survey in group]
+    away = [with_turns(survey, observed=8700, turns=12, away=9) for survey in group]
+    assert predictive().plan(few) == []
+    assert {move.source for move in predictive().plan(away)} == {0}
+
+
+def test_a_destination_whose_cache_is_full_of_responses_that_are_away_receives_last():
+    held = msgspec.structs.replace(make_survey(0, [9000] * 2), held_s=12.0, kv_used=0)
+    away = msgspec.structs.replace(
+        with_turns(make_survey(1, [9000] * 13), observed=90, turns=1, away=13), kv_used=0
+    )
+    half = with_turns(make_survey(2, [9000] * 6), observed=90, turns=1)
+    moves = predictive(lambda held: np.full(len(held), 10.0), hold_s=10.0).plan([held, away, half])
+    assert {(move.source, move.destination) for move in moves} == {(0, 2)}
+
+
+def test_no_waiting_trajectory_goes_where_the_caches_of_others_would_make_room_for_it():
+    queue = make_survey(0, [2000] * 40, waiting=4)
+    away = msgspec.structs.replace(
+        with_turns(make_survey(1, [9000] * 13), observed=90, turns=1, away=13), kv_used=0
+    )
+    planner = predictive(lambda held: np.full(len(held), 10.0))
+    assert planner.plan([queue, away]) == []
+    assert len(planner.plan([queue, make_survey(1, [9000] * 3)])) == 4
+
+
 def test_a_replica_that_held_its_version_for_environments_alone_for_too_long_is_emptied():
     held = msgspec.structs.replace(make_survey(0, [9000] * 4), held_s=12.0, kv_used=0)
     group = [held, make_survey(1, [9000] * 6)]
@@ -250,7 +300,10 @@ def test_the_forecast_is_asked_for_what_runs():
         return long(held)
 
     predictive(to_come).plan([make_survey(0, [7]), make_survey(1, [9000])])
-    assert set(asked) == {TrajectorySummary("r0.0", 407, 7), TrajectorySummary("r1.0", 9400, 9000)}
+    assert set(asked) == {
+        TrajectorySummary(trajectory_id="r0.0", context=407, length=7),
+        TrajectorySummary(trajectory_id="r1.0", context=9400, length=9000),
+    }
 
 
 @pytest.mark.parametrize(("name", "kind"), [("paper", PaperPlanner), ("predictive", PredictivePlanner)])

@@ -72,9 +72,9 @@ def test_responses_that_still_run_count_so_the_short_ones_do_not_make_all_look_s
 def test_a_prompt_whose_finished_samples_were_long_makes_the_others_look_longer():
     model = trained(drawn(2000))
     held = [
-        TrajectorySummary("a", 1400, 1000),
-        TrajectorySummary("b", 1400, 1000),
-        TrajectorySummary("c", 1400, 1000),
+        TrajectorySummary(trajectory_id="a", context=1400, length=1000),
+        TrajectorySummary(trajectory_id="b", context=1400, length=1000),
+        TrajectorySummary(trajectory_id="c", context=1400, length=1000),
     ]
     average = model.of_new
 

@@ -144,6 +144,7 @@ async def test_a_replica_says_for_how_long_environments_alone_have_worked(folder
         survey = await story.replica.survey()
         assert survey.held_s >= 0.05
         assert len(survey.running) == 2
+        assert all(item.is_away and item.turns == 1 and 0 < item.observed < item.length for item in survey.running)
         environments.go.set()
         await story.until(lambda s: len(s.ended) == 2)
         assert (await story.replica.survey()).held_s == 0.0

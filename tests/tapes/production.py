@@ -283,7 +283,12 @@ def _spans(said: Said) -> tuple[Span, ...]:
 
 def survey(look: Look) -> Survey:
     """Survey of a replica."""
-    running, waiting = (tuple(TrajectorySummary(*held) for held in some) for some in (look.running, look.waiting))
+    running, waiting = (
+        tuple(
+            TrajectorySummary(trajectory_id=name, context=context, length=length) for name, context, length in some
+        )
+        for some in (look.running, look.waiting)
+    )
     return Survey(
         replica=look.replica,
         version=look.version,
