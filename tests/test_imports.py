@@ -24,7 +24,7 @@ MAY_IMPORT = {  # module of a process: the heavy libraries it may have when its 
     f"{PROCESSES}relay": {"zmq", "numpy"},
     f"{PROCESSES}scorer": {"numpy", "tokenizers"},
     f"{PROCESSES}environment": {"zmq", "numpy", "tokenizers"},
-    f"{PROCESSES}replica": {"zmq", "numpy"},  # and what its engine takes
+    f"{PROCESSES}replica": {"zmq", "numpy", "tokenizers"},  # the last at the first stop string; and its engine's
     f"{PROCESSES}services": {"aiohttp", "numpy"},
     "laminar_py.reward.calls.child": {"numpy"},
     "laminar_contrib.sandbox.inside.zygote": set(),

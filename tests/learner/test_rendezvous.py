@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.distributed import INTERFACES, join_group, leave_group
 from tests.learner.ranks import run_ranks
 
 
@@ -31,7 +31,9 @@ def rank_main(rank: int, ip: str, port: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ip", own_addresses())
-def test_ranks_meet_at_an_address_and_listen_there_only(tmp_path, ip):
+def test_ranks_meet_at_an_address_and_listen_there_only(tmp_path, monkeypatch, ip):
+    for variable in INTERFACES:  # a test before this one may have left it
+        monkeypatch.delenv(variable, raising=False)
     with socket.create_server((ip, 0)) as listening:
         port = listening.getsockname()[1]
     run_ranks(rank_main, ip, port, tmp_path, world_size=2)

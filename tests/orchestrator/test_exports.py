@@ -252,11 +252,11 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer_one(tm
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     make_run(tmp_path / "run", steps=1)
 
-    def full(weights, path, metadata):
-        path.write_bytes(b"half")
+    def full(model, folder, **options):
+        (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("laminar_py.learner.export.save_file", full)
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     with pytest.raises(OSError, match="No space left"):
         export(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

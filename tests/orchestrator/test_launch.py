@@ -80,7 +80,7 @@ def full_ledger() -> sqlite3.Error:
     ],
 )
 def test_a_bug_anywhere_in_a_group_counts_before_all_else(tmp_path, monkeypatch, errors, kind, line):
-    async def lead(controller):
+    async def lead(controller, run):
         raise ExceptionGroup("run", [ExceptionGroup("inner", errors)])
 
     monkeypatch.setattr(launch, "_lead", lead)

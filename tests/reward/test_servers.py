@@ -32,8 +32,12 @@ def reward_of(term: dict, servers: dict) -> RewardConfig:
     [
         (STEPS, {}, r"servers=prm of steps: reward\.servers has no pool; add it there"),
         (STEPS, {"other": POOL["prm"]}, r"servers=prm of steps: reward\.servers has other; add it there"),
-        (STEPS | {"servers": None}, {}, r"urls of steps: give either .* or `servers`"),
-        (STEPS | {"urls": ["http://a"]}, POOL, r"urls of steps: give either .* or `servers`"),
+        (STEPS | {"servers": None}, {}, r"urls of steps: neither of urls and servers set; give .* or `servers`"),
+        (
+            STEPS | {"urls": ["http://a"]},
+            POOL,
+            r"urls of steps: both of urls and servers set; give ",
+        ),
         (STEPS | {"key": "K"}, POOL, r"key=K: launched servers have keys of their own; leave it out"),
         (JUDGE | {"model": "m"}, POOL, r"model=m: name a model for a judge at `urls`"),
         (JUDGE | {"urls": ["http://a"], "servers": None}, {}, r"model=None: name a model for a judge at `urls`"),

@@ -298,7 +298,8 @@ def version_bytes(config: RunConfig) -> int:
     """Return the bytes of a published version: all weights, or an upper bound for adapters."""
     model, lora = config.model.path, config.learner.lora
     if lora is None:
-        return sum(file.stat().st_size for file in model.glob("*.safetensors")) or 4 * num_parameters(model)
+        files = list(model.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in files) if files else 4 * num_parameters(model)
     sizes = read_sizes(model)
     hidden, layers, inner = sizes.hidden_size or 0, sizes.num_hidden_layers or 0, sizes.intermediate_size or 0
     return 4 * lora.rank * layers * len(lora.targets) * (hidden + max(hidden, inner))

@@ -8,8 +8,8 @@ import contextlib
 import logging
 import os
 import platform
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import msgspec
 from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
-from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.environment import Environments
@@ -66,7 +65,13 @@ class ReplicaActor(PartActor):
         with _unwrapping_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         wire = peer_sockets(spec.keys)
-        tokenizer = cache(partial(load_tokenizer, Path(spec.model_dir)))  # only stop strings need it
+
+        @cache
+        def decode_with() -> Callable[..., str]:  # only stop strings need the tokenizer
+            from laminar_py.data.tokenizer import load_tokenizer
+
+            return load_tokenizer(Path(spec.model_dir)).decode
+
         self._weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=spec.keys)
         self._listening = asyncio.create_task(self._weights.run(), name="subscriber")
         self._replica = Replica(
@@ -86,7 +91,7 @@ class ReplicaActor(PartActor):
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
             environments=_environments(config, spec, wire),
-            decode=lambda ids: tokenizer().decode(ids, special=True),
+            decode=lambda ids: decode_with()(ids, special=True),
         )
         self._config = config
         peer, attach = PeerClient(wire, spec.hub, spec.label), self._weights.attach
