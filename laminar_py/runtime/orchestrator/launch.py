@@ -32,6 +32,7 @@ from laminar_py.runtime.cluster.errors import (
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
     print_fallback,
+    refuse_other_draws,
     refuse_other_prompts,
     refuse_other_rows,
     refuse_simulated,
@@ -151,6 +152,8 @@ def lead(
     The console shows `what` runs. `begun` is a locked folder of a new run; without it, one is made after all parts
     have a place. A run that does not train (`trains`) reads no training data. Raises ConfigError, RunFailedError.
     """
+    if resume and resume.has_ledger:
+        refuse_other_draws(resume, config)
     inputs = check_inputs(config, trains=trains)
     if resume:
         _prepare_resume(resume, inputs, console)
