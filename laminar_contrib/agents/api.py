@@ -6,7 +6,7 @@ change the answer, unless its value is the default.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,20 +15,31 @@ from aiohttp import web
 
 from laminar_contrib.agents.agent import AgentAnswer
 from laminar_contrib.agents.history import ChatPrompt, IdsPrompt, Prompt
-from laminar_py.environment import MAX_TURN_TOKENS
+from laminar_py.environment import MAX_STOP_CHARS, MAX_STOPS, MAX_TURN_TOKENS
 from laminar_py.records.codec import IntArray
 from laminar_py.records.credit import ROLE_CHARS
 
 MODEL = "policy"
 MAX_CHOICES = 16
 TurnLimit = Annotated[int, msgspec.Meta(ge=1, le=MAX_TURN_TOKENS)] | None
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)] | None
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1)]
 
 
 IGNORED = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "reasoning_effort", "verbosity", "ignore_eos", "skip_special_tokens"),
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *(
+        "user",
+        "metadata",
+        "cache_salt",
+        "priority",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+    ),
 }
 DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that the endpoint heeds
     "tool_choice": ("auto", "none"),
@@ -37,19 +48,24 @@ DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that
     "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "stop": ([],),
     "stop_token_ids": ([],),
     "suffix": ("",),
     "top_logprobs": (0,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
     "echo": (False,),
 }
 
 
-def check_fields(body: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+def check_fields(
+    body: dict[str, Any], kind: type[msgspec.Struct], *, defaults: Mapping[str, Sequence[object]] = DEFAULTS
+) -> None:
     """Refuse a request whose body has a field that the endpoint would ignore. Raises status 400."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)} | IGNORED
+    if isinstance(body.get("sampling_params"), dict):
+        check_fields(body["sampling_params"], SamplingFields, defaults={})
     for name, value in body.items():
-        is_done = value in DEFAULTS[name] if name in DEFAULTS else name in known
+        is_done = value in defaults[name] if name in defaults else name in known
         if not is_done and value is not None:
             raise web.HTTPBadRequest(text=f"{name}: the endpoint of a run does not do this; leave it out")
 
@@ -105,6 +121,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     max_tokens: TurnLimit = None
     max_completion_tokens: TurnLimit = None
+    stop: StopStrings = None
 
     def prompt(self) -> Prompt:
         """Return the messages as a prompt, with roles that chat templates know."""
@@ -114,11 +131,16 @@ class ChatRequest(msgspec.Struct, kw_only=True):
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
         limit = _smallest_limit(self.max_tokens, self.max_completion_tokens)
-        may_call = self.tool_choice != "none"
-        return ChatPrompt(messages=messages, tools=self.tools or [], may_call=may_call, max_tokens=limit)
+        return ChatPrompt(
+            messages=messages,
+            tools=self.tools or [],
+            may_call=self.tool_choice != "none",
+            max_tokens=limit,
+            stop=_all_stops(self.stop),
+        )
 
     def response(
-        self, answers: Sequence[AgentAnswer], *, name: str, decode_turn: Callable[[IntArray], str]
+        self, answers: Sequence[AgentAnswer], *, name: str, token_bytes: Callable[[IntArray], list[bytes]]
     ) -> dict[str, Any]:
         """Build the body of a chat completion, with a choice for each answer."""
         choices: list[dict[str, Any]] = [
@@ -127,7 +149,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
         ]
         for choice, answer in zip(choices, answers, strict=True):
             if self.logprobs and len(answer.logprobs):
-                choice["logprobs"] = _logprobs(answer, decode_turn)
+                choice["logprobs"] = _logprobs(answer, token_bytes)
             if self.return_token_ids:
                 choice["token_ids"] = answer.ids.tolist()
         head = {
@@ -153,9 +175,15 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct):
-    """Sampling params, as far as the endpoint reads them."""
+    """Sampling params, as far as the endpoint reads them.
+
+    Clients of renderers always send the ids that end a turn of the template, and want log-probabilities.
+    """
 
     max_tokens: TurnLimit = None
+    logprobs: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop: StopStrings = None
 
 
 class TokensRequest(msgspec.Struct, kw_only=True):
@@ -165,12 +193,14 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     model: Annotated[str, msgspec.Meta(max_length=ROLE_CHARS)] | None = None
     sampling_params: SamplingFields | None = None
     max_tokens: TurnLimit = None
+    stop: StopStrings = None
 
     def prompt(self) -> Prompt:
         """Return the ids as a prompt."""
-        sampled = None if self.sampling_params is None else self.sampling_params.max_tokens
-        limit = _smallest_limit(self.max_tokens, sampled)
-        return IdsPrompt(ids=np.array(self.token_ids, np.int32), max_tokens=limit)
+        sampling = self.sampling_params or SamplingFields()
+        limit = _smallest_limit(self.max_tokens, sampling.max_tokens)
+        stop = _all_stops(self.stop, sampling.stop)
+        return IdsPrompt(ids=np.array(self.token_ids, np.int32), max_tokens=limit, stop=stop)
 
     def response(self, answer: AgentAnswer, *, name: str) -> dict[str, Any]:
         """Build the body of a response in token ids."""
@@ -198,12 +228,12 @@ class CodeRequest(msgspec.Struct):
     code: str
 
 
-def _logprobs(answer: AgentAnswer, decode_turn: Callable[[IntArray], str]) -> dict[str, Any]:
+def _logprobs(answer: AgentAnswer, token_bytes: Callable[[IntArray], list[bytes]]) -> dict[str, Any]:
     """Write log-probabilities of tokens in the form of a chat completion; the end token has no text."""
-    texts = [decode_turn(np.array([id], np.int32)) for id in answer.ids.tolist()]
+    pairs = zip(token_bytes(answer.ids), answer.logprobs.tolist(), strict=True)
     entries = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts, answer.logprobs.tolist(), strict=True)
+        {"token": data.decode(errors="replace"), "logprob": value, "bytes": list(data), "top_logprobs": []}
+        for data, value in pairs
     ]
     return {"content": entries, "refusal": None}
 
@@ -224,6 +254,12 @@ def _finish_reason(answer: AgentAnswer) -> str:
     if answer.is_cut:
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
+
+
+def _all_stops(*fields: str | list[str] | None) -> tuple[str, ...]:
+    """Join the stop strings in a request's fields, each once."""
+    lists = [[field] if isinstance(field, str) else field or [] for field in fields]
+    return tuple(dict.fromkeys(stop for stops in lists for stop in stops))
 
 
 def _smallest_limit(*limits: int | None) -> int | None:

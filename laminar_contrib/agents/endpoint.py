@@ -46,12 +46,12 @@ class AgentEndpoint:
     def __init__(
         self,
         agents: Mapping[str, AgentEnvironment],
-        decode_turn: Callable[[IntArray], str],
+        token_bytes: Callable[[IntArray], list[bytes]],
         connections: AgentConnections,
         external: ExternalAgents | None = None,
     ) -> None:
         self._agents = agents
-        self._decode_turn = decode_turn
+        self._token_bytes = token_bytes
         self._connections = connections
         self._external = external
 
@@ -104,7 +104,7 @@ class AgentEndpoint:
         role, is_retry = body.model or MODEL, _is_retry(request)
         waiting = agent.add_requests(digests, body.prompt(), role=role, is_retry=is_retry)
         answers = await asyncio.gather(*map(asyncio.shield, waiting))
-        response = body.response(answers, name=digest.hex(), decode_turn=self._decode_turn)
+        response = body.response(answers, name=digest.hex(), token_bytes=self._token_bytes)
         if body.stream:
             return web.Response(text=body.events(response), content_type="text/event-stream")
         return web.json_response(response)
@@ -164,7 +164,7 @@ async def _errors_as_json(
 @asynccontextmanager
 async def serve(
     agents: Mapping[str, AgentEnvironment],
-    decode_turn: Callable[[IntArray], str],
+    token_bytes: Callable[[IntArray], list[bytes]],
     *,
     external: ExternalAgents | None = None,
     host: str,
@@ -176,7 +176,7 @@ async def serve(
     Raises `ConfigError` if the port is taken.
     """
     connections = AgentConnections(bounds)
-    app = AgentEndpoint(agents, decode_turn, connections, external).app()
+    app = AgentEndpoint(agents, token_bytes, connections, external).app()
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:

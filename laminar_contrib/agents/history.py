@@ -54,6 +54,7 @@ class ChatPrompt:
     tools: Sequence[Message]
     may_call: bool = True  # else a call in the answer is text
     max_tokens: int | None = None  # of the answer
+    stop: tuple[str, ...] = ()  # strings that end the answer
 
     @cached_property
     def kind(self) -> bytes:
@@ -78,12 +79,13 @@ class ChatPrompt:
         roles = {message["role"] for message in new}
         if not after or len(roles) != 1 or not roles <= set(Role):
             messages = tuple(map(_template_message, self.messages))
-            return Rewrite(messages, tuple(self.tools), max_tokens=self.max_tokens)
+            return Rewrite(messages, tuple(self.tools), max_tokens=self.max_tokens, stop=self.stop)
         return Observation(
             tuple(map(_message_text, new)),
             role=Role(roles.pop()),
             after=None if is_latest else after,
             max_tokens=self.max_tokens,
+            stop=self.stop,
         )
 
 
@@ -96,6 +98,7 @@ class IdsPrompt:
     kind: ClassVar[bytes] = b"tokens"
     ids: IntArray  # [n]
     max_tokens: int | None = None  # of the answer
+    stop: tuple[str, ...] = ()  # strings that end the answer
 
     @cached_property
     def request_bytes(self) -> bytes:
@@ -108,7 +111,8 @@ class IdsPrompt:
 
     def observation(self, after: int, size: int, *, is_latest: bool) -> TokenPrompt:
         """Return the new ids behind turn `after`, whose request and answer have `size` bytes."""
-        return TokenPrompt(self.ids[size // self.ids.itemsize :], after, max_tokens=self.max_tokens)
+        new = self.ids[size // self.ids.itemsize :]
+        return TokenPrompt(new, after, max_tokens=self.max_tokens, stop=self.stop)
 
 
 Prompt: TypeAlias = ChatPrompt | IdsPrompt

@@ -12,8 +12,9 @@ from laminar_contrib.agents.agent import AgentEnvironment, AgentStarter
 from laminar_contrib.agents.connections import ConnectionBounds
 from laminar_contrib.agents.endpoint import serve
 from laminar_contrib.agents.runner import AgentRunner, ExternalAgents, LauncherError, load_or_make_key
+from laminar_contrib.agents.token_bytes import TokenBytes
 from laminar_contrib.sandbox import PythonSession, SandboxPool
-from laminar_contrib.tools.call_formats import CallFamily, HermesCalls, LlamaCalls
+from laminar_contrib.tools.call_formats import FORMATS, CallFamily, ToolCall, check_family
 from laminar_py.config.environment import EnvironmentConfig, EnvironmentHome, EnvironmentKind
 from laminar_py.config.section import ConfigError, Count, Seconds
 
@@ -62,6 +63,10 @@ class AgentConfig(EnvironmentConfig):
     """Most connections of the endpoint, and never more than half of the file descriptors. Beyond them, connections
     without an agent's key get status 503."""
 
+    def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
+        """Raise `ConfigError` if `family` does not read a call in `text`."""
+        check_family(self.family, text, ToolCall(name, arguments), field="environment.family")
+
     @property
     def has_session(self) -> bool:
         """True where agents may run code in the sandbox."""
@@ -88,14 +93,15 @@ async def open_agents(
     settings: AgentConfig, home: EnvironmentHome
 ) -> AsyncIterator[Callable[[], AgentEnvironment]]:
     """Serve the endpoint, and yield a function that makes environments. Raises `ConfigError`."""
-    call_format = HermesCalls() if settings.family is CallFamily.HERMES else LlamaCalls()
+    call_format = FORMATS[settings.family]
     agents: dict[str, AgentEnvironment] = {}
     address_file = home.folder / "agents" / f"external-{home.index}.json"
     external = ExternalAgents(load_or_make_key(address_file)) if settings.external else None
     port = settings.port + home.index if settings.port else 0
     bounds = ConnectionBounds(connections=settings.max_connections, body_bytes=settings.max_body_bytes)
     async with AsyncExitStack() as stack:
-        served = serve(agents, home.decode_turn, external=external, host=settings.host, port=port, bounds=bounds)
+        token_bytes = TokenBytes(home.model, home.decode_turn)
+        served = serve(agents, token_bytes, external=external, host=settings.host, port=port, bounds=bounds)
         url = await stack.enter_async_context(served)
         pool = await stack.enter_async_context(SandboxPool.from_config(home.sandbox)) if settings.python else None
         if external is None:

@@ -8,9 +8,14 @@ answered by the agent's exit code. A cancelled call kills its agent:
     -> 7 {"folder": "...", "log": "...", "variables": {...}}     <- 7 0
     -> 7                                                         <- 7 -9
 
-A function is imported once; each agent is a fork of this process. The launcher kills the process group of an agent
-that has ended. No agent outlives the launcher's owner, however that process ends
-(`tests/environment/agents/test_agents.py`).
+A function is imported once; each agent is a fork of this process, below a guard of its own:
+
+    launcher -> guard -> agent -> processes of the agent
+
+Orphans below a guard become its children, also in a session of their own (a subreaper). A guard ends on SIGTERM,
+which it also gets when the launcher ends, or with its agent: it kills its children until none is left, and ends as
+the agent did. If a guard is killed, the launcher adopts and kills these processes. No process of an agent outlives
+the agent or the launcher's owner, however they end (`tests/environment/agents/test_launcher.py`).
 """
 
 import asyncio
@@ -27,7 +32,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -37,6 +42,7 @@ from laminar_py.children import call_frame, kernel, own_control, receive_call
 FILE_BYTES = 2**28  # of each file that an agent writes, its log included
 REWARD_TIMEOUT_S = 60.0
 CHUNK = 2**16
+GUARD_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 class Launcher:
@@ -46,13 +52,16 @@ class Launcher:
         self._command = command
         self._control = control
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._numbers: dict[int, int] = {}  # of agents, by process
+        self._numbers: dict[int, int] = {}  # of agents, by the process of their guard
+        self._ended: set[int] = set()  # guards that got SIGTERM
         self._function = _import_function(function) if function else None
+        self._imported = set(_children())  # processes that the import of the function started
 
     def run(self) -> None:
         """Serve calls until the owner closes the socket."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # for processes whose guard is killed
         gc.freeze()  # else garbage collection in each fork would copy all imported modules
         while True:
             ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
@@ -67,9 +76,12 @@ class Launcher:
                 self._start_or_kill(number, body)
 
     def end_all(self) -> None:
-        """End every agent."""
+        """End every agent, and wait until none of its processes is left."""
         for pid in self._numbers:
-            _kill_group(pid)
+            self._end_guard(pid)
+        for pid in self._numbers:
+            os.waitpid(pid, 0)
+        _kill_children(spared=())
 
     def _start_or_kill(self, number: int, body: bytes) -> None:
         """Start the agent that `body` describes, under this number; an empty body kills the number's agent.
@@ -78,36 +90,66 @@ class Launcher:
         """
         if not body:
             for pid in [pid for pid, known in self._numbers.items() if known == number]:
-                _kill_group(pid)
+                self._end_guard(pid)
             return
         order = json.loads(body)
         parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, GUARD_SIGNALS)  # the guard waits for them
         try:
             pid = os.fork()
         except OSError as error:  # out of memory or processes: only this agent fails
             Path(order["log"]).write_text(f"it could not be started ({error.strerror})\n")
             self._control.sendall(call_frame(number, b"1"))
             return
+        finally:
+            if os.getpid() == parent:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARD_SIGNALS)
         if not pid:
-            self._run_agent(order, parent)
+            self._guard_agent(order, parent)
         self._numbers[pid] = number
 
+    def _end_guard(self, pid: int) -> None:
+        """Tell a guard, which was not reaped yet, to end its agent and itself."""
+        self._ended.add(pid)
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)  # its agent may have stopped it
+
     def _reap(self) -> None:
-        """Report the exit codes of agents that have ended, after killing the processes that they left."""
-        while True:
-            try:
-                exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if exited is None:
-                return
-            _kill_group(exited.si_pid)  # no other process can have its id before we reap it
-            _, status = os.waitpid(exited.si_pid, 0)
-            number = self._numbers.pop(exited.si_pid, None)
-            if number is not None:
-                code = os.waitstatus_to_exitcode(status)
-                with contextlib.suppress(OSError):  # the owner is gone; `run` notices it next
-                    self._control.sendall(call_frame(number, str(code).encode()))
+        """Report the exit codes of agents whose guards have ended, after killing the processes that they left."""
+        while (ended := _reap_child()) is not None:
+            pid, status = ended
+            number = self._numbers.pop(pid, None)
+            if number is None:  # an orphan of a killed guard
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0 and pid not in self._ended:  # perhaps a signal killed the guard before its children
+                _kill_children(spared=self._numbers.keys() | self._imported)
+            self._ended.discard(pid)
+            with contextlib.suppress(OSError):  # the owner is gone; `run` notices it next
+                self._control.sendall(call_frame(number, str(code).encode()))
+
+    # ---- in the process of a guard
+
+    def _guard_agent(self, order: dict[str, Any], parent: int) -> None:
+        """Guard an agent in this forked process until it ends or SIGTERM comes, then end as the agent did."""
+        try:
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            kernel.end_with_parent(signal.SIGTERM, parent=parent)
+            os.setsid()  # else the owner kills it with the launcher's group, before its children
+            kernel.limit(resource.RLIMIT_CORE, 0)
+            guard, agent = os.getpid(), os.fork()
+            if not agent:
+                self._run_agent(order, guard)
+            os.close(self._control.detach())  # else the owner would not notice the launcher's end
+            statuses: dict[int, int] = {}
+            while agent not in statuses and signal.sigwait(GUARD_SIGNALS) != signal.SIGTERM:
+                statuses.update(iter(_reap_child, None))
+            statuses |= _kill_children(spared=())
+            _end_as(statuses[agent])
+        except BaseException:  # noqa: BLE001 - this process must not return into the launcher's code
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
     # ---- in the process of an agent
 
@@ -140,6 +182,7 @@ class Launcher:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARD_SIGNALS)
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, place in ((nothing, 0), (log, 1), (log, 2)):
@@ -203,12 +246,55 @@ def _seed_generators(name: str) -> None:
             getattr(sys.modules[library], function)(seed)
 
 
-def _kill_group(pid: int) -> None:
-    """Kill a child that was not reaped yet, and its process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)  # directly too: it may not lead its group yet
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _reap_child() -> tuple[int, int] | None:
+    """Reap a child that has ended, and return its id and status; None if there is none."""
+    with contextlib.suppress(ChildProcessError):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        return (pid, status) if pid else None
+    return None
+
+
+def _kill_children(*, spared: Container[int]) -> dict[int, int]:
+    """Kill and reap all children but the `spared`, and the orphans that they leave; return statuses by id.
+
+    A process that changed its user may refuse the signal, and is left alone.
+    """
+    statuses: dict[int, int] = {}
+    refused = set[int]()
+    while children := [pid for pid in _children() if pid not in spared and pid not in refused]:
+        for pid in children:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except PermissionError:
+                refused.add(pid)
+        for pid in set(children) - refused:
+            statuses[pid] = os.waitpid(pid, 0)[1]
+    return statuses
+
+
+def _children() -> list[int]:
+    """Return the ids of this process's children, those included that have ended and were not reaped."""
+    listed = list(Path("/proc/self/task").glob("*/children"))
+    if listed:
+        return [int(pid) for path in listed for pid in path.read_text().split()]
+    found = []  # a kernel without these files: look at all processes
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended
+            _, _, fields = path.read_text().rpartition(")")  # a program's name may contain anything
+            if int(fields.split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def _end_as(status: int) -> None:
+    """End this process with the exit code or the signal of a wait status."""
+    if os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = os.WTERMSIG(status)
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 from pydantic import JsonValue
 
 from laminar_contrib.environments.turns import row_of
-from laminar_contrib.tools.call_formats import CallFamily
+from laminar_contrib.tools.call_formats import CallFamily, ToolCall, check_family
 from laminar_contrib.tools.kind import CallSettings
 from laminar_contrib.tools.tool import Tool, call_function, make_tool, run_call
 from laminar_contrib.tools.tool_environment import CallTurns
@@ -42,6 +42,10 @@ class TrlEnvironment(EnvironmentConfig):
         if self.tools.family is CallFamily.TAGS:
             return ()
         return [tool.definition for tool in load_tools(self).values()]
+
+    def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
+        """Raise `ConfigError` if `tools.family` does not read a call in `text`."""
+        check_family(self.tools.family, text, ToolCall(name, arguments), field="environment.tools.family")
 
 
 class TrlTurns:

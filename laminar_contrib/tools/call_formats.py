@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
+from laminar_py.config import ConfigError
+
 Json: TypeAlias = Any  # a value that JSON can express
 
+SHOWN = 160  # characters of a call, in a message
 THINK_TAG = re.compile("(</?think>)")
 SPACE = re.compile(r"\s*")
 BARE = re.compile(r"\s*\{")  # a call without a mark may begin so
@@ -219,3 +222,22 @@ def _no_number(name: str) -> float:
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_number)
+FORMATS: Mapping[CallFamily, JsonCalls] = {CallFamily.HERMES: HermesCalls(), CallFamily.LLAMA: LlamaCalls()}
+
+
+def check_family(family: CallFamily, text: str, call: ToolCall, *, field: str) -> None:
+    """Raise `ConfigError` if `family`, of the setting `field`, reads another call in a text than the one written.
+
+    Tags are exempt: a chat template has no definitions of such tools.
+    """
+    if family is CallFamily.TAGS or _reads(family, text, call):
+        return
+    other = next((name for name in FORMATS if _reads(name, text, call)), None)
+    remedy = "name another model, or write tags" if other is None else f"set {other.value}"
+    raise ConfigError(
+        f"{field}={family.value}: the model's chat template writes a call as {text[:SHOWN]!r}; {remedy}"
+    )
+
+
+def _reads(family: CallFamily, text: str, call: ToolCall) -> bool:
+    return read_turn(text, FORMATS[family])[1] == [call]

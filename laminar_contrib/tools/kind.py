@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from laminar_contrib.tools.call_formats import CallFamily
+from laminar_contrib.tools.call_formats import CallFamily, ToolCall, check_family
 from laminar_py.config import (
     ConfigError,
     Count,
@@ -93,6 +93,10 @@ class ToolsEnvironment(EnvironmentConfig):
         if self.tools.family is CallFamily.TAGS:
             return ()
         return [tool.definition for tool in load_tools(self.tools, only_declared=True).values()]
+
+    def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
+        """Raise `ConfigError` if `tools.family` does not read a call in `text`."""
+        check_family(self.tools.family, text, ToolCall(name, arguments), field="environment.tools.family")
 
     @property
     def has_session(self) -> bool:

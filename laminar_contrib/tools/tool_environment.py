@@ -14,11 +14,10 @@ from types import MethodType
 from laminar_contrib.sandbox import PythonSession, SandboxPool
 from laminar_contrib.tools.calculator import calculator
 from laminar_contrib.tools.call_formats import (
+    FORMATS,
     Call,
     CallFamily,
     CallFormat,
-    HermesCalls,
-    LlamaCalls,
     TagCalls,
     read_turn,
 )
@@ -150,7 +149,7 @@ def _load_tool(use: str, settings: ToolSettings, *, only_declared: bool) -> Tool
 def _call_format(family: CallFamily, tools: Mapping[str, Tool]) -> CallFormat:
     """Return the call format of a family. Raises `ConfigError` for a tool that it cannot call."""
     if family is not CallFamily.TAGS:
-        return HermesCalls() if family is CallFamily.HERMES else LlamaCalls()
+        return FORMATS[family]
     arguments: dict[str, str] = {}
     for name, tool in tools.items():
         if tool.sole_argument is None:

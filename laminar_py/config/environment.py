@@ -51,6 +51,9 @@ class EnvironmentConfig(Section):
         """Definitions of tools for the chat template."""
         return ()
 
+    def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
+        """Raise `ConfigError` if the environment reads no such call in `text`, which the chat template wrote."""
+
     @property
     def has_session(self) -> bool:
         """True where each trajectory keeps a slot of the sandbox until it ends."""

@@ -85,7 +85,8 @@ class LearnerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of the linear warm-up to `lr`."""
     decay: Decay = Decay.NONE
-    """`linear` or `cosine`: the learning rate falls from `lr` to 0 at the last of `steps`. `none`: it stays."""
+    """`linear` or `cosine`: the learning rate falls from `lr` towards 0, which it would have one step after the
+    last. `none`: it stays."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

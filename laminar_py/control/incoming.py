@@ -357,7 +357,7 @@ class Incoming:
                 await self._close_if_complete(group)
 
     def _ages_out(self, member: LiveTrajectory) -> bool:
-        """Whether a finished response would exceed the staleness bound after the next step."""
+        """Whether a finished response would be dropped as stale after the next step."""
         settings, ages = self._state.settings, self._state.ages
         return settings.bound.weight(1 + ages.age_of(member.oldest_for_age)) is None
 

@@ -103,6 +103,7 @@ class PromptEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self._tools = [] if environment is None else list(environment.definitions)
+        self._environment = environment
         self._opens_turn = environment is None  # else the environment's first text opens the assistant's turn
         self.uses_template = False
         self._end = tokenizer.eos_ids[0]
@@ -122,6 +123,7 @@ class PromptEncoder:
         if not self.uses_template:
             self.tokenizer = self.tokenizer.with_ends(self._turn_ends(messages))
             self.uses_template = True
+            self._check_calls()
         return self.conversation(messages, answers=self._opens_turn or answered)
 
     def encode(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> tuple[str, IntArray]:
@@ -205,6 +207,25 @@ class PromptEncoder:
                 f"model.path={self._model_dir}: its tokenizer cannot be loaded ({words}); fix its files"
             ) from None
         return loaded if loaded.chat_template else None
+
+    def _check_calls(self) -> None:
+        """Raise `ConfigError` if the environment does not read calls as the template writes them.
+
+        A template that writes none is no fault: the model then learns a format from its prompts.
+        """
+        if self._environment is None:
+            return
+        name, arguments = "probe", {"value": PROBE}
+        parameters = {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]}
+        tool = {"type": "function", "function": {"name": name, "description": "Probes.", "parameters": parameters}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        asked: list[Turn] = [user_turn("?")]
+        with contextlib.suppress(TemplateError):
+            before = self.conversation(asked, answers=True, tools=[tool])
+            answered: list[Turn] = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            text = self.conversation(answered, answers=False, tools=[tool]).removeprefix(before)
+            if PROBE in text:
+                self._environment.check_call(text, name, arguments)
 
     def _turn_ends(self, messages: Sequence[Turn]) -> tuple[int, ...]:
         """Return (id,) of the special token that the template writes after an assistant's turn; () without one."""

@@ -7,6 +7,8 @@ from laminar_py._lazy import public_names
 if TYPE_CHECKING:
     from laminar_py.environment.calls import CallFailedError as CallFailedError
     from laminar_py.environment.calls import call_in_thread as call_in_thread
+    from laminar_py.environment.protocol import MAX_STOP_CHARS as MAX_STOP_CHARS
+    from laminar_py.environment.protocol import MAX_STOPS as MAX_STOPS
     from laminar_py.environment.protocol import MAX_TURN_TOKENS as MAX_TURN_TOKENS
     from laminar_py.environment.protocol import Answer as Answer
     from laminar_py.environment.protocol import Begin as Begin

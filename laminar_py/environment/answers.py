@@ -32,10 +32,11 @@ def encode_answer(
     ids = _encode_messages(answer, writer, is_first=is_first, is_cut=is_cut)
     if not len(ids) and (not isinstance(answer, Observation) or not is_first):
         raise _invalid("step returned an empty text; return End to end")
-    if not len(ids) and answer.max_tokens is not None:
-        limit = f"max_tokens={answer.max_tokens}"
-        raise _invalid(f"reset returned {limit} without a text; give a text, with which the limit is kept")
-    return EnvironmentTurn(ids=ids, follows=follows, max_tokens=answer.max_tokens, elapsed_s=elapsed_s)
+    if not len(ids) and (answer.max_tokens is not None or answer.stop):
+        given = f"stop={answer.stop}" if answer.max_tokens is None else f"max_tokens={answer.max_tokens}"
+        raise _invalid(f"reset returned {given} without a text; give a text, with which the limit is kept")
+    limit, stop = answer.max_tokens, answer.stop
+    return EnvironmentTurn(ids=ids, follows=follows, max_tokens=limit, stop=stop, elapsed_s=elapsed_s)
 
 
 def is_recorded_answer(answer: EnvironmentTurn, turn: ModelTurn, *, start: int) -> bool:
@@ -43,7 +44,8 @@ def is_recorded_answer(answer: EnvironmentTurn, turn: ModelTurn, *, start: int) 
     spans = [span for span in turn.spans if span.start == start and span.version is None]
     recorded = spans[0] if spans else Span(None, start, start)
     ids = turn.response_ids[start : recorded.end].tolist()
-    is_same = answer.follows == recorded.follows and answer.max_tokens == recorded.turn_limit
+    fields = (answer.follows, answer.max_tokens, answer.stop)
+    is_same = fields == (recorded.follows, recorded.turn_limit, recorded.stop)
     return answer.ids is not None and answer.ids.tolist() == ids and is_same
 
 
@@ -64,7 +66,7 @@ def _encode_end(end: End, *, num_turns: int, elapsed_s: float) -> EnvironmentTur
 
 
 def _encode_messages(messages: Begin, writer: PlainWriter, *, is_first: bool, is_cut: bool) -> IntArray:
-    """Encode messages that follow a model's turn, or come first; `is_cut`: a limit ended that turn."""
+    """Encode messages that follow a model's turn, or come first; `is_cut`: no stop token ended that turn."""
     try:
         if isinstance(messages, TokenPrompt):
             writer.check_ids(messages.ids)

@@ -29,7 +29,8 @@ from laminar_py.environment.saved_turns import SavedTurn, SavedTurns
 from laminar_py.environment.writer import PlainWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.environment import EnvironmentTurn, ModelTurn
-from laminar_py.records.spans import context_of, turn_ends
+from laminar_py.records.spans import context_of, last_answer, turn_ends
+from laminar_py.records.stops import text_before_stop
 from laminar_py.records.trajectory import DropReason
 
 MAX_ATTEMPTS = 3  # at a turn over which the process crashes each time
@@ -162,7 +163,7 @@ class EnvironmentHost:
 
         Raises `CallFailedError` if it cannot be rebuilt.
         """
-        start = _start_of_last_answer(turn)
+        start = last_answer(turn.spans).start
         digest = _digest(turn.response_ids[:start])
         if before is not None and before.environment is not None and before.response_digest == digest:
             return before.environment
@@ -206,19 +207,20 @@ class EnvironmentHost:
         """Return the environment's answer to turn `number` (1 is the first), or of `reset` for 0."""
         if not number:
             return await self._calls.answer(environment.reset, turn.problem)
-        start, end = _turn_range(turn, number)
-        ids = turn.response_ids[start:end]
-        text = self._writer.decode_turn(ids)
+        end = turn_ends(turn.spans)[number - 1]
+        until_end = [span for span in turn.spans if span.end <= end]
+        answer = last_answer(until_end)  # before the turn
+        ids = turn.response_ids[answer.end : end]
+        text, has_stopped = text_before_stop(self._writer.decode_turn(ids), answer.stop)
         if not isinstance(environment, TokenEnvironment):
             return await self._calls.answer(environment.step, text)
-        until_end = [span for span in turn.spans if span.end <= end]
         places = context_of(until_end).places  # of the turn and its context in the response
         sampled = SampledTurn(
             text=text,
-            context=turn.response_ids[places[places < start]],
+            context=turn.response_ids[places[places < answer.end]],
             ids=ids,
             logprobs=turn.logprobs if end == len(turn.response_ids) else _NO_LOGPROBS,
-            is_cut=not self._writer.has_ended(ids),
+            is_cut=not has_stopped and not self._writer.has_ended(ids),
         )
         return await self._calls.answer(environment.step_tokens, sampled)
 
@@ -247,19 +249,8 @@ class EnvironmentHost:
             self._calls.close_environment(environment)
 
 
-def _turn_range(turn: ModelTurn, number: int) -> tuple[int, int]:
-    """Return the range [start, end) of a model's turn in the response, by its number; 1 is the first."""
-    end = turn_ends(turn.spans)[number - 1]
-    return max((span.end for span in turn.spans if span.version is None and span.end <= end), default=0), end
-
-
 def _digest(ids: IntArray) -> bytes:
     return blake3(ids.tobytes()).digest(length=DIGEST_BYTES)
-
-
-def _start_of_last_answer(turn: ModelTurn) -> int:
-    """Return where the environment's last answer starts in the response; 0 without an answer."""
-    return next((span.start for span in reversed(turn.spans) if span.version is None), 0)
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ from laminar_py.records.credit import MOST_ROLES, ROLE_CHARS
 from laminar_py.records.environment import Problem as Problem
 
 MAX_TURN_TOKENS = 2**31 - 1  # that an environment may name as the limit of a turn
+MAX_STOPS, MAX_STOP_CHARS = 4, 256  # stop strings of a turn, and characters of each
 MAX_REWARD = 1e30  # differences of rewards must stay finite in float32
 
 
@@ -39,6 +40,8 @@ def _refuse_text(value: object) -> object:
 Text: TypeAlias = Annotated[str, Strict()]
 TurnNumber: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 TurnLimit: TypeAlias = Annotated[int, Field(ge=1, le=MAX_TURN_TOKENS, strict=True)]
+StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS, strict=True)]
+StopStrings: TypeAlias = Annotated[tuple[StopString, ...], Field(max_length=MAX_STOPS)]
 RoleName: TypeAlias = Annotated[str, Field(max_length=ROLE_CHARS, pattern=r"^\P{C}*$")]  # printable
 RewardValue: TypeAlias = Annotated[  # any number, e.g. of numpy, but no text
     float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False), BeforeValidator(_refuse_text)
@@ -55,19 +58,27 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnds:
+    """Limits of the model's next turn, in an `Observation` or a `Rewrite`."""
+
+    max_tokens: TurnLimit | None = None
+    stop: StopStrings = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(TurnEnds):
     """Messages of an environment to the model, e.g. `Observation("391", role=Role.TOOL)`; each text is a message.
 
     Only `reset` may return an observation without a text: then the model sees the prompt alone. `after` goes back
     in the conversation: the messages follow that turn of the model (1 is its first) and its context, and the model
-    no longer sees later turns. `Observation("Think briefly.", max_tokens=64)` limits the model's next turn.
+    no longer sees later turns. `Observation("Think briefly.", max_tokens=64)` limits the model's next turn, and
+    `stop=("Observation:",)` ends that turn at the first of these texts, which its action then lacks.
     """
 
     texts: Text | tuple[Text, ...] = ()
     role: Role = Role.USER
     after: TurnNumber | None = None
-    max_tokens: TurnLimit | None = None  # of the model's next turn
 
     @property
     def messages(self) -> tuple[str, ...]:
@@ -76,7 +87,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewrite:
+class Rewrite(TurnEnds):
     """A conversation that replaces everything the model saw, the prompt included, e.g. after a summary:
 
     `Rewrite((("user", "You have read 40 files. In short: ... Continue."),))`, or a text if prompts are text.
@@ -84,7 +95,6 @@ class Rewrite:
 
     messages: Text | Annotated[tuple[tuple[Speaker, Text] | TemplateMessage, ...], Field(min_length=1)]
     tools: tuple[TemplateMessage, ...] = ()  # tools for the chat template, in place of the run's
-    max_tokens: TurnLimit | None = None  # of the model's next turn
 
     def __post_init__(self) -> None:
         """Check the roles of messages. Raises `ValueError`."""
@@ -114,6 +124,7 @@ class TokenPrompt:
     ids: IntArray  # [n]
     after: int
     max_tokens: int | None = None  # of the model's next turn, at least 1
+    stop: tuple[str, ...] = ()  # of the model's next turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +147,11 @@ Answer: TypeAlias = Begin | End
 class SampledTurn:
     """A turn of the model as it was sampled."""
 
-    text: str  # without the token that ended it
+    text: str  # without the token that ended it, or up to its stop string
     context: IntArray  # [c] tokens before the turn, without the prompt of the data set
     ids: IntArray  # [n] with the token that ended it
     logprobs: FloatArray  # [n], or [0] for a turn that is replayed
-    is_cut: bool = False  # True if the environment's `max_tokens` ended the turn, so that no stop token is in it
+    is_cut: bool = False  # True if the environment's `max_tokens` ended the turn
 
 
 class Environment(Protocol):

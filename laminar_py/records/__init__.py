@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from laminar_py.records.pieces import Recording as Recording
     from laminar_py.records.scoring import Reward as Reward
     from laminar_py.records.scoring import ScoringRequest as ScoringRequest
+    from laminar_py.records.scoring import TryAgainError as TryAgainError
     from laminar_py.records.trajectory import DropReason as DropReason
     from laminar_py.records.trajectory import FinishReason as FinishReason
     from laminar_py.records.trajectory import Prompt as Prompt

@@ -155,7 +155,7 @@ class PushEngine(InferenceEngine, Protocol):
     def follow(self, request: GenerateRequest, on_delta: Callable[[Delta | EngineLostError], None]) -> None:
         """Start to generate for a request, and return. Later call `on_delta` with each delta.
 
-        If the engine is lost, call `on_delta` with the error instead. `on_delta` must not raise. Raises `RefusedError` if
-        the request can never be served, `ValueError` if its `rid` is in flight.
+        If the engine is lost, call `on_delta` with the error instead. `on_delta` must not raise. Raises
+        `RefusedError` if the request can never be served, `ValueError` if its `rid` is in flight.
         """
         ...

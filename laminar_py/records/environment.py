@@ -45,6 +45,7 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
     ids: IntArray | None = None  # [n] tokens to append without a change
     follows: int | None = None  # number of leading response tokens that `ids` follow, see `Span`; None: all
     max_tokens: int | None = None  # cap on the tokens of the model's next turn, see `Span.turn_limit`
+    stop: tuple[str, ...] = ()  # stop strings of the model's next turn, see `Span.stop`
     ends: bool = False  # the trajectory ends
     is_cut: bool = False  # the cap on turns ended the trajectory
     reward: float | None = None  # with `ends`; None: the reward's terms score the response

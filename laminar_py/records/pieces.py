@@ -130,6 +130,11 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
         """Number of positions."""
         return len(self.data) // (self.layers * self.top_k * self.width)
 
+    def up_to(self, end: int) -> "RoutedExperts":
+        """Return the experts of positions below `end`."""
+        num_bytes = max(0, end - self.start) * self.layers * self.top_k * self.width
+        return msgspec.structs.replace(self, data=self.data[:num_bytes])
+
     @property
     def table(self) -> npt.NDArray[np.int16]:
         """[positions, layers, top_k] numbers of experts."""

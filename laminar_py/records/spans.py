@@ -37,11 +37,12 @@ class Span(VersionSpan, frozen=True, array_like=True, kw_only=True):
     `kv_version` is the oldest version in the KV cache that the tokens attended to, if it is older than `version`.
     An environment wrote a span without a version, e.g. `Span(None, 41, 60)`. A span that follows fewer tokens than
     all before it makes the response a tree, e.g. `Span(None, 60, 75, follows=41)`. An environment may limit the
-    model's next turn, e.g. `Span(None, 41, 60, turn_limit=64)`.
+    model's next turn, e.g. `Span(None, 41, 60, turn_limit=64)`, or `stop=("Observation:",)`.
     """
 
     follows: int | None = None  # number of leading response tokens before the span; None: all tokens before it
     turn_limit: int | None = None  # cap on the tokens of the model's next turn
+    stop: tuple[str, ...] = ()  # stop strings of the model's next turn
 
 
 _decoder = msgspec.json.Decoder(tuple[Span, ...])
@@ -55,7 +56,7 @@ def add_span(spans: list[Span], span: Span) -> None:
         last is not None
         and last.version == span.version
         and last.kv_version == span.kv_version
-        and last.turn_limit == span.turn_limit
+        and (last.turn_limit, last.stop) == (span.turn_limit, span.stop)
         and last.end == span.start
         and span.follows is None
     ):
@@ -148,9 +149,17 @@ def turn_ends(spans: Sequence[Span]) -> list[int]:
     return [span.end for span, ends in zip(spans, is_last, strict=False) if ends and span.version is not None]
 
 
+def last_answer(spans: Sequence[Span]) -> Span:
+    """Return the last span that an environment wrote, an empty span if there is none."""
+    return next((span for span in reversed(spans) if span.version is None), Span(None, 0, 0))
+
+
 def encode_spans(spans: tuple[Span, ...]) -> str:
-    """Encode spans as JSON, e.g. `[[7,0,41,null,null]]`; a span with a turn limit has a sixth entry."""
-    rows = [span if span.turn_limit is not None else msgspec.structs.astuple(span)[:-1] for span in spans]
+    """Encode spans as JSON, e.g. `[[7,0,41,null,null]]`; the entries of a turn's limits follow if it has any."""
+    rows = [
+        span if span.stop else msgspec.structs.astuple(span)[: 5 if span.turn_limit is None else 6]
+        for span in spans
+    ]
     return _encoder.encode(rows).decode()
 
 

@@ -15,7 +15,7 @@ MIN_CHUNK_BYTES = 4096  # a node keeps a byte of state per chunk
 ChunkBytes = Annotated[int, msgspec.Meta(ge=MIN_CHUNK_BYTES)]
 # A name from the wire becomes a file name, so the pattern admits none that leaves the folder.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=100)]
-# No file of a version may have the name of a file of the store, such as `manifest.json`.
+# A version has no file with a name that the store uses, such as `manifest.json`.
 _FILE = r"\A([A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors|adapter_config\.json)\Z"
 FileName = Annotated[str, msgspec.Meta(pattern=_FILE, max_length=100)]
 

@@ -55,12 +55,14 @@ class LinkState(Enum):
     DOWN = "down"
 
 
-def read_record(kind: type[Received], frame: memoryview) -> Received | None:
-    """Decode the record in a frame; log a warning and return None if the frame holds none of this kind."""
+def read_record(kind: type[Received], frame: memoryview, sender: str | bytes) -> Received | None:
+    """Decode the record in a frame; log the sender and return None if the frame holds none of this kind."""
     try:
         return codec.decode(kind, frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("dropped a frame of %d bytes that holds no known record: %s", len(frame), error)
+        log.warning(
+            "dropped a frame of %d bytes from %s, which holds no known record: %s", len(frame), sender, error
+        )
         return None
 
 
@@ -71,13 +73,13 @@ def to_frames(message: Downward) -> list[bytes | memoryview]:
     return [codec.encode(message)]
 
 
-def from_frames(frames: list[memoryview]) -> ToChild | None:
-    """Decode the frames that a parent sent; log a warning and return None if they are no record."""
-    message: ToChild | None = read_record(ToChild, frames[0])  # type: ignore[arg-type]
+def from_frames(frames: list[memoryview], parent: str) -> ToChild | None:
+    """Decode the frames that a parent sent; log its endpoint and return None if they are no record."""
+    message: ToChild | None = read_record(ToChild, frames[0], parent)  # type: ignore[arg-type]
     if isinstance(message, Chunk) and len(frames) == 2 and not message.data:
         return msgspec.structs.replace(message, data=frames[1])
     if isinstance(message, Chunk) or len(frames) > 1:
-        log.warning("dropped a %s of %d frames from a parent", type(message).__name__, len(frames))
+        log.warning("dropped a %s of %d frames from %s", type(message).__name__, len(frames), parent)
         return None
     return message
 
@@ -110,7 +112,7 @@ class Listener:
             await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
             message: ToParent | None = None
             if len(frames) == 2:
-                message = read_record(ToParent, frames[1].buffer)  # type: ignore[arg-type]
+                message = read_record(ToParent, frames[1].buffer, frames[0].bytes)  # type: ignore[arg-type]
             if message is not None:
                 return frames[0].bytes, message
 
@@ -118,7 +120,7 @@ class Listener:
         """Send a record to connection `to`; False if the connection is gone. A full queue drops the record."""
         error = _send_error(self._socket.send_multipart([to, *to_frames(message)], zmq.NOBLOCK, copy=False))
         if isinstance(error, zmq.Again):
-            log.warning("the queue of a connection below is full: dropped a %s", type(message).__name__)
+            log.warning("the queue to %s is full: dropped a %s", to, type(message).__name__)
         elif isinstance(error, zmq.ZMQError) and error.errno == errno.EHOSTUNREACH:
             return False
         elif error is not None:
@@ -139,6 +141,7 @@ class Connection:
         self._poller = zmq.asyncio.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)
+        self._endpoint = endpoint
         socket.connect(endpoint)
 
     async def receive(self, timeout_s: float | None = None) -> "ToChild | LinkState | None":
@@ -156,7 +159,7 @@ class Connection:
                 frames = await self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:  # the connection broke after the poll, and its frames went with it
                 continue
-            message = from_frames([frame.buffer for frame in frames])
+            message = from_frames([frame.buffer for frame in frames], self._endpoint)
             if message is not None:
                 return message
 

@@ -34,6 +34,7 @@ from laminar_py.records.environment import Environments
 from laminar_py.records.events import VersionLoaded
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
+from laminar_py.records.stops import Decode
 from laminar_py.records.trajectory import Kind
 from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
 from laminar_py.repack.signals import EngineSpeed
@@ -137,6 +138,7 @@ class Replica:
         initial: Sequence[Assignment] = (),  # to start with
         gather_s: float = GATHER_S,  # least time between reports
         environments: Environments | None = None,
+        decode: Decode = None,  # for stop strings of environments
     ) -> None:
         self.index = index
         self._engine = engine
@@ -145,8 +147,7 @@ class Replica:
         self._max_batch = max_batch
         self._store = store
         self._partial_interval_s = partial_interval_s
-        self._max_seconds = max_seconds
-        self._initial = initial
+        self._max_seconds, self._initial = max_seconds, initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
         self._expected: set[str] = set()  # trajectories on their way here, under the current version
         self._expected_passes: set[str] = set()  # passes with further members to come, under the current version
@@ -157,7 +158,7 @@ class Replica:
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
         self._streams = Streams(
-            engine, self._out, store, environments, on_ended=self._on_ended, on_lost=self._lose
+            engine, self._out, store, environments, decode, on_ended=self._on_ended, on_lost=self._lose
         )
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
 

@@ -39,9 +39,11 @@ from laminar_py.records.spans import (
     context_tokens,
     covers,
     is_tree,
+    last_answer,
     replace_spans,
     shift_spans,
 )
+from laminar_py.records.stops import Decode, tokens_to_stop
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
@@ -116,6 +118,8 @@ class RunningTrajectory:
     roles: tuple[RoleCredit, ...] = ()  # roles to which its environment gave rewards
     task: "asyncio.Task[None] | None" = None  # brings it into the engine, and may read its stream
     is_open: bool = False  # an engine stream has not ended
+    stops: tuple[str, ...] = ()  # stop strings of the current stream's turn
+    has_stopped: bool = False  # a stop string ended that turn, and later tokens of the stream are discarded
     _stream_over: "asyncio.Future[None] | None" = None  # done at the end of that stream; None without a waiter
 
     def stream_end(self) -> "asyncio.Future[None]":
@@ -132,8 +136,8 @@ class RunningTrajectory:
 
     def request(self) -> GenerateRequest:
         """Begin a new stream at the end of the response so far, and return its engine request."""
-        item, turn_end = self.assignment, self._turn_end
-        sampling = item.sampling
+        item, turn_end, sampling = self.assignment, self._turn_end, self.assignment.sampling
+        self.stops, self.has_stopped = self._answer.stop, False
         if turn_end is not None and turn_end < sampling.max_new_tokens:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=turn_end)
         self.stream = self.length
@@ -186,6 +190,25 @@ class RunningTrajectory:
         if delta.finish_reason is not None:
             self._apply_corrections(delta)
 
+    def cut_at_stop(self, delta: Delta, decode: Decode) -> Delta:
+        """Return a delta without tokens behind the turn's first stop string, which ends the stream as STOP."""
+        before = self.response_ids[self._answer.end :]
+        kept = 0 if self.has_stopped else tokens_to_stop(before, delta.ids, self.stops, decode)
+        if kept is None:
+            return delta
+        self.has_stopped = True
+        end, mask, experts = self.length + kept, delta.sampling_mask, delta.routed_experts
+        inputs = len(self.assignment.prompt_ids) + end - 1  # the last token is no input
+        return msgspec.structs.replace(
+            delta,
+            ids=delta.ids[:kept],
+            logprobs=delta.logprobs[:kept],
+            finish_reason=delta.finish_reason and FinishReason.STOP,
+            spans=delta.spans and clip_spans(delta.spans, 0, end - self.stream),
+            sampling_mask=mask and SamplingMask(mask.counts[:kept], mask.ids[: mask.counts[:kept].sum()]),
+            routed_experts=experts and experts.up_to(inputs),
+        )
+
     def _apply_corrections(self, delta: Delta) -> None:
         """Replace the stream's spans by the spans in its last delta, if given, and keep the delta's experts."""
         name, experts = self.assignment.trajectory_id, delta.routed_experts
@@ -201,16 +224,17 @@ class RunningTrajectory:
             self.routed += experts.positions
 
     def append_observation(
-        self, ids: IntArray, *, follows: int | None = None, max_tokens: int | None = None
+        self, ids: IntArray, *, follows: int | None = None, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> None:
-        """Append [n] tokens of the environment as they are; `max_tokens` limits the model's next turn.
+        """Append [n] tokens of the environment as they are; `max_tokens` and `stop` limit the model's next turn.
 
         `follows` is the number of leading response tokens that the new tokens stand behind, None for all.
         """
         if not len(ids):
             return
         start, self.length = self.length, self.length + len(ids)
-        add_span(self.spans, Span(None, start, self.length, follows=follows, turn_limit=max_tokens))
+        span = Span(None, start, self.length, follows=follows, turn_limit=max_tokens, stop=tuple(stop))
+        add_span(self.spans, span)
         self.ids.append(ids)
         self.logprobs.append(np.zeros(len(ids), np.float32))
         self.masks.append(SamplingMask(np.zeros(len(ids), np.int32), _NO_IDS))
@@ -231,8 +255,7 @@ class RunningTrajectory:
         """Spans of the response so far."""
         return replace_spans(self.prefix_spans, tuple(self.spans))
 
-    @property
-    def awaits_environment(self) -> bool:
+    def awaits_environment(self, decode: Decode = None) -> bool:
         """Whether its environment acts next: before the model's first turn, and after each turn of the model."""
         if self.assignment.problem is None:
             return False
@@ -240,7 +263,9 @@ class RunningTrajectory:
             return True
         if self.all_spans[-1].version is None:
             return False
-        return self._is_full or int(self.response_ids[-1]) in self.assignment.sampling.stop_ids
+        turn, stops = self.response_ids[self._answer.end :], self._answer.stop
+        has_ended = self._is_full or int(turn[-1]) in self.assignment.sampling.stop_ids
+        return has_ended or tokens_to_stop(_NO_IDS, turn, stops, decode) is not None
 
     def turn_ended(self, reason: FinishReason) -> bool:
         """Whether a stream that ended for `reason` ended a turn for its environment, and not the response."""
@@ -257,22 +282,24 @@ class RunningTrajectory:
     @property
     def _turn_end(self) -> int | None:
         """Response length at which the environment's limit cuts the current turn; None without a limit."""
-        if self.assignment.problem is None:
-            return None
-        last = next((span for span in reversed(self.all_spans) if span.version is None), None)
-        return None if last is None or last.turn_limit is None else last.end + last.turn_limit
+        answer = self._answer
+        return None if answer.turn_limit is None else answer.end + answer.turn_limit
+
+    @property
+    def _answer(self) -> Span:
+        """Span of its environment's last tokens, which the model's current turn follows; empty without any."""
+        return last_answer(() if self.assignment.problem is None else self.all_spans)
 
     def model_turn(self) -> ModelTurn:
         """Return the request to its environment, with the log-probabilities of the model's last turn."""
-        problem, spans = self.assignment.problem, self.all_spans
+        problem = self.assignment.problem
         assert problem is not None, f"{self.assignment.trajectory_id} has no environment"
-        turn_start = next((span.end for span in reversed(spans) if span.version is None), 0)
         return ModelTurn(
             trajectory_id=self.assignment.trajectory_id,
             problem=problem,
             response_ids=self.response_ids,
-            spans=spans,
-            logprobs=_last(self.logprobs, self.length - turn_start, self.prefix_logprobs),
+            spans=self.all_spans,
+            logprobs=_last(self.logprobs, self.length - self._answer.end, self.prefix_logprobs),
         )
 
     @property

@@ -29,6 +29,7 @@ from laminar_py.records.environment import Environments, EnvironmentTurn
 from laminar_py.records.pieces import PayloadLostError
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import num_sampled
+from laminar_py.records.stops import Decode
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import RunningTrajectory, StreamState, begin, handed_back
@@ -82,6 +83,7 @@ class Streams:
         out: Outbox,
         store: ResponseStore,
         environments: Environments | None,
+        decode: Decode = None,
         *,
         on_ended: Callable[[], None],
         on_lost: Callable[[EngineLostError], None],
@@ -95,6 +97,7 @@ class Streams:
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._environments = environments
+        self._decode = decode  # for stop strings of environments
         self._callbacks = Callbacks()
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
@@ -228,7 +231,7 @@ class Streams:
         if running.prefix is None and not await self._read_prefix(running):
             return
         try:
-            if running.awaits_environment and not await self._ask_environment(running):
+            if running.awaits_environment(self._decode) and not await self._ask_environment(running):
                 return
             await self.serving.wait()
             if self._pushing is not None:
@@ -269,12 +272,22 @@ class Streams:
         if not self._is_current(running):
             return
         item, is_first = running.assignment, running.first_token_s is None
+        if running.stops:
+            delta = running.cut_at_stop(delta, self._decode)
+            if running.has_stopped and delta.finish_reason is None:
+                self._tasks.create_task(self._stop_stream(running), name=f"stop-{item.trajectory_id}")
         running.append_delta(delta, self._out.clock.now())
         self._out.generated += len(delta.ids) if item.kind is Kind.TRAIN else 0
         if is_first and item.kind is Kind.EVAL and len(delta.ids) and item.version is None:
             self._out.report_first_token(item, delta.version)  # fixes the version of its pass
         if delta.finish_reason is not None:
             self._stream_ended(running, delta.finish_reason)
+
+    async def _stop_stream(self, running: RunningTrajectory) -> None:
+        """Abort the stream of a turn that a stop string has ended, unless the stream has ended already."""
+        with contextlib.suppress(EngineLostError):  # the stream ends with this error, too
+            if running.is_open and running.has_stopped:
+                await self._engine.abort(running.assignment.trajectory_id)
 
     def _start_next_turn(self, running: RunningTrajectory) -> None:
         """Start the next turn, if the stream ended a turn that the trajectory's environment answers."""
@@ -329,9 +342,8 @@ class Streams:
                 detail = "the environment went back in its conversation; rollout.record=routed_experts forbids it"
                 self._fail(running, DropReason.ENVIRONMENT_FAILED, detail)
                 return False
-            running.append_observation(
-                answer.ids[: running.room], follows=answer.follows, max_tokens=answer.max_tokens
-            )
+            ids, limit = answer.ids[: running.room], answer.max_tokens
+            running.append_observation(ids, follows=answer.follows, max_tokens=limit, stop=answer.stop)
             if running.room:
                 return True
             self._end_full(running)

@@ -77,7 +77,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
             {**SERVED, "warm_start": {"data": "d"}},
             "warm_start.data=d: with learner.lora SGLang servers begin with",
         ),
-        ({**SERVED, "rollout": {"engine": URLS, "replicas": 1}}, "rollout.engine.urls=http://a: servers that run"),
+        ({**SERVED, "rollout": {"engine": URLS, "replicas": 1}}, "rollout.engine.urls=http://a: running servers"),
         (
             {**SERVED, "rollout": {"engine": SGLANG, "on_new_weights": "retract"}},
             "rollout.on_new_weights=retract: a",

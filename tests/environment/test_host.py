@@ -31,8 +31,8 @@ class Story:
         self.host = host
         self.turn = first_turn(problem(turns), name=name)
 
-    def append(self, ids, version, follows=None, *, limit=None):
-        self.turn = appended(self.turn, ids, version, follows, limit=limit)
+    def append(self, ids, version, follows=None, **limits):
+        self.turn = appended(self.turn, ids, version, follows, **limits)
 
     async def ask(self):
         return await self.host.answer(self.turn)
@@ -43,7 +43,7 @@ class Story:
             self.append([*ids, END], 3)
         answer = await self.ask()
         if answer.ids is not None:
-            self.append(answer.ids, None, answer.follows, limit=answer.max_tokens)
+            self.append(answer.ids, None, answer.follows, limit=answer.max_tokens, stop=answer.stop)
         return answer
 
 
@@ -197,6 +197,13 @@ BAD = {  # what an environment makes as its answer, and a part of the reason
     ),
     "a limit that is true": (lambda: Rewrite("b", max_tokens=True), "max_tokens: Input should be a valid integer"),
     "a limit of 400 digits": (lambda: Rewrite("b", max_tokens=10**400), "max_tokens: Input should be less than"),
+    "a stop string of no letter": (lambda: Observation("b", stop=("",)), "stop: String should have at least 1"),
+    "a stop string alone": (lambda: Rewrite("b", stop="ab"), "stop: Input should be a valid tuple"),
+    "five stop strings": (lambda: Observation("b", stop=("a",) * 5), "stop: Tuple should have at most 4 items"),
+    "a stop string of no Unicode": (
+        lambda: Observation("b", stop=("\ud800",)),
+        "stop: Input should be a valid string",
+    ),
     "nothing": (lambda: None, "returned a NoneType; return an Observation, a Rewrite, a TokenPrompt or End"),
     "behind no turn": (lambda: Observation("4", after=0), "after: Input should be greater than or equal to 1"),
     "behind a turn to come": (
@@ -278,10 +285,45 @@ async def test_the_limit_of_a_turn_is_told_and_the_same_again(tmp_path):
     assert "the replay answered turn" in answer.detail
 
 
-async def test_a_limit_without_a_word_to_keep_it_with_is_refused(tmp_path):
-    answer = await Story(make_host(returning(End(), first=Observation(max_tokens=5)), tmp_path)).say()
+async def test_an_action_ends_before_its_stop_string_and_the_same_again(tmp_path):
+    heard = []
+
+    class Stops(Chatter):
+        letter = "c"
+
+        def reset(self, problem):
+            return replace(super().reset(problem), stop=("d", self.letter))
+
+        def step(self, action):
+            heard.append(action)
+            return replace(super().step(action), stop=(self.letter,))
+
+    story = Story(make_host(Stops, tmp_path / "a"))
+    assert (await story.say()).stop == ("d", "c")
+    letters = {letter: story.host._writer._codec.encode(letter)[0] for letter in "abcd"}
+    for said in ("abd", "adbc", "ab"):  # the replica cuts the second; the third has ended by itself
+        story.append([*(letters[letter] for letter in said), *([END] if said == "ab" else [])], 3)
+        story.append((answer := await story.ask()).ids, None, answer.follows, stop=answer.stop)
+    assert heard == ["ab", "adb", "ab"]
+    story.append([letters["c"]], 3)
+    story.host = make_host(Stops, tmp_path / "b")
+    assert (await story.ask()).stop == ("c",)
+    assert heard[3:] == ["ab", "adb", "ab", ""], "it is repeated"
+
+    class Others(Stops):
+        letter = "b"
+
+    story.host = make_host(Others, tmp_path / "c")
+    assert "the replay answered turn" in (await story.ask()).detail
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"), [({"max_tokens": 5}, "max_tokens=5"), ({"stop": ("a",)}, "stop=('a',)")]
+)
+async def test_a_limit_without_a_word_to_keep_it_with_is_refused(tmp_path, limits, words):
+    answer = await Story(make_host(returning(End(), first=Observation(**limits)), tmp_path)).say()
     assert answer.failure is DropReason.ENVIRONMENT_FAILED
-    assert answer.detail == "reset returned max_tokens=5 without a text; give a text, with which the limit is kept"
+    assert answer.detail == f"reset returned {words} without a text; give a text, with which the limit is kept"
 
 
 async def test_an_end_has_the_rewards_of_its_roles_and_their_turns(tmp_path):

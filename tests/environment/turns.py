@@ -126,11 +126,12 @@ def first_turn(given, *, name="g0.0") -> ModelTurn:
     return ModelTurn(trajectory_id=name, problem=given, response_ids=np.empty(0, np.int32), spans=())
 
 
-def appended(turn, ids, version=None, follows=None, *, limit=None) -> ModelTurn:
+def appended(turn, ids, version=None, follows=None, *, limit=None, stop=()) -> ModelTurn:
     """The trajectory with ids of the environment, or of the model at a version."""
     spans, length = list(turn.spans), len(turn.response_ids)
     if len(ids):
-        add_span(spans, Span(version, length, length + len(ids), follows=follows, turn_limit=limit))
+        end = length + len(ids)
+        add_span(spans, Span(version, length, end, follows=follows, turn_limit=limit, stop=stop))
     joined = np.concatenate([turn.response_ids, np.array(ids, np.int32)])
     return msgspec.structs.replace(turn, response_ids=joined, spans=tuple(spans))
 

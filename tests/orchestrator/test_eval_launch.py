@@ -118,7 +118,9 @@ def test_a_resume_that_asks_for_other_settings_is_refused_in_one_line(tmp_path):
         (run, (*told, "seed=9")),
         (run / "checkpoints/step-7", told),
     ):
-        with pytest.raises(ConfigError, match=r"^source=.*: .*/runs has no unfinished eval-quickstart-<n> of it"):
+        with pytest.raises(
+            ConfigError, match=r"^source=.*: .*/runs has no unfinished eval-quickstart-<n> of this source"
+        ):
             resume(source, *settings)
     assert sorted(evaluation.path.iterdir()) == kept
 

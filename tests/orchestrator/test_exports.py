@@ -213,7 +213,7 @@ def test_adapters_of_a_warm_start_are_merged_into_its_result_or_it_is_missed_in_
     with pytest.raises(ConfigError, match=rf"warm_start.cache={cache}: no {base.name} in it.*; put it back"):
         export(tmp_path / "run", tmp_path / "other")
     data.unlink()
-    with pytest.raises(ConfigError, match=rf"warm_start.data={data}: is gone.*; put it back"):
+    with pytest.raises(ConfigError, match=rf"warm_start.data={data}: is gone; .*so put it back"):
         export(tmp_path / "run", tmp_path / "other")
 
 

@@ -162,10 +162,10 @@ def test_a_limited_turn_ends_where_its_environment_says_however_often_it_is_inte
     assert item.request().sampling.max_new_tokens == 6
     take(item, 4, 4)
     tell(item)
-    assert not item.awaits_environment
+    assert not item.awaits_environment()
     assert item.request().sampling.max_new_tokens == 6, "it goes on, with what is left of its limit"
     take(item, 5, 5)
-    assert item.awaits_environment
+    assert item.awaits_environment()
     assert item.turn_ended(FinishReason.LENGTH)
     assert item.all_spans[0] == Span(None, 0, 2, turn_limit=4)
     item.append_observation(WORDS)
@@ -178,10 +178,10 @@ def test_one_that_comes_from_elsewhere_has_the_limit_that_its_spans_have():
     take(there, 4, 4, 4, 4)
     here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 6, make_ref()),)), 0.0)
     here.prefix, here.prefix_spans = there.response_ids, there.all_spans
-    assert here.awaits_environment
+    assert here.awaits_environment()
     here = begin(msgspec.structs.replace(there.assignment, tokens=(TokensRef(0, 5, make_ref()),)), 0.0)
     here.prefix, here.prefix_spans = there.response_ids[:5], clip_spans(there.all_spans, 0, 5)
-    assert not here.awaits_environment
+    assert not here.awaits_environment()
     assert here.request().sampling.max_new_tokens == 6
 
 
@@ -191,7 +191,7 @@ def test_a_limit_that_the_response_has_no_room_for_is_none(most):
     assert item.request().sampling.max_new_tokens == 6
     take(item, 4, 4, 4, 4)
     assert not item.turn_ended(FinishReason.LENGTH), "the response is full"
-    assert not item.awaits_environment
+    assert not item.awaits_environment()
 
 
 def test_a_limited_turn_of_a_branch_has_its_limit_behind_its_own_context():
@@ -201,3 +201,29 @@ def test_a_limited_turn_of_a_branch_has_its_limit_behind_its_own_context():
     request = item.request()
     assert len(request.prefix_ids) == 4, "what the branch follows, and its words"
     assert request.sampling.max_new_tokens == 4 + 3
+
+
+def test_a_stop_string_cuts_all_that_a_delta_says_of_later_tokens():
+    item = limited(most=None)
+    item.append_observation(WORDS, stop=("7",))
+    item.request()
+    last = Delta(
+        rid="a",
+        ids=np.array([5, 7, 8, 7], np.int32),
+        logprobs=np.arange(4, dtype=np.float32),
+        version=1,
+        finish_reason=FinishReason.ABORT,
+        spans=(Span(0, 0, 1), Span(1, 1, 4)),
+        sampling_mask=make_mask(np.array([5, 7, 8, 7])),
+        routed_experts=make_experts(0, 3 + 2 * len(WORDS) + 3),
+    )
+    cut = item.cut_at_stop(last, lambda ids: "".join(map(str, ids.tolist())))
+    assert (cut.ids.tolist(), cut.logprobs.tolist()) == ([5, 7], [0.0, 1.0])
+    assert cut.spans == (Span(0, 0, 1), Span(1, 1, 2))
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.sampling_mask.counts.tolist() == last.sampling_mask.counts[:2].tolist()
+    assert len(cut.sampling_mask.ids) == cut.sampling_mask.counts.sum()
+    assert cut.routed_experts.positions == 3 + 2 * len(WORDS) + 1
+    item.append_delta(cut, 1.0)
+    assert item.turn_ended(cut.finish_reason)
+    assert len(item.cut_at_stop(last, None).ids) == 0, "later tokens of the stream are discarded"

@@ -13,7 +13,7 @@ from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import EnvironmentTurn, Problem
 from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import TokensRef
-from laminar_py.records.spans import NEW_CONVERSATION, num_turns, sequences_of
+from laminar_py.records.spans import NEW_CONVERSATION, merge_spans, num_turns, sequences_of
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.running import StreamState
@@ -193,6 +193,86 @@ async def test_turns_that_their_environment_limits_are_cut_and_the_trajectory_go
         assert [span.turn_limit for span in spans] == [4, None] * 3
 
 
+def words(ids):
+    return "".join(f" {id};" for id in ids.tolist())
+
+
+def stops(*strings, turns=3):
+    def script(taken):
+        return msgspec.structs.replace(ends_after(turns)(taken), stop=() if taken == turns else strings)
+
+    return script
+
+
+def turns_of(story, name):
+    spans = merge_spans(story.spans[name])
+    return [story.ids[name][span.start : span.end] for span in spans if span.version is not None]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_a_turn_ends_with_the_token_that_completes_a_stop_string_and_the_trajectory_continues(
+    folders, is_read
+):
+    environments = Scripted(stops("7;", "3; "))
+    item = with_problem("a", stop_ids=(), length=4000)
+    async with begun(folders, environments, item, decode=words, is_read=is_read) as (story, _):
+        await story.until(lambda s: "a" in s.ended)
+        assert story.ended["a"].finish_reason is FinishReason.STOP
+        assert [span.stop for span in merge_spans(story.spans["a"])] == [("7;", "3; "), ()] * 3
+        for turn in turns_of(story, "a"):
+            text = words(np.array(turn))
+            assert "7;" in text or "3; " in text
+            text = words(np.array(turn[:-1]))
+            assert "7;" not in text
+            assert "3; " not in text
+        logprobs = [len(turn.logprobs) for turn in environments.turns[1:]]
+        assert logprobs == [len(turn) for turn in turns_of(story, "a")]
+
+
+async def test_tokens_before_a_stop_string_are_those_that_the_engine_samples_without_it(folders):
+    found = []
+    for script in (stops("7;", turns=1), limits(200, turns=1)):
+        item = with_problem("a", stop_ids=(), length=4000)
+        async with begun(folders, Scripted(script), item, decode=words) as (story, _):
+            await story.until(lambda s: "a" in s.ended)
+            found += turns_of(story, "a")
+    stopped, whole = found
+    assert stopped == whole[: len(stopped)]
+
+
+async def test_one_that_moves_when_a_stop_string_ended_its_turn_is_answered_there_and_samples_nothing_before(
+    folders,
+):
+    environments = Scripted(stops("7;", turns=2), holds_at=1)
+    item = with_problem("a", stop_ids=(), length=4000)
+    async with begun(folders, environments, item, decode=words) as (story, _):
+        await story.until(lambda s: len(environments.asked) == 2)
+        await story.replica.abort(["a"])
+        await story.until(lambda s: "a" in s.ended)
+        environments.go.set()
+        moved = with_problem("a", stop_ids=(), length=4000, tokens=story.tokens["a"])
+        story.replica.start_assignments([moved])
+        await story.until(lambda s: story.ended["a"].finish_reason is FinishReason.STOP)
+        assert environments.asked[1] == environments.asked[2]
+        assert len(environments.asked) == 4
+
+
+@pytest.mark.parametrize("policy", [OnNewWeights.RESUME, OnNewWeights.RETRACT, OnNewWeights.IN_PLACE])
+async def test_new_weights_within_a_turn_do_not_keep_it_from_its_stop_string(folders, policy):
+    item = with_problem("a", stop_ids=(), length=4000)
+    async with begun(folders, Scripted(stops(" 7; 1", turns=1)), item, decode=words, policy=policy) as (
+        story,
+        weights,
+    ):
+        await story.until(lambda s: len(s.ids["a"]) > len(SAYS))
+        await weights.publish(1)
+        await story.until(lambda s: "a" in s.ended)
+        text = words(np.array(story.ids["a"][len(SAYS) :]))
+        assert " 7; 1" in text
+        assert " 7; 1" not in text[: text.rindex(" ")]
+        assert story.spans["a"][-1].end == len(story.ids["a"])
+
+
 async def test_a_limit_that_fills_the_response_ends_it(folders):
     environments = Scripted(limits(4))
     async with begun(folders, environments, with_problem("a", stop_ids=(), length=7)) as (story, _):
@@ -322,11 +402,12 @@ class NoStore:
 
 
 @asynccontextmanager
-async def at_the_end_of_a_turn(*, engine=None, script=says):
+async def at_the_end_of_a_turn(*, engine=None, script=says, **options):
     """Streams with one trajectory in an engine that is about to end a turn of it."""
     engine, out = engine or EndsItsTurn(), Outbox(index=0, clock=SystemClock())
     environments = Scripted(script, holds_at=1)
-    streams = Streams(engine, out, NoStore(), environments, on_ended=lambda: None, on_lost=lambda error: None)
+    options |= {"on_ended": lambda: None, "on_lost": lambda error: None}
+    streams = Streams(engine, out, NoStore(), environments, **options)
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         streams.open(tasks)
         streams.serving.set()
@@ -355,6 +436,19 @@ async def test_a_limited_turn_that_new_weights_interrupt_goes_on_to_its_limit_an
         await environments.held.wait()
         assert [request.sampling.max_new_tokens for request in engine.requests] == [8, 8]
         assert environments.asked == [("a", 0, 0), ("a", 1, len(SAYS) + 5)]
+        await streams.abort(["a"])
+
+
+async def test_a_stop_string_aborts_the_stream_and_no_later_token_counts():
+    engine = BreaksOff()
+    script = stops(f" {VOCAB - 1}; {VOCAB - 1};")
+    async with at_the_end_of_a_turn(engine=engine, script=script, decode=words) as (streams, environments, _):
+        await environments.held.wait()
+        assert environments.asked == [("a", 0, 0), ("a", 1, len(SAYS) + 2)]
+        environments.go.set()
+        while len(environments.asked) < 3:  # noqa: ASYNC110 - its script has no event for this
+            await asyncio.sleep(0.01)
+        assert environments.asked[2] == ("a", 2, 2 * len(SAYS) + 4), "its second stream has far more tokens"
         await streams.abort(["a"])
 
 

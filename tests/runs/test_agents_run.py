@@ -8,8 +8,10 @@ from contextlib import closing
 
 import pytest
 
+from laminar_lab.audit.samples import read_sample
 from laminar_lab.audit.verify import verify
 from laminar_lab.tiny_models import jsonl, tiny_model, write_data
+from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.spans import NEW_CONVERSATION, decode_spans, num_turns, sequences_of
 from tests.runs.runs import ALONE, TrainProcess
 
@@ -69,8 +71,38 @@ async def run(problem):
 """
 
 
-def settings(folder, *, agent=AGENT, environment="", steps=3):
-    """Overrides of a run whose trajectories are agents."""
+REACT = """
+import os, re
+from openai import OpenAI
+
+client = OpenAI()
+
+def run(problem):
+    chat = client.with_options(api_key=os.environ["OPENAI_API_KEY"]).chat
+    said, acts = [{"role": "user", "content": "say"}], []
+    for _ in range(3):
+        choice = chat.completions.create(model="policy", messages=said, stop=["observe"]).choices[0]
+        print(choice.finish_reason, choice.message.content)
+        asked = re.findall(r"act (\\d)", choice.message.content)
+        if len(asked) != 1:
+            break
+        acts += asked
+        said.append({"role": "assistant", "content": choice.message.content})
+        said.append({"role": "user", "content": f"observe {int(asked[0]) * 7 % 10}"})
+    return float(problem["answer"] in acts)
+"""
+
+
+def made_up(rng):
+    """A demonstration of a model that writes the observations of its actions, too."""
+    acts = rng.randint(1, 3)
+    return " ".join(f"act {rng.randrange(10)} observe {rng.randrange(10)}" for _ in range(acts))
+
+
+def settings(
+    folder, *, agent=AGENT, environment="", steps=3, words=WORDS, answer=lambda rng: str(rng.randrange(10))
+):
+    """Overrides of a run whose trajectories are agents, and whose warm start shows such answers."""
     rng = random.Random(0)
     (folder / "agent.py").write_text(agent)
 
@@ -81,7 +113,7 @@ def settings(folder, *, agent=AGENT, environment="", steps=3):
         {
             "messages": [
                 told(rng.choice(["say", "more", "less"])),
-                {"role": "assistant", "content": str(rng.randrange(10))},
+                {"role": "assistant", "content": answer(rng)},
             ]
         }
         for _ in range(400)
@@ -93,7 +125,7 @@ def settings(folder, *, agent=AGENT, environment="", steps=3):
             "train.jsonl": jsonl(problems[:48]),
             "heldout.jsonl": jsonl(problems[48:52]),
             "warm_start.jsonl": jsonl(shown),
-            **tiny_model(WORDS, pattern=r"<\w+>|\w+| ", template=TEMPLATE),
+            **tiny_model(words, pattern=r"<\w+>|\w+| ", template=TEMPLATE),
         },
     )
     environment = environment or f"command: {json.dumps(['python', str(folder / 'agent.py')])}"
@@ -160,3 +192,29 @@ def test_an_agent_of_a_public_framework_trains_as_it_is(tmp_path):
     assert {num_turns(spans) for spans in told} == {2}
     assert all(spans[2].follows is None for spans in told), "the second request goes on behind the first answer"
     assert {reward for _, reward in rows} == {0.0, 1.0}
+
+
+@pytest.mark.slow
+def test_a_react_loop_with_stop_strings_trains_and_no_made_up_observation_counts(tmp_path):
+    words, function = [" ", *WORDS, "act", "observe"], f"function: '{tmp_path / 'agent.py'}:run'"
+    given = settings(tmp_path, agent=REACT, environment=function, steps=10, words=words, answer=made_up)
+    with TrainProcess(tmp_path, *given) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert not verify(train.run)
+    with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT id, spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()
+        (steps,) = ledger.execute("SELECT count(DISTINCT step) FROM trajectory WHERE kind = 'train'").fetchone()
+    assert steps == 10
+    assert {reward for _, _, reward in rows} == {0.0, 1.0}
+    (stop,) = load_tokenizer(tmp_path / "model").encode("observe").tolist()
+    stopped = 0
+    for name, text, _ in rows:
+        spans, ids = decode_spans(text), read_sample(train.run, name).story.response.ids.tolist()
+        assert {span.stop for span in spans if span.version is None} == {("observe",)}
+        assert [span.follows for span in spans if span.version is None][1:] == [None] * (num_turns(spans) - 1)
+        turns = [ids[span.start : span.end] for span in spans if span.version is not None]
+        assert all(stop not in turn[:-1] for turn in turns), "a turn ends with its first stop string"
+        stopped += sum(turn[-1] == stop for turn in turns)
+        assert "observe" not in (train.run / "environments" / "agents" / name / "agent.log").read_text()
+    assert stopped > len(rows), "turns end so"

@@ -133,8 +133,8 @@ JUDGE = "{kind: judge, urls: [http://127.0.0.1:1/v1], model: m}"
 @pytest.mark.parametrize(
     ("problem", "reward", "line", "remedy"),
     [
-        ({"tests": ASSERTS}, "use=[code]", "data.train=PATH:2: `tests.asserts` does not parse", "mend it, or"),
-        ({"answer": "\\frac{1}{"}, "use=[math]", "data.train=PATH:2: the reference answer", "mend it, or"),
+        ({"tests": ASSERTS}, "use=[code]", "data.train=PATH:2: `tests.asserts` does not parse", "fix it, or"),
+        ({"answer": "\\frac{1}{"}, "use=[math]", "data.train=PATH:2: the reference answer", "fix it, or"),
         (
             {},
             "by_task={cod: [code]}",

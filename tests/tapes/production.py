@@ -4,6 +4,7 @@ A refactor of the package edits this module and no other of `tests/tapes`; the t
 """
 
 import asyncio
+import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ from laminar_py.records.pieces import (
 )
 from laminar_py.records.replica import Move, Progress, ReplicaReport, Survey, TrajectorySummary
 from laminar_py.records.scoring import Score
-from laminar_py.records.spans import Span
+from laminar_py.records.spans import Span, encode_spans
 from laminar_py.records.trajectory import (
     Cap,
     DropReason,
@@ -121,9 +122,8 @@ def plain(value: object) -> object:
 
 
 def span_rows(spans: Sequence[Span]) -> list[list[int | None]]:
-    """Fields of spans in order; a turn's limit where there is one."""
-    rows = [list(msgspec.structs.astuple(span)) for span in spans]
-    return [row if span.turn_limit is not None else row[:-1] for span, row in zip(spans, rows, strict=True)]
+    """Fields of spans in order; a turn's limit and stop strings where there are any."""
+    return json.loads(encode_spans(tuple(spans)))
 
 
 def event_line(event: msgspec.Struct) -> list:

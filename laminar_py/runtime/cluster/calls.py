@@ -129,7 +129,7 @@ def decode_arguments(method: Callable[..., object], arguments: Sequence[Scalar])
 
 @functools.cache
 def _record_types(method: Callable[..., object]) -> dict[int, type]:
-    """Return the record type of each argument of a method, by place; omit arguments with a scalar annotation."""
+    """Return the record type of each of a method's arguments, by place; omit those annotated as scalar."""
     hints = get_type_hints(method)
     names = enumerate(inspect.signature(method).parameters)
     kinds = {place: hints[name] for place, name in names if name in hints}

@@ -257,7 +257,7 @@ class ReplicaHub:
         frames: list[tuple[ReplicaConnection, ReportFrame]] = []
         now = self._loop.time()
         for sender, data in self._server.drain(MOST_FRAMES):
-            connection, frame = self._connections.get(sender), read_record(ReportFrame, data)
+            connection, frame = self._connections.get(sender), read_record(ReportFrame, data, sender)
             if connection is not None and frame is not None and connection.receive(frame, now):
                 frames.append((connection, frame))
         async with self._processing:

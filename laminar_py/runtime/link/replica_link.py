@@ -100,7 +100,7 @@ class ReplicaLink:
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         """Receive acknowledgements and commands until cancelled; start each command once, in order."""
         while True:
-            frame = read_record(CommandFrame, await self._peer.receive())
+            frame = read_record(CommandFrame, await self._peer.receive(), "the controller")
             if frame is None:
                 continue
             self._reports_received = max(self._reports_received, frame.reports_received)

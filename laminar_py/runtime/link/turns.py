@@ -84,7 +84,8 @@ class TurnServer:
                 while True:
                     await self._server.wait()
                     for sender, frame in self._server.drain(MOST_FRAMES):
-                        self._receive(sender, read_record(ToProcess, frame), host, tasks)  # type: ignore[arg-type]
+                        record = read_record(ToProcess, frame, sender)  # type: ignore[arg-type]
+                        self._receive(sender, record, host, tasks)
                     await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         finally:
             self._server.close()
@@ -176,7 +177,7 @@ class EnvironmentLink:
                     await asyncio.sleep(FIND_S)
                 elif await self._peer.wait(UNSENT_S if self._unsent else LOOK_S):
                     for frame in self._peer.drain(MOST_FRAMES):
-                        self._receive(read_record(TurnAnswer, frame))
+                        self._receive(read_record(TurnAnswer, frame, "an environment process"))
                     await asyncio.sleep(0)  # a socket that is always ready must not starve the other tasks
         except Exception as error:
             for _, answer in self._asked.values():

@@ -34,7 +34,7 @@ def checkpoint_name(step: int, *, incarnation: int, restarts: int) -> str:
 
 
 def on_record(run: RunFolder) -> list[Checkpointed]:
-    """Return the checkpoints in the ledger, the newest first, also those whose folders are deleted."""
+    """Return the checkpoints in the ledger, the newest first, also if their folders are deleted."""
     with reading(run.ledger) as connection:
         return checkpoints_on_record(connection)
 

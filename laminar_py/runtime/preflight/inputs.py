@@ -276,7 +276,7 @@ def check_adapters(config: RunConfig) -> None:
 
 
 def weights_bytes(model: Path) -> int:
-    """Return the bytes of all weights of a model folder; without safetensors, estimate them from config.json."""
+    """Return the bytes of a model folder's weights; without safetensors, estimate them from config.json."""
     files = list(model.glob("*.safetensors"))
     if files:
         return sum(file.stat().st_size for file in files)
@@ -298,7 +298,7 @@ def version_bytes(config: RunConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Number of parts of a run on one host that keep versions in shared memory, e.g. `MemoryShare(3, 2, True)`."""
+    """Number of parts on one host that keep versions in shared memory, e.g. `MemoryShare(3, 2, True)`."""
 
     num_relays: int
     num_replicas: int

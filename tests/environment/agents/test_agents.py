@@ -34,6 +34,7 @@ from laminar_py.environment.saved_turns import SavedTurns
 from laminar_py.environment.writer import open_writer
 from laminar_py.records.environment import Problem
 from laminar_py.records.spans import NEW_CONVERSATION, sequences_of
+from laminar_py.records.stops import tokens_to_stop
 from laminar_py.records.trajectory import DropReason
 from tests.data.templates import TEMPLATES, make_chat_encoder
 from tests.environment.turns import appended, first_turn
@@ -147,9 +148,9 @@ class Story:
                 await asyncio.sleep(pause_s)
                 if answer.ids is None:
                     break
-                self.append(answer.ids, None, answer.follows, limit=answer.max_tokens)
+                self.append(answer.ids, None, answer.follows, limit=answer.max_tokens, stop=answer.stop)
                 ids = self.codec.encode(f"{text}{self.end}")[: answer.max_tokens]
-                self.say(ids)
+                self.say(ids[: tokens_to_stop(NONE, ids, answer.stop, partial(self.codec.decode, special=True))])
             if not to_the_end:
                 return heard  # and its process ends here
             host.forget(["g0.0"])
@@ -162,8 +163,8 @@ class Story:
         self.append(ids, 3)
         self.turn = msgspec.structs.replace(self.turn, logprobs=logprobs)
 
-    def append(self, ids, version, follows=None, *, limit=None):
-        self.turn = appended(self.turn, ids, version, follows, limit=limit)
+    def append(self, ids, version, follows=None, **limits):
+        self.turn = appended(self.turn, ids, version, follows, **limits)
 
     def log(self):
         return (self.folder / "agents" / "g0.0" / "agent.log").read_text()
@@ -407,6 +408,79 @@ generate([7])
     assert heard[2].follows is None
 
 
+STOPPED = """
+def ask(**more):
+    choice = client.chat.completions.create(model="policy", messages=said, **more).choices[0]
+    said.append(choice.message.model_dump(exclude_none=True))
+    said.append({"role": "user", "content": "Observation: 4"})
+    print(json.dumps([choice.finish_reason, choice.message.content]))
+ask(stop=["Observation:", "Stop"])
+ask(stop="Observation:")
+ask(stop="Observation:", max_tokens=3)
+reward(1)
+"""
+THOUGHT, MADE_UP = "Action: add 2 2\n", "Observation: 5\nAnswer: 5"
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_an_answer_ends_before_a_stop_string_and_the_next_request_is_joined_behind_it(tmp_path, crashes):
+    story = Story(tmp_path, STOPPED, is_process=crashes)
+    says = [f"{THOUGHT}{MADE_UP}", "Answer: 4", "thirty-seven"]
+    before = await story.lead(says[:1], to_the_end=False) if crashes else []
+    heard = [*before, *(await story.lead(says[len(before) :]))]
+    assert [answer.stop for answer in heard] == [("Observation:", "Stop"), *[("Observation:",)] * 2, ()], heard
+    assert [answer.follows for answer in heard] == [NEW_CONVERSATION, None, None, None]
+    told = [json.loads(line) for line in story.log().splitlines()[-3:]]
+    cut = story.codec.decode(story.codec.encode("thirty-seven")[:3])
+    assert told == [["stop", THOUGHT], ["stop", "Answer: 4"], ["length", cut]]
+    assert heard[1].ids.tolist()[:1] == story.codec.encode(story.end).tolist(), "the environment ends the turn"
+    sampled = [story.turn.response_ids[span.start : span.end] for span in story.turn.spans if span.version]
+    whole = story.codec.encode(f"{THOUGHT}{MADE_UP}")
+    assert sampled[0].tolist() == whole[: len(sampled[0])].tolist()
+    assert "Observation:" in story.codec.decode(sampled[0])
+    assert "Observation:" not in story.codec.decode(sampled[0][:-1])
+
+
+async def test_a_request_in_tokens_is_stopped_too_and_its_unknown_sampling_params_are_refused(tmp_path):
+    agent = """
+import openai
+def generate(ids, **more):
+    url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+    body = {"model": "policy", "token_ids": ids, **more}
+    found = client.with_options(base_url=url).post("/inference/v1/generate", cast_to=object, body=body)
+    return found["choices"][0]
+one = generate([5, 6], stop="8", sampling_params={"stop": ["Observation:"], "logprobs": 1, "stop_token_ids": [1]})
+print(one["finish_reason"], json.dumps(one["token_ids"]))
+try:
+    generate([5, 6], sampling_params={"n": 2})
+except openai.BadRequestError as error:
+    print(error.body["message"].split(":")[0])
+"""
+    story = Story(tmp_path, agent)
+    heard = await story.lead([f"{THOUGHT}{MADE_UP}"])
+    assert heard[0].stop == ("8", "Observation:")
+    stopped, refused = story.log().splitlines()
+    reason, ids = stopped.split(" ", 1)
+    assert reason == "stop"
+    assert story.codec.decode(np.array(json.loads(ids))).startswith(f"{THOUGHT}Observation:")
+    assert refused == "n"
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * 5, "a" * 257, 7])
+async def test_stop_strings_that_cannot_be_are_refused_with_their_field(tmp_path, stop):
+    agent = f"""
+import openai
+try:
+    ask(stop={stop!r})
+except openai.BadRequestError as error:
+    print(error.body["message"])
+ask()
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["4"])
+    assert "$.stop" in story.log()
+
+
 @pytest.mark.parametrize("result", ["4", ""])
 async def test_calls_of_tools_are_the_agents_to_make_and_its_results_go_on(tmp_path, result):
     agent = """
@@ -433,6 +507,7 @@ parts = [event for event in events if event.choices]
 print(json.dumps([event.choices[0].delta.content for event in parts]))
 print("".join(token.token for event in parts for token in event.choices[0].logprobs.content))
 print([token.logprob for event in parts for token in event.choices[0].logprobs.content][:3])
+print(json.dumps([token.bytes for event in parts for token in event.choices[0].logprobs.content]))
 print(events[-1].usage.completion_tokens, parts[-1].choices[0].finish_reason)
 print([event.choices[0].delta.role for event in parts][:3])
 said += [{"role": "assistant", "content": "".join(event.choices[0].delta.content for event in parts)},
@@ -443,10 +518,15 @@ print("".join(event.choices[0].delta.content for event in stream()))
     text = "thirty-seven \u20ac and \U0001f600"
     heard = await story.lead([text, "7"])
     assert heard[1].follows is None, "what was streamed is what was said"
-    parts, whole, values, usage, roles, again = story.log().split("\n")[:6]
+    parts, whole, values, token_bytes, usage, roles, again = story.log().split("\n")[:7]
     assert "".join(json.loads(parts)) == text
     assert whole.startswith("thirty-seven")
     assert json.loads(values) == [-1.0, -2.0, -3.0]
+    found = json.loads(token_bytes)
+    assert bytes(byte for data in found for byte in data).decode() == text, (
+        "parts of a character have their own bytes"
+    )
+    assert found[-1] == []
     assert usage.split() == [str(len(story.codec.encode(text)) + 1), "stop"]
     assert roles == "['assistant']"
     assert again == "7"
@@ -768,7 +848,8 @@ async def test_agents_of_a_launcher_that_is_killed_fail_and_others_begin(tmp_pat
 import signal, time
 ask()
 if problem["prompt"] == "2+2=":
-    os.kill(os.getppid(), signal.SIGKILL)
+    launcher = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]  # above the guard
+    os.kill(int(launcher), signal.SIGKILL)
     time.sleep(60)
 said.append({"role": "user", "content": "and 3?"})
 ask()

@@ -139,7 +139,7 @@ async def test_a_sandbox_that_fails_is_no_fault_of_the_agent(tmp_path):
     ("sandbox", "fault"),
     [
         ({"slots": 15}, r"sandbox\.slots=15: up to 16 .* raise it to 16"),
-        ({"slots": 16, "wall_s": 30}, r"sandbox\.wall_s=30: not below environment\.timeout_s=30; lower it"),
+        ({"slots": 16, "wall_s": 30}, r"sandbox\.wall_s=30: not below environment\.timeout_s=30; lower wall_s"),
     ],
 )
 def test_a_run_without_room_for_code_of_its_agents_is_refused(tmp_path, sandbox, fault):

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import msgspec
 from laminar_py.config.engine import BACKENDS, EngineLaunch
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
+from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.environment import Environments
@@ -64,6 +66,7 @@ class ReplicaActor(PartActor):
         with _unwrapping_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         wire = peer_sockets(spec.keys)
+        tokenizer = cache(partial(load_tokenizer, Path(spec.model_dir)))  # only stop strings need it
         self._weights = Subscriber(spec.relay, name=f"replica-{spec.index}", keys=spec.keys)
         self._listening = asyncio.create_task(self._weights.run(), name="subscriber")
         self._replica = Replica(
@@ -83,6 +86,7 @@ class ReplicaActor(PartActor):
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
             environments=_environments(config, spec, wire),
+            decode=lambda ids: tokenizer().decode(ids, special=True),
         )
         self._config = config
         peer, attach = PeerClient(wire, spec.hub, spec.label), self._weights.attach
