@@ -21,7 +21,7 @@ from laminar_py.config.section import ConfigError
 
 RESETTING = ("algorithm.name", "rollout.engine.kind")  # keys whose value decides the meaning of their section
 # keys inside sections that may be given as a path alone
-SOURCE = re.compile(r"(data\.train|eval\.sets\.[^.]+|warm_start\.data)\.")
+SOURCE = re.compile(r"(data\.train|eval\.sets\.[^.]+|warm_start\.data|environment)\.")
 NEAR = 0.7  # least likeness (1: equal) of a known name to a mistyped name, to suggest the known name
 WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -110,10 +110,13 @@ def _apply_override(tree: dict[str, object], override: str) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
         child = node.setdefault(parent, {})
-        if isinstance(child, str) and SOURCE.match(key):
-            child = node[parent] = {"path": child}
+        if child is None or (isinstance(child, str) and SOURCE.match(key)):  # null: a section that is left out
+            child = node[parent] = {} if child is None else {"path": child}
         if not isinstance(child, dict):
-            raise ConfigError(f"override={override}: {parent} is a value, not a section; check the key")
+            kind, remedy = (
+                ("list", "give the whole list") if isinstance(child, list) else ("value", "check the key")
+            )
+            raise ConfigError(f"override={override}: {parent} is a {kind}, not a section; {remedy}")
         node = child
     try:
         node[leaf] = _read_yaml(value)

@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine draws tokens, e.g. `SamplingParams(max_new_tokens=344, stop_ids=(1,))`.
 
     A token's random number depends only on `seed` and its position, not on other requests in the batch. SGLang
-    ignores `seed`.
+    uses `seed` in its deterministic mode only.
     """
 
     max_new_tokens: int  # cap on all response tokens, including the prefix of a resumed request

@@ -129,7 +129,7 @@ def test_a_dumped_config_reads_back_the_same():
 @pytest.mark.parametrize(
     "change",
     [
-        {"rollout": {"engine": {**SGLANG, "tensor_parallel": 2, "flags": {"a": [1, 2]}}}},
+        {"rollout": {"engine": {**SGLANG, "tensor_parallel": 2, "flags": {"lora-paths": [1, 2]}}}},
         {"rollout": {"engine": {**EMULATED["engine"], "verify_every": 3}}},
         {},
     ],
@@ -268,3 +268,61 @@ def test_an_override_with_the_engine_that_the_file_has_keeps_its_section(tmp_pat
     path.write_text(yaml.safe_dump({**MINIMAL, "rollout": {"engine": {**SGLANG, "tensor_parallel": 2}}}))
     assert load_config(path, ["rollout.engine.kind=sglang"]).rollout.engine.tensor_parallel == 2
     assert load_config(path, ["rollout.engine.kind=local"]).rollout.engine.kind == "local"
+
+
+def test_an_override_fills_a_section_that_a_dumped_config_leaves_out(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(parse_config(MINIMAL)))
+    assert load_config(path, ["learner.lora.rank=8"]).learner.lora.rank == 8
+    assert load_config(path, ["warm_start.data=d.jsonl", "warm_start.steps=3"]).warm_start.steps == 3
+    fault = r"override=data\.train\.weight=2: train is a list, not a section; give the whole list"
+    with pytest.raises(ConfigError, match=fault):
+        load_config(path, ["data.train.weight=2"])
+
+
+def test_an_override_goes_into_an_environment_that_is_only_a_path(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "environment": "game.py:Game"}))
+    environment = load_config(path, ["environment.workers=4"]).environment
+    assert (environment.path, environment.workers) == ("game.py:Game", 4)
+
+
+CPU = {**SGLANG, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        (
+            {"flags": {"speculative-algorithm": "EAGLE3"}},
+            "speculative-algorithm=EAGLE3: drafts with weights that no",
+        ),
+        ({"flags": {"speculative_algorithm": "nextn"}}, "speculative-algorithm=NEXTN: drafts with"),
+        ({"flags": {"--speculative-algo": "STANDALONE"}}, "speculative-algorithm=STANDALONE: drafts with"),
+        ({"flags": {"speculative-algorithm": "NGRAM"}, "device": "cpu"}, "speculative-algorithm=NGRAM: off CUDA"),
+        ({"flags": {"speculative-accept-threshold-acc": 0.9}}, "speculative-accept-threshold-acc=0.9: only 1.0"),
+        ({"flags": {"port": 1}}, "port=1: the run chooses it"),
+    ],
+)
+def test_flags_that_no_server_of_changing_weights_can_have_are_refused_before_a_run(engine, line):
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.flags\.(--)?{re.escape(line)}.*leave it out"):
+        parse_config({**MINIMAL, "rollout": {"engine": {**SGLANG, **engine}}})
+
+
+def test_ngram_speculates_on_cuda_and_records_nothing_beside_tokens():
+    engine = {**SGLANG, "flags": {"speculative-algorithm": "ngram"}}
+    parse_config({**MINIMAL, "rollout": {"engine": engine}})
+    parse_config({**MINIMAL, "rollout": {"engine": {**CPU, "flags": {"speculative-algorithm": False}}}})
+    with pytest.raises(ConfigError, match=r"=NGRAM: records no routed_experts; leave out one of it and"):
+        parse_config({**MINIMAL, "rollout": {"engine": engine, "record": ["routed_experts"]}})
+
+
+def test_the_advice_for_generation_names_an_algorithm_that_a_run_accepts():
+    def advised(**engine):
+        section = parse_config({**MINIMAL, "rollout": {"engine": {**SGLANG, **engine}}}).rollout.engine
+        return {setting: change for setting, change, _ in section.remedies()}
+
+    key = "flags.speculative-algorithm"
+    assert advised()[key] == "none -> NGRAM"
+    assert advised(flags={"speculative-algorithm": "NGRAM"}).keys() == {"tensor_parallel"}
+    assert advised(device="cpu").keys() == {"tensor_parallel"}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from laminar_py.config.loading import dump_config, parse_config
+from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.stream import PromptStream
@@ -13,7 +13,7 @@ from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.ledger.recovery import known_prompts
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.runtime.orchestrator import resume as resumed_data
-from laminar_py.runtime.orchestrator.resume import refuse_other_prompts, refuse_other_rows
+from laminar_py.runtime.orchestrator.resume import refuse_other_draws, refuse_other_prompts, refuse_other_rows
 from laminar_py.runtime.preflight.inputs import Inputs, read_problems
 from tests.builders import make_prompt
 from tests.data.templates import TEMPLATES, make_tokenizer_folder
@@ -41,6 +41,54 @@ async def test_a_resume_with_other_rows_is_refused(tmp_path, now, field):
         ConfigError, match=rf"^{field}: has other rows than when .* began, .*; bring the earlier rows back, or"
     ):
         refuse_other_rows(RunFolder(tmp_path), now)
+
+
+BEGAN = {
+    "name": "t",
+    "steps": 1,
+    "model": {"path": "m"},
+    "data": {"train": [{"path": "a.jsonl", "weight": 3}, "b.jsonl"]},
+    "reward": {"use": ["math"]},
+    "warm_start": {"data": "d.jsonl"},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("seed=9", "seed=9: .* began with 0, "),
+        (
+            "data.train=[{path: a.jsonl, weight: 1}, b.jsonl]",
+            r"data.train.weight=\[1.0, 1.0\]: .* with \[3.0, 1.0\]",
+        ),
+        ("data.order=signal", 'data.order=signal: .* with "shuffled"'),
+        ("data.opens_at=0.9", "data.opens_at=0.9: .* with 0.5"),
+        ("data.chat.system=hi", "data.chat.system=hi: .* with null"),
+        ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature=0.7: .* with 1.0"),
+        ("rollout.record=[routed_experts]", r"rollout.record=.*routed_experts.*: .* with \[\]"),
+        ("warm_start.steps=3", "warm_start.steps=3: .* with 500"),
+        ("warm_start=null", "warm_start.*=null: "),
+        ("learner.lora.rank=8", "learner.lora.rank=8: .* began with null, "),
+        ("environment=a.py:A", "environment.kind=class: .* with null"),
+    ],
+)
+def test_a_resume_with_a_setting_that_decided_what_was_drawn_is_refused(tmp_path, change, line):
+    run = RunFolder(tmp_path)
+    run.config.write_text(dump_config(parse_config(BEGAN)))
+    with pytest.raises(ConfigError, match=f"^{line}.*; leave the setting out, or start a new run$"):
+        refuse_other_draws(run, load_config(run.config, [change]))
+
+
+def test_a_resume_may_move_files_and_change_what_later_steps_do(tmp_path):
+    run = RunFolder(tmp_path)
+    run.config.write_text(dump_config(parse_config(BEGAN)))
+    moved = [
+        "data.train=[{path: x/a.jsonl, weight: 3}, b.jsonl]",
+        "warm_start.data.path=x/d.jsonl",
+        "model.path=n",
+    ]
+    later = ["steps=9", "rollout.group_size=4", "learner.lr=1e-3", "reward.use=[r.py:score]", "schedule=sync"]
+    refuse_other_draws(run, load_config(run.config, [*moved, *later, "rollout.replicas=1"]))
 
 
 def write_rows(folder, *, number=6, text="2+2=", later="", task="", spoken=True):

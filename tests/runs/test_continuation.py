@@ -63,7 +63,7 @@ def go_on_with_another_model(cut):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
     before = learned(cut.run), find_checkpoint(RunFolder(cut.run))
-    with start(cut.folder, f"model.path={model}", "warm_start=null", resume=True) as train:
+    with start(cut.folder, f"model.path={model}", resume=True) as train:
         refusal = train.finish()
     assert (learned(cut.run), find_checkpoint(RunFolder(cut.run))) == before
     assert verify(cut.run) == []

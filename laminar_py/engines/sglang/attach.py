@@ -19,7 +19,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import ModelSizes, read_sizes
 from laminar_py.engines.sglang.http import ServerConnection
 from laminar_py.engines.sglang.launch import MIN_VERSION, SPARE_TOKENS, version_numbers
-from laminar_py.engines.sglang.settings import KEY_ENV
+from laminar_py.engines.sglang.settings import KEY_ENV, speculation_fault
 from laminar_py.records.engine import EngineLostError, RefusedError
 from laminar_py.records.pieces import Recording
 
@@ -40,6 +40,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_return_routed_experts: bool = False
     sampling_mask_max_tokens: int = 0
     admin_api_key: str | None = None
+    device: str | None = "cuda"
+    speculative_algorithm: str | None = "NONE"
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -90,18 +92,28 @@ def is_loopback(url: str) -> bool:
 
 def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, api_key: str | None) -> str | None:
     """Find the first reason why a server cannot serve the run, with a remedy; None if it can."""
-    server = answers.server
+    server, algorithm = answers.server, (answers.server.speculative_algorithm or "NONE").upper()
+    on_cuda = (server.device or "cuda").startswith("cuda")
+    if (fault := speculation_fault(algorithm, on_cuda=on_cuda, record=rollout.record)) is not None:
+        return f"runs --speculative-algorithm {algorithm}: {fault}"
     if version_numbers(server.version) < MIN_VERSION:
         oldest = ".".join(map(str, MIN_VERSION))
         return f"runs SGLang {server.version}; install {oldest} or newer"
     if server.admin_api_key not in (None, api_key):
         return "has an --admin-api-key that differs from the key we have, and weights need it; start it without"
-    return (
-        _model_fault(answers, sizes)
-        or _room_fault(server, rollout.max_len)
-        or _swap_fault(server, rollout.on_new_weights)
-        or _record_fault(server, rollout)
-    )
+    if (fault := _model_fault(answers, sizes)) is not None:
+        return fault
+    if (held := server.max_req_input_len) < (max_len := rollout.max_len):
+        return (
+            f"holds trajectories of {held} tokens, below rollout.max_len={max_len}; start it with --context-length"
+            f" and --max-total-tokens of at least {max_len + SPARE_TOKENS}, or lower rollout.max_len"
+        )
+    if rollout.on_new_weights is OnNewWeights.IN_PLACE and not server.disable_overlap_schedule:
+        return (
+            "stamps a token of the old weights with the new version under rollout.on_new_weights=in_place; start"
+            " it with --disable-overlap-schedule"
+        )
+    return _record_fault(server, rollout)
 
 
 def _model_fault(answers: Answers, sizes: ModelSizes) -> str | None:
@@ -118,26 +130,6 @@ def _model_fault(answers: Answers, sizes: ModelSizes) -> str | None:
         return None
     served, wanted = differing[0]
     return f"serves another model ({served}, but model.path has {wanted}); start it with the model of model.path"
-
-
-def _room_fault(server: ServerInfo, max_len: int) -> str | None:
-    """Say that the server's context is too short, for the end of a sentence; None if it is not."""
-    if server.max_req_input_len >= max_len:
-        return None
-    return (
-        f"holds trajectories of {server.max_req_input_len} tokens, below rollout.max_len={max_len}; start it with"
-        f" --context-length and --max-total-tokens of at least {max_len + SPARE_TOKENS}, or lower rollout.max_len"
-    )
-
-
-def _swap_fault(server: ServerInfo, on_new_weights: OnNewWeights) -> str | None:
-    """Say why in-place loads give tokens wrong versions, for the end of a sentence; None if they do not."""
-    if on_new_weights is not OnNewWeights.IN_PLACE or server.disable_overlap_schedule:
-        return None
-    return (
-        "stamps a token of the old weights with the new version under rollout.on_new_weights=in_place; start it"
-        " with --disable-overlap-schedule"
-    )
 
 
 def _record_fault(server: ServerInfo, rollout: RolloutConfig) -> str | None:

@@ -17,7 +17,7 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
-from laminar_py.engines.sglang.launch import ServerSpec, check_interpreter, replica_server
+from laminar_py.engines.sglang.launch import ServerSpec, check_flags, check_interpreter, replica_server
 from laminar_py.engines.sglang.settings import Flag, SGLangConfig, section_of
 from laminar_py.records.engine import EngineLostError, InferenceEngine
 
@@ -37,6 +37,7 @@ def check(config: RunConfig) -> None:
             f"rollout.engine.urls has {len(section.urls)} servers for rollout.replicas={rollout.replicas}; name"
             " one server for each replica"
         )
+    check_flags(section.flags, section.device, rollout.record)
     if config.learner.lora is not None:
         _check_lora(config, config.learner.lora, section.urls)
 

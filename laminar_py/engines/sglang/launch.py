@@ -16,7 +16,7 @@ from laminar_py.config.learner import LoraConfig
 from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
-from laminar_py.engines.sglang.settings import Flag, Flags
+from laminar_py.engines.sglang.settings import OFF_CUDA, Flag, Flags, algorithm_in, flag_name, speculation_fault
 from laminar_py.records.pieces import Recording
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +27,7 @@ MAX_LORAS = 2  # in one batch: the adapter of new requests, and the adapter of o
 MASK_TOKENS = 4096  # tokens of a recorded mask by default
 _ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
 _CHOSEN = "the run chooses it; leave it out"
+_EXACT = "only 1.0 draws from the model's distribution; leave it out"
 _RESERVED = {  # every spelling of a flag -> remedy
     **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), _CHOSEN),
     **dict.fromkeys(("model-path", "model"), "set model.path"),
@@ -34,6 +35,7 @@ _RESERVED = {  # every spelling of a flag -> remedy
     **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
     **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
     **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
+    **dict.fromkeys(("speculative-accept-threshold-single", "speculative-accept-threshold-acc"), _EXACT),
     "device": "set rollout.engine.device",
     "dtype": "set dtype in the config.json of model.path",
 }
@@ -133,6 +135,14 @@ def replica_server(
     )
 
 
+def check_flags(flags: Flags, device: Device, record: tuple[Recording, ...]) -> None:
+    """Raise `ConfigError` for flags that no server of a replica can have; `record` is `rollout.record`."""
+    _with_users_flags({}, flags, device, field="rollout.engine.flags", reserved=_RESERVED)
+    algorithm = algorithm_in(flags)
+    if (fault := speculation_fault(algorithm, on_cuda=True, record=record)) is not None:
+        raise ConfigError(f"rollout.engine.flags.speculative-algorithm={algorithm}: {fault}")
+
+
 def _feature_flags(record: tuple[Recording, ...], lora: LoraConfig | None, mask_tokens: int) -> dict[str, Flag]:
     """Flags of a server that records, or serves adapters."""
     flags: dict[str, Flag] = {"enable-return-routed-experts": Recording.ROUTED_EXPERTS in record}
@@ -160,7 +170,7 @@ def pool_server(
     that can never start.
     """
     field, device = f"reward.servers.{pool}", Device.CUDA if settings.gpus else Device.CPU
-    if device is Device.CPU and "max-total-tokens" not in map(_flag_name, settings.flags):
+    if device is Device.CPU and "max-total-tokens" not in map(flag_name, settings.flags):
         raise ConfigError(
             f"{field}.flags.max-total-tokens=None: on a CPU it would take all memory; set a number of tokens"
         )
@@ -190,18 +200,15 @@ def _with_users_flags(
     defaults: dict[str, Flag], users_flags: Flags, device: Device, *, field: str, reserved: Mapping[str, str]
 ) -> Flags:
     """Add common flags, the device's and the user's. `ConfigError` for a `reserved` flag, with its remedy."""
+    if (algorithm := algorithm_in(users_flags)) != "NONE" and device is Device.CPU:
+        raise ConfigError(f"{field}.speculative-algorithm={algorithm}: {OFF_CUDA}")
     for name, value in users_flags.items():
         for spelling, remedy in reserved.items():
-            if spelling.startswith(_flag_name(name)):  # the server accepts prefixes of flag names
+            if spelling.startswith(flag_name(name)):  # the server accepts prefixes of flag names
                 raise ConfigError(f"{field}.{name}={value}: {remedy}")
     of_device = _CPU_FLAGS if device is Device.CPU else {}
     common = {"device": device.value, "skip-server-warmup": True, "log-level-http": "warning"}
-    return {**defaults, **common, **of_device, **{_flag_name(name): value for name, value in users_flags.items()}}
-
-
-def _flag_name(name: str) -> str:
-    """Name of a flag as the server spells it, e.g. "max-total-tokens"."""
-    return name.lstrip("-").replace("_", "-")
+    return {**defaults, **common, **of_device, **{flag_name(name): value for name, value in users_flags.items()}}
 
 
 def check_pool(reward: RewardConfig, pool: str) -> None:

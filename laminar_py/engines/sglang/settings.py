@@ -12,8 +12,10 @@ from laminar_py.config.cluster import Device
 from laminar_py.config.engine import EngineConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
+from laminar_py.records.pieces import Recording
 
 KEY_ENV = "SGLANG_API_KEY"
+OFF_CUDA = "off CUDA SGLang takes the most probable token at any temperature; leave it out"
 Flag = str | int | float | bool | Sequence[str | int | float]
 Flags: TypeAlias = Mapping[str, Flag]  # by name, without dashes
 
@@ -79,7 +81,7 @@ class SGLangConfig(EngineConfig):
     @property
     def static_share(self) -> float:
         """Share of each GPU's memory for weights and KV cache: `mem-fraction-static`, or else the default."""
-        fraction = {name.replace("_", "-"): value for name, value in self.flags.items()}.get("mem-fraction-static")
+        fraction = {flag_name(name): value for name, value in self.flags.items()}.get("mem-fraction-static")
         return float(fraction) if isinstance(fraction, (int, float, str)) else super().static_share
 
     @property
@@ -105,10 +107,33 @@ class SGLangConfig(EngineConfig):
     def remedies(self) -> tuple[tuple[str, str, str], ...]:
         """Settings to change where generation limits the run: (setting, change, reason)."""
         change = f"{self.tensor_parallel} -> {2 * self.tensor_parallel}"
-        return (
-            ("tensor_parallel", change, "faster replicas in place of more"),
-            ("flags", "speculative-algorithm", "several tokens for one pass"),
-        )
+        found = [("tensor_parallel", change, "faster replicas in place of more")]
+        if self.device is Device.CUDA and not self.urls and algorithm_in(self.flags) == "NONE":
+            why = "several tokens for one pass; only without rollout.record"
+            found.append(("flags.speculative-algorithm", "none -> NGRAM", why))
+        return tuple(found)
+
+
+def flag_name(name: str) -> str:
+    """Name of a flag as the server spells it, e.g. "max-total-tokens"."""
+    return name.lstrip("-").replace("_", "-")
+
+
+def algorithm_in(flags: Flags) -> str:
+    """Return the speculative algorithm that flags name, also by a prefix of the flag; "NONE" without one."""
+    named = [value for name, value in flags.items() if "speculative-algorithm".startswith(flag_name(name))]
+    return str(named[-1] or None).upper() if named else "NONE"
+
+
+def speculation_fault(algorithm: str, *, on_cuda: bool, record: Sequence[Recording]) -> str | None:
+    """Say why a server whose weights change cannot speculate by `algorithm`, with a remedy; None if it can."""
+    if algorithm == "NONE":
+        return None
+    if algorithm != "NGRAM":
+        return "drafts with weights that no version of the run trains; set it to NGRAM, or leave it out"
+    if not on_cuda:
+        return OFF_CUDA
+    return f"records no {record[0]}; leave out one of it and rollout.record" if record else None
 
 
 def section_of(config: RunConfig) -> SGLangConfig:

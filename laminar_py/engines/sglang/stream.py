@@ -79,6 +79,7 @@ class Stream:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "top_k": sampling.top_k or -1,
+                "sampling_seed": sampling.seed,  # without one the deterministic mode gives all samples one seed
                 "max_new_tokens": self.room,
                 "stop_token_ids": list(sampling.stop_ids),
                 "ignore_eos": not sampling.stop_ids,  # with True the server ignores stop ids as well

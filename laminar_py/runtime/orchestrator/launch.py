@@ -32,6 +32,7 @@ from laminar_py.runtime.cluster.errors import (
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
     print_fallback,
+    refuse_other_draws,
     refuse_other_prompts,
     refuse_other_rows,
     refuse_simulated,
@@ -137,6 +138,8 @@ def lead(
     have a place. A run that does not train (`trains`) reads no training data. Raises ConfigError, RunFailedError.
     """
     SIGNALS.enter("the checks of the config and its data")
+    if resume and resume.has_ledger:
+        refuse_other_draws(resume, config)
     inputs = check_inputs(config, trains=trains)
     if resume:
         _prepare_resume(resume, inputs, console)

@@ -1,11 +1,15 @@
-"""Checks of a resume: the run has a usable checkpoint, and its data still make the prompts on record.
+"""Checks of a resume: the run has a usable checkpoint, and settings and data still make the draws on record.
 
 Called by `launch`. The record names prompts by their rows and ids, so each row must still make the same prompt.
 """
 
+import json
+
 import numpy as np
 from rich.console import Console
 
+from laminar_py.config.loading import flatten, load_config, to_overrides
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.recovery import is_simulated, known_prompts, last_start
@@ -15,6 +19,31 @@ from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_reco
 from laminar_py.runtime.preflight.inputs import Inputs
 
 MOST = 1000  # prompts to compare; another tokenizer or template changes most of them
+# decide which problem comes, what the record of a response means, and the weights that RL begins with
+FIXED: tuple[str, ...] = ("seed", "data.", "environment.kind", "model.from_scratch", "warm_start.")
+# the learner computes log-probabilities on record again at the temperature
+FIXED += ("learner.lora.", "rollout.record", "rollout.sampling.temperature")
+# files may move: digests, prompts and fingerprints tell whether they are the same
+MOVABLE = ("data.train", "data.prepare", "warm_start.data.path", "warm_start.cache")
+
+
+def refuse_other_draws(run: RunFolder, config: RunConfig) -> None:
+    """Raise `ConfigError` for a setting that decided the draws on record and has changed since the run began."""
+    began, now = _draws(load_config(run.config, [])), _draws(config)
+    changed = next((name for name in began | now if began.get(name) != now.get(name)), None)
+    if changed is not None:
+        (setting,) = to_overrides({changed: now.get(changed)})
+        raise ConfigError(
+            f"{setting}: {run.path} began with {json.dumps(began.get(changed))}, and its record was drawn with"
+            " that; leave the setting out, or start a new run"
+        )
+
+
+def _draws(config: RunConfig) -> dict[str, object]:
+    """Return the `FIXED` settings of a config by name, with the weights of the training sources."""
+    settings = {name: value for name, value in flatten(config).items() if not name.startswith(MOVABLE)}
+    weights = {"data.train.weight": [source.weight for source in config.data.train]}
+    return weights | {name: value for name, value in settings.items() if name.startswith(FIXED)}
 
 
 def refuse_simulated(run: RunFolder) -> None:

@@ -100,6 +100,20 @@ def test_new_weights_in_place_need_steps_that_do_not_overlap():
     assert fault(answers(disable_overlap_schedule=True), rollout=rollout) is None
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "device", "words"),
+    [
+        (None, "cpu", None),
+        ("NGRAM", "cuda", None),
+        ("NGRAM", "cpu", "runs --speculative-algorithm NGRAM: off CUDA"),
+        ("EAGLE", "cuda", "runs --speculative-algorithm EAGLE: drafts with weights"),
+    ],
+)
+def test_a_server_may_speculate_only_where_tokens_come_from_the_runs_weights(algorithm, device, words):
+    found = fault(answers(speculative_algorithm=algorithm, device=device))
+    assert found is None if words is None else words in found
+
+
 def test_a_key_that_only_admins_have_is_refused():
     assert "--admin-api-key" in fault(answers(admin_api_key="theirs"))
 

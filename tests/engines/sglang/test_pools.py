@@ -46,6 +46,10 @@ def test_a_server_has_the_weights_of_its_model_on_its_gpus_and_the_users_flags(m
     [
         ({"flags": {"port": 1}}, r"reward\.servers\.prm\.flags\.port=1: the run chooses it; leave it out"),
         ({"flags": {"api_key": "k"}}, r"flags\.api_key=k: the run chooses it"),
+        (
+            {"gpus": 0, "flags": {"max-total-tokens": 9, "speculative-algorithm": "NGRAM"}},
+            r"reward\.servers\.prm\.flags\.speculative-algorithm=NGRAM: off CUDA",
+        ),
         ({"flags": {"tp-size": 2}}, r"flags\.tp-size=2: set reward\.servers\.prm\.gpus"),
         ({"flags": {"model": "m"}}, r"flags\.model=m: set reward\.servers\.prm\.model"),
         (

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.sglang.wire import MAX_EXPERTS, EventSplitter, WireError, decode_routed_experts
+from laminar_py.records.engine import GenerateRequest, SamplingParams
 
 PAYLOADS = st.lists(st.text("ab{}\n ", max_size=8).map(str.strip).filter(lambda text: "\n\n" not in text))
 
@@ -49,6 +51,17 @@ def test_an_event_without_an_end_is_refused(monkeypatch):
     assert feed([b"data: 12\n", b"\n"]) == [b"12"]
     with pytest.raises(WireError, match="more than 10 bytes"):
         feed([b"data: 1", b"2345"])
+
+
+def test_each_request_carries_its_own_seed_for_the_deterministic_mode():
+    def seed_of(seed):
+        ids = np.arange(3, dtype=np.int32)
+        sampling = SamplingParams(max_new_tokens=4, seed=seed)
+        request = GenerateRequest(rid="g.0", group_id="g", prompt_ids=ids, prefix_ids=ids[:0], sampling=sampling)
+        stream = Stream(served=Served(vocab=9, max_len=8), request=request, wire_rid="g.0#", room=4)
+        return stream.generate_body(1, cache="c")["sampling_params"]["sampling_seed"]
+
+    assert [seed_of(seed) for seed in (0, 7, 2**63 - 1)] == [0, 7, 2**63 - 1]
 
 
 @pytest.mark.parametrize("stray", [-1, MAX_EXPERTS])
