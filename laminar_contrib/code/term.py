@@ -22,6 +22,7 @@ import textwrap
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,8 @@ def _step(result: SandboxResult) -> Step:
     return step
 
 
-OPENING = re.compile(r"(?P<before>.*?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^`~]*")
+FENCE = re.compile(r"`{3,}|~{3,}")
+LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
 PYTHON = ("python", "python3", "py")
 COMMON_IMPORTS = """
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
@@ -424,20 +426,31 @@ def code_blocks(text: str) -> Iterator[tuple[str, str]]:
     lines = text.split("\n")
     place = 0
     while place < len(lines):
-        opening = OPENING.fullmatch(lines[place])
+        fence, language, is_alone = _opening(lines[place])
         place += 1
-        if opening is None or (opening["before"].strip() and opening["language"].lower() not in ("", *PYTHON)):
+        if not fence or not (is_alone or language in ("", *PYTHON)):
             continue
-        fence, language = opening["fence"], opening["language"].lower()
-        ends = [index for index in range(place, len(lines)) if lines[index].strip().startswith(fence)]
-        contents = {end: _dedented(lines[place:end]) for end in (ends or [len(lines)])[:CLOSINGS]}
+        ends = (index for index in range(place, len(lines)) if lines[index].strip().startswith(fence))
+        contents = {end: _dedented(lines[place:end]) for end in islice(ends, CLOSINGS)}
+        contents = contents or {len(lines): _dedented(lines[place:])}
+        end = next(iter(contents))
         if language in ("", *PYTHON):
-            end = next((end for end, content in contents.items() if _parses(content)), next(iter(contents)))
-        else:
-            end = next(iter(contents))
+            end = next((end for end, content in contents.items() if _parses(content)), end)
         yield language, contents[end]
-        closing = OPENING.fullmatch(lines[end]) if end < len(lines) else None
-        place = end if closing is not None and closing["language"].lower() in PYTHON else end + 1
+        opens_next = end < len(lines) and _opening(lines[end])[1] in PYTHON
+        place = end if opens_next else end + 1
+
+
+def _opening(line: str) -> tuple[str, str, bool]:
+    """Return the fence that opens a block in a line, its language in lower case, and whether it comes first.
+
+    The fence is "" if the line opens none; further fences behind it make it a code span.
+    """
+    found = FENCE.search(line)
+    if found is None or "`" in line[found.end() :] or "~" in line[found.end() :]:
+        return "", "", False
+    language = LANGUAGE.match(line, found.end())
+    return found[0], "" if language is None else language[1].lower(), not line[: found.start()].strip()
 
 
 def _dedented(lines: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from laminar_py.records.reasoning import after_reasoning
 
 MAX_RESPONSE = 16_000
 MAX_ANSWER = 1_000
+LOOK_AHEAD = 2 * MAX_ANSWER  # characters behind a mark or phrase, in which its value begins
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{)?")
 NAME = r"[A-Za-z](?:_\{?\w+\}?)?"
 NAME_BEFORE = re.compile(rf"\b({NAME})\s*=\s*$")
@@ -133,7 +134,7 @@ def _marked(text: str) -> Iterator[FoundAnswer]:
     """Yield the values of explicit marks other than boxes, in the order of the text."""
     found = [FoundAnswer(tag.start(), tag.end(), _content(tag[1])) for tag in TAGGED.finditer(text)]
     for mark in MARK.finditer(text):
-        value = _value_after(text[mark.end() :])
+        value = _value_after(text[mark.end() : mark.end() + LOOK_AHEAD])
         found.append(FoundAnswer(mark.start(), mark.end(), value if _says_something(value) else ""))
     yield from (one for one in sorted(found, key=lambda one: one.start) if one.content.strip())
 
@@ -175,7 +176,7 @@ def _formulas(text: str) -> list[FoundAnswer]:
 def _phrased(text: str) -> str:
     """Return the value after the last phrase such as "the answer is" that one follows; "" without any."""
     for phrase in reversed(list(PHRASE.finditer(text))):
-        value = _value_after(text[phrase.end() :])
+        value = _value_after(text[phrase.end() : phrase.end() + LOOK_AHEAD])
         is_number = re.search(r"[\d\\=]", value) is not None
         if is_number or (phrase["noun"].lower() == "answer" and _says_something(value)):
             return value

@@ -1,6 +1,7 @@
 """The reward `code`: programs against tests of every form, in the real sandbox."""
 
 import json
+import time
 
 import pytest
 
@@ -247,6 +248,13 @@ def test_fences_inside_a_program_do_not_end_it():
     docstring = 'def f():\n    """Example:\n    ```\n    f()\n    ```\n    """\n    return 1\n'
     for program in (comment, docstring):
         assert find_program(f"```python\n{program}```\nThis is it.", "f") == program
+
+
+@pytest.mark.parametrize("piece", ["`", "`~", "```\n", "```python\n", "```a\n", "x```\n", " ~~~\n`"])
+def test_the_cost_of_a_long_response_is_bounded(piece):
+    started = time.process_time()
+    find_program(piece * 50_000, "f")
+    assert time.process_time() - started < 5
 
 
 def test_a_block_that_the_next_one_closes_is_no_part_of_it():

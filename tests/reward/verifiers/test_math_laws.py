@@ -1,5 +1,7 @@
 """Laws of the math verifier: what counts as the answer, and how numbers are compared."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,6 +183,16 @@ def test_thoughts_are_not_looked_at(thoughts):
     response = rf"<think>{thoughts} \boxed{{1}} {thoughts}</think> The answer is \boxed{{2}}."
     assert extract_answer(response) == "2"
     assert extract_answer(rf"<think>{thoughts} \boxed{{1}}") is None
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["answer: ", "the answer is ", "#### ", r"\\[ ", "$$ ", r"\\boxed{", "**a** ", "1,", "(", "answer is $"],
+)
+def test_the_cost_of_a_degenerate_response_is_bounded(piece):
+    started = time.process_time()
+    verify(piece * (MAX_RESPONSE // len(piece)), "7")
+    assert time.process_time() - started < 3
 
 
 def test_no_more_than_the_end_of_a_response_and_short_answers_are_looked_at():
