@@ -11,6 +11,7 @@ from functools import partial
 import psutil
 import pytest
 
+from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster import forked
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
@@ -144,6 +145,25 @@ async def test_a_temporary_folder_with_a_long_name_is_no_obstacle(monkeypatch, t
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     with host(monkeypatch):
         assert await seeing().call("gpus") == ""
+
+
+@pytest.mark.parametrize(("own", "used"), [({}, "/tmp"), ({"RAY_TMPDIR": "/var/tmp"}, "/var/tmp")])
+def test_sockets_of_ray_are_in_a_folder_with_a_short_name(tmp_path, own, used):
+    others = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
+    command = [sys.executable, "-c", "import os, laminar_py.runtime.cluster; print(os.environ.get('RAY_TMPDIR'))"]
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    told = subprocess.run(command, env={**others, "TMPDIR": str(folder), **own}, stdout=subprocess.PIPE, text=True)
+    assert told.stdout.strip() == used
+
+
+def test_a_temporary_folder_that_is_not_there_is_one_line_with_a_remedy(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with (
+        pytest.raises(ConfigError, match=r"^TMPDIR=.*'/nowhere/.*; name a writable folder of at most"),
+        open_cluster(None),
+    ):
+        pass
 
 
 async def test_a_process_whose_answer_cannot_be_read_ends_and_gives_its_gpus_back(monkeypatch):

@@ -35,7 +35,7 @@ LEARNED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run, and one that Ctrl-C cut, that was tried with another model, and resumed; both trained all steps."""
+    """A run, and one that Ctrl-C cut, that was tried with other settings, and resumed; both trained all steps."""
     folder = tmp_path_factory.mktemp("continuation")
     whole, cut = start(folder / "whole"), start(folder / "cut")
     try:
@@ -45,27 +45,31 @@ def runs(tmp_path_factory):
             code, output = cut.finish()
             assert code == 130, output
             assert "--resume" in output, "how to go on"
-            refusal = go_on_with_another_model(cut)
+            refusals = [go_on_with(cut, setting) for setting in (another_model(cut), "seed=9")]
             with start(folder / "cut", resume=True) as resumed:
                 code, output = resumed.finish()
             assert code == 0, output
             code, output = whole.finish()
             assert code == 0, output
-        yield whole.run, cut.run, refusal
+        yield whole.run, cut.run, refusals
     finally:
         for run in (whole.run, cut.run):
             forget_versions(run)  # one that failed left them
 
 
-def go_on_with_another_model(cut):
-    """Exit code and output."""
+def another_model(cut):
     model = shutil.copytree(REPO / "experiments/quickstart/data/model", cut.folder / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    return f"model.path={model}"
+
+
+def go_on_with(cut, setting):
+    """Exit code and output."""
     before = learned(cut.run), find_checkpoint(RunFolder(cut.run))
-    with start(cut.folder, f"model.path={model}", resume=True) as train:
+    with start(cut.folder, setting, resume=True) as train:
         refusal = train.finish()
-    assert (learned(cut.run), find_checkpoint(RunFolder(cut.run))) == before
+    assert (learned(cut.run), find_checkpoint(RunFolder(cut.run))) == before, refusal
     assert verify(cut.run) == []
     return refusal
 
@@ -108,8 +112,15 @@ def test_sync_is_on_policy(runs):
 
 
 def test_going_on_with_another_model_is_refused_in_one_line(runs):
-    code, output = runs[2]
+    code, output = runs[2][0]
     assert code == 2
     (line,) = [line for line in output.splitlines() if line.startswith("laminar:")]
     assert re.search(r"/checkpoints/step-\d+-1.0: was saved of a qwen3 of 2", line)
     assert "set model.path, its warm start and learner.lora as they were" in line
+
+
+def test_going_on_with_another_seed_is_refused_in_one_line(runs):
+    code, output = runs[2][1]
+    assert code == 2
+    (line,) = [line for line in output.splitlines() if line.startswith("laminar:")]
+    assert re.search("^laminar: seed=9: .* began with 0, .*; leave the setting out, or start a new run$", line)
