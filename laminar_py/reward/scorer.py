@@ -42,7 +42,7 @@ from laminar_py.records.scoring import (
     Unscored,
 )
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallSpec
+from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallSpec, WriteFence
 from laminar_py.reward.calls.pool import CallPool
 from laminar_py.reward.outcome import LARGEST, Outcome, check_reward, one_line, read_reward
 from laminar_py.reward.terms import EnvironmentTerm
@@ -217,7 +217,7 @@ class Scorer:
     """Scores responses by the terms of `reward`. `async with` starts and ends their processes and connections.
 
     `columns` are the columns that the algorithm needs of the terms. `decode` turns token ids into text. Reward
-    functions may not write below `record`. `launched` has the addresses of servers that the run launches.
+    functions may not write where `fence` says. `launched` has the addresses of servers that the run launches.
     `payload` reads tokens and stores columns; without it requests carry their tokens, and columns are dropped.
     Entering raises `ConfigError` if a term cannot start.
     """
@@ -231,7 +231,7 @@ class Scorer:
         decode: Callable[[IntArray], str],
         folder: Path,
         name: str,
-        record: Path | None = None,
+        fence: WriteFence | None = None,
         launched: LaunchedServers | None = None,
         payload: ScorerStorage | None = None,
     ) -> None:
@@ -248,7 +248,7 @@ class Scorer:
             addresses=(launched or LaunchedServers()).wait_for_servers,
         )
         self._name = name
-        self._record = record
+        self._fence = fence
         self._calls: dict[str, Call] = {}  # by the settings of a term, which several tasks may share
         self._room: dict[str, int] = {}  # most concurrent calls, by the settings of a term
         self._stack = AsyncExitStack()
@@ -313,7 +313,7 @@ class Scorer:
             folder=str(self._context.folder),
             columns=[column for column in self._columns if term.gives_columns],
             env=dict(self._context.env),
-            record=None if self._record is None else str(self._record),
+            fence=self._fence,
         )
         pool = CallPool(spec, name=f"{self._name}.{len(self._calls)}", processes=term.processes)
         await stack.enter_async_context(pool)

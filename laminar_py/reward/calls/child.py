@@ -24,7 +24,7 @@ import msgspec
 from laminar_py.children import kernel
 from laminar_py.children.landlock import forbid_writes
 from laminar_py.children.wire import CALL, call_frame, own_control, receive_call
-from laminar_py.config.reward import REWARDS, read_term
+from laminar_py.config.reward import REWARDS, TermConfig, read_term
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Column, ColumnError
@@ -46,6 +46,18 @@ GRACE_S = 3.0  # beyond the timeout that a process keeps itself
 CALLS_AT_ONCE = 256  # of an `async` function in one process
 
 
+class WriteFence(msgspec.Struct, frozen=True):
+    """Where a function may not write, e.g. `WriteFence("runs", "/dev/shm")`: into runs and weights."""
+
+    runs: str  # folder of runs
+    shm: str  # `relay.shm`, below which hosts keep weights of runs
+
+    def folders(self, term: TermConfig) -> list[Path]:
+        """Return the closed folders. A term with `opens_shm` may write below `shm`."""
+        runs = [path.parent for path in Path(self.runs).glob("*/config.yaml")]
+        return runs if term.opens_shm else [*runs, Path(self.shm)]
+
+
 class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
     """First call to a process, with settings of its calls: `CallSpec(term=exact, timeout_s=10, folder=logs)`."""
 
@@ -54,7 +66,7 @@ class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # of the process's logs
     columns: list[Column] = []  # that the algorithm needs besides a value
     env: dict[str, str] = {}  # variables it sees besides `hosted.INHERITED_VARIABLES`; not sent
-    record: str | None = None  # folder of the run, which the function may not write to
+    fence: WriteFence | None = None
     grace_s: float = GRACE_S  # beyond `timeout_s`, after which the owner kills a process with an unfinished call
 
 
@@ -81,11 +93,6 @@ def main() -> None:
         return
     number, body, _ = first
     spec = decode(CallSpec, body)
-    if spec.record is not None and not forbid_writes(Path(spec.record)):
-        log.warning(
-            "no Landlock on this host: reward functions may write to %s and read our environment variables",
-            spec.record,
-        )
     try:
         function = _load(spec)
     except ConfigError as error:
@@ -99,8 +106,12 @@ def main() -> None:
 
 
 def _load(spec: CallSpec) -> "LimitedFunction":
-    """Make the reward function of a term, then limit this process's memory as it asks. Raises `ConfigError`."""
+    """Make the reward function of a term behind its fence, with the memory that it asks. Raises `ConfigError`."""
     term = read_term(spec.term)
+    if spec.fence is not None and not forbid_writes(spec.fence.folders(term)):
+        log.warning(
+            "no Landlock on this host: %s may write into runs and read our environment variables", term.title
+        )
     make = REWARDS.get(term.kind).make
     assert make is not None, f"{term.kind} is served by the scorer itself"
     with REWARDS.naming_package(term.kind):

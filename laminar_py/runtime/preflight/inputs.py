@@ -32,6 +32,7 @@ from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.tree import versions_at_peak
+from laminar_py.reward.calls.child import WriteFence
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600  # limit of the script `data.prepare`
@@ -151,7 +152,12 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     tasks = {task for problem_set in problems.all for task in problem_set.tasks}
     terms = {task: terms for task, terms in config.reward.by_task.items() if trains or task in tasks}
     reward = config.reward.model_copy(update={"by_task": terms})
-    check_rewards(reward, problems.all, sandbox=config.sandbox if config.cluster.address is None else None)
+    check_rewards(
+        reward,
+        problems.all,
+        fence=WriteFence(str(config.runs), str(config.relay.shm)),
+        sandbox=config.sandbox if config.cluster.address is None else None,
+    )
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.node_checks` looks at the nodes themselves
         for pool in config.reward.servers:
