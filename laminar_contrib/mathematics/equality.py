@@ -357,8 +357,8 @@ def _same_formula(reference: Expression, answer: Expression) -> bool:
         return False
     if "i" not in operations(reference) | operations(answer):
         seen, same = _compare(reference, answer, names, is_complex=False)
-        if seen or not same:
-            return same and seen >= FEWEST_POINTS
+        if seen >= FEWEST_POINTS or not same:
+            return same
     seen, same = _compare(reference, answer, names, is_complex=True)
     return same and seen >= FEWEST_POINTS
 

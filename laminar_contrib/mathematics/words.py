@@ -222,10 +222,8 @@ def look_up(word: str) -> tuple[str, Fraction] | None:
 
 def is_unit(text: str) -> bool:
     """Return True for a unit such as "km/h" that is no other word of the language."""
-    words = text.split("/")
-    return all(
-        word.lower() not in ("in", "a", "am", "as", "at", "h", "t", "score") and look_up(word) for word in words
-    )
+    is_other_word = text.lower() in ("in", "a", "am", "as", "at", "h", "t", "score")
+    return not is_other_word and all(map(look_up, text.split("/")))
 
 
 def make_unit(factors: list[tuple[str, int]]) -> MeasureUnit | None:
