@@ -83,7 +83,8 @@ PLAIN_PYTHON = {
     "executor": "from concurrent.futures import *\nwith ProcessPoolExecutor() as e: print(*e.map(int, ['4']))",
     "arguments": (
         "import multiprocessing as mp\nwith mp.Pool(1, maxtasksperchild=1) as p: p.map(int, '4')\n"
-        "v = mp.Value('i')\ndef f():\n  with v.get_lock(): v.value += 4\np = mp.Process(target=f, daemon=True)\np.start()\np.join()\n"
+        "v = mp.Value('i')\ndef f():\n  with v.get_lock(): v.value += 4\n"
+        "p = mp.Process(target=f, daemon=True)\np.start()\np.join()\n"
         "p.terminate()\nwith mp.Manager() as m: print(m.list([v.value])[0] + mp.Array('i', 1)[0])"
     ),
     "executor of contexts": (
