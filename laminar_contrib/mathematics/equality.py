@@ -428,7 +428,7 @@ def proportional(reference: Expression, answer: Expression, *, positive: bool) -
                 continue
             if factor is None and wanted:
                 factor = given / wanted
-            if factor is None or not factor or (positive and factor < 0):
+            if not factor or (positive and (factor.imag or factor.real < 0)):
                 return False
             slack = mpmath.mpf(10) ** (SLACK - DIGITS[0])
             if abs(given - factor * wanted) > slack * (abs(given) + abs(factor * wanted)):

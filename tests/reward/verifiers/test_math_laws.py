@@ -118,6 +118,11 @@ def test_a_reference_of_four_digits_says_how_many_are_wanted():
         ("1011", "1011_2"),
         ("g(t)=t^2", "f(x)=x^2"),
         ("x^2+x", "x^2+C"),
+        ("x=1,y=2", "x=1,x=2"),
+        (r"x=1\text{ or }x=2", "x=1,y=2"),
+        (r"2k, k\in\mathbb{N}", r"2k, k\in\mathbb{Z}"),
+        (r"\frac12 3", r"\frac{12}{3}"),
+        ("(A) 5 (B) 6", "A"),
     ],
 )
 def test_a_text_is_read_only_as_what_it_can_mean(answer, reference):
@@ -136,6 +141,10 @@ def test_a_text_is_read_only_as_what_it_can_mean(answer, reference):
         ("f(t)=t^2", "f(x)=x^2"),
         ("x^2+K", "x^2+C"),
         (r"\text{14 March}", r"\text{March 14th}"),
+        (r"2k, k\in\mathbb{Z}", r"2n, n\in\mathbb{Z}"),
+        ("(B) P(A)", "B"),
+        (r"4^{\text{th}}", "4"),
+        ("x^12", "x^{12}"),
         (r"\frac{-b+\sqrt{b^2-4ac}}{2a}", r"\frac{\sqrt{b^2-4ac}-b}{2a}"),
     ],
 )
@@ -249,6 +258,10 @@ def test_no_more_than_the_end_of_a_response_and_short_answers_are_looked_at():
 )
 def test_wrong_and_unparsable_are_told_apart(outcome, response, reference):
     assert verify(response, reference).outcome is outcome
+
+
+def test_an_inequality_of_complex_numbers_is_wrong_and_raises_nothing():
+    assert verify(boxed("i < ax"), "ax < i").outcome is MathOutcome.WRONG
 
 
 @pytest.mark.parametrize(
