@@ -154,7 +154,8 @@ class AssertionRun:
     def __init__(self, pool: SandboxPool, program: str, entry_point: str, *, preamble: str) -> None:
         self._pool = pool
         self._preamble = preamble
-        self._program = program + ANSWER.format(beside=BESIDE, entry=entry_point)
+        entry = called_name(program, entry_point).replace(".", "().")  # a method of an object made for it
+        self._program = program + ANSWER.format(beside=BESIDE, entry=entry)
         self._entry_point = entry_point
         self._crossing = CROSSING.read_text()
 
@@ -213,7 +214,7 @@ class AssertionRun:
             return answers, ""
         if len(calls) == 1:
             call = written_call(self._entry_point, *unpack(msgspec.json.decode(calls[0])))
-            return [None], f" ({call}: {result.label.value}: {result.detail})"
+            return [None], f" ({call}: {result.label.value}: {result.detail or 'no value'})"
         known: list[str | None] = []
         for call in calls:
             answer, note = await self._call_in_one_process([call])
@@ -482,7 +483,7 @@ def _defined(program: str, how: Callable[[Symbol], bool] = Symbol.is_assigned) -
 def called_name(program: str, name: str) -> str:
     """Return the name under which a program has a function: itself, or as a method of its class `Solution`."""
     defined = _defined(program) | _defined(program, Symbol.is_imported)
-    return f"{SOLUTION}.{name}" if name not in defined and SOLUTION in defined and "." not in name else name
+    return f"{SOLUTION}.{name}" if name.isidentifier() and name not in defined and SOLUTION in defined else name
 
 
 class CodeReward:
@@ -537,8 +538,7 @@ class CodeReward:
 
     async def _call_together(self, program: str, tests: Tests, cases: list[Any]) -> list[Any]:
         """Call a function for several arguments in one process; [] if the run fails."""
-        holder, _, method = tests.fn_name.rpartition(".")
-        together = program + ALL_CASES.format(call=f"{holder}().{method}" if holder else tests.fn_name)
+        together = program + ALL_CASES.format(call=tests.fn_name.replace(".", "()."))
         run = self._pool.call(together, "_all_cases", [cases], preamble=preamble_of(tests))
         result = await _run_in_sandbox(run)
         if result.label is not SandboxLabel.OK or result.value_json is None:

@@ -194,6 +194,15 @@ PROMPTED = {
         "print(helper(int(input())))",
         {"fn_name": "", "preamble": "def helper(x): return 2 * x", "inputs": ["2"], "outputs": ["4"]},
     ),
+    "deque": ("def f(x): return deque([x])", {"inputs": [[2]], "outputs": [[2]]}),
+    "script with a class": (
+        "class Solution:\n  def f(self): print(2 * int(input()))\nSolution().f()",
+        {"fn_name": "", "inputs": ["2"], "outputs": ["4"]},
+    ),
+    "method under asserts": (
+        "class Solution:\n  def f(self, x): return 2 * x",
+        {"entry_point": "f", "asserts": "assert f(2) == 4"},
+    ),
     "helper": (
         "def f(x): return helper(x)",
         {"preamble": "def helper(x): return 2 * x", "inputs": [[2]], "outputs": [4]},

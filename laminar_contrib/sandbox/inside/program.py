@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -210,12 +210,10 @@ def _find_function(space: dict[str, object], name: str) -> Callable[..., object]
 
 
 def _to_json(value: object) -> object:
-    """Convert a value for JSON: a set to `{"a set of": [...]}`, an iterator to a list, others to their `repr`."""
+    """Convert a value for JSON: a set to `{"a set of": [...]}`, an iterable to a list, others to their `repr`."""
     if isinstance(value, set | frozenset):
         return {SET: sorted(value, key=repr)}
-    if isinstance(value, Iterator | range | type({}.keys()) | type({}.values()) | type({}.items())):
-        return list(value)
-    return repr(value)
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, bytes) else repr(value)
 
 
 def _end_threads() -> None:
