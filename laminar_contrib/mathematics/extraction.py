@@ -69,6 +69,7 @@ FORMULA = re.compile(
     re.DOTALL,
 )
 BOLD = re.compile(r"\*\*([^*\n]{1,60}[^*\n:])\*\*")
+BOLD_MARK = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\])")  # but not the power of x**2
 NUMBER = re.compile(r"(?<![\w.])[-−]?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?(?:\s?\\?%)?(?!\w)")
 ASSIGNED = re.compile(r"\b[A-Za-z]\w{0,20}\s*=[^=].*|(?<==)[^=]*$")
 STATES = re.compile(
@@ -79,7 +80,9 @@ HEDGE = re.compile(
     r"\b(?:might|maybe|perhaps|could|would|if|not|sure|step|let|guess|possibly|probably|assume|suppose)\b",
     re.IGNORECASE,
 )
-SENTENCE_END = re.compile(r"(?<![ap]\.m)\.(?=\s|$)|。|\n|;(?=\s)|,?\s+(?:because|since|as|which|where|so)\b")
+SENTENCE_END = re.compile(
+    r"(?<![ap]\.m)\.(?=\s|$)|。|\n|</answer>|;(?=\s)|,?\s+(?:because|since|as|which|where|so)\b"
+)
 ALTERNATIVE = re.compile(r"\s*,?\s*\bor\b")
 
 
@@ -212,7 +215,7 @@ def _value_after(text: str) -> str:
     formulas = _formulas(sentence)
     if formulas and not CHOICE.match(sentence):
         return _first_of(formulas, sentence)
-    return sentence.replace("**", "").strip(" *`_\"'")
+    return BOLD_MARK.sub("", sentence).strip(" *`_\"'")
 
 
 def _first_of(formulas: Sequence[FoundAnswer], text: str) -> str:
@@ -224,7 +227,7 @@ def _first_of(formulas: Sequence[FoundAnswer], text: str) -> str:
         together.append(after)
     last = together[-1].end
     if ALTERNATIVE.match(text, last) or _is_changed(together[0].start, last, text):
-        return SENTENCE_END.split(text, maxsplit=1)[0].replace("**", "")
+        return BOLD_MARK.sub("", SENTENCE_END.split(text, maxsplit=1)[0])
     return _together(together, text) + _unit_after(text, last)
 
 
