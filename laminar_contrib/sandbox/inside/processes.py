@@ -108,7 +108,7 @@ class ProcessPoolExecutor(concurrent.futures.ThreadPoolExecutor):
 
 
 def use_threads() -> None:
-    """Put the threads in place of the processes of the standard library, in this interpreter."""
+    """Replace the processes of the standard library by these threads, in this interpreter."""
     replaced = vars(multiprocessing)
     replaced.update({name: getattr(threads, name) for name in AS_THEY_ARE})
     replaced.update(Process=Process, Value=Value, Array=Array, Manager=Manager, Pool=Pool)

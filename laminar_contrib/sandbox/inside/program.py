@@ -224,7 +224,7 @@ def _end_threads() -> None:
         atexit._run_exitfuncs()
     _flush()
     with contextlib.suppress(BaseException):
-        sys.modules["__main__"].__dict__.clear()  # files in its variables write what they hold
+        sys.modules["__main__"].__dict__.clear()  # its open files are written and closed
     _flush()
 
 
