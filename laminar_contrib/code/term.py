@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from laminar_contrib.code.crossing import MOST_CALLS, unpack
+from laminar_contrib.sandbox.inside.program import SET
 from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 from laminar_py.config.cluster import SandboxConfig
@@ -42,7 +43,6 @@ from laminar_py.records.trajectory import Prompt
 TOLERANCE = 1e-6  # of floats
 LONGEST_NUMBER = 400  # characters
 CLOSINGS = 4  # fences at which a block may end
-SET = "a set of"  # key of an object that stands for a returned set
 SOLUTION = "Solution"  # class that LeetCode's programs define
 SHOWN = 120  # characters of a value or a call, in messages
 DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)

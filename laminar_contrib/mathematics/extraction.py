@@ -30,7 +30,8 @@ BETWEEN = re.compile(  # answers side by side
 )
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MARK = re.compile(
-    r"####(?!\W{0,9}(?:\d+[.:)]\s)?[A-Z][a-z]+\b.{0,80}\n\s{0,9}\S)|\bans(?:wer)?s?\b(?:\s+(?:to|for|of)\b[^\n$\\=.:]{1,30})?(?:\s*\([^)\n]{0,30}\))?(?:\s+is)?\W{0,4}?:"
+    r"####(?![^\w\\]{0,9}(?:\d+[.:)]\s)?(?-i:[A-Z][a-z]+\b).{0,80}\n\s{0,9}\S)"  # no heading of a section
+    r"|\bans(?:wer)?s?\b(?:\s+(?:to|for|of)\b[^\n$\\=.:]{1,30})?(?:\s*\([^)\n]{0,30}\))?(?:\s+is)?\W{0,4}?:"
     r"|\bans(?:wer)?s?\W{0,4}?=|答案(?:是|为)?[:：]?|^[ \t#*]*(?:final\s+)?answer[ \t*]*$",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -88,7 +89,7 @@ ALTERNATIVE = re.compile(r"\s*,?\s*\bor\b")
 
 @dataclass(frozen=True, slots=True)
 class FoundAnswer:
-    """A mark's value, a box or a formula, with its place in the text."""
+    """A box or a formula, with its place in the text."""
 
     start: int
     end: int
@@ -132,7 +133,7 @@ def boxes(text: str) -> list[FoundAnswer]:
 
 
 def _unit_after(text: str, place: int) -> str:
-    r"""Return the unit that stands right after a box, as in `\boxed{60}$ radians`; "" without one."""
+    r"""Return the unit that stands right after a box or a formula, as in `\boxed{60}$ radians`; "" without one."""
     if DEGREES_AFTER.match(text, place):
         return r"^\circ"
     unit = UNIT_AFTER.match(text, place)

@@ -169,6 +169,7 @@ def test_writings_of_one_answer_are_equal(answer, reference):
         (r"\boxed{42} **Explanation of the answer:** We multiply 6 by 7.", "42"),
         ("#### Step 1: add\nThat is 7.\n#### Conclusion\nThe answer is 14.", "14"),
         ("#### Final Answer\n14", "14"),
+        ("#### yes\nThat is all.", "yes"),
         ("<answer>Final answer: 14</answer>", "14"),
         ("Answer: **x**2+1**", "x^2+1"),
         ("The answer is $7$ million.", "7000000"),
