@@ -292,7 +292,9 @@ def _read_enclosed(tokens: Tokens) -> AnswerValue:
     parts, _ = split_at(inner, *SEPARATORS)
     if len(parts) == 1:
         groups = (("(", ")"), ("{", "}"), ("[", "]"))
-        return _read_group(tokens, inner) if (opening, closing) in groups else read_quantity(tokens)
+        if (opening, closing) not in groups:
+            return read_quantity(tokens)
+        return read(inner) if inner else _refuse("empty")  # brackets without a meaning
     items = tuple(item for part in parts for item in _read_with_signs(part))
     if opening == "{" and closing == "}":
         return Collection(items)
@@ -301,11 +303,6 @@ def _read_enclosed(tokens: Tokens) -> AnswerValue:
     if opening in ("(", "[") and closing in (")", "]"):
         return Bracketed(opening, closing, items)
     return _refuse(closing)
-
-
-def _read_group(tokens: Tokens, inner: Tokens) -> AnswerValue:
-    """Read an answer whose brackets have no meaning."""
-    return read(inner) if inner else _refuse("empty")
 
 
 def _refuse(text: str) -> AnswerValue:
