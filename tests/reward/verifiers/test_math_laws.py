@@ -119,6 +119,7 @@ def test_a_reference_of_four_digits_says_how_many_are_wanted():
         ("g(t)=t^2", "f(x)=x^2"),
         ("x^2+x", "x^2+C"),
         ("x=1,y=2", "x=1,x=2"),
+        (r"x \in \{1, 2\}", "x=1,y=2"),
         (r"x=1\text{ or }x=2", "x=1,y=2"),
         (r"2k, k\in\mathbb{N}", r"2k, k\in\mathbb{Z}"),
         (r"\frac12 3", r"\frac{12}{3}"),
