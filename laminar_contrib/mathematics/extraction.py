@@ -49,7 +49,9 @@ NO_VALUE = re.compile(
     r"(?:$|\b(?:and|as|because|since|needs?|that|when|for|in|by|with|from)\b)",
     re.IGNORECASE,
 )
-CLAUSE = re.compile(r"\b(?:is|are|equals?|gives?|has|have)\b|[.,:;?!]\s|\n", re.IGNORECASE)  # its start
+CLAUSE = re.compile(  # its start
+    r"\b(?:is|are|equals|gives?|has|have|gets?|obtain|find|yields?|that)\b|[.,:;?!]\s|\n", re.IGNORECASE
+)
 CHANGED_BEFORE = re.compile(
     r"\b(?:not?|never|neither|\w+n['’]t|minus|negative|than|at\s+(?:least|most)|up\s+to|half|twice|double|square|root"
     r"|cube|multiples?|between|from|under|over|below|above)\b|(?<!\w)[-−]\Z",

@@ -178,6 +178,7 @@ def test_writings_of_one_answer_are_equal(answer, reference):
         ("The answer is $7$ cm.", "7 cm"),
         ("Answer: the side that is not parallel is $7$.", "7"),
         ("So she has 7 more apples.", "7"),
+        ("From which we get $x = 7$.", "7"),
     ],
 )
 def test_the_last_mark_with_a_value_counts_before_any_prose(response, reference):
@@ -188,6 +189,7 @@ def test_the_last_mark_with_a_value_counts_before_any_prose(response, reference)
     "response",
     [
         "The answer is not $7$.",
+        "The answer is not equal to $7$.",
         "The answer is less than $7$.",
         "The answer is twice $7$.",
         "The answer is $7$ times $2$.",
