@@ -7,6 +7,5 @@ from laminar_py._lazy import public_names
 if TYPE_CHECKING:
     from laminar_py.reward.scorer import LaunchedServers as LaunchedServers
     from laminar_py.reward.scorer import Scorer as Scorer
-    from laminar_py.reward.terms import missing_answer as missing_answer
 else:
     __getattr__ = public_names(__name__)
