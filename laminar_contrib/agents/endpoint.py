@@ -6,6 +6,7 @@ request gets one whole turn of the model, or a status. The endpoint reads no bod
 """
 
 import asyncio
+import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -35,6 +36,7 @@ SHUTDOWN_S = 1.0  # for requests in flight
 OFFER_S = 20.0  # an external agent waits so long for a trajectory, then asks again
 WILDCARDS = ("0.0.0.0", "::")
 KEEP_ALIVE_S = 75.0  # of an idle connection
+FIELD = re.compile(r"`\$\.(\w+)")  # in a message of msgspec
 CLOSES = (401, 408)  # statuses after which the rest of a body is not read
 AgentHandler: TypeAlias = Callable[[AgentEnvironment, web.Request], Awaitable[web.Response]]
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -213,7 +215,8 @@ async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
         check_fields(msgspec.json.decode(content, type=dict[str, Any]), kind)
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise web.HTTPBadRequest(text=str(error)) from None
+        field = FIELD.search(str(error))
+        raise web.HTTPBadRequest(text=f"{field[1]}: {error}" if field else str(error)) from None
 
 
 def _is_retry(request: web.Request) -> bool | None:

@@ -303,6 +303,8 @@ OTHER_FIELDS = {
     "logit_bias": {"5": 1},
     "top_logprobs": 3,
     "functions": [{"name": "f"}],
+    "ignore_eos": True,
+    "n": 17,
 }
 DEFAULT_FIELDS = {
     "tool_choice": "auto",
@@ -316,6 +318,8 @@ DEFAULT_FIELDS = {
     "seed": 7,
     "user": "me",
     "parallel_tool_calls": True,
+    "min_tokens": 0,
+    "ignore_eos": False,
 }
 
 
@@ -449,7 +453,8 @@ def generate(ids, **more):
     body = {"model": "policy", "token_ids": ids, **more}
     found = client.with_options(base_url=url).post("/inference/v1/generate", cast_to=object, body=body)
     return found["choices"][0]
-one = generate([5, 6], stop="8", sampling_params={"stop": ["Observation:"], "logprobs": 1, "stop_token_ids": [1]})
+params = {"logprobs": 1, "stop_token_ids": [1], "n": 1, "include_stop_str_in_output": False}
+one = generate([5, 6], stop="8", n=1, stream=False, sampling_params={"stop": ["Observation:"], **params})
 print(one["finish_reason"], json.dumps(one["token_ids"]))
 try:
     generate([5, 6], sampling_params={"n": 2})
