@@ -104,8 +104,7 @@ class AgentEndpoint:
         digest = await _digest(request)
         digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, body.n or 1))]
         role, is_retry = body.model or MODEL, _is_retry(request)
-        waiting = agent.add_requests(digests, body.prompt(), role=role, is_retry=is_retry)
-        answers = await asyncio.gather(*map(asyncio.shield, waiting))
+        answers = await agent.ask(digests, body.prompt(), role=role, is_retry=is_retry)
         response = body.response(answers, name=digest.hex(), token_bytes=self._token_bytes)
         if body.stream:
             return web.Response(text=body.events(response), content_type="text/event-stream")
@@ -115,8 +114,8 @@ class AgentEndpoint:
         body = await _body(request, TokensRequest)
         digest = await _digest(request)
         role, is_retry = body.model or MODEL, _is_retry(request)
-        (answer,) = agent.add_requests([digest], body.prompt(), role=role, is_retry=is_retry)
-        return web.json_response(body.response(await asyncio.shield(answer), name=digest.hex()))
+        (answer,) = await agent.ask([digest], body.prompt(), role=role, is_retry=is_retry)
+        return web.json_response(body.response(answer, name=digest.hex()))
 
     async def _models(self, agent: AgentEnvironment, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "owned_by": "run", "created": 0}

@@ -275,6 +275,19 @@ async def test_the_same_question_asked_anew_is_sampled_anew_and_a_retry_is_not(t
     assert story.log().split("\n")[:2] == ["1 2 3", "4 5 5 5 6"]
 
 
+async def test_votes_whose_clients_gave_up_waiting_have_an_answer_each_when_they_are_retried(tmp_path):
+    agent = """
+from concurrent.futures import ThreadPoolExecutor
+client = client.with_options(timeout=0.5, max_retries=20)
+with ThreadPoolExecutor(3) as pool:
+    print(*sorted(pool.map(ask, [[{"role": "user", "content": "pick a number"}]] * 3)))
+reward(1.0)
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["1", "2", "3"], pause_s=1.0)
+    assert story.log().split() == ["1", "2", "3"]
+
+
 async def test_without_a_count_of_retries_a_repeat_is_one_until_the_first_is_answered(tmp_path):
     agent = """
 from concurrent.futures import ThreadPoolExecutor
