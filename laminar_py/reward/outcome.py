@@ -52,6 +52,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transient: bool = False  # another call may succeed
 
 
+def failed(detail: str, reason: DropReason = DropReason.REWARD_FAILED, *, transient: bool = False) -> Outcome:
+    """Return the outcome of a call without a value; `detail` becomes one line."""
+    return Outcome(failure=reason, detail=one_line(detail), transient=transient)
+
+
+def late(limit_s: float, more: str = "") -> Outcome:
+    """Return the outcome of a call without a value after `limit_s` seconds; `more` is added to its detail."""
+    detail = f"no value within {limit_s:g} s (reward.timeout_s, or timeout_s of the term){more}"
+    return failed(detail, DropReason.REWARD_TIMEOUT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenReward:
     """Return value of a reward function, converted to arrays, so that reading it runs no user code."""
