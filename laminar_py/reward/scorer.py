@@ -28,7 +28,7 @@ from laminar_py.config.reward import REWARDS, RewardConfig, ServeContext, Served
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter
-from laminar_py.records.codec import IntArray
+from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, ColumnError, Source, TokenValues, token_values
 from laminar_py.records.credit import RoleCredit, earned_by
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError
@@ -428,15 +428,9 @@ def _cached_call(call: Call) -> Call:
 
     async def cached(request: ScoringRequest) -> Outcome:
         """Return the outcome of an equal earlier request, or call; a failed outcome is not kept."""
-        same = (
-            request.prompt,
-            request.response,
-            request.answer,
-            request.task,
-            request.fields_json,
-            str(request.finish_reason),
-        )
-        key = blake3(msgspec.msgpack.encode(same)).digest(length=16)
+        problem = (request.prompt, request.answer, request.task, request.fields_json)
+        same = (*problem, request.response, request.finish_reason)
+        key = blake3(msgspec.msgpack.encode(same)).digest(length=DIGEST_BYTES)
         hit = key in known
         if not hit:
             known[key] = asyncio.ensure_future(call(request))
