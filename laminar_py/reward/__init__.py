@@ -1,4 +1,4 @@
-"""Scoring of responses: the stage, the scorers, the built-in terms and the processes that call functions."""
+"""Scoring of responses: the stage, the scorers, two terms and the processes that call functions."""
 
 from typing import TYPE_CHECKING
 
