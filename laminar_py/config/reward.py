@@ -188,9 +188,6 @@ REWARDS = Registry(
     field="reward.use.kind",
     group="laminar_py.rewards",
     built_in={
-        "exact": "laminar_py.reward.terms:EXACT",
-        "format": "laminar_py.reward.terms:FORMAT",
-        "length": "laminar_py.reward.terms:LENGTH",
         "environment": "laminar_py.reward.terms:ENVIRONMENT",
         FUNCTION: "laminar_py.reward.terms:FUNCTION_KIND",
     },

@@ -1,4 +1,4 @@
-"""Scoring of responses: the stage, the scorers, the built-in terms and the processes that call functions."""
+"""Scoring of responses: the stage, the scorers, two terms and the processes that call functions."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,5 @@ if TYPE_CHECKING:
     from laminar_py.reward.calls.child import WriteFence as WriteFence
     from laminar_py.reward.scorer import LaunchedServers as LaunchedServers
     from laminar_py.reward.scorer import Scorer as Scorer
-    from laminar_py.reward.terms import missing_answer as missing_answer
 else:
     __getattr__ = public_names(__name__)

@@ -141,7 +141,7 @@ JUDGE = "{kind: judge, urls: [http://127.0.0.1:1/v1], model: m}"
             "reward.by_task.cod: no problem has this task",
             "remove it, or name one of the tasks",
         ),
-        ({}, "use=[jugde]", "reward.use.kind=jugde: unknown", "choose one of exact"),
+        ({}, "use=[jugde]", "reward.use.kind=jugde: unknown", "choose one of environment, function"),
         ({}, f"use=[{JUDGE}]", "reward.use: urls=http://127.0.0.1:1/v1 of judge: does not answer", "start it or"),
     ],
     ids=["tests", "reference", "task", "kind", "judge"],

@@ -29,7 +29,6 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Column, ColumnError
 from laminar_py.records.scoring import ScoringRequest, TryAgainError
-from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.outcome import (
     GivenReward,
     Outcome,
@@ -37,7 +36,8 @@ from laminar_py.reward.outcome import (
     check_reward,
     describe,
     error_place,
-    one_line,
+    failed,
+    late,
     read_reward,
 )
 
@@ -177,10 +177,12 @@ class LimitedFunction:
             with _alarm(self._timeout_s):
                 given = read_reward(self._function(request))
         except _OutOfTimeError as error:
-            return self._late(error_place(self._function, error, beyond=__file__), start)
+            outcome = late(self._timeout_s, self._place(error))
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-            return self._failed(error, start)
-        return self._checked(given, request, start)
+            outcome = self._failed(error)
+        else:
+            outcome = self._checked(given, request)
+        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
 
     async def call_async(self, request: ScoringRequest) -> Outcome:
         """Call an `async` function while other calls of it run, and return its outcome."""
@@ -189,36 +191,26 @@ class LimitedFunction:
             async with asyncio.timeout(self._timeout_s) as limit:
                 given = read_reward(await self._function(request))  # type: ignore[misc]
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, a CancelledError too
-            if not limit.expired():
-                return self._failed(error, start)
-            return self._late(error_place(self._function, error.__cause__, beyond=__file__), start)
-        return self._checked(given, request, start)
+            is_late = limit.expired()
+            outcome = late(self._timeout_s, self._place(error.__cause__)) if is_late else self._failed(error)
+        else:
+            outcome = self._checked(given, request)
+        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
 
-    def _checked(self, given: GivenReward, request: ScoringRequest, start: float) -> Outcome:
-        """Check a reward that the function returned, and return its outcome; the call started at `start`."""
-        elapsed_s = time.perf_counter() - start
+    def _checked(self, given: GivenReward, request: ScoringRequest) -> Outcome:
+        """Check a reward that the function returned, and return its outcome."""
         try:
-            outcome = check_reward(given, self._columns, length=len(request.response_ids))
+            return check_reward(given, self._columns, length=len(request.response_ids))
         except ColumnError as error:
-            detail = one_line(f"{error}{error_place(self._function, None, beyond=__file__)}")
-            return Outcome(failure=DropReason.REWARD_FAILED, detail=detail, elapsed_s=elapsed_s)
-        return msgspec.structs.replace(outcome, elapsed_s=elapsed_s)
+            return failed(f"{error}{self._place(None)}")
 
-    def _late(self, where: str, start: float) -> Outcome:
-        """Return the outcome of a call that started at `start` and reached its timeout at the place `where`."""
-        detail = one_line(
-            f"no value within {self._timeout_s:g} s (reward.timeout_s, or timeout_s of the term){where}"
-        )
-        return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=time.perf_counter() - start)
+    def _failed(self, error: BaseException) -> Outcome:
+        """Return the outcome of a call that raised `error`."""
+        return failed(f"{describe(error)}{self._place(error)}", transient=isinstance(error, TryAgainError))
 
-    def _failed(self, error: BaseException, start: float) -> Outcome:
-        """Return the outcome of a call that started at `start` and raised `error`."""
-        return Outcome(
-            failure=DropReason.REWARD_FAILED,
-            detail=one_line(f"{describe(error)}{error_place(self._function, error, beyond=__file__)}"),
-            elapsed_s=time.perf_counter() - start,
-            transient=isinstance(error, TryAgainError),
-        )
+    def _place(self, error: BaseException | None) -> str:
+        """Return the place of an error in the user's code, e.g. " (at rewards.py:7)"."""
+        return error_place(self._function, error, beyond=__file__)
 
 
 @contextmanager
