@@ -233,9 +233,15 @@ def _start_process(
 
 
 def append_bounded(log: Path, text: bytes) -> None:
-    """Append `text` to a log, and delete the older half above `LOG_BYTES`; on a full disk `text` is lost."""
-    with suppress(OSError), log.open("a+b") as file:
+    """Append `text` to a log, and keep its size bounded; on a full disk `text` is lost."""
+    with suppress(OSError), log.open("ab") as file:
         file.write(text)
+    trim_log(log)
+
+
+def trim_log(log: Path) -> None:
+    """Delete the older half of a log above `LOG_BYTES`. Writers that append to it go on."""
+    with suppress(OSError), log.open("a+b") as file:
         if file.tell() > LOG_BYTES:
             file.seek(-LOG_BYTES // 2, os.SEEK_END)
             file.readline()  # the rest of a line
