@@ -157,7 +157,7 @@ class AgentEnvironment:
     ) -> list[AgentAnswer]:
         """Queue a request for each digest, all with the same prompt, and wait for their answers.
 
-        A retry gets the answer of a request of its digest whose client is gone, or else of the last one. If
+        A retry gets the answer of an equal request whose client is gone, or else of the last one. If
         `is_retry` is None, the client does not say whether this is one, and a repeated request is a retry until
         the first one is answered.
         """

@@ -240,7 +240,7 @@ def append_bounded(log: Path, text: bytes) -> None:
 
 
 def trim_log(log: Path) -> None:
-    """Delete the older half of a log above `LOG_BYTES`. Writers that append to it go on."""
+    """Delete the older half of a log above `LOG_BYTES`. Processes may append to it meanwhile."""
     with suppress(OSError), log.open("a+b") as file:
         if file.tell() > LOG_BYTES:
             file.seek(-LOG_BYTES // 2, os.SEEK_END)
