@@ -301,11 +301,7 @@ class SGLangEngine:
         Raises `RefusedError` if the version has other tensors than the version before.
         """
         recomputes = self._paused is PauseMode.RETRACT
-        layout = await asyncio.to_thread(weights_layout, path)
-        if self._layout not in (None, layout):
-            raise RefusedError(
-                f"version {version} in {path} has other tensors than the version before; publish the same tensors"
-            )
+        layout = await asyncio.to_thread(weights_layout, path, before=self._layout)
         await self._update(path, version)
         if recomputes:
             await self._flush_cache()
