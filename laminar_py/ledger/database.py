@@ -34,15 +34,7 @@ _NETWORK = {
     *("panfs", "gfs", "gfs2", "ocfs2", "acfs"),  # the last four: disks that several hosts share
 }
 _LOCAL_FUSE = {
-    "fuse-overlayfs",
-    "mergerfs",
-    "unionfs",
-    "bindfs",
-    "ntfs-3g",
-    "gocryptfs",
-    "encfs",
-    "cryfs",
-    "lxcfs",
+    *("fuse-overlayfs", "mergerfs", "unionfs", "bindfs", "ntfs-3g", "gocryptfs", "encfs", "cryfs", "lxcfs"),
 }
 
 

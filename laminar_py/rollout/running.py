@@ -434,8 +434,8 @@ def _joined(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
 
 def _last(arrays: Sequence[Array], count: int, prefix: Array) -> Array:
     """Return the last `count` values of `prefix` followed by `arrays`, joining only the arrays that it needs."""
-    found = 0
-    place = len(arrays)
+    found: int = 0
+    place: int = len(arrays)
     while found < count and place:
         place -= 1
         found += len(arrays[place])

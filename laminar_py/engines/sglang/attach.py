@@ -99,7 +99,7 @@ def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, a
     if (fault := speculation_fault(algorithm, on_cuda=on_cuda, record=rollout.record)) is not None:
         return f"runs --speculative-algorithm {algorithm}: {fault}"
     if (server.speculative_accept_threshold_single, server.speculative_accept_threshold_acc) != (1.0, 1.0):
-        return "accepts drafts that are not the model's; start it without --speculative-accept-threshold-single and -acc"
+        return "accepts drafts by a threshold; start it without --speculative-accept-threshold-single and -acc"
     if version_numbers(server.version) < MIN_VERSION:
         oldest = ".".join(map(str, MIN_VERSION))
         return f"runs SGLang {server.version}; install {oldest} or newer"
