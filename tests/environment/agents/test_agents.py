@@ -150,7 +150,8 @@ class Story:
                     break
                 self.append(answer.ids, None, answer.follows, limit=answer.max_tokens, stop=answer.stop)
                 ids = self.codec.encode(f"{text}{self.end}")[: answer.max_tokens]
-                self.say(ids[: tokens_to_stop(NONE, ids, answer.stop, partial(self.codec.decode, special=True))])
+                decode = partial(self.codec.decode, special=True)
+                self.say(ids[: tokens_to_stop(lambda _: NONE, ids, answer.stop, decode)])
             if not to_the_end:
                 return heard  # and its process ends here
             host.forget(["g0.0"])
