@@ -124,6 +124,11 @@ class PromptEncoder:
         self._model_dir = model_dir
         self._settings = settings
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the environment defines tools, which the template then writes into each prompt."""
+        return bool(self._tools)
+
     def write(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> str:
         """Return a prompt as the model reads it, up to the place where the assistant's answer begins.
 
