@@ -74,10 +74,8 @@ class View:
         self._progress = "starting"  # of the learner
         self._progressed_s = time.monotonic()
         self._evaluated: dict[str, str] = {}  # last mean by set
-        self._live: Live | None = None
-        if console.is_terminal:
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-            self._live.start()
+        # the first drawing starts it, which hides the cursor; an evaluation draws none
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def progress(self, progress: LearnerProgress) -> None:
         """Show the progress of a starting learner; without a terminal print a line every `PROGRESS_EVERY_S`."""
@@ -140,6 +138,7 @@ class View:
         figures = [] if self._row is None else [_figure_table(self._row, self._steps, evaluated)]
         body = Group(*figures, _replica_table(stats, version), *(Text(line) for line in shown if line))
         with suppress(OSError):  # as in `notice`
+            live.start()  # the first time only
             live.update(Panel(body, title="laminar", expand=False), refresh=True)
 
 

@@ -3,7 +3,7 @@
 import errno
 import io
 import sqlite3
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -38,8 +38,7 @@ BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"
 def test_a_run_whose_staleness_nothing_bounds_says_so_once_at_its_start(tmp_path, monkeypatch, settings, times):
     monkeypatch.setattr(launch, "Controller", lambda *arguments, **settings: None)
     said = io.StringIO()
-    with ExitStack() as views:
-        launch.make_controller(opened(tmp_path, settings), Console(file=said, width=80), views)
+    launch.make_controller(opened(tmp_path, settings), Console(file=said, width=80))
     assert said.getvalue().count(launch.UNBOUNDED) == times
 
 

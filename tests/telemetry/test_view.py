@@ -117,3 +117,13 @@ def test_an_evaluation_is_told_with_its_set_its_interval_and_the_count_of_what_h
     line = evaluation_line(make_evaluated(0.5, problems=300, unscored=12, rl_s=10.0))
     assert line.startswith("heldout: accuracy 0.500 (0.4")
     assert line.endswith(") on 300 problems, 12 answers not scored: version 3, step 3, 10.0 s of RL")
+
+
+def test_a_view_hides_the_cursor_from_its_first_drawing_until_it_closes():
+    console, file = make_console(terminal=True)
+    view = View(console, steps=100)
+    view.notice("heldout: accuracy 0.500")  # an evaluation prints lines alone
+    assert "\x1b[?25l" not in file.getvalue()
+    view.refresh(make_stats(), 0, -1, NOTES)
+    view.close()
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1

@@ -190,8 +190,9 @@ def prepare(config: RunConfig) -> None:
     if not script.is_file():
         raise ConfigError(f"data.prepare={script}: no such file; name a Python script or leave the field out")
     try:
+        command = [sys.executable, str(script)]
         done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=PREPARE_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=PREPARE_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
@@ -359,7 +360,7 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
 
 def room_fault(folder: Path) -> str | None:
     """Return an error line if this host cannot write the folder of runs, or has too little disk for responses."""
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    place = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         return f"runs={folder}: cannot be written; make it writable, or name another folder"
     free = shutil.disk_usage(place).free
