@@ -74,8 +74,8 @@ def test_signals_that_one_end_brings_are_one_request(tmp_path, others):
     forget_versions(train.run)
 
 
-SLOW_START = ("warm_start.steps=1000000",)
-QUICK = ("warm_start.steps=3", "steps=3", "eval.sets.heldout.samples=1")
+SLOW_START = ("warm_start.steps=600",)  # a resume cannot change it
+QUICK = ("steps=3", "eval.sets.heldout.samples=1")
 HELDOUT = REPO / "tests/runs/heldout.jsonl"
 SLOW_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT}, samples: 2000, temperature: 1}}")
 LATE_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT}, samples: 200, temperature: 1}}")
@@ -85,7 +85,7 @@ LATE_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT},
 @pytest.mark.parametrize(
     ("settings", "reached"),
     [
-        (SLOW_START, "lock"),
+        (SLOW_START, "ledger.sqlite"),
         (SLOW_START, "logs/replica-0.log"),
         (SLOW_EVALUATION, "checkpoints/step-0-*"),
         (("steps=1000000", "schedule=sync"), "checkpoints/step-2-*"),
@@ -102,6 +102,21 @@ def test_each_phase_of_a_run_ends_at_a_signal_and_the_run_resumes(tmp_path, sett
     assert "stopping: waiting for " in output
     assert "; resume with: " in output
     assert verify(train.run) == []
+    warm_start = settings if settings == SLOW_START else ()
+    with TrainProcess(tmp_path, *QUICK, *warm_start, *ALONE, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert verify(train.run) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_a_signal_ends_between_its_folder_and_its_record_resumes(tmp_path):
+    with TrainProcess(tmp_path, *QUICK, *ALONE) as train:
+        train.wait_until(lambda: list(train.run.glob("lock")))
+        train.send(signal.SIGTERM)
+        code, output = train.finish()
+    assert code == 130, output
+    assert output.endswith("laminar: stopped\n") or "; resume with: " in output
     with TrainProcess(tmp_path, *QUICK, *ALONE, resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
@@ -109,10 +124,25 @@ def test_each_phase_of_a_run_ends_at_a_signal_and_the_run_resumes(tmp_path, sett
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reached", ["logs/replica-0.log", "metrics.jsonl"], ids=["start", "rl"])
+def test_a_run_stops_in_order_after_ctrl_c_has_ended_the_reader_of_its_output(tmp_path, reached):
+    """Ctrl-C reaches `laminar train | tee log` and tee, so each later line goes into a broken pipe."""
+    with TrainProcess(tmp_path, "steps=1000000", *ALONE) as train:
+        train.wait_until(lambda: list(train.run.glob(reached)))
+        train.process.stdout.close()
+        train.send(signal.SIGINT)
+        assert train.process.wait(PATIENCE_S) == 130
+    with reading(RunFolder(train.run).ledger) as record:
+        assert list(read_events(record, RunEnded)) == [RunEnded(1, "interrupted")]
+    assert verify(train.run) == []
+    forget_versions(train.run)
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_that_waits_for_a_hanging_learner_and_its_record_stands(tmp_path):
     with TrainProcess(tmp_path, "steps=1000000", *ALONE) as train:
         train.wait_for_step(3)
-        learner = next(process for process in train.family() if "learner" in " ".join(process.cmdline()))
+        learner = next(process for process in train.family() if process.name().startswith("learner"))
         learner.suspend()
         steps = len(train.run.joinpath("metrics.jsonl").read_bytes().splitlines())
         family = train.family()
