@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import signal
 import subprocess
 import termios
@@ -16,6 +17,8 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import read_events
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import RunEnded
+from laminar_py.runtime.cluster.forked import SHARED
+from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint
 from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
@@ -33,6 +36,24 @@ class Interrupter:
 
 
 sys.meta_path.insert(0, Interrupter())
+"""
+
+
+SLOW_DISK = """
+import os, time
+
+fsync = os.fsync
+
+
+def slowly(file):
+    \"\"\"Waits where a checkpoint after the first is synced.\"\"\"
+    path = os.readlink(f"/proc/self/fd/{file}")
+    if "/checkpoints/step-" in path and "/checkpoints/step-0-" not in path:
+        time.sleep(2)
+    fsync(file)
+
+
+os.fsync = slowly
 """
 
 
@@ -134,6 +155,23 @@ def test_a_run_stops_in_order_after_ctrl_c_has_ended_the_reader_of_its_output(tm
         assert train.process.wait(PATIENCE_S) == 130
     with reading(RunFolder(train.run).ledger) as record:
         assert list(read_events(record, RunEnded)) == [RunEnded(1, "interrupted")]
+    assert verify(train.run) == []
+    forget_versions(train.run)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_checkpoint_waits_for_it_and_the_run_resumes_from_it(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPO}")
+    monkeypatch.delenv(SHARED)  # its own fork server, whose processes see the slow disk
+    with TrainProcess(tmp_path, "steps=1000000", "learner.checkpoint_every=2", *ALONE) as train:
+        train.wait_until(lambda: list(train.run.glob("checkpoints/step-2-*.tmp")))
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    assert code == 130, output
+    (step,) = re.findall(r"waiting for the checkpoint of step (\d+); a second signal ends at once", output)[-1:]
+    assert f"stopped at step {step}; resume with: " in output
+    assert find_checkpoint(RunFolder(train.run)).step == int(step)
     assert verify(train.run) == []
     forget_versions(train.run)
 
