@@ -53,7 +53,10 @@ PHASES = {
         (*QUICK, "schedule=sync"), "metrics.jsonl", 2.0, ((TERM, 0), (TERM, 0.2))
     ),
     "RL, sync, a long batch; again after 1.5 s": Phase(
-        (*QUICK, "schedule=sync", "rollout.max_batch=1"), "checkpoints/step-0-*", 3.0, ((TERM, 0), (TERM, 1.5))
+        (*QUICK, "schedule=sync", "rollout.max_batch=8", "rollout.prompts_per_step=512"),
+        "checkpoints/step-0-*",
+        3.0,
+        ((TERM, 0), (TERM, 1.5)),
     ),
     "last evaluation": Phase(
         (*QUICK, LONG, "steps=1", "eval.every_steps=1000000"), "checkpoints/step-1-*", 1.0, ((INT, 0),)
