@@ -46,7 +46,7 @@ PHASES = {
     "warm start": Phase((*QUICK, "warm_start.steps=5000"), "logs/learner-0.log", 8.0, ((INT, 0),)),
     "first evaluation": Phase((*QUICK, LONG), "checkpoints/step-0-*", 1.0, ((HUP, 0),)),
     "RL": Phase(QUICK, "metrics.jsonl", 2.0, ((TERM, 0),)),
-    "checkpoint of 8 s": Phase(
+    "checkpoint on a slow disk": Phase(
         (*QUICK, "learner.checkpoint_every=2"), "checkpoints/step-2-*.tmp", 0.0, ((INT, 0),), slow_disk=True
     ),
     "RL, sync, SIGTERM again after 0.2 s": Phase(

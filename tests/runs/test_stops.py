@@ -197,8 +197,20 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_hanging_learner_and_its_rec
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path):
-    command = [LAMINAR, "train", str(CONFIG), *SETTINGS, *ALONE, "repack.planner=none", "steps=1000000"]
+@pytest.mark.parametrize(
+    ("hangup", "steps", "code", "end"),
+    [(signal.SIG_DFL, 1000000, 130, "interrupted"), (signal.SIG_IGN, 4, 0, "finished")],
+    ids=["stops", "of-nohup"],
+)
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint_and_one_of_nohup_ends_well(
+    tmp_path, hangup, steps, code, end
+):
+    command = [LAMINAR, "train", str(CONFIG), *SETTINGS, *ALONE, "repack.planner=none", f"steps={steps}"]
+
+    def take_terminal():
+        signal.signal(signal.SIGHUP, hangup)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     ours, terminal = pty.openpty()
     run = tmp_path / "small-1"
     train = subprocess.Popen(
@@ -208,15 +220,15 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path):
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )
     os.close(terminal)
     with suppress(OSError), open(ours, "rb", buffering=0) as screen:
         while not (run / "metrics.jsonl").is_file():
             screen.read(1 << 16)
-    assert train.wait(PATIENCE_S) == 130
+    assert train.wait(PATIENCE_S) == code
     with reading(RunFolder(run).ledger) as record:
-        assert list(read_events(record, RunEnded)) == [RunEnded(1, "interrupted")]
+        assert list(read_events(record, RunEnded)) == [RunEnded(1, end)]
     forget_versions(run)
 
 
