@@ -109,7 +109,8 @@ class View:
     def notice(self, line: str) -> None:
         """Print a line without markup; on a terminal it stands above the live screen."""
         self._printed_s = time.monotonic()
-        with suppress(OSError):  # the terminal is closed, and the end of the run is near
+        # the terminal is closed, or the pipe: rich raises SystemExit, and prints nothing from then on
+        with suppress(OSError, SystemExit):
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
@@ -127,7 +128,8 @@ class View:
     def close(self) -> None:
         """Remove the live screen from the terminal."""
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # as in `notice`
+                self._live.stop()
 
     def _draw(self, live: Live, stats: Stats, version: int, lines: list[str]) -> None:
         """Redraw the view; before the first version it shows only the progress of the start."""

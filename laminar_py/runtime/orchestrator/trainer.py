@@ -290,6 +290,7 @@ class Trainer:
 
     async def _save(self) -> None:
         """Begin a checkpoint of this step, and return once the learner may continue. Raises PartCrashedError."""
+        SIGNALS.enter(f"the checkpoint of step {self.step}")
         restarts = self._supervisor.total_restarts
         name = checkpoint_name(self.step, incarnation=self._incarnation_number, restarts=restarts)
         self._saved_step = self.step
