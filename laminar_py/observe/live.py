@@ -77,7 +77,6 @@ class View:
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=True)
-            self._live.start()
 
     def progress(self, progress: LearnerProgress) -> None:
         """Show the progress of a starting learner; without a terminal print a line every `PROGRESS_EVERY_S`."""
@@ -140,6 +139,7 @@ class View:
         figures = [] if self._row is None else [_figure_table(self._row, self._steps, evaluated)]
         body = Group(*figures, _replica_table(stats, version), *(Text(line) for line in shown if line))
         with suppress(OSError):  # as in `notice`
+            live.start()  # at the first call; it hides the cursor until `close`
             live.update(Panel(body, title="laminar", expand=False), refresh=True)
 
 

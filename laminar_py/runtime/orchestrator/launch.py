@@ -7,7 +7,6 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -63,15 +62,14 @@ UNBOUNDED = (
 
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start or resume a run; return its summary, unfinished after a signal. Raises ConfigError, RunFailedError."""
+    if config.staleness.unbounded(config.schedule):
+        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
-    with ExitStack() as views:
-        summary = lead(
-            config,
-            lambda start: make_controller(start, console, views),
-            what=what,
-            resume=resume,
-            console=console,
-        )
+    view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
+    try:
+        summary = lead(config, partial(Controller, view=view), what=what, resume=resume, console=console)
+    finally:
+        view.close()
     assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
     return summary
 
@@ -99,7 +97,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     assert source is not None, f"{run.path} has no source on disk"
     summary = lead(
         config,
-        lambda start: Controller(start, view=View(console, steps=0), source=source),
+        partial(Controller, view=View(console, steps=0), source=source),
         what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
         resume=run if resumed else None,
         begun=None if resumed else run,
@@ -110,16 +108,6 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     if summary.finished:
         shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
     return summary
-
-
-def make_controller(start: RunStart, console: Console, views: ExitStack) -> Controller:
-    """Make the controller of a training run; `views` closes its view. Warn about unbounded staleness."""
-    config = start.config
-    if config.staleness.unbounded(config.schedule):
-        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
-    view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
-    views.callback(view.close)
-    return Controller(start, view=view)
 
 
 def lead(
