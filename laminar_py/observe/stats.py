@@ -178,7 +178,9 @@ class Stats:
         stall_s: float,
     ) -> StepRow:
         """Return the row of a committed step, and begin the figures of the next step."""
-        learned, totals, now = self._add_trained(batch, metrics), self.totals, self.rl_s
+        learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
+        totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
+        totals.reference_busy_s += learned.reference_s
         waited_s, reference_s = self._close_step(now)
         row = StepRow(
             step=step,
@@ -225,13 +227,6 @@ class Stats:
             self._not_finite.update(names)
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
-
-    def _add_trained(self, batch: Sequence[TrajectoryRef], metrics: StepMetrics | None) -> StepMetrics:
-        """Add a step's trained tokens and reference time to the totals; return its metrics, zeros for None."""
-        learned = metrics or NOTHING_LEARNED
-        self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
-        self.totals.reference_busy_s += learned.reference_s
-        return learned
 
     def _close_step(self, now: float) -> tuple[float, float]:
         """End the step's figures at RL time `now`, and begin the next step's."""

@@ -215,13 +215,6 @@ class ReferenceStage(Keeper):
         """Queue a finished trajectory for the reference model."""
         self._queue.add_trajectory(trajectory)
 
-    async def start(self) -> None:
-        """Load the model. A warm start must be finished by now, since its result may be the reference.
-
-        Raises ConfigError if the model cannot serve, RunFailedError if its process crashes too often.
-        """
-        await self.bring_up()
-
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
         """Wait for `wanted` queued trajectories; return their log-probabilities. Raises RunFailedError."""
         return await self._run_batch(await self._queue.next_batch(wanted=wanted))
