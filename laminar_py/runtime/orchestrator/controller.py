@@ -247,31 +247,39 @@ class Controller:
             dispatch_loop=self._dispatch_loop,
             on_reports=self._reports.hand_over,
         )
-        self._scoring = Scoring(
-            incarnation,
-            scheduler=scheduler,
-            segments=segments,
-            deliver=self._scores.hand_over,
-            show_line=view.notice,
-            end=self._stop.fail,
-            trains=source is None,
-        )
-        self._evaluator = Evaluator(
-            incarnation,
-            scheduler=scheduler,
-            replicas=self._replicas,
-            dispatch_loop=self._dispatch_loop,
-            hold=self._hold,
-            publish=self._publish_result,
-            show_line=view.notice,
-            trains=source is None,
-        )
+        self._scoring = self._make_scoring()
+        self._evaluator = self._make_evaluator()
         self._learning = self._make_learning() if source is None else None
 
     def interrupt(self) -> None:
         """Request the end of the run: a step and its checkpoint are finished, a start is cancelled."""
         self._stop.asked.set()
         SIGNALS.tell()
+
+    def _make_scoring(self) -> Scoring:
+        """Make the stage that scores responses; its scores go to `collect_scores`, its warnings to the view."""
+        return Scoring(
+            self._incarnation,
+            scheduler=self._scheduler,
+            segments=self._segments,
+            deliver=self._scores.hand_over,
+            show_line=self.view.notice,
+            end=self._stop.fail,
+            trains=self._source is None,
+        )
+
+    def _make_evaluator(self) -> Evaluator:
+        """Make the evaluator of held-out sets; its results go to the ledger, the view and the trackers."""
+        return Evaluator(
+            self._incarnation,
+            scheduler=self._scheduler,
+            replicas=self._replicas,
+            dispatch_loop=self._dispatch_loop,
+            hold=self._hold,
+            publish=self._publish_result,
+            show_line=self.view.notice,
+            trains=self._source is None,
+        )
 
     def _make_learning(self) -> TrainingParts:
         """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
@@ -348,7 +356,8 @@ class Controller:
             for started in (self._relays, self._scoring, self._environments):
                 tasks.create_task(started.start())
         if self._recovered is not None and self._learning is not None:
-            self._scoring.grow_by(len(self._recovered.live))  # an earlier fleet may have been larger
+            # an earlier fleet may have been larger
+            self._scoring.grow(self._scoring.most + len(self._recovered.live))
             await self._restore_passes(self._recovered)
             await self._restore()
             self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts

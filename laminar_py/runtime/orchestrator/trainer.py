@@ -217,9 +217,8 @@ class Trainer:
         if lost:
             raise BatchLostError(lost)
         step = self.step + 1
-        unpublished = 1 + self._scheduler.state.ages.age_of(
-            self.version
-        )  # steps since the newest version, this step included
+        # steps since the newest version, this step included
+        unpublished = 1 + self._scheduler.state.ages.age_of(self.version)
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         version = self._versions.next_number() if publishes else None
         return await self._learner.step(packed.weights, version=version)
