@@ -97,6 +97,12 @@ def test_a_notice_is_printed_at_once_and_as_it_is(terminal):
     assert "KeyError: '[red]' " + "x" * 300 in file.getvalue()
 
 
+def test_a_view_that_draws_nothing_as_that_of_an_evaluation_leaves_the_cursor_alone():
+    console, file = make_console(terminal=True)
+    View(console, steps=0).notice("math: 3 of 8")
+    assert file.getvalue() == "math: 3 of 8\n"
+
+
 def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_learner_that_has_long_started():
     console, file = make_console(terminal=True)
     view = View(console, steps=100)

@@ -205,26 +205,23 @@ class Evaluator:
             return
         if evaluation.replica is not None and evaluation.version is not None:  # its replica chose the version
             point = self._points_by_version.get(evaluation.version, point)
-        result = await _evaluated(evaluation, name, point)
-        if result is None:
-            count = len(evaluation.answers)
-            self._show_line(f"{name}: no figures at step {point.step}: none of {count} answers could be scored")
-        else:
-            self._results.add((result.step, name))
-            self._publish(result)
-
-
-async def _evaluated(evaluation: Evaluation, name: str, point: EvalPoint) -> Evaluated | None:
-    """Return the result of a finished pass over the set `name`; None if no answer has a score."""
-    figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
-    if figures is None:
-        return None
-    assert evaluation.version is not None, f"{evaluation.id} ended without a version"
-    return Evaluated(
-        pass_id=evaluation.id,
-        set_name=name,
-        version=evaluation.version,
-        step=point.step,
-        rl_s=point.rl_s,
-        figures=figures,
-    )
+        answers = list(evaluation.answers.values())
+        figures = await asyncio.to_thread(set_figures, answers, samples=evaluation.samples)
+        if figures is None:
+            self._show_line(
+                f"{name}: no figures at step {point.step}: none of {len(answers)} answers could be scored"
+            )
+            return
+        version = evaluation.version
+        assert version is not None, f"{evaluation.id} ended without a version"
+        self._results.add((point.step, name))
+        self._publish(
+            Evaluated(
+                pass_id=evaluation.id,
+                set_name=name,
+                version=version,
+                step=point.step,
+                rl_s=point.rl_s,
+                figures=figures,
+            )
+        )

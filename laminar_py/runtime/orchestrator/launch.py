@@ -63,10 +63,11 @@ UNBOUNDED = (
 
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start or resume a run; return its summary, unfinished after a signal. Raises ConfigError, RunFailedError."""
+    if config.staleness.unbounded(config.schedule):
+        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
-    summary = lead(
-        config, lambda start: make_controller(start, console), what=what, resume=resume, console=console
-    )
+    view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
+    summary = lead(config, partial(Controller, view=view), what=what, resume=resume, console=console)
     assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
     return summary
 
@@ -94,7 +95,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     assert source is not None, f"{run.path} has no source on disk"
     summary = lead(
         config,
-        lambda start: Controller(start, view=View(console, steps=0), source=source),
+        partial(Controller, view=View(console, steps=0), source=source),
         what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
         resume=run if resumed else None,
         begun=None if resumed else run,
@@ -105,14 +106,6 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     if summary.finished:
         shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
     return summary
-
-
-def make_controller(start: RunStart, console: Console) -> Controller:
-    """Make the controller of a training run. Warn about unbounded staleness."""
-    config = start.config
-    if config.staleness.unbounded(config.schedule):
-        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
-    return Controller(start, view=View(console, steps=config.steps, max_rl_s=config.max_rl_seconds))
 
 
 def lead(
