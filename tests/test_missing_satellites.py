@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 CONFIG = "configs/quickstart.yaml"
+OF_CORE = "reward.use=[mine.py:score]"  # a reward of the core, in place of the config's
 HIDDEN = """
 import sys
 
@@ -43,10 +44,11 @@ def laminar_without(package: str, *arguments: str) -> subprocess.CompletedProces
         ("laminar_lab", ["bench", "learner"], "laminar bench: laminar_lab cannot be imported"),
         ("laminar_lab", ["train", "configs/emulation/repack.yaml"], "rollout.engine.kind=emulated: "),
         ("laminar_contrib", ["train", CONFIG, "reward.use=[math]"], "reward.use.kind=math: "),
-        ("laminar_contrib", ["train", CONFIG, "tracking.kinds=[wandb]"], "tracking.kinds=wandb: "),
+        ("laminar_contrib", ["train", CONFIG], "reward.use.kind=exact: "),
+        ("laminar_contrib", ["train", CONFIG, OF_CORE, "tracking.kinds=[wandb]"], "tracking.kinds=wandb: "),
         (
             "laminar_contrib",
-            ["train", CONFIG, "environment={kind: tools, tools: [calculator]}"],
+            ["train", CONFIG, OF_CORE, "environment={kind: tools, tools: [calculator]}"],
             "environment.kind=tools: ",
         ),
     ],

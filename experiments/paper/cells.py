@@ -236,6 +236,5 @@ def config_of(cell: Cell) -> RunConfig:
         "buffer.capacity": parameters.capacity_iterations * prompts * samples,
         "repack.planner": cell.planner,
         "repack.interval_s": parameters.repack_interval_s,
-        "repack.roofline_batch": "null",
     }
     return load_config(BASE, [f"{key}={value}" for key, value in settings.items()])

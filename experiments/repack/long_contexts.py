@@ -29,7 +29,7 @@ LEAST = 0.99  # generated tokens a second with repacking, over none
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongFleet:
-    """A fleet and its trajectories, e.g. `draw(4)`: 16 turns of 667 tokens, which end at 32,585 tokens."""
+    """A fleet and its trajectories, e.g. `draw(4)`: 16 turns of 667 tokens, which end at 32,582 tokens."""
 
     replicas: int
     table: str  # file of the engine's times in `configs/emulation`

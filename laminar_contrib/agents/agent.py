@@ -7,6 +7,7 @@ A retry gets the response of the request that it repeats; a new question of the 
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -90,8 +91,9 @@ class AgentEnvironment:
         self._call_format = call_format
         self._session = session
         self._history = AgentHistory()
-        self._queue = asyncio.Queue[AgentRequest | None]()  # `add_requests` bounds it; None: the end
+        self._queue = asyncio.Queue[AgentRequest | None]()  # `ask` bounds it; None: the end
         self._answers: dict[bytes, asyncio.Future[AgentAnswer]] = {}  # of the last request of each digest
+        self._lost = defaultdict[bytes, list[asyncio.Future[AgentAnswer]]](list)  # whose clients are gone
         self._unanswered = set[asyncio.Future[AgentAnswer]]()
         self._current: AgentRequest | None = None  # the model's next turn answers it
         self._newest: AgentAnswer | None = None
@@ -150,13 +152,14 @@ class AgentEnvironment:
 
     # ---- called by the endpoint; each method raises an HTTP status if it refuses a request
 
-    def add_requests(
+    async def ask(
         self, digests: Sequence[bytes], prompt: Prompt, *, role: str, is_retry: bool | None
-    ) -> "list[asyncio.Future[AgentAnswer]]":
-        """Queue a request for each digest, all with the same prompt, and return the futures of their answers.
+    ) -> list[AgentAnswer]:
+        """Queue a request for each digest, all with the same prompt, and wait for their answers.
 
-        A retry gets the answer of the last request of its digest. If `is_retry` is None, the client does not say
-        whether this is one, and a repeated request is a retry until the first one is answered.
+        A retry gets the answer of an equal request whose client is gone, or else of the last one. If
+        `is_retry` is None, the client does not say whether this is one, and a repeated request is a retry until
+        the first one is answered.
         """
         new = [digest for digest in digests if not self._repeats(digest, is_retry=is_retry)]
         if new and self._is_closed:
@@ -168,7 +171,16 @@ class AgentEnvironment:
             self._unanswered.add(answer)
             answer.add_done_callback(self._unanswered.discard)
             self._queue.put_nowait(AgentRequest(prompt=prompt, role=role, answer=answer))
-        return [self._answers[digest] for digest in digests]
+        answers = [
+            self._lost[digest].pop(0) if digest not in new and self._lost[digest] else self._answers[digest]
+            for digest in digests
+        ]
+        try:
+            return await asyncio.gather(*map(asyncio.shield, answers))
+        except asyncio.CancelledError:
+            for digest, answer in zip(digests, answers, strict=True):
+                self._lost[digest].append(answer)
+            raise
 
     def _repeats(self, digest: bytes, *, is_retry: bool | None) -> bool:
         earlier = self._answers.get(digest)

@@ -6,7 +6,7 @@ change the answer, unless its value is the default.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,47 +26,59 @@ StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS
 StopStrings = StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)] | None
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1)]
 
-
 IGNORED = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "reasoning_effort", "verbosity", "ignore_eos", "skip_special_tokens"),
-    *(
-        "user",
-        "metadata",
-        "cache_salt",
-        "priority",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-    ),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "reasoning_effort",
+    "verbosity",
+    "skip_special_tokens",
+    "user",
+    "metadata",
+    "cache_salt",
+    "priority",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
 }
-DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, or that the endpoint heeds
-    "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
+DEFAULTS: dict[str, Sequence[object]] = {  # values that change nothing, of fields that a request does not have
+    "add_generation_prompt": (True,),
     "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
+    "logprobs": (True, False),  # a response in tokens always has them
+    "min_tokens": (0,),
     "modalities": (["text"],),
+    "n": (1,),
+    "no_stop_trim": (False,),
     "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (True, False),  # a response in tokens always has them
     "stop_token_ids": ([],),
+    "stream": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    "echo": (False,),
+    "use_beam_search": (False,),
 }
 
 
-def check_fields(
-    body: dict[str, Any], kind: type[msgspec.Struct], *, defaults: Mapping[str, Sequence[object]] = DEFAULTS
-) -> None:
+def check_fields(body: dict[str, Any], kind: type[msgspec.Struct]) -> None:
     """Refuse a request whose body has a field that the endpoint would ignore. Raises status 400."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)} | IGNORED
     if isinstance(body.get("sampling_params"), dict):
-        check_fields(body["sampling_params"], SamplingFields, defaults={})
+        check_fields(body["sampling_params"], SamplingFields)
     for name, value in body.items():
-        is_done = value in defaults[name] if name in defaults else name in known
-        if not is_done and value is not None:
+        if name not in known and value is not None and value not in DEFAULTS.get(name, ()):
             raise web.HTTPBadRequest(text=f"{name}: the endpoint of a run does not do this; leave it out")
 
 

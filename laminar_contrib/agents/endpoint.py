@@ -6,6 +6,7 @@ request gets one whole turn of the model, or a status. The endpoint reads no bod
 """
 
 import asyncio
+import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -35,6 +36,7 @@ SHUTDOWN_S = 1.0  # for requests in flight
 OFFER_S = 20.0  # an external agent waits so long for a trajectory, then asks again
 WILDCARDS = ("0.0.0.0", "::")
 KEEP_ALIVE_S = 75.0  # of an idle connection
+FIELD = re.compile(r"`\$\.(\w+)")  # in a message of msgspec
 CLOSES = (401, 408)  # statuses after which the rest of a body is not read
 AgentHandler: TypeAlias = Callable[[AgentEnvironment, web.Request], Awaitable[web.Response]]
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -102,8 +104,7 @@ class AgentEndpoint:
         digest = await _digest(request)
         digests = [digest, *(blake3(digest + bytes([place])).digest() for place in range(1, body.n or 1))]
         role, is_retry = body.model or MODEL, _is_retry(request)
-        waiting = agent.add_requests(digests, body.prompt(), role=role, is_retry=is_retry)
-        answers = await asyncio.gather(*map(asyncio.shield, waiting))
+        answers = await agent.ask(digests, body.prompt(), role=role, is_retry=is_retry)
         response = body.response(answers, name=digest.hex(), token_bytes=self._token_bytes)
         if body.stream:
             return web.Response(text=body.events(response), content_type="text/event-stream")
@@ -113,8 +114,8 @@ class AgentEndpoint:
         body = await _body(request, TokensRequest)
         digest = await _digest(request)
         role, is_retry = body.model or MODEL, _is_retry(request)
-        (answer,) = agent.add_requests([digest], body.prompt(), role=role, is_retry=is_retry)
-        return web.json_response(body.response(await asyncio.shield(answer), name=digest.hex()))
+        (answer,) = await agent.ask([digest], body.prompt(), role=role, is_retry=is_retry)
+        return web.json_response(body.response(answer, name=digest.hex()))
 
     async def _models(self, agent: AgentEnvironment, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "owned_by": "run", "created": 0}
@@ -213,7 +214,8 @@ async def _body(request: web.Request, kind: type[BodyT]) -> BodyT:
         check_fields(msgspec.json.decode(content, type=dict[str, Any]), kind)
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise web.HTTPBadRequest(text=str(error)) from None
+        field = FIELD.search(str(error))
+        raise web.HTTPBadRequest(text=f"{field[1]}: {error}" if field else str(error)) from None
 
 
 def _is_retry(request: web.Request) -> bool | None:

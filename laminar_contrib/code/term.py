@@ -20,15 +20,17 @@ import symtable
 import sys
 import textwrap
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
+from symtable import Symbol
 from typing import Any
 
 import msgspec
 
 from laminar_contrib.code.crossing import MOST_CALLS, unpack
+from laminar_contrib.sandbox.inside.program import SET
 from laminar_contrib.sandbox.pool import SandboxPool
 from laminar_contrib.sandbox.records import SandboxError, SandboxLabel, SandboxResult, SandboxTier
 from laminar_py.config.cluster import SandboxConfig
@@ -41,7 +43,7 @@ from laminar_py.records.trajectory import Prompt
 TOLERANCE = 1e-6  # of floats
 LONGEST_NUMBER = 400  # characters
 CLOSINGS = 4  # fences at which a block may end
-SET = "a set of"  # key of an object that stands for a returned set
+SOLUTION = "Solution"  # class that LeetCode's programs define
 SHOWN = 120  # characters of a value or a call, in messages
 DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -55,10 +57,8 @@ def read_value(text: str) -> object:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Compare printed texts: equal lines without outer spaces, or equal words where floats may differ slightly."""
-    if [line.strip() for line in _lines(printed)] == [line.strip() for line in _lines(wanted)]:
-        return True
-    left, right = [_words(text) for text in (printed, wanted)]
+    """Compare printed texts: the words of each line are equal, or decimals that differ slightly."""
+    left, right = ([line.split() for line in text.strip().split("\n")] for text in (printed, wanted))
     return [len(line) for line in left] == [len(line) for line in right] and all(
         one == other or _near(one, other)
         for ours, theirs in zip(left, right, strict=True)
@@ -84,23 +84,21 @@ def same_value(value: object, wanted: object) -> bool:
 
 def _same_set(members: object, wanted: list[object]) -> bool:
     """Return True if a returned set has the wanted members, in any order."""
-    if not isinstance(members, list) or len(members) != len(wanted):
+    if not isinstance(members, list):
         return False
-    left = list(wanted)
-    for member in members:
-        place = next((place for place, one in enumerate(left) if same_value(member, one)), None)
-        if place is None:
-            return False
-        del left[place]
-    return True
+    try:
+        return same_value(sorted(members, key=_order), sorted(wanted, key=_order))
+    except RecursionError:  # a program may nest lists as deeply as can be read
+        return False
 
 
-def _lines(text: str) -> Sequence[str]:
-    return text.strip().split("\n")
-
-
-def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in _lines(text)]
+def _order(value: object, *, is_item: bool = False) -> tuple[int, Any]:
+    """Return a key by which JSON values are sorted: numbers by size, also as items of a list."""
+    if isinstance(value, int | float):
+        return 0, value
+    if isinstance(value, list) and not is_item:
+        return 1, [_order(each, is_item=True) for each in value]
+    return 2, msgspec.json.encode(value)
 
 
 def _near(printed: str, wanted: str) -> bool:
@@ -156,7 +154,8 @@ class AssertionRun:
     def __init__(self, pool: SandboxPool, program: str, entry_point: str, *, preamble: str) -> None:
         self._pool = pool
         self._preamble = preamble
-        self._program = program + ANSWER.format(beside=BESIDE, entry=entry_point)
+        entry = called_name(program, entry_point).replace(".", "().")  # a method of an object made for it
+        self._program = program + ANSWER.format(beside=BESIDE, entry=entry)
         self._entry_point = entry_point
         self._crossing = CROSSING.read_text()
 
@@ -215,7 +214,7 @@ class AssertionRun:
             return answers, ""
         if len(calls) == 1:
             call = written_call(self._entry_point, *unpack(msgspec.json.decode(calls[0])))
-            return [None], f" ({call}: {result.label.value}: {result.detail})"
+            return [None], f" ({call}: {result.label.value}: {result.detail or 'no value'})"
         known: list[str | None] = []
         for call in calls:
             answer, note = await self._call_in_one_process([call])
@@ -406,15 +405,17 @@ def assert_text(tests: Tests) -> str:
 def find_program(response: str, wanted: str = "") -> str:
     """Find the program in a response, after its reasoning.
 
-    It is the last code block, of Python or without a language, that defines the function `wanted`. Without one it
-    is the last Python block, else the last block, else the whole text.
+    It is the last code block, of Python or without a language, that defines the function `wanted` or the class
+    `Solution`, else that imports it. Without one it is the last Python block, else the last block, else the text.
     """
     said = after_reasoning(response)
     named = list(code_blocks(said))
     python = [program for name, program in named if name in PYTHON]
     bare = [program for name, program in named if name in ("", *PYTHON)] if wanted else []
-    defining = next((program for program in reversed(bare) if _defines(program, wanted)), None)
-    return defining if defining is not None else (python or [program for _, program in named] or [said])[-1]
+    names = {wanted.partition(".")[0], SOLUTION}
+    defining = [program for program in bare if not names.isdisjoint(_defined(program))]
+    importing = [program for program in bare if not names.isdisjoint(_defined(program, Symbol.is_imported))]
+    return (defining or importing or python or [program for _, program in named] or [textwrap.dedent(said)])[-1]
 
 
 def code_blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -466,13 +467,23 @@ def _parses(program: str) -> bool:
     return True
 
 
-def _defines(program: str, wanted: str) -> bool:
-    """Return True if a program parses and defines a name, e.g. "solve", or "Solution" for "Solution.solve"."""
+def _defined(program: str, how: Callable[[Symbol], bool] = Symbol.is_assigned) -> set[str]:
+    """Return the global names that a program defines, or imports with `Symbol.is_imported`."""
     try:
         with warnings.catch_warnings(action="ignore"):  # the model wrote this code, so nobody can fix it
-            return wanted.partition(".")[0] in defined_names(symtable.symtable(program, "program", "exec"))
+            return {
+                each.get_name()
+                for each in symtable.symtable(program, "program", "exec").get_symbols()
+                if how(each)
+            }
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
+        return set()
+
+
+def called_name(program: str, name: str) -> str:
+    """Return the name under which a program has a function: itself, or as a method of its class `Solution`."""
+    defined = _defined(program) | _defined(program, Symbol.is_imported)
+    return f"{SOLUTION}.{name}" if name.isidentifier() and name not in defined and SOLUTION in defined else name
 
 
 class CodeReward:
@@ -497,6 +508,7 @@ class CodeReward:
             run = AssertionRun(self._pool, program, tests.entry_point, preamble=preamble_of(tests))
             complaint = await run.check(assert_text(tests))
             return Reward(float(complaint is None), text=complaint or "")
+        tests = msgspec.structs.replace(tests, fn_name=called_name(program, tests.fn_name))
         failed, first = 0, ""
         async for index in self._tests_to_run_alone(program, tests):
             fault = await self._test(program, tests, index)
@@ -526,8 +538,7 @@ class CodeReward:
 
     async def _call_together(self, program: str, tests: Tests, cases: list[Any]) -> list[Any]:
         """Call a function for several arguments in one process; [] if the run fails."""
-        holder, _, method = tests.fn_name.rpartition(".")
-        together = program + ALL_CASES.format(call=f"{holder}().{method}" if holder else tests.fn_name)
+        together = program + ALL_CASES.format(call=tests.fn_name.replace(".", "()."))
         run = self._pool.call(together, "_all_cases", [cases], preamble=preamble_of(tests))
         result = await _run_in_sandbox(run)
         if result.label is not SandboxLabel.OK or result.value_json is None:
@@ -542,7 +553,7 @@ class CodeReward:
         """Return the label and the fault of one test; None if it passes. A wrong output has the label `ok`."""
         function, given, wanted = tests.fn_name, tests.inputs[index], tests.outputs[index]
         if not function:
-            result = await _run_in_sandbox(self._pool.run(program, stdin=given))
+            result = await _run_in_sandbox(self._pool.run(program, stdin=given, preamble=tests.preamble))
             fault = f"printed {shown(result.stdout)}, wanted {shown(wanted)}"
             passes, call = same_output(result.stdout, wanted), "the program"
         else:

@@ -38,7 +38,7 @@ RETRY_S = 0.25
 ESCAPED_BYTES = 6  # of JSON for one byte of text, at most
 EXTRA_BYTES = 2**20  # of a message, beyond the observation that the model reads
 FAULT_CHARS = 400  # of a fault in an action
-JSON_OBJECT = r"(?s)(\{.*\})"
+JSON_OBJECT = r"(?s)\A[^{]*(\{.*\})"  # anchored, else each brace of a long turn would scan all text behind it
 WHOLE_TURN = r"(?s)\A(.*)\Z"
 
 

@@ -44,7 +44,7 @@ EVALUATING = {  # tasks whose scorer runs the answer of the model as Python, wit
 }
 FAULT_CHARS = 200
 SCRIPT = "python -m laminar_contrib.environments.reasoning_gym_data"
-ANSWER_TAGS = r"(?s)<answer>(.*?)</answer>"
+ANSWER_TAGS = r"(?s)<answer>((?:(?!<answer>).)*?)</answer>"  # no scan passes the next opening tag
 WHOLE_TURN = r"(?s)\A(.*)\Z"
 
 log = logging.getLogger(__name__)

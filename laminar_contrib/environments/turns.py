@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from laminar_contrib.text_terms import compiled
 from laminar_contrib.tools.call_formats import outside_reasoning
 from laminar_py.config import ConfigError, EnvironmentConfig
 from laminar_py.environment import Problem
@@ -19,12 +20,7 @@ class ActionConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _check_pattern(self) -> Self:
-        try:
-            num_groups = re.compile(self.pattern or "()").groups
-        except re.error as error:
-            fault = f"not a regular expression ({error}); mend it"
-            raise ConfigError(f"environment.pattern={self.pattern!r}: {fault}") from None
-        if not num_groups:
+        if self.pattern is not None and not compiled("environment.pattern", self.pattern).groups:
             remedy = "put parentheses around the action"
             raise ConfigError(f"environment.pattern={self.pattern!r}: has no group; {remedy}")
         return self

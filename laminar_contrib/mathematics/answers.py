@@ -423,7 +423,9 @@ def _same_unnamed(reference: AnswerValue, answer: AnswerValue) -> bool:
 def _same_listing(reference: AnswerValue, answer: AnswerValue) -> bool:
     wanted, given = _members(reference), _members(answer)
     if _is_system(wanted) != _is_system(given):
-        return _same_in_order(_by_name(wanted), _by_name(given))
+        other, others = (answer, given) if _is_system(wanted) else (reference, wanted)
+        is_unordered = isinstance(other, Collection) or (len(others) > 1 and isinstance(others[0], Named))
+        return not is_unordered and _same_in_order(_by_name(wanted), _by_name(given))
     if len(wanted) == 1 or len(given) == 1:
         return all(same(one, other) for one in wanted for other in given)
     if isinstance(reference, Collection) or isinstance(answer, Collection):

@@ -357,8 +357,8 @@ def _same_formula(reference: Expression, answer: Expression) -> bool:
         return False
     if "i" not in operations(reference) | operations(answer):
         seen, same = _compare(reference, answer, names, is_complex=False)
-        if seen or not same:
-            return same and seen >= FEWEST_POINTS
+        if seen >= FEWEST_POINTS or not same:
+            return same
     seen, same = _compare(reference, answer, names, is_complex=True)
     return same and seen >= FEWEST_POINTS
 
@@ -428,7 +428,7 @@ def proportional(reference: Expression, answer: Expression, *, positive: bool) -
                 continue
             if factor is None and wanted:
                 factor = given / wanted
-            if factor is None or not factor or (positive and factor < 0):
+            if not factor or (positive and (factor.imag or factor.real < 0)):
                 return False
             slack = mpmath.mpf(10) ** (SLACK - DIGITS[0])
             if abs(given - factor * wanted) > slack * (abs(given) + abs(factor * wanted)):

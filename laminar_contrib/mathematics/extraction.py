@@ -2,12 +2,13 @@ r"""The final answer in a response. Pure.
 
 An explicit mark comes before prose: a closed `\boxed{...}`, `<answer>`, "####" or "Answer:". The last mark that
 has a value counts. Without a mark the last phrase such as "the answer is" with a value counts, else the bold text,
-formula or only number of the last paragraph, if its last sentence states it. A box that does not close says that
-all text before it was not yet the answer.
+formula or only number of the last paragraph, if its last sentence states it. Where no box closes, the text behind
+the first open box does not count. A formula or number is no answer where the words around it change it, as in
+"less than $7$"; then the whole sentence is.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laminar_contrib.mathematics.expressions import matching_braces
@@ -29,7 +30,8 @@ BETWEEN = re.compile(  # answers side by side
 )
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MARK = re.compile(
-    r"####|\bans(?:wer)?s?\b(?:\s+(?:to|for|of)\b[^\n$\\=.:]{1,30})?(?:\s*\([^)\n]{0,30}\))?(?:\s+is)?\W{0,4}?:"
+    r"####(?![^\w\\]{0,9}(?:\d+[.:)]\s)?(?-i:[A-Z][a-z]+\b).{0,80}\n\s{0,9}\S)"  # no heading of a section
+    r"|\bans(?:wer)?s?\b(?:\s+(?:to|for|of)\b[^\n$\\=.:]{1,30})?(?:\s*\([^)\n]{0,30}\))?(?:\s+is)?\W{0,4}?:"
     r"|\bans(?:wer)?s?\W{0,4}?=|答案(?:是|为)?[:：]?|^[ \t#*]*(?:final\s+)?answer[ \t*]*$",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -47,6 +49,22 @@ NO_VALUE = re.compile(
     r"(?:$|\b(?:and|as|because|since|needs?|that|when|for|in|by|with|from)\b)",
     re.IGNORECASE,
 )
+CLAUSE = re.compile(  # its start
+    r"\b(?:is|are|equals|gives?|has|have|gets?|obtain|find|yields?|that)\b|[.,:;?!]\s|\n", re.IGNORECASE
+)
+CHANGED_BEFORE = re.compile(
+    r"\b(?:not?|never|neither|\w+n['’]t|minus|negative|than|at\s+(?:least|most)|up\s+to|half|twice|double|square|root"
+    r"|cube|multiples?|between|from|under|over|below|above)\b|(?<!\w)[-−]\Z",
+    re.IGNORECASE,
+)
+CHANGED_AFTER = re.compile(
+    r"\W{0,3}?(?:[-−–+/×·^]\s*[\d$(\\]|\+|\\?%|(?:times|to)\W*\d"
+    r"|\b(?:plus|minus|divided|(?:more|less|fewer|greater)\s+than|dozen|hundred|thousand|[mb]illion|percent|factorial"
+    r"|squared|cubed|(?:is|does|can)\s?(?:not|n['’]t|wrong))\b)",
+    re.IGNORECASE,
+)
+ANYTHING = re.compile(r"\S")
+VALUE_BEHIND_BOX = re.compile(r"^\W*(?:\d|\\|\w\s*=|[A-J]\W*$)")
 CHOICE = re.compile(r"\(?[A-J]\)(?=\W)")
 FORMULA = re.compile(
     r"(?<!\\)\$\$(?P<display>.+?)(?<!\\)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<paren>.+?)\\\)"
@@ -54,6 +72,7 @@ FORMULA = re.compile(
     re.DOTALL,
 )
 BOLD = re.compile(r"\*\*([^*\n]{1,60}[^*\n:])\*\*")
+BOLD_MARK = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\])")  # but not the power of x**2
 NUMBER = re.compile(r"(?<![\w.])[-−]?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?(?:\s?\\?%)?(?!\w)")
 ASSIGNED = re.compile(r"\b[A-Za-z]\w{0,20}\s*=[^=].*|(?<==)[^=]*$")
 STATES = re.compile(
@@ -64,13 +83,15 @@ HEDGE = re.compile(
     r"\b(?:might|maybe|perhaps|could|would|if|not|sure|step|let|guess|possibly|probably|assume|suppose)\b",
     re.IGNORECASE,
 )
-SENTENCE_END = re.compile(r"(?<![ap]\.m)\.(?=\s|$)|。|\n|;(?=\s)|,?\s+(?:because|since|as|which|where|so)\b")
+SENTENCE_END = re.compile(
+    r"(?<![ap]\.m)\.(?=\s|$)|。|\n|</answer>|;(?=\s)|,?\s+(?:because|since|as|which|where|so)\b"
+)
 ALTERNATIVE = re.compile(r"\s*,?\s*\bor\b")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundAnswer:
-    """A mark's value, a box or a formula, with its place in the text."""
+    """A box or a formula, with its place in the text."""
 
     start: int
     end: int
@@ -82,19 +103,10 @@ def extract_answer(response: str) -> str | None:
     text = after_reasoning(response)[-MAX_RESPONSE:]
     boxed = boxes(text)
     before_box = BOX.split(text, maxsplit=1)[0]
-    marks = list(_marked(text if boxed else before_box))
-    if boxed:  # a mark behind the box counts if it has a number, a formula or a choice
-        marks = [
-            mark
-            for mark in marks
-            if mark.start > boxed[-1].end and re.search(r"\d|\\|^\W*[A-J]\W*$", mark.content)
-        ]
-    if boxed and not marks:
-        answer = _together(_neighbours(boxed, text), text)
-    elif marks:
-        answer = marks[-1].content
+    if boxed:  # a mark behind the box counts if a number, a formula or a choice follows
+        answer = _marked(text[boxed[-1].end :], VALUE_BEHIND_BOX) or _together(_neighbours(boxed, text), text)
     else:
-        answer = _phrased(before_box) or _last_of(before_box)
+        answer = _marked(before_box) or _phrased(before_box) or _last_of(before_box)
     answer = answer.strip()
     return answer if 0 < len(answer) <= MAX_ANSWER else None
 
@@ -123,26 +135,33 @@ def boxes(text: str) -> list[FoundAnswer]:
 
 
 def _unit_after(text: str, place: int) -> str:
-    r"""Return the unit that stands right after a box, as in `\boxed{60}$ radians`; "" without one."""
+    r"""Return the unit that stands right after a box or a formula, as in `\boxed{60}$ radians`; "" without one."""
     if DEGREES_AFTER.match(text, place):
         return r"^\circ"
     unit = UNIT_AFTER.match(text, place)
     return rf"\text{{ {unit[1]}}}" if unit and is_unit(unit[1]) else ""
 
 
-def _marked(text: str) -> Iterator[FoundAnswer]:
-    """Yield the values of explicit marks other than boxes, in the order of the text."""
-    found = [FoundAnswer(tag.start(), tag.end(), _content(tag[1])) for tag in TAGGED.finditer(text)]
-    for mark in MARK.finditer(text):
-        value = _value_after(text[mark.end() : mark.end() + LOOK_AHEAD])
-        found.append(FoundAnswer(mark.start(), mark.end(), value if _says_something(value) else ""))
-    yield from (one for one in sorted(found, key=lambda one: one.start) if one.content.strip())
+def _marked(text: str, having: re.Pattern[str] = ANYTHING) -> str:
+    """Return the value of the last explicit mark, other than a box, whose value matches `having`; "" for none."""
+    for mark in sorted([*TAGGED.finditer(text), *MARK.finditer(text)], key=re.Match.start, reverse=True):
+        value = _content(mark[1]) if mark.re is TAGGED else _value_after(text[mark.end() :][:LOOK_AHEAD])
+        if having.search(value) and (mark.re is TAGGED or _says_something(value)):
+            return value
+    return ""
 
 
 def _content(text: str) -> str:
     """Return the only formula of a text, else the text."""
     formulas = _formulas(text)
-    return formulas[0].content if len(formulas) == 1 else text
+    is_only = len(formulas) == 1 and not _is_changed(formulas[0].start, formulas[0].end, text)
+    return formulas[0].content if is_only else text
+
+
+def _is_changed(start: int, end: int, text: str) -> bool:
+    """Return True if the words around a value change it: "less than $7$", "-$7$", "$7$ dozen", "$7$ - $9$"."""
+    before = CLAUSE.split(text[:start])[-1]
+    return CHANGED_BEFORE.search(before) is not None or CHANGED_AFTER.match(text, end) is not None
 
 
 def _neighbours(found: Sequence[FoundAnswer], text: str) -> list[FoundAnswer]:
@@ -199,19 +218,20 @@ def _value_after(text: str) -> str:
     formulas = _formulas(sentence)
     if formulas and not CHOICE.match(sentence):
         return _first_of(formulas, sentence)
-    return sentence.replace("**", "").strip(" *`_\"'")
+    return BOLD_MARK.sub("", sentence).strip(" *`_\"'")
 
 
 def _first_of(formulas: Sequence[FoundAnswer], text: str) -> str:
-    """Return the first formula and formulas right after it; the whole sentence if "or" follows."""
+    """Return the first formula and formulas right after it; the sentence if "or" or a change follows."""
     together = [formulas[0]]
     for after in formulas[1:]:
         if not BETWEEN.fullmatch(text, together[-1].end, after.start):
             break
         together.append(after)
-    if ALTERNATIVE.match(text, together[-1].end):
-        return SENTENCE_END.split(text, maxsplit=1)[0]
-    return _together(together, text)
+    last = together[-1].end
+    if ALTERNATIVE.match(text, last) or _is_changed(together[0].start, last, text):
+        return BOLD_MARK.sub("", SENTENCE_END.split(text, maxsplit=1)[0])
+    return _together(together, text) + _unit_after(text, last)
 
 
 def _last_of(text: str) -> str:
@@ -224,18 +244,21 @@ def _last_of(text: str) -> str:
         return ""
     lines = [line for line in paragraphs[-1].splitlines() if re.search(r"\w", line)]
     sentence = re.split(r"\.\s+", lines[-1].strip(" .`"))[-1] if lines else ""
-    bold, formulas = BOLD.findall(sentence), _formulas(paragraphs[-1])
+    bold, formulas = list(BOLD.finditer(sentence)), _formulas(paragraphs[-1])
     is_hedged = HEDGE.search(sentence) is not None
-    if len(bold) == 1 and not is_hedged and len(bold[0]) < len(sentence) - 4:
-        return str(bold[0])
+    if len(bold) == 1 and not is_hedged and len(bold[0][1]) < len(sentence) - 4:
+        return "" if _is_changed(*bold[0].span(), sentence) else bold[0][1]
     if formulas:
-        return _together(_neighbours(formulas, paragraphs[-1]), paragraphs[-1])
+        last = _neighbours(formulas, paragraphs[-1])
+        is_changed = _is_changed(last[0].start, last[-1].end, paragraphs[-1])
+        return "" if is_changed else _together(last, paragraphs[-1])
     if is_hedged:
         return ""
     sentence = sentence.strip(" .*`")
     assigned = ASSIGNED.search(sentence)
     if assigned is not None:
         return assigned[0]
-    numbers = NUMBER.findall(sentence)
+    numbers = list(NUMBER.finditer(sentence))
     says_so = STATES.search(sentence) or NUMBER.fullmatch(sentence)
-    return numbers[0] if len(numbers) == 1 and says_so else ""
+    is_stated = len(numbers) == 1 and says_so and not _is_changed(*numbers[0].span(), sentence)
+    return numbers[0][0] if is_stated else ""

@@ -108,12 +108,19 @@ def _read_lettered(tokens: Tokens) -> Lettered | None:
     is_value = rest[0].kind not in (TokenKind.SIGN, TokenKind.COMMAND) or rest[0].is_sign(*CHOICE_SIGNS)
     if not tokens[begin + 1].is_sign(*ends) or not is_value:
         return None
-    if rest[0].is_sign("(") and len(rest) > 2 and rest[1].text in set("ABCDEFGHIJ") and rest[2].is_sign(")"):
+    if any(_is_choice(rest, place) for place in range(len(rest))):
         raise UnreadableError("several choices")
     try:
         return Lettered(texts[begin], read(rest))
     except UnreadableError:
         return Lettered(texts[begin], None)
+
+
+def _is_choice(tokens: Tokens, place: int) -> bool:
+    """Return True for "(B)" at a place, unless a name before it makes it an argument, as in "P(B)"."""
+    texts = [token.text for token in tokens[place : place + 3]]
+    is_letter = len(texts) == 3 and (texts[0], texts[2]) == ("(", ")") and texts[1] in set("ABCDEFGHIJ")
+    return is_letter and not (place and tokens[place - 1].kind is NAME)
 
 
 def _read_phrase(tokens: Tokens) -> AnswerValue | None:
@@ -142,23 +149,22 @@ def _read_phrase(tokens: Tokens) -> AnswerValue | None:
     return NOTHING if lowered in words.NO_ANSWER else Phrase(lowered)
 
 
-def _without_parameters(parts: list[list[Token]]) -> tuple[list[list[Token]], list[str]]:
-    r"""Split off parts that declare a parameter, such as `k \in \mathbb{Z}`; return the rest and the names."""
-    kept, names = [], []
+def _without_parameters(parts: list[list[Token]]) -> tuple[list[list[Token]], dict[str, str]]:
+    r"""Split off parts that declare a parameter, such as `k \in \mathbb{Z}`; return the rest and the new names."""
+    kept, names = [], dict[str, str]()
     for part in parts:
         is_declared = len(part) == 3 and part[0].kind is NAME and part[1].is_sign("in")
         if is_declared and part[2].kind is TokenKind.FIELD and len(parts) > 1:
-            names += [part[0].text] if part[2].text != "R" else []
+            if part[2].text != "R":
+                names[part[0].text] = f"parameter {len(names)} in {part[2].text}"
         else:
             kept.append(part)
     return kept, names
 
 
-def _renamed(part: list[Token], parameters: list[str]) -> list[Token]:
+def _renamed(part: list[Token], parameters: dict[str, str]) -> list[Token]:
     return [
-        Token(NAME, f"parameter {parameters.index(token.text)}", token.spaced)
-        if token.kind is NAME and token.text in parameters
-        else token
+        Token(NAME, parameters.get(token.text, token.text), token.spaced) if token.kind is NAME else token
         for token in part
     ]
 
@@ -286,7 +292,9 @@ def _read_enclosed(tokens: Tokens) -> AnswerValue:
     parts, _ = split_at(inner, *SEPARATORS)
     if len(parts) == 1:
         groups = (("(", ")"), ("{", "}"), ("[", "]"))
-        return _read_group(tokens, inner) if (opening, closing) in groups else read_quantity(tokens)
+        if (opening, closing) not in groups:
+            return read_quantity(tokens)
+        return read(inner) if inner else _refuse("empty")  # brackets without a meaning
     items = tuple(item for part in parts for item in _read_with_signs(part))
     if opening == "{" and closing == "}":
         return Collection(items)
@@ -295,11 +303,6 @@ def _read_enclosed(tokens: Tokens) -> AnswerValue:
     if opening in ("(", "[") and closing in (")", "]"):
         return Bracketed(opening, closing, items)
     return _refuse(closing)
-
-
-def _read_group(tokens: Tokens, inner: Tokens) -> AnswerValue:
-    """Read an answer whose brackets have no meaning."""
-    return read(inner) if inner else _refuse("empty")
 
 
 def _refuse(text: str) -> AnswerValue:

@@ -90,8 +90,13 @@ def _spelling(tokens: tuple[Token, ...]) -> list[tuple[bool, str]]:
 
 
 def _is_in_own_braces(tokens: tuple[Token, ...], index: int) -> bool:
-    """Return True for a token with a brace directly before and after it, such as the 2 of `x^{2}`."""
+    """Return True for a token with a brace directly before and after it, such as the 2 of `x^{2}`.
+
+    A number of several digits needs its braces: `\\frac{12}{3}` is not `\\frac12 3`.
+    """
     if not 0 < index < len(tokens) - 1 or tokens[index].is_sign("{", "}"):
+        return False
+    if tokens[index].kind is TokenKind.NUMBER and len(tokens[index].text) > 1:
         return False
     return tokens[index - 1].is_sign("{") and tokens[index + 1].is_sign("}")
 

@@ -222,10 +222,8 @@ def look_up(word: str) -> tuple[str, Fraction] | None:
 
 def is_unit(text: str) -> bool:
     """Return True for a unit such as "km/h" that is no other word of the language."""
-    words = text.split("/")
-    return all(
-        word.lower() not in ("in", "a", "am", "as", "at", "h", "t", "score") and look_up(word) for word in words
-    )
+    is_other_word = text.lower() in ("in", "a", "am", "as", "at", "h", "t", "score")
+    return not is_other_word and all(map(look_up, text.split("/")))
 
 
 def make_unit(factors: list[tuple[str, int]]) -> MeasureUnit | None:
@@ -345,7 +343,7 @@ ROW_SPACING = re.compile(r"(?<=\\\\)\[[^\]]*\]")
 OPEN_LEFT = re.compile(r"(^|\\cup|\\in|=)\s*\]([^\[\]]+,[^\[\]]+)([\[\]])")  # "]1, 2[", as the French write
 OPEN_RIGHT = re.compile(r"(^|\\cup|\\in|=)\s*\[([^\[\]]+,[^\[\]]+)\[")
 DOTS_OF_DECIMAL = re.compile(r"(\d\.\d+)\s*(?:\\[lc]?dots|\.\.\.)")
-ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
+ORDINAL = re.compile(r"(?<=\d)(?:(?:st|nd|rd|th)\b|\^\{?\\text\{(?:st|nd|rd|th)\}\}?)")
 TIME_OF_DAY = re.compile(r"(?i)(?<![A-Za-z])([ap])\.\s?m\b\.?")
 UNITS_OF_SPEED = re.compile(r"(?<=[\d}])\s*\b((?:m|km|ft|mi|cm)/(?:s|h|hr|min)(?:\^\{?2\}?)?)$")
 UNIT_FRACTION = re.compile(r"\\frac\{\\(?:text|mathrm)\{([^{}]*)\}\}\{\\(?:text|mathrm)\{([^{}]*)\}(\^\{?2\}?)?\}")

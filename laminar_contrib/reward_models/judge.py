@@ -22,11 +22,11 @@ import aiohttp
 import msgspec
 from pydantic import model_validator
 
+from laminar_contrib.text_terms import missing_answer
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, ServerAddress, TryAgainError
-from laminar_py.reward import missing_answer
 
 BUSY = {408, 425, 429, 500, 502, 503, 504}
 ANSWER_S = 5.0  # for a server to answer before a run

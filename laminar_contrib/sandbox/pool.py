@@ -95,14 +95,17 @@ class SandboxPool:
         program: str,
         *,
         stdin: str | bytes = b"",
+        preamble: str = "",
         files: Mapping[str, bytes] | None = None,
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
         """Run a program as a script, with standard input and with `files` in its folder, by name.
 
+        `preamble` is code that runs before it in its namespace, such as helper functions that its prompt gave.
         Raises `ValueError` for a name that leads out of the folder, `SandboxError` if the sandbox itself fails.
         """
-        return await self._run(ProgramPayload(program=_text(program)), stdin, files, limits)
+        payload = ProgramPayload(program=_text(program), preamble=preamble)
+        return await self._run(payload, stdin, files, limits)
 
     async def call(
         self,
@@ -116,10 +119,9 @@ class SandboxPool:
     ) -> SandboxResult:
         """Run a program and call one of its functions, e.g. "solve", or "Solution.solve" on a new `Solution()`.
 
-        `preamble` is code that runs before it in its namespace, such as imports that its prompt gave.
-        Arguments travel as JSON. The value returns as `value_json`, in which tuples and iterators are
-        lists; a set {9, 10} is `{"a set of": [10, 9]}`. It is None unless the label is `ok`. The program
-        can forge this value, so compare it outside. Raises as `run` does, and `ValueError` for arguments
+        `preamble` as in `run`. Arguments travel as JSON. The value returns as `value_json`, in which tuples and
+        iterators are lists; a set {9, 10} is `{"a set of": [10, 9]}`. It is None unless the label is `ok`. The
+        program can forge this value, so compare it outside. Raises as `run` does, and `ValueError` for arguments
         that JSON cannot express.
         """
         try:

@@ -18,7 +18,7 @@ Json: TypeAlias = Any  # a value that JSON can express
 
 SHOWN = 160  # characters of a call, in a message
 SPACE = re.compile(r"\s*")
-BARE = re.compile(r"\s*\{")  # a call without a mark may begin so
+NEVER = re.compile(r"(?!)")
 
 
 class CallFamily(StrEnum):
@@ -60,12 +60,11 @@ class CallFormat(Protocol):
     """Format of a family's tool calls."""
 
     result_form: str  # format of a tool's result, with `{}` for the result
+    mark: re.Pattern[str]  # begins a call anywhere in a text
+    bare: re.Pattern[str]  # begins a call where the model has written nothing before but its reasoning
 
-    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
-        """Return the next call behind a place, with the calls that follow it directly; [] if there is none.
-
-        `at_start` says that the model has written nothing before this place but its reasoning.
-        """
+    def read_calls(self, text: str, start: int) -> list[FoundCall]:
+        """Return the call whose mark, or whose bare form, is at `start`, and calls that follow it directly."""
         ...
 
 
@@ -90,18 +89,17 @@ def read_turn(turn: str, form: CallFormat) -> tuple[str, list[Call]]:
     """
     texts, calls = list[str](), list[Call]()
     place, is_reasoning, at_start = 0, False, True
-    found: list[FoundCall] = []  # the next calls behind `place`
-    is_stale = True
+    tag, mark = THINK_TAG.search(turn), form.mark.search(turn)
     while True:
-        tag = THINK_TAG.search(turn, place)
-        if not is_reasoning and (is_stale or (found and found[0].start < place)):
-            found, is_stale = form.next_calls(turn, place, at_start=at_start), False
-        if not is_reasoning and found and (tag is None or found[0].start < tag.start()):
-            for one in found:
-                texts.append(turn[place : one.start])
-                calls.append(one.call)
-                place = one.end
-            at_start, is_stale = False, True
+        tag, mark = _at_or_behind(place, turn, tag), _at_or_behind(place, turn, mark)
+        is_bare = at_start and form.bare.match(turn, place) is not None
+        start = place if is_bare else len(turn) if mark is None else mark.start()
+        if not is_reasoning and start < (len(turn) if tag is None else tag.start()):
+            for found in form.read_calls(turn, start):
+                texts.append(turn[place : found.start])
+                calls.append(found.call)
+                place = found.end
+            at_start = False
             continue
         if tag is None:
             return "".join([*texts, turn[place:]]), calls
@@ -110,31 +108,32 @@ def read_turn(turn: str, form: CallFormat) -> tuple[str, list[Call]]:
         if tag[1] == "</think>" and not is_reasoning:  # all before it was reasoning
             calls.clear()
         texts.append(turn[place : tag.end()])
-        was_reasoning, is_reasoning, place = is_reasoning, tag[1] == "<think>", tag.end()
-        if not is_reasoning:
-            at_start |= not calls and (was_reasoning or tag[1] == "</think>")
-            is_stale |= at_start and BARE.match(turn, place) is not None
+        at_start |= not calls and tag[1] == "</think>"
+        is_reasoning, place = tag[1] == "<think>", tag.end()
+
+
+def _at_or_behind(place: int, text: str, found: re.Match[str] | None) -> re.Match[str] | None:
+    """Return the first match at or behind `place`; `found` is the first behind an earlier place, or None."""
+    return found if found is None or found.start() >= place else found.re.search(text, place)
 
 
 class HermesCalls:
     """JSON between marks, with text around: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`."""
 
     result_form = "{}"
-    mark, _close = "<tool_call>", "</tool_call>"  # around a call
+    mark, bare = re.compile("<tool_call>"), NEVER
+    _close = "</tool_call>"
 
-    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
-        """Return the next call; an unclosed call is broken and lasts to the end."""
-        begin = text.find(self.mark, place)
-        if begin < 0:
-            return []
-        start = begin + len(self.mark)
-        call, end = _read_call(text, start, "arguments")
-        closed = text.find(self._close, start if end is None else end)
+    def read_calls(self, text: str, start: int) -> list[FoundCall]:
+        """Return the call; an unclosed call is broken and lasts to the end."""
+        begin = start + len(self.mark.pattern)
+        call, end = _read_call(text, begin, "arguments")
+        closed = text.find(self._close, begin if end is None else end)
         if closed < 0:
-            return [FoundCall(begin, len(text), BrokenCall(f"no {self._close} after it"))]
+            return [FoundCall(start, len(text), BrokenCall(f"no {self._close} after it"))]
         if end is not None and text[end:closed].strip():
             call = BrokenCall(f"more than one JSON object before {self._close}")
-        return [FoundCall(begin, closed + len(self._close), call)]
+        return [FoundCall(start, closed + len(self._close), call)]
 
 
 class LlamaCalls:
@@ -144,22 +143,21 @@ class LlamaCalls:
     """
 
     result_form = "{}"
-    mark = "<|python_tag|>"  # before a call
-    _begin = re.compile(r'\s*\{\s*"(?:name|type|parameters)"\s*:')  # other JSON may be an answer
+    mark = re.compile(r"<\|python_tag\|>")
+    bare = re.compile(r'\s*\{\s*"(?:name|type|parameters)"\s*:')  # other JSON may be an answer
     _between = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 
-    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
-        """Return the next calls, up to the first one without an end."""
-        begin = place if at_start and self._begin.match(text, place) else text.find(self.mark, place)
+    def read_calls(self, text: str, start: int) -> list[FoundCall]:
+        """Return the calls, up to the first one without an end."""
         found: list[FoundCall] = []
-        end: int | None = begin
-        while end is not None and end >= 0:
-            start = self._after(text, end)
-            if found and text[start : start + 1] != "{":
+        end: int | None = start
+        while end is not None:
+            begin = self._after(text, end)
+            if found and text[begin : begin + 1] != "{":
                 break
-            call, end = _read_call(text, start, "parameters", "arguments")
-            found.append(FoundCall(begin, len(text) if end is None else end, call))
-            begin = found[-1].end
+            call, end = _read_call(text, begin, "parameters", "arguments")
+            found.append(FoundCall(start, len(text) if end is None else end, call))
+            start = found[-1].end
         return found
 
     def _after(self, text: str, place: int) -> int:
@@ -181,19 +179,19 @@ class TagCalls:
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self._arguments = arguments
-        self.marking = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
+        self.mark = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
+        self.bare = NEVER
 
-    def next_calls(self, text: str, place: int, *, at_start: bool) -> list[FoundCall]:
-        """Return the next call; an unclosed call is broken and lasts to the end."""
-        opening = self.marking.search(text, place)
-        if opening is None:
-            return []
-        name, start = opening[1], opening.end()
-        closed = text.find(f"</{name}>", start)
+    def read_calls(self, text: str, start: int) -> list[FoundCall]:
+        """Return the call; an unclosed call is broken and lasts to the end."""
+        opening = self.mark.match(text, start)
+        assert opening is not None, "a mark begins at `start`"
+        name = opening[1]
+        closed = text.find(f"</{name}>", opening.end())
         if closed < 0:
-            return [FoundCall(opening.start(), len(text), BrokenCall(f"no </{name}> after <{name}>"))]
-        call = ToolCall(name, {self._arguments[name]: text[start:closed]})
-        return [FoundCall(opening.start(), closed + len(f"</{name}>"), call)]
+            return [FoundCall(start, len(text), BrokenCall(f"no </{name}> after <{name}>"))]
+        call = ToolCall(name, {self._arguments[name]: text[opening.end() : closed]})
+        return [FoundCall(start, closed + len(f"</{name}>"), call)]
 
 
 def _read_call(text: str, start: int, *keys: str) -> tuple[Call, int | None]:

@@ -68,7 +68,7 @@ class SharedWeights(Subscriber):
     async def pull(self, version: int | None = None) -> PulledVersion:
         """Pull that version, or the newest; a version that another replica has just pulled is not pulled again."""
         async with self._pulling:
-            wanted = await self.latest() if version is None else version
+            wanted = await self.wait_newer(-1) if version is None else version
             if self._pulled is None or self._pulled.version != wanted:
                 self._pulled = await super().pull(version)
             return self._pulled

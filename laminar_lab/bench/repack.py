@@ -115,6 +115,5 @@ def _arm_config(model: FleetModel, arm: str, *, seed: int) -> RunConfig:
         "rollout.group_size": GROUP,
         "repack.interval_s": 5,
         "repack.max_stall_s": 5,
-        "repack.roofline_batch": "null",
     }
     return load_config(CONFIG, [*(f"{key}={value}" for key, value in settings.items()), *ARMS[arm]])

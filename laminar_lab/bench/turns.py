@@ -150,10 +150,6 @@ class FolderWeights:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def latest(self) -> int:
-        """See `WeightSource.latest`."""
-        return VERSION
-
     async def wait_newer(self, version: int) -> int:
         """See `WeightSource.wait_newer`."""
         if version >= VERSION:

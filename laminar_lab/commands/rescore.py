@@ -27,7 +27,7 @@ def rescore(
     from laminar_py.config import load_config
     from laminar_py.ledger import RunFolder
 
-    settings = load_config(RunFolder(run).config, overrides or [])
+    settings = load_config(RunFolder(run).config, [f"runs={run.resolve().parent}", *(overrides or [])])
     known: dict[str, RecordedScore] = {}
 
     def requests() -> Iterable["ScoringRequest"]:

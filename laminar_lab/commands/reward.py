@@ -161,7 +161,7 @@ async def _score(
     """Score requests, pass each score to `record`, print progress on standard error, and return the seconds."""
     from laminar_lab.reward_samples import score_all
     from laminar_py.data import load_tokenizer
-    from laminar_py.reward import Scorer
+    from laminar_py.reward import Scorer, WriteFence
 
     async with (
         open_pools(settings.reward, logs) as launched,
@@ -172,6 +172,7 @@ async def _score(
             decode=load_tokenizer(settings.model.path).decode,
             folder=logs,
             name="reward",
+            fence=WriteFence(str(settings.runs), str(settings.relay.shm)),
             launched=launched,
         ) as scorer,
     ):

@@ -118,7 +118,6 @@ def known_speed(config: RunConfig) -> EngineSpeed:
         step_s_per_sequence=0.0,
         step_s_per_token=times.kv_token_s / fast,
         prefill_tokens_per_s=times.prefill_tokens_per_s * fast,
-        roofline_batch=config.rollout.max_batch,
     )
 
 

@@ -206,7 +206,7 @@ class SimulatedFleet:
         speed, _ = await self._lives[0].replica.measure_speed(
             vocab=VOCAB, max_len=rollout.max_len, sampling=sampling
         )
-        return speed.with_roofline(self._config.repack.roofline_batch)
+        return speed
 
     @property
     def generated_tokens(self) -> int:

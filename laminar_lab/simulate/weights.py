@@ -42,17 +42,13 @@ class PulledWeights:
     def __init__(self, relay: ModelledRelay, replica: int) -> None:
         self._relay, self._replica = relay, replica
 
-    async def latest(self) -> int:
-        """Return the newest version; wait for the first."""
-        return await self._relay.wait_newer(-1)
-
     async def wait_newer(self, version: int) -> int:
         """Wait for a version above `version`; return the newest."""
         return await self._relay.wait_newer(version)
 
     async def pull(self, version: int | None = None) -> PulledVersion:
         """Hold a version, by default the newest, until the next pull. Raises `VersionLostError`."""
-        newest = await self.latest()
+        newest = await self.wait_newer(-1)
         number = newest if version is None else version
         await self._relay.wait_newer(number - 1)  # wait if the version is on its way to this host
         if not self._relay.has_version(number):

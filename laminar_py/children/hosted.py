@@ -1,8 +1,8 @@
 """Start, call and end processes that run user code or model code, with fences or without.
 
 Processes of reward functions (`reward.calls`), the launcher of agents and the zygotes of sandbox slots are each a
-`HostedProcess`. A hosted process has no standard input and prints into a log. A call ends with an answer, a
-timeout, or `ProcessLostError` with the last line of the log.
+`HostedProcess`. A hosted process has no standard input. We copy its output into a log and keep the last megabytes.
+A call ends with an answer, a timeout, or `ProcessLostError` with the last line of the log.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ INHERITED_VARIABLES = (  # a hosted module sees these of our environment variabl
     "OMP_NUM_THREADS",
 )
 MOST_BYTES = 1 << 28  # largest answer; an untrusted process states the size itself
+LOG_BYTES = 1 << 24  # of a log; a longer log loses its older half
+OUTPUT_BYTES = 1 << 20  # read at a time; the largest pipe of Linux holds no more
 TAIL_BYTES = 2000
 
 
@@ -68,6 +70,9 @@ class HostedProcess:
         self._control = control
         self._reader, self._writer = reader, writer
         self._log = log
+        if process.stdout is not None:
+            os.set_blocking(process.stdout.fileno(), False)
+            asyncio.get_running_loop().add_reader(process.stdout, self._copy_output)
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._listening = asyncio.get_running_loop().create_task(self._listen(), name=f"hosted-{process.pid}")
@@ -80,14 +85,16 @@ class HostedProcess:
     ) -> "HostedProcess":
         """Start `command` in a new session, with the descriptor of its socket to us as an extra last argument.
 
-        The process appends its output to `log`; None discards the output.
+        Its output is appended to the file `log`; None discards the output. While our event loop is busy, a process
+        that prints much waits.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
-                process = _start_process(command, theirs.fileno(), environment=environment, log=log, cwd=cwd)
+                output = subprocess.DEVNULL if log is None else subprocess.PIPE
+                process = _start_process(command, theirs.fileno(), environment=environment, output=output, cwd=cwd)
             except BaseException:
                 writer.close()
                 raise
@@ -145,11 +152,26 @@ class HostedProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self.is_lost = True
+        self._copy_output(last=True)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ProcessLostError(why, last_line(self._log) or "it wrote nothing"))
                 answer.exception()  # mark it as retrieved: a cancelled caller does not await it
         self._waiting.clear()
+
+    def _copy_output(self, *, last: bool = False) -> None:
+        """Append to the log what the process has printed since; after the `last` time, or at its end, close."""
+        output = self._process.stdout
+        if output is None or output.closed:
+            return
+        with suppress(BlockingIOError):
+            text = os.read(output.fileno(), OUTPUT_BYTES)
+            if self._log is not None:
+                append_bounded(self._log, text)
+            last = last or not text
+        if last:
+            asyncio.get_running_loop().remove_reader(output)
+            output.close()
 
     def _cancel(self, number: int) -> None:
         """Ask the process to end call `number`, by an empty body, unless the call has its answer."""
@@ -191,23 +213,41 @@ class HostedProcess:
 
 
 def _start_process(
-    command: Sequence[str], control: int, *, environment: Mapping[str, str], log: Path | None, cwd: str
+    command: Sequence[str], control: int, *, environment: Mapping[str, str], output: int, cwd: str
 ) -> "subprocess.Popen[bytes]":
-    """Start a process that inherits the descriptor `control` and writes into `log`.
+    """Start a process that inherits the descriptor `control`; `output` is `subprocess.PIPE` or `DEVNULL`.
 
     This blocks for milliseconds. In a thread, a cancelled caller could lose track of the new process.
     """
-    with open(os.devnull if log is None else log, "ab") as output:
-        return subprocess.Popen(
-            [*command, str(control)],
-            env=environment,
-            cwd=cwd,
-            pass_fds=[control],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        [*command, str(control)],
+        env=environment,
+        cwd=cwd,
+        pass_fds=[control],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def append_bounded(log: Path, text: bytes) -> None:
+    """Append `text` to a log, and keep its size bounded; on a full disk `text` is lost."""
+    with suppress(OSError), log.open("ab") as file:
+        file.write(text)
+    trim_log(log)
+
+
+def trim_log(log: Path) -> None:
+    """Delete the older half of a log above `LOG_BYTES`. Processes may append to it meanwhile."""
+    with suppress(OSError), log.open("a+b") as file:
+        if file.tell() > LOG_BYTES:
+            file.seek(-LOG_BYTES // 2, os.SEEK_END)
+            file.readline()  # the rest of a line
+            kept = file.read()
+            file.truncate(0)
+            file.write(b"(earlier lines were deleted)\n" + kept)
 
 
 def last_line(log: Path | None) -> str:

@@ -1,7 +1,7 @@
 """Landlock: a process restricts for itself which files it may open, below the rights of its user.
 
 Two callers: a sandbox of `laminar_contrib` (`ruleset`), and processes of user code that must not write into the
-record of a run (`forbid_writes`).
+record or the weights of a run (`forbid_writes`).
 
 Source: https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -9,7 +9,8 @@ Source: https://docs.kernel.org/userspace-api/landlock.html
 import ctypes
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 
 from laminar_py.children import kernel
@@ -97,17 +98,18 @@ def restrict(fence: int) -> None:
     kernel.syscall(RESTRICT_SELF, ctypes.c_int(fence), ctypes.c_uint32(0))
 
 
-def forbid_writes(folder: Path) -> bool:
-    """Forbid this process and its children to write below `folder`, in /proc and in /sys.
+def forbid_writes(folders: Sequence[Path]) -> bool:
+    """Forbid this process and its children to write below `folders`, in /proc and in /sys.
 
-    The processes also cannot create or remove entries in the folders above `folder`. Root loses its
+    The processes also cannot create or remove entries in the folders above `folders`. Root loses its
     capabilities, so it cannot read the memory or environment of other processes. Returns False if the kernel has
     no Landlock; then this only drops the capabilities.
     """
+    closed = {*KERNEL, *(folder.resolve() for folder in folders)}
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     fenced = bool(version())
     if fenced:
-        fence = _writes_ruleset([(str(path), WRITES) for path in _writable_paths(folder.resolve())])
+        fence = _writes_ruleset([(str(path), WRITES) for path in _writable_paths(Path("/"), closed)])
         try:
             restrict(fence)
         finally:
@@ -116,12 +118,18 @@ def forbid_writes(folder: Path) -> bool:
     return fenced
 
 
-def _writable_paths(folder: Path) -> Iterator[Path]:
-    """Yield the siblings of a folder and of each folder above it: the paths that stay writable."""
-    for above in folder.parents:
-        inner = folder.relative_to(above).parts[0]
-        with os.scandir(above) as entries:
-            for entry in entries:
-                path = Path(entry.path)
-                if entry.name != inner and not entry.is_symlink() and path not in KERNEL:
-                    yield path
+def _writable_paths(folder: Path, closed: Set[Path]) -> Iterator[Path]:
+    """Yield the largest folders and files in `folder` that neither are nor contain a path of `closed`.
+
+    A folder that contains one and cannot be listed yields nothing.
+    """
+    above = {parent for path in closed for parent in path.parents}
+    with suppress(PermissionError), os.scandir(folder) as entries:
+        for entry in entries:
+            path = Path(entry.path)
+            if path in closed or entry.is_symlink():
+                continue
+            if path in above:
+                yield from _writable_paths(path, closed)
+            else:
+                yield path

@@ -1,10 +1,9 @@
 """The command `laminar`. `main` owns the signals before it imports anything that takes time."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from laminar_py._lazy import public_names
-from laminar_py.runtime.orchestrator.signals import SIGNALS
+from laminar_py.runtime.orchestrator.signals import SIGNALS, write_line
 
 if TYPE_CHECKING:
     from laminar_py.cli.command import app as app
@@ -22,5 +21,5 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        print("laminar: stopped", file=sys.stderr)
+        write_line("laminar: stopped")
         raise SystemExit(130) from None

@@ -111,6 +111,8 @@ def run() -> None:
     except RunFailedError as error:
         _exit(str(error), code=1)
     except Exception as error:  # noqa: BLE001 - a bug of ours; a run has already logged its traceback
+        if isinstance(error, PermissionError) and error.filename is not None:
+            _exit(f"{error.filename}: {error.strerror}; grant access to it, or name another path", code=2)
         with tempfile.NamedTemporaryFile("w", prefix="laminar-", suffix=".log", delete=False) as file:
             file.write(traceback.format_exc())
         _exit(unexpected_message(error, Path(file.name)), code=1)

@@ -95,6 +95,11 @@ class TermConfig(Section):
         return 1
 
     @property
+    def opens_shm(self) -> bool:
+        """Whether the function may write below `relay.shm`, where the weights of runs are."""
+        return False
+
+    @property
     def memory_bytes(self) -> int | None:
         """Most address space of each process, bytes; None: no limit."""
         return None
@@ -108,6 +113,9 @@ class FunctionTerm(TermConfig):
     """`path/to/file.py:function`."""
     most_processes: Count = 1
     """Most processes of each scorer; it starts one more when a response waits for a slow call."""
+    multiprocessing: bool = False
+    """The function may write to `relay.shm`, as locks, queues and pools of `multiprocessing` need. It could then
+    also change the weights that engines load from there."""
     gives_columns: ClassVar[bool] = True
 
     @property
@@ -119,6 +127,11 @@ class FunctionTerm(TermConfig):
     def processes(self) -> int:
         """Most processes of a scorer that call the function."""
         return self.most_processes
+
+    @property
+    def opens_shm(self) -> bool:
+        """Whether the function may write below `relay.shm`, where the weights of runs are."""
+        return self.multiprocessing
 
 
 class ServedReward(Protocol):
@@ -175,9 +188,6 @@ REWARDS = Registry(
     field="reward.use.kind",
     group="laminar_py.rewards",
     built_in={
-        "exact": "laminar_py.reward.terms:EXACT",
-        "format": "laminar_py.reward.terms:FORMAT",
-        "length": "laminar_py.reward.terms:LENGTH",
         "environment": "laminar_py.reward.terms:ENVIRONMENT",
         FUNCTION: "laminar_py.reward.terms:FUNCTION_KIND",
     },

@@ -276,9 +276,6 @@ class RepackConfig(Section):
     max_stall_s: Seconds = 5.0
     """`predictive`: longest prefill that one round may cost a destination, seconds. A source that cannot be
     emptied within it keeps its trajectories."""
-    roofline_batch: Count | None = None
-    """`paper`: largest decode batch of a destination, up to which a larger batch costs an engine no time. Default:
-    measured on an idle engine before the first run, and cached."""
 
 
 def can_repack(schedule: Schedule, rollout: RolloutConfig) -> bool:

@@ -5,6 +5,7 @@ chat endpoint give them (`tests/data/test_chat_sglang.py`).
 """
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from laminar_py.config.registry import in_one_line
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import PROBE, Tokenizer
 from laminar_py.records.codec import IntArray
-from laminar_py.records.reasoning import THINK_TAG
+from laminar_py.records.reasoning import TAGS, THINK_TAG
 
 REMEDY = "fix the messages, name a model that was trained on chats, or write prompts as text"
 WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # fields of a message with text of the model
@@ -122,6 +123,11 @@ class PromptEncoder:
         self._end = tokenizer.eos_ids[0]
         self._model_dir = model_dir
         self._settings = settings
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the environment defines tools, which the template then writes into each prompt."""
+        return bool(self._tools)
 
     def write(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> str:
         """Return a prompt as the model reads it, up to the place where the assistant's answer begins.
@@ -245,14 +251,18 @@ class PromptEncoder:
         name, arguments = "probe", {"value": PROBE}
         parameters = {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]}
         tool = {"type": "function", "function": {"name": name, "description": "Probes.", "parameters": parameters}}
-        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         asked: list[Turn] = [user_turn("?")]
-        with contextlib.suppress(TemplateError):
-            before = self.conversation(asked, answers=True, tools=[tool])
+        for given in (arguments, json.dumps(arguments)):  # some templates take arguments as text alone
+            call = {"type": "function", "function": {"name": name, "arguments": given}}
             answered: list[Turn] = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            text = self.conversation(answered, answers=False, tools=[tool]).removeprefix(before)
-            if PROBE in text:
-                self._environment.check_call(text, name, arguments)
+            with contextlib.suppress(TemplateError):
+                opening = self.conversation(asked, answers=True, tools=[tool])
+                text = self.conversation(answered, answers=False, tools=[tool])
+                unopened = opening.rpartition(TAGS[0])[0]  # some templates leave reasoning out of answered turns
+                text = text.removeprefix(opening if text.startswith(opening) else unopened)
+                if PROBE in text:
+                    self._environment.check_call(text, name, arguments)
+                    return
 
     def _turn_ends(self, messages: Sequence[Turn]) -> tuple[int, ...]:
         """Return (id,) of the special token that the template writes after an assistant's turn; () without one."""

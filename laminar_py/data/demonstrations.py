@@ -4,6 +4,7 @@ Every response ends in one end of sequence; after messages this is the token tha
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ class _DemonstrationRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[Message] | None = None
     messages: list[Message] | None = None
     response: str | None = None
+    tools: Any = None  # definitions, which the template gets from the environment instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,9 @@ def read_demonstrations(
     """
     demonstrations = []
     for row, line, written in read_records(source, _DemonstrationRow):
+        if line.tools and not encoder.has_tools:
+            remedy = "name the tools in environment, as RL has them, or leave the column out"
+            raise source.error(row, "the template gets no `tools` of a row", value=written, remedy=remedy)
         try:
             prompt, answer = _prompt_and_answer(source, row, line, written)
             prompt_text, prompt_ids = encoder.encode(prompt, answered=True)

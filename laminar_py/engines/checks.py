@@ -51,11 +51,11 @@ def _is_outside(ids: IntArray, vocab: int) -> bool:
 WeightsLayout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
 
-def weights_layout(folder: Path) -> WeightsLayout:
+def weights_layout(folder: Path, *, before: WeightsLayout | None = None) -> WeightsLayout:
     """Read names, shapes and dtypes of all tensors in the safetensors headers of `folder`.
 
     A server crashes on tensors of other names or shapes, so engines compare them first. Raises `RefusedError` if
-    there is no file, or a file cannot be read.
+    there is no file, a file cannot be read, or the layout differs from `before`, that of the version before.
     """
     layout: WeightsLayout = {}
     try:
@@ -68,4 +68,8 @@ def weights_layout(folder: Path) -> WeightsLayout:
         raise RefusedError(f"weights in {folder} cannot be read: {error}; publish them again") from None
     if not layout:
         raise RefusedError(f"no *.safetensors in {folder}; publish the version again")
+    if before not in (None, layout):
+        raise RefusedError(
+            f"weights in {folder}: has other tensors than the version before; publish the same tensors"
+        )
     return layout

@@ -105,9 +105,8 @@ def open_reader(path: Path, *, immutable: bool = False) -> sqlite3.Connection:
 def reading(run: Path) -> Iterator[sqlite3.Connection]:
     """Open a read-only connection that sees one state of the ledger. Raises `LedgerError`, also in the block."""
     path = ledger_path(run)
-    is_sealed = (path.parent / SEAL_NAME).is_file() and not logs_of(
-        path
-    )  # and unchanged, so no process writes to it
+    # a sealed ledger without logs is unchanged, so no process writes to it
+    is_sealed = (path.parent / SEAL_NAME).is_file() and not logs_of(path)
     with closing(open_reader(path, immutable=is_sealed)) as connection, _as_ledger_error(path):
         connection.execute("BEGIN")
         yield connection

@@ -74,10 +74,8 @@ class View:
         self._progress = "starting"  # of the learner
         self._progressed_s = time.monotonic()
         self._evaluated: dict[str, str] = {}  # last mean by set
-        self._live: Live | None = None
-        if console.is_terminal:
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-            self._live.start()
+        # the first drawing starts it, which hides the cursor; an evaluation draws none
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def progress(self, progress: LearnerProgress) -> None:
         """Show the progress of a starting learner; without a terminal print a line every `PROGRESS_EVERY_S`."""
@@ -111,7 +109,8 @@ class View:
     def notice(self, line: str) -> None:
         """Print a line without markup; on a terminal it stands above the live screen."""
         self._printed_s = time.monotonic()
-        with suppress(OSError):  # the terminal is closed, and the end of the run is near
+        # the terminal is closed, or the pipe: rich raises SystemExit, and prints nothing from then on
+        with suppress(OSError, SystemExit):
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
@@ -129,7 +128,8 @@ class View:
     def close(self) -> None:
         """Remove the live screen from the terminal."""
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # as in `notice`
+                self._live.stop()
 
     def _draw(self, live: Live, stats: Stats, version: int, lines: list[str]) -> None:
         """Redraw the view; before the first version it shows only the progress of the start."""
@@ -140,6 +140,7 @@ class View:
         figures = [] if self._row is None else [_figure_table(self._row, self._steps, evaluated)]
         body = Group(*figures, _replica_table(stats, version), *(Text(line) for line in shown if line))
         with suppress(OSError):  # as in `notice`
+            live.start()  # the first time only
             live.update(Panel(body, title="laminar", expand=False), refresh=True)
 
 

@@ -178,8 +178,8 @@ class Stats:
         stall_s: float,
     ) -> StepRow:
         """Return the row of a committed step, and begin the figures of the next step."""
-        learned, totals, now = self._add_trained(batch, metrics), self.totals, self.rl_s
-        waited_s, reference_s = self._close_step(now)
+        learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
+        waited_s, reference_s = self._close_step(now, batch, learned)
         row = StepRow(
             step=step,
             version=version,
@@ -220,21 +220,15 @@ class Stats:
         """Update the totals from a row and return the row; log the first time that a metric is not finite."""
         self.totals.generated_tokens = row.generated_tokens
         self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
-        names = [name for name in row.not_finite if name not in self._not_finite]
-        if names:
+        if names := [name for name in row.not_finite if name not in self._not_finite]:
             self._not_finite.update(names)
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _add_trained(self, batch: Sequence[TrajectoryRef], metrics: StepMetrics | None) -> StepMetrics:
-        """Add a step's trained tokens and reference time to the totals; return its metrics, zeros for None."""
-        learned = metrics or NOTHING_LEARNED
+    def _close_step(self, now: float, batch: Sequence[TrajectoryRef], learned: StepMetrics) -> tuple[float, float]:
+        """End the step's figures at RL time `now`, with its `batch`; return its seconds of wait and reference."""
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
-        return learned
-
-    def _close_step(self, now: float) -> tuple[float, float]:
-        """End the step's figures at RL time `now`, and begin the next step's."""
         began = self._batch_rl_s
         waited_s = (now if began is None else began) - self._learner_free_rl_s
         reference_s = self.totals.reference_busy_s - self._reference_s

@@ -5,7 +5,7 @@ The controller writes it at the end of a run; `laminar train`, trackers and the 
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median
 
 import msgspec
@@ -136,6 +136,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unscored: UnscoredFigures
 
 
+def _median(values: Collection[float]) -> float | None:
+    return median(values) if values else None
+
+
 def relay_figures(events: Sequence[Event]) -> RelayFigures:
     """Return the figures of weight versions from the ledger's events."""
     published = [event for event in events if isinstance(event, VersionPublished)]
@@ -147,8 +151,8 @@ def relay_figures(events: Sequence[Event]) -> RelayFigures:
     num_bytes = sum(event.num_bytes for event in relayed)
     return RelayFigures(
         len({event.version for event in published}),
-        median(stalls) if stalls else None,
-        median(spreads.values()) if spreads else None,
+        _median(stalls),
+        _median(spreads.values()),
         sum(event.wire_bytes for event in relayed) / num_bytes if num_bytes else None,
     )
 
@@ -160,7 +164,7 @@ def repack_figures(events: Sequence[Event]) -> RepackFigures:
         rounds=len(rounds),
         running=sum(event.num_running for event in rounds),
         waiting=sum(event.num_waiting for event in rounds),
-        round_s=median(event.elapsed_s for event in rounds) if rounds else None,
+        round_s=_median([event.elapsed_s for event in rounds]),
         prefill_max=max((event.prefill for event in rounds), default=0),
     )
 
@@ -168,11 +172,8 @@ def repack_figures(events: Sequence[Event]) -> RepackFigures:
 def checkpoint_figures(events: Sequence[Event]) -> CheckpointFigures:
     """Return the figures of all recorded checkpoints, also of deleted and rolled-back ones."""
     saved = [event for event in events if isinstance(event, Checkpointed)]
-    if not saved:
-        return CheckpointFigures(0, None, None)
-    return CheckpointFigures(
-        len(saved), median(event.stall_s for event in saved), median(event.elapsed_s for event in saved)
-    )
+    stalls, elapsed = [event.stall_s for event in saved], [event.elapsed_s for event in saved]
+    return CheckpointFigures(len(saved), _median(stalls), _median(elapsed))
 
 
 def evaluation_figures(evaluations: Iterable[Evaluated]) -> list[EvaluationFigures]:

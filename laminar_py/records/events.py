@@ -31,9 +31,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     drain: bool  # True: each trajectory has one version
     max_staleness: int | None  # bound on the staleness of consumed trajectories; None: no bound
     resumed_step: int | None = None  # step of the checkpoint that it started from; None: no checkpoint
-    data: dict[str, str] = field(
-        default_factory=dict
-    )  # field of the config that names a source -> digest of its rows
+    data: dict[str, str] = field(default_factory=dict)  # setting that names a source -> digest of its rows
     eval_sampling: dict[str, str] = field(default_factory=dict)  # by set, see `EvalConfig.sampling_by_set`
     simulated: bool = False  # a simulation: tokens are only counted, times are of a virtual clock
 

@@ -12,6 +12,7 @@ import numpy as np
 from laminar_py.records.codec import IntArray
 
 Decode: TypeAlias = Callable[[IntArray], str] | None  # text of [n] ids, special tokens included; None: not at hand
+Last: TypeAlias = Callable[[int], IntArray]  # the last n tokens of a turn, fewer at its start
 SLACK = 8  # characters before a window's stop strings, since a window may begin within a character
 
 
@@ -21,18 +22,26 @@ def text_before_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return text[: min(places, default=len(text))], bool(places)
 
 
-def tokens_to_stop(before: IntArray, new: IntArray, stops: Sequence[str], decode: Decode) -> int | None:
+def has_stop(ids: IntArray, stops: Sequence[str], decode: Decode) -> bool:
+    """Whether [n] tokens complete one of the stop strings."""
+    if not stops:
+        return False
+    assert decode is not None, f"stop strings {stops} need a tokenizer"
+    return text_before_stop(decode(ids), stops)[1]
+
+
+def tokens_to_stop(last: Last, new: IntArray, stops: Sequence[str], decode: Decode) -> int | None:
     """Return how many of [n] `new` tokens a turn has up to the first token that completes a stop string.
 
-    Return None if no token does. The turn's tokens [b] `before` the new tokens complete none.
+    Return None if no token does. `last` gives the turn's tokens before the new ones, which complete none; only as
+    many are read as a stop string may reach back, so that the cost does not grow with the turn.
     """
     if not stops:
         return None
     assert decode is not None, f"stop strings {stops} need a tokenizer"
     enough, size = max(map(len, stops)) + SLACK, 1
-    while size < len(before) and len(decode(before[-size:])) < enough:
+    while len(before := last(size)) == size and len(decode(before)) < enough:
         size *= 2
-    window = np.concatenate([before[-size:], new])
-    first = len(window) - len(new)
-    counts = range(1, len(new) + 1) if text_before_stop(decode(window), stops)[1] else ()
-    return next((n for n in counts if text_before_stop(decode(window[: first + n]), stops)[1]), None)
+    window, first = np.concatenate([before, new]), len(before)
+    counts = range(1, len(new) + 1) if has_stop(window, stops, decode) else ()
+    return next((n for n in counts if has_stop(window[: first + n], stops, decode)), None)

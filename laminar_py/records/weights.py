@@ -41,12 +41,8 @@ class WeightSource(Protocol):
     All methods raise `RuntimeError` with the reason if the relay cannot hold a version.
     """
 
-    async def latest(self) -> int:
-        """Return the newest complete version on this host; wait if there is none yet."""
-        ...
-
     async def wait_newer(self, version: int) -> int:
-        """Wait for a complete version above `version`, and return the newest complete version."""
+        """Wait for a complete version above `version` (-1: any) on this host, and return the newest one."""
         ...
 
     async def pull(self, version: int | None = None) -> PulledVersion:

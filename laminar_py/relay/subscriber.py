@@ -70,10 +70,6 @@ class Subscriber:
         else:
             self._sockets.close()
 
-    async def latest(self) -> int:
-        """Wait for a version at the node; return the newest. Raises `RelayError` after a failure or `close`."""
-        return await self.wait_newer(-1)
-
     async def wait_newer(self, version: int) -> int:
         """Wait for a version above `version`; return the newest. Raises `RelayError` on failure or `close`."""
         await self._wait_until(lambda: self._closed or self._newest > version or self._failure is not None)

@@ -18,14 +18,13 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Speed of an engine, measured by `rollout.calibration` or given.
 
     E.g. an H100 with 7B parameters: 20 ms a decode step, 80 ns per token of KV cache, 25,000 prefill tokens a
-    second, roofline batch 48.
+    second.
     """
 
     step_s: float  # seconds of a decode step, before the additions below
     step_s_per_sequence: float  # seconds added for each sequence in the batch
     step_s_per_token: float  # seconds added for each token of KV cache read
     prefill_tokens_per_s: float
-    roofline_batch: int  # sequences; a larger batch makes the step slower
 
     def decode_s(self, *, sequences: int, kv_tokens: float) -> float:
         """Return seconds of one decode step of `sequences` sequences with `kv_tokens` tokens of KV cache."""
@@ -38,10 +37,6 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     def prefill_s(self, tokens: float) -> float:
         """Return seconds to compute the KV cache of `tokens`."""
         return tokens / self.prefill_tokens_per_s
-
-    def with_roofline(self, roofline_batch: int | None) -> "EngineSpeed":
-        """Return this speed with a configured roofline batch, or unchanged for None."""
-        return self if roofline_batch is None else msgspec.structs.replace(self, roofline_batch=roofline_batch)
 
 
 class RemainingTokens:

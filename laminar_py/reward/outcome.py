@@ -52,6 +52,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transient: bool = False  # another call may succeed
 
 
+def failed(detail: str, reason: DropReason = DropReason.REWARD_FAILED, *, transient: bool = False) -> Outcome:
+    """Return the outcome of a call without a value; `detail` becomes one line."""
+    return Outcome(failure=reason, detail=one_line(detail), transient=transient)
+
+
+def late(limit_s: float, more: str = "") -> Outcome:
+    """Return the outcome of a call without a value after `limit_s` seconds; `more` is added to its detail."""
+    detail = f"no value within {limit_s:g} s (reward.timeout_s, or timeout_s of the term){more}"
+    return failed(detail, DropReason.REWARD_TIMEOUT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenReward:
     """Return value of a reward function, converted to arrays, so that reading it runs no user code."""
@@ -96,24 +107,23 @@ def check_reward(given: GivenReward, columns: Sequence[Column], *, length: int) 
         for column in columns
         if column.source is Source.SCORER and column.name in given.columns
     }
-    if not given.value.ndim:
-        if given.value.dtype.kind in "biuf" and abs(given.value) <= LARGEST:
-            return Outcome(
-                value=float(given.value), named=given.named, columns=found, text=given.text, answer=given.answer
+    if given.value.ndim:
+        rewards = _check_array(PROCESS_REWARDS, given.value, length=length)
+        with np.errstate(over="ignore"):
+            total = float(rewards.sum())
+        if not max(np.abs(rewards).max(initial=0.0), abs(total)) <= LARGEST:
+            raise ColumnError(
+                f"{length} per-token rewards add up to {total:g}; keep each and the sum below {LARGEST:g}"
             )
+        found[TOKEN_REWARDS] = token_values(rewards)
+    elif given.value.dtype.kind in "biuf" and abs(given.value) <= LARGEST:
+        total = float(given.value)
+    else:
         raise ColumnError(
             f"the reward function returned {given.shown}; return a finite number up to {LARGEST:g}, or one for"
             f" each of {length} tokens"
         )
-    rewards = _check_array(PROCESS_REWARDS, given.value, length=length)
-    with np.errstate(over="ignore"):
-        total = float(rewards.sum())
-    if not max(np.abs(rewards).max(initial=0.0), abs(total)) <= LARGEST:
-        raise ColumnError(
-            f"{length} per-token rewards add up to {total:g}; keep each and the sum below {LARGEST:g}"
-        )
-    columns_found = found | {TOKEN_REWARDS: token_values(rewards)}
-    return Outcome(value=total, columns=columns_found, text=given.text, answer=given.answer)
+    return Outcome(value=total, named=given.named, columns=found, text=given.text, answer=given.answer)
 
 
 def _check_array(column: Column, array: Array, *, length: int) -> Array:
@@ -142,6 +152,8 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except BaseException as fault:  # noqa: BLE001 - a user's code, like the reward
         text = f"its text cannot be had, {type(fault).__name__}"
+    if isinstance(error, PermissionError):
+        text += "; functions write neither into runs nor to relay.shm, see `multiprocessing` in docs/rewards.md"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -15,8 +15,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from laminar_py.config.reward import REWARDS, RewardConfig, ServeContext, Served
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter
-from laminar_py.records.codec import IntArray
+from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, ColumnError, Source, TokenValues, token_values
 from laminar_py.records.credit import RoleCredit, earned_by
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError
@@ -42,9 +43,9 @@ from laminar_py.records.scoring import (
     Unscored,
 )
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallSpec
+from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallSpec, WriteFence
 from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.outcome import LARGEST, Outcome, check_reward, one_line, read_reward
+from laminar_py.reward.outcome import LARGEST, Outcome, check_reward, failed, late, read_reward
 from laminar_py.reward.terms import EnvironmentTerm
 
 
@@ -116,39 +117,30 @@ def add_up(
     the number of responses that the scorer worked on at the same time.
     """
 
-    def score(value: float | None, **fields: Any) -> Score:
-        elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
-        return Score(trajectory_id=trajectory_id, value=value, elapsed_s=elapsed_s, at_once=concurrency, **fields)
-
-    def failed(reason: DropReason, detail: str) -> tuple[Score, dict[str, TokenValues]]:
-        return score(None, failure=reason, detail=detail), {}
-
+    elapsed_s = sum(outcome.elapsed_s for _, outcome in outcomes)
+    score = partial(Score, trajectory_id=trajectory_id, elapsed_s=elapsed_s, at_once=concurrency)
     for term, outcome in outcomes:
         if outcome.failure is not None:
             name = f"{term.title}: " if len(outcomes) > 1 else ""
-            return failed(outcome.failure, f"{name}{outcome.detail}")
-    twice = _column_given_twice(outcomes)
-    if twice is not None:
-        detail = f"two terms gave the column {twice!r}; leave it to one of them"
-        return failed(DropReason.REWARD_FAILED, detail)
+            return score(value=None, failure=outcome.failure, detail=f"{name}{outcome.detail}"), {}
     given = {name: values for _, outcome in outcomes for name, values in outcome.columns.items()}
     missing = [c.name for c in columns if c.source is Source.SCORER and c.name not in given]
-    if missing:
-        detail = f"the reward function gave no column {missing[0]!r}, which the algorithm needs"
-        return failed(DropReason.REWARD_FAILED, detail)
     tokens = _token_rewards(outcomes, length) if TOKEN_REWARDS in given else None
+    value = sum(term.weight * _value(outcome) for term, outcome in outcomes)
     if tokens is not None:
         given[TOKEN_REWARDS] = token_values(tokens)
         value = float(tokens.sum())
-    else:
-        value = sum(term.weight * _value(outcome) for term, outcome in outcomes)
-    if tokens is not None and roles:
+    if (twice := _column_given_twice(outcomes)) is not None:
+        detail = f"two terms gave the column {twice!r}; leave it to one of them"
+    elif missing:
+        detail = f"the reward function gave no column {missing[0]!r}, which the algorithm needs"
+    elif tokens is not None and roles:
         detail = "a term gave a reward for each token, but roles have their own rewards; leave that term out"
-        return failed(DropReason.REWARD_FAILED, detail)
-    if not abs(value) <= LARGEST:
+    elif not abs(value) <= LARGEST:
         detail = f"its terms add up to {value:g}; keep the sum below {LARGEST:g}"
-        return failed(DropReason.REWARD_FAILED, detail)
-    return score(value, terms=_term_values(outcomes), roles=_with_terms(roles, outcomes)), given
+    else:
+        return score(value=value, terms=_term_values(outcomes), roles=_with_terms(roles, outcomes)), given
+    return score(value=None, failure=DropReason.REWARD_FAILED, detail=detail), {}
 
 
 def _with_terms(
@@ -217,7 +209,7 @@ class Scorer:
     """Scores responses by the terms of `reward`. `async with` starts and ends their processes and connections.
 
     `columns` are the columns that the algorithm needs of the terms. `decode` turns token ids into text. Reward
-    functions may not write below `record`. `launched` has the addresses of servers that the run launches.
+    functions may not write where `fence` says. `launched` has the addresses of servers that the run launches.
     `payload` reads tokens and stores columns; without it requests carry their tokens, and columns are dropped.
     Entering raises `ConfigError` if a term cannot start.
     """
@@ -231,7 +223,7 @@ class Scorer:
         decode: Callable[[IntArray], str],
         folder: Path,
         name: str,
-        record: Path | None = None,
+        fence: WriteFence | None = None,
         launched: LaunchedServers | None = None,
         payload: ScorerStorage | None = None,
     ) -> None:
@@ -248,7 +240,7 @@ class Scorer:
             addresses=(launched or LaunchedServers()).wait_for_servers,
         )
         self._name = name
-        self._record = record
+        self._fence = fence
         self._calls: dict[str, Call] = {}  # by the settings of a term, which several tasks may share
         self._room: dict[str, int] = {}  # most concurrent calls, by the settings of a term
         self._stack = AsyncExitStack()
@@ -313,7 +305,7 @@ class Scorer:
             folder=str(self._context.folder),
             columns=[column for column in self._columns if term.gives_columns],
             env=dict(self._context.env),
-            record=None if self._record is None else str(self._record),
+            fence=self._fence,
         )
         pool = CallPool(spec, name=f"{self._name}.{len(self._calls)}", processes=term.processes)
         await stack.enter_async_context(pool)
@@ -420,12 +412,11 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
                         returned = await function(request)
                     outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
                 except TimeoutError:
-                    detail = f"no value within {limit_s:g} s (reward.timeout_s, or timeout_s of the term)"
-                    outcome = Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail)
-                except (NoValueError, TryAgainError, ColumnError) as error:
-                    reason = error.reason if isinstance(error, NoValueError) else DropReason.REWARD_FAILED
-                    transient = isinstance(error, TryAgainError)
-                    outcome = Outcome(failure=reason, detail=one_line(str(error)), transient=transient)
+                    outcome = late(limit_s)
+                except NoValueError as error:
+                    outcome = failed(str(error), error.reason)
+                except (TryAgainError, ColumnError) as error:
+                    outcome = failed(str(error), transient=isinstance(error, TryAgainError))
             return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
 
     return call
@@ -437,15 +428,9 @@ def _cached_call(call: Call) -> Call:
 
     async def cached(request: ScoringRequest) -> Outcome:
         """Return the outcome of an equal earlier request, or call; a failed outcome is not kept."""
-        same = (
-            request.prompt,
-            request.response,
-            request.answer,
-            request.task,
-            request.fields_json,
-            str(request.finish_reason),
-        )
-        key = blake3(msgspec.msgpack.encode(same)).digest(length=16)
+        problem = (request.prompt, request.answer, request.task, request.fields_json)
+        same = (*problem, request.response, request.finish_reason)
+        key = blake3(msgspec.msgpack.encode(same)).digest(length=DIGEST_BYTES)
         hit = key in known
         if not hit:
             known[key] = asyncio.ensure_future(call(request))

@@ -102,11 +102,6 @@ class ScoringStage:
         self._news = asyncio.Event()  # a response waits, or a scorer has room
 
     @property
-    def num_waiting(self) -> int:
-        """Number of responses that no scorer has yet."""
-        return len(self._waiting)
-
-    @property
     def num_unscored(self) -> int:
         """Number of responses without a score, waiting or at a scorer."""
         return len(self._since)

@@ -21,7 +21,6 @@ SHORT, LONG = 16, 48  # response tokens of the two batches
 PROMPT, LONG_PROMPT = 8, 4096  # prompt tokens
 FEW = 8  # sequences in a batch with long prompts
 REPEATS = 3  # pairs of batches for one result
-MARGIN = 0.25  # the roofline batch lengthens a step by this share over a single sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +53,11 @@ async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Cl
     short, long = await requests.step_s(few, PROMPT), await requests.step_s(few, prompt)
     per_token = max(0.0, long - short) / (few * (prompt - PROMPT))
     prefill_s = await requests.batch(1, prompt, 1)
-    roofline = bounds.slots if per_sequence == 0 else 1 + int(MARGIN * alone / per_sequence)
     return EngineSpeed(
         step_s=alone,
         step_s_per_sequence=per_sequence,
         step_s_per_token=per_token,
         prefill_tokens_per_s=prompt / prefill_s,
-        roofline_batch=min(bounds.slots, roofline),
     )
 
 

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ from laminar_py.records.spans import (
     replace_spans,
     shift_spans,
 )
-from laminar_py.records.stops import Decode, tokens_to_stop
+from laminar_py.records.stops import Decode, has_stop, tokens_to_stop
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, which spreads small numbers over all bits
@@ -75,6 +76,8 @@ def in_context(request: GenerateRequest, spans: tuple[Span, ...]) -> GenerateReq
 
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+_NO_ANSWER = last_answer(())
+Array = TypeVar("Array", IntArray, FloatArray)
 
 
 class StreamState(Enum):
@@ -118,7 +121,7 @@ class RunningTrajectory:
     roles: tuple[RoleCredit, ...] = ()  # roles to which its environment gave rewards
     task: "asyncio.Task[None] | None" = None  # brings it into the engine, and may read its stream
     is_open: bool = False  # an engine stream has not ended
-    stops: tuple[str, ...] = ()  # stop strings of the current stream's turn
+    answer: Span = _NO_ANSWER  # its environment's last tokens, which the current stream's turn follows
     has_stopped: bool = False  # a stop string ended that turn, and later tokens of the stream are discarded
     _stream_over: "asyncio.Future[None] | None" = None  # done at the end of that stream; None without a waiter
 
@@ -137,7 +140,7 @@ class RunningTrajectory:
     def request(self) -> GenerateRequest:
         """Begin a new stream at the end of the response so far, and return its engine request."""
         item, turn_end, sampling = self.assignment, self._turn_end, self.assignment.sampling
-        self.stops, self.has_stopped = self._answer.stop, False
+        self.answer, self.has_stopped = self._answer, False
         if turn_end is not None and turn_end < sampling.max_new_tokens:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=turn_end)
         self.stream = self.length
@@ -201,8 +204,7 @@ class RunningTrajectory:
 
     def cut_at_stop(self, delta: Delta, decode: Decode) -> Delta:
         """Return a delta without tokens behind the turn's first stop string, which ends the stream as STOP."""
-        before = self.response_ids[self._answer.end :]
-        kept = 0 if self.has_stopped else tokens_to_stop(before, delta.ids, self.stops, decode)
+        kept = 0 if self.has_stopped else tokens_to_stop(self._last_of_turn, delta.ids, self.answer.stop, decode)
         if kept is None:
             return delta
         self.has_stopped = True
@@ -217,6 +219,11 @@ class RunningTrajectory:
             sampling_mask=mask and SamplingMask(mask.counts[:kept], mask.ids[: mask.counts[:kept].sum()]),
             routed_experts=experts and experts.up_to(inputs),
         )
+
+    def _last_of_turn(self, count: int) -> IntArray:
+        """Return the last `count` tokens of the current stream's turn, fewer at the turn's start."""
+        assert self.prefix is not None, f"{self.assignment.trajectory_id} streams before its prefix was read"
+        return _last(self.ids, min(count, self.length - self.answer.end), self.prefix)
 
     def _apply_corrections(self, delta: Delta) -> None:
         """Replace the stream's spans by the spans in its last delta, if given, and keep the delta's experts."""
@@ -274,7 +281,7 @@ class RunningTrajectory:
             return False
         turn, stops = self.response_ids[self._answer.end :], self._answer.stop
         has_ended = self._is_full or int(turn[-1]) in self.assignment.sampling.stop_ids
-        return has_ended or tokens_to_stop(_NO_IDS, turn, stops, decode) is not None
+        return has_ended or has_stop(turn, stops, decode)
 
     def turn_ended(self, reason: FinishReason) -> bool:
         """Whether a stream that ended for `reason` ended a turn for its environment, and not the response."""
@@ -425,11 +432,12 @@ def _joined(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
     return join_masks(recorded) if any(mask.counts.any() for mask in recorded) else None
 
 
-def _last(arrays: Sequence[FloatArray], count: int, prefix: FloatArray) -> FloatArray:
+def _last(arrays: Sequence[Array], count: int, prefix: Array) -> Array:
     """Return the last `count` values of `prefix` followed by `arrays`, joining only the arrays that it needs."""
-    found, place = 0, len(arrays)
+    found: int = 0
+    place: int = len(arrays)
     while found < count and place:
         place -= 1
         found += len(arrays[place])
-    joined = np.concatenate(arrays[place:] if 0 < count <= found else [prefix, *arrays])
+    joined = np.concatenate([prefix[len(prefix) - max(0, count - found) :], *arrays[place:]])
     return joined[len(joined) - count :]

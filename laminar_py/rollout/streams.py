@@ -272,7 +272,7 @@ class Streams:
         if not self._is_current(running):
             return
         item, is_first = running.assignment, running.first_token_s is None
-        if running.stops:
+        if running.answer.stop:
             delta = running.cut_at_stop(delta, self._decode)
             if running.has_stopped and delta.finish_reason is None:
                 self._tasks.create_task(self._stop_stream(running), name=f"stop-{item.trajectory_id}")

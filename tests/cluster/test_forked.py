@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from functools import partial
 
 import psutil
 import pytest
 
+from laminar_py.children.hosted import LOG_BYTES
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster import forked
@@ -46,6 +48,15 @@ class Seeing:
 
     def parent(self):
         return os.getppid()
+
+    def print_much(self):
+        """Print more than a log keeps, wait until it was trimmed, print a word; return the size of the log."""
+        for _ in range(LOG_BYTES // 60_000 + 1):
+            os.write(1, b"noise\n" * 10_000)
+        while not 0 < os.fstat(1).st_size < LOG_BYTES:
+            time.sleep(0.01)
+        os.write(1, b"word\n")
+        return os.fstat(1).st_size
 
     def abort(self):
         os.write(2, b"a kernel failed\n")
@@ -93,6 +104,11 @@ async def test_a_death_comes_with_the_last_words_of_the_process(monkeypatch):
     told = r"its process got SIGABRT; it last wrote: a kernel failed"
     with host(monkeypatch), pytest.raises(PartCrashedError, match=told):
         await seeing().call("abort")
+
+
+async def test_the_output_of_a_process_that_prints_much_is_trimmed(monkeypatch):
+    with host(monkeypatch):
+        assert LOG_BYTES // 3 < await seeing().call("print_much") < LOG_BYTES
 
 
 async def test_a_part_that_cannot_be_made_is_a_bug(monkeypatch):

@@ -55,6 +55,10 @@ def test_a_prompt_begins_as_in_rl_and_its_response_does_not(tmp_path: Path) -> N
             "response is empty in ",
         ),
         ('{"prompt": "", "response": "ba"}', "prompt is empty"),
+        (
+            '{"prompt": "ab", "response": "ba", "tools": [{"type": "function"}]}',
+            "the template gets no `tools` of a row in ",
+        ),
         ('{"prompt": "ab", "response": ""}', "response is empty"),
         ('{"prompt": "ab", "response": "bab"}', "6 tokens, above warm_start.tokens_per_step=5,"),
     ],

@@ -11,11 +11,11 @@ from types import ModuleType
 
 import pytest
 
+from laminar_contrib.text_terms import make_exact
 from laminar_lab.tiny_models import SPECIAL
 from laminar_py.config.loading import load_config
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.reward.terms import make_exact
 from tests.reward.requests import make_request
 
 ROOT = Path(__file__).parents[2]

@@ -9,6 +9,7 @@ import yaml
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.reward import WriteFence
 from laminar_py.runtime.preflight.inputs import read_problems
 from laminar_py.runtime.preflight.rewards import check_rewards
 from tests.data.templates import TEMPLATES, make_tokenizer_folder
@@ -61,7 +62,8 @@ def read(config, folder, rows):
     model = make_tokenizer_folder(folder / "model", TEMPLATES["chatml"].text)
     encoder = PromptEncoder(load_tokenizer(model), model, data.chat)
     problems = read_problems(config.model_copy(update={"data": data, "eval": evaluation}), encoder, limited=False)
-    check_rewards(config.reward, problems.all, sandbox=None)
+    fence = WriteFence(runs=str(folder), shm=str(folder))
+    check_rewards(config.reward, problems.all, fence=fence, sandbox=None)
     return problems
 
 

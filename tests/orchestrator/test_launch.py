@@ -3,7 +3,8 @@
 import errno
 import io
 import sqlite3
-from contextlib import ExitStack, closing
+import sys
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -16,11 +17,11 @@ from laminar_py.runtime.orchestrator import launch
 from tests.runs.runs import REPO
 
 
-def opened(folder, settings):
+def opened(folder):
     """Everything that a controller would be made of, in a folder with a place for logs."""
     run = RunFolder(folder)
     run.logs.mkdir()
-    config = load_config(REPO / "configs/quickstart.yaml", settings)
+    config = load_config(REPO / "configs/quickstart.yaml", [])
     return launch.RunStart(config=config, run=run, placement=None, inputs=None, resumed=False)
 
 
@@ -35,11 +36,15 @@ BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"
         (["staleness.max_staleness=null", "schedule=sync"], 0),
     ],
 )
-def test_a_run_whose_staleness_nothing_bounds_says_so_once_at_its_start(tmp_path, monkeypatch, settings, times):
-    monkeypatch.setattr(launch, "Controller", lambda *arguments, **settings: None)
+def test_a_run_whose_staleness_nothing_bounds_says_so_once_at_its_start(monkeypatch, settings, times):
+    monkeypatch.setattr(launch, "lead", lambda *arguments, **settings: sys.exit())
     said = io.StringIO()
-    with ExitStack() as views:
-        launch.make_controller(opened(tmp_path, settings), Console(file=said, width=80), views)
+    with pytest.raises(SystemExit):
+        launch.launch(
+            load_config(REPO / "configs/quickstart.yaml", settings),
+            resume=None,
+            console=Console(file=said, width=80),
+        )
     assert said.getvalue().count(launch.UNBOUNDED) == times
 
 
@@ -85,4 +90,4 @@ def test_a_bug_anywhere_in_a_group_counts_before_all_else(tmp_path, monkeypatch,
 
     monkeypatch.setattr(launch, "_lead", lead)
     with pytest.raises(kind, match=line):
-        launch._lead_logged(opened(tmp_path, []), lambda opened: None)
+        launch._lead_logged(opened(tmp_path), lambda opened: None)

@@ -1,6 +1,7 @@
 """Signals that end a command: what the first one does, which ones count as one, and what the second one does."""
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -100,6 +101,41 @@ def test_signals_are_taken_back_from_libraries_and_nohup_keeps_its_own():
     assert run(f"{taken}{HEEDED}send('SIGTERM'); loop.turn()")[1][0] == "asked"
     nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN); SIGNALS.enter('more'); send('SIGHUP'); print('here')"
     assert run(nohup) == (0, ["here"])
+
+
+NOTICES = """
+from rich.console import Console
+from laminar_py.observe.live import View
+view = View(Console(), steps=1)
+view.notice("first"), view.notice("second")
+"""
+
+
+@pytest.mark.parametrize(
+    "code", [f"{OWN}print('a', flush=True)", NOTICES], ids=["from-the-next-phase-on", "notices-of-a-run"]
+)
+def test_output_into_a_pipe_without_a_reader_goes_nowhere_and_ends_nothing(code):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stopped_command_ends_as_such_though_nobody_reads_its_last_line():
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = (
+        "import os, signal, sys, types; import laminar_py.cli\n"
+        "run = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.modules['laminar_py.cli.command'] = types.SimpleNamespace(run=run)\n"
+        "laminar_py.cli.main()"
+    )
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run([sys.executable, "-c", code], stderr=pipe, timeout=60, check=False)
+    assert done.returncode == 130
 
 
 def test_the_command_owns_signals_before_it_imports_anything_that_takes_time():

@@ -18,7 +18,7 @@ from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.observe.stats import Stats, read_totals
-from laminar_py.records.events import RunStarted
+from laminar_py.records.events import RunStarted, Undone
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerStarted, OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
@@ -26,6 +26,7 @@ from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.orchestrator.controller import train
 from laminar_py.runtime.orchestrator.evaluator import Evaluator
+from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.trainer import StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Supervisor
@@ -54,6 +55,9 @@ class Learner:
         self.steps = self.saves = 0
         self._fails = fails
         self._folder = None
+        self.disk = asyncio.Event()  # cleared where it writes no checkpoint for now
+        self.disk.set()
+        self.on_save = lambda: None
 
     def spawn(self):
         pass
@@ -90,10 +94,12 @@ class Learner:
     async def save(self, folder):
         self.saves += 1
         self._folder = folder
+        self.on_save()
 
     async def saved(self):
         if self.saves in self._fails:
             raise self._fails[self.saves]
+        await self.disk.wait()
         write_checkpoint(self._folder)
 
 
@@ -296,6 +302,43 @@ async def test_a_run_that_is_stopped_says_which_checkpoint_stands_if_its_last_is
         in caplog.messages
     )
     assert recover(tmp_path).checkpoint.step == 0
+
+
+ASYNC = ("steps=9", "schedule=async")  # under sync the batch in hand is trained first
+
+
+async def stopped_in_a_checkpoint(trainer, learner, fleet, path):
+    """A run that is asked to stop as the checkpoint of step 1 is begun, on a disk that takes its time."""
+    learner.disk.clear()
+    learner.on_save = trainer._stop.asked.set
+    running = asyncio.create_task(train(trainer, scheduler=fleet.scheduler))
+    await asyncio.wait_for(generate(fleet, wanted=lambda: learner.saves < 2), PATIENCE_S)
+    await settle()
+    assert not running.done()
+    assert SIGNALS._awaited == "the checkpoint of step 1"
+    assert recover(path).checkpoint.step == 0, "it counts once it is on disk"
+    return running
+
+
+async def test_a_run_that_is_stopped_in_a_checkpoint_waits_for_it_and_says_so(tmp_path):
+    async with training(tmp_path, *ASYNC, fails={}, admission="async") as (trainer, learner, fleet):
+        running = await stopped_in_a_checkpoint(trainer, learner, fleet, tmp_path)
+        learner.disk.set()
+        await asyncio.wait_for(running, PATIENCE_S)
+        assert (trainer.step, learner.saves) == (1, 2), "no second one is made of the same step"
+    assert recover(tmp_path, exists=RunFolder(tmp_path).has).checkpoint.step == 1
+    assert verify(tmp_path) == []
+
+
+async def test_a_run_that_ends_at_once_in_a_checkpoint_resumes_from_the_one_before(tmp_path):
+    async with training(tmp_path, *ASYNC, fails={}, admission="async") as (trainer, learner, fleet):
+        running = await stopped_in_a_checkpoint(trainer, learner, fleet, tmp_path)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    recovered = recover(tmp_path, exists=RunFolder(tmp_path).has)
+    assert recovered.checkpoint.step == 0
+    assert len([event for event in recovered.events if isinstance(event, Undone)]) == 4, "step 1 is undone"
+    assert verify(tmp_path) == []
 
 
 async def test_whatever_a_checkpoint_fails_with_ends_the_run_though_no_batch_comes(tmp_path):

@@ -10,12 +10,18 @@ from threading import Thread
 import pytest
 
 from laminar_contrib.reward_models import judge
+from laminar_py.children import landlock
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.reward import WriteFence
 from laminar_py.runtime.preflight import rewards
 from laminar_py.runtime.preflight.rewards import check_rewards, check_terms
 from tests.data.builders import GOOD, read, written
+
+
+def fence(folder: Path) -> WriteFence:
+    return WriteFence(runs=str(folder / "runs"), shm=str(folder / "shm"))
 
 
 def judged_at(port):
@@ -50,7 +56,7 @@ def test_a_server_that_says_nothing_in_time_is_named(monkeypatch):
 def test_it_is_said_how_far_a_long_look_at_the_problems_is(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(rewards, "PROGRESS_S", -1.0)
     reward = RewardConfig.model_validate_json('{"use": {"kind": "length", "most": 9}}')
-    check_rewards(reward, [read(written(tmp_path / "a.jsonl", GOOD))], sandbox=None)
+    check_rewards(reward, [read(written(tmp_path / "a.jsonl", GOOD))], fence=fence(tmp_path), sandbox=None)
     assert f"checking problems of data.train={tmp_path / 'a.jsonl'}: 1 of 1" in caplog.text
 
 
@@ -59,7 +65,7 @@ def test_problems_that_are_looked_at_are_bounded_and_go_from_the_first_to_the_la
     seen = []
     monkeypatch.setattr(rewards, "check_problem", lambda reward, problem, **place: seen.append(problem.id))
     reward = RewardConfig.model_validate_json('{"use": ["math"]}')
-    check_rewards(reward, [read(written(tmp_path / "a.jsonl", *[GOOD] * 7))], sandbox=None)
+    check_rewards(reward, [read(written(tmp_path / "a.jsonl", *[GOOD] * 7))], fence=fence(tmp_path), sandbox=None)
     assert seen == ["p0", "p2", "p4"]
 
 
@@ -67,7 +73,22 @@ def test_what_a_function_printed_at_its_import_is_named_where_it_fails(tmp_path)
     (tmp_path / "mine.py").write_text("print('imported')\n")
     reward = RewardConfig.model_validate_json(json.dumps({"use": f"{tmp_path / 'mine.py'}:score"}))
     with pytest.raises(ConfigError) as raised:
-        check_rewards(reward, [], sandbox=None)
+        check_rewards(reward, [], fence=fence(tmp_path), sandbox=None)
     logs = Path(str(raised.value).split("for the output of its process, see ")[1])
     assert (logs / "reward-0.log").read_text() == "imported\n"
     shutil.rmtree(logs)
+
+
+@pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")
+@pytest.mark.parametrize("place", ["runs/other-1/ledger", "shm/laminar-other/v1"])
+def test_the_import_of_a_function_cannot_write_into_runs_and_weights(tmp_path, place):
+    for folder in ("runs/other-1", "shm/laminar-other"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/other-1/config.yaml").touch()
+    (tmp_path / "mine.py").write_text(
+        f"open({str(tmp_path / place)!r}, 'w').write('forged')\n\ndef score(r): ...\n"
+    )
+    reward = RewardConfig.model_validate_json(json.dumps({"use": f"{tmp_path / 'mine.py'}:score"}))
+    with pytest.raises(ConfigError, match="PermissionError"):
+        check_rewards(reward, [], fence=fence(tmp_path), sandbox=None)
+    assert not (tmp_path / place).exists()

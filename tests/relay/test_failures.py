@@ -253,7 +253,7 @@ async def test_a_version_without_room_is_refused_by_name_and_the_next_one_taken(
             reason = (await events.first(VersionFailed, version=1)).reason
             assert f"relay.shm={tmp_path / 'relay-1'}" in reason
             assert str(TOO_MUCH) in reason
-            for question in (replica.latest(), replica.pull()):
+            for question in (replica.wait_newer(-1), replica.pull()):
                 with pytest.raises(RelayError, match=r"relay\.shm="):
                     await question
             parent.send(Announce(version.manifest))

@@ -46,7 +46,7 @@ async def test_latest_waits_for_the_first_version_and_wait_newer_for_a_newer_one
         Learner(tmp_path) as learner,
         asyncio.TaskGroup() as group,
     ):
-        latest, newer = group.create_task(replica.latest()), group.create_task(replica.wait_newer(1))
+        latest, newer = group.create_task(replica.wait_newer(-1)), group.create_task(replica.wait_newer(1))
         await learner.publish(1)
         assert await latest == 1
         assert not newer.done()
@@ -138,7 +138,7 @@ async def test_a_version_that_was_asked_for_is_fetched_even_when_overtaken(tmp_p
             assert await parent.receive(Want) == Want(1, arriving=True)
             parent.send(Announce(new.manifest))
             parent.send_all(new)
-            assert await replica.latest() == 2
+            assert await replica.wait_newer(-1) == 2
             assert not pull.done()
             parent.send_all(old)
             assert (await pull).version == 1
@@ -174,7 +174,7 @@ async def test_a_revived_subscriber_replaces_the_question_of_its_old_self(tmp_pa
             parent.send(Announce(new.manifest))
             parent.send_all(new)
             async with running(replica := subscriber(node, "replica")):
-                await replica.latest()
+                await replica.wait_newer(-1)
                 question = group.create_task(replica.pull(1))
                 await parent.receive(Want)
                 parent.send(Announce(old.manifest))
@@ -192,7 +192,7 @@ async def test_a_revived_subscriber_replaces_the_question_of_its_old_self(tmp_pa
 async def test_closing_wakes_whoever_waits(tmp_path: Path) -> None:
     async with running(node := make_node(tmp_path, "relay-0")):
         async with running(replica := subscriber(node, "replica")):
-            questions = [asyncio.create_task(question) for question in (replica.latest(), replica.pull())]
+            questions = [asyncio.create_task(question) for question in (replica.wait_newer(-1), replica.pull())]
         for question in questions:
             with pytest.raises(RelayError, match="closed"):
                 await question

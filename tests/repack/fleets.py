@@ -3,9 +3,7 @@
 from laminar_py.records.replica import Survey, TrajectorySummary
 from laminar_py.repack.signals import EngineSpeed
 
-SPEED = EngineSpeed(
-    step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000.0, roofline_batch=48
-)
+SPEED = EngineSpeed(step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000.0)
 KV, SLOTS, PROMPT = 120_000, 64, 400
 
 

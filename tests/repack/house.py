@@ -42,9 +42,7 @@ from laminar_py.rollout.storing import SegmentStore
 from tests.rollout.folders import Folders
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)
-SPEED = EngineSpeed(
-    step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000.0, roofline_batch=12
-)
+SPEED = EngineSpeed(step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-8, prefill_tokens_per_s=25_000.0)
 VOCAB, MAX_LEN, CAP, KV, SLOTS = 99, 1700, 1640, 12_000, 16
 LONG_TAIL = SamplingParams(max_new_tokens=CAP, stop_ids=(1,))
 GROUP, BATCH = 4, 24  # trajectories of a group, and of a replica under one version

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_lab.bench.paper_planner import PaperPlanner
+from laminar_lab.bench.paper_planner import MARGIN, PaperPlanner
 from laminar_py.config.rollout import PLANNERS
 from laminar_py.records.replica import Survey, TrajectorySummary
 from laminar_py.repack.planner import PlanningContext
@@ -31,8 +31,9 @@ def context(**state):
 
 
 def paper(previous=None):
-    """By default all had full caches when they were last looked at."""
-    return PaperPlanner(context(previous_kv=dict.fromkeys(range(9), KV + 1) | (previous or {})))
+    """By default all had full caches when they were last looked at; the roofline batch is 48 of 64 slots."""
+    speed = msgspec.structs.replace(SPEED, step_s_per_sequence=SPEED.step_s * MARGIN / 47.5)
+    return PaperPlanner(context(speed=speed, previous_kv=dict.fromkeys(range(9), KV + 1) | (previous or {})))
 
 
 def predictive(to_come=long, max_stall_s=5.0, **state):
@@ -118,6 +119,12 @@ def test_the_paper_keeps_a_destination_below_the_roofline_batch():
     assert len(paper().plan([make_survey(0, [1000] * 20), make_survey(1, [1000] * 28)])) == 20
 
 
+def test_the_paper_keeps_a_destination_within_its_slots_where_a_larger_batch_costs_no_time():
+    planner = PaperPlanner(context(previous_kv={0: KV + 1, 1: KV + 1}))
+    assert planner.plan([make_survey(0, [1000] * 20), make_survey(1, [1000] * 45)]) == []
+    assert len(planner.plan([make_survey(0, [1000] * 20), make_survey(1, [1000] * 44)])) == 20
+
+
 def test_a_source_that_fits_no_single_destination_is_split():
     group = [make_survey(0, [4000] * 4), make_survey(1, [11_600] * 9), make_survey(2, [11_600] * 9)]
     assert paper().plan(group) == []
@@ -152,7 +159,6 @@ def test_nothing_is_emptied_where_a_larger_batch_costs_as_much_as_it_gives():
         step_s_per_sequence=0.001,
         step_s_per_token=0.0,
         prefill_tokens_per_s=25_000.0,
-        roofline_batch=1,
     )
     group = [make_survey(0, [3000] * 10), make_survey(1, [3000] * 20)]
     assert predictive(max_stall_s=9.0, speed=compute_bound).plan(group) == []
@@ -268,7 +274,6 @@ def test_no_destination_is_filled_until_reading_caches_takes_much_longer_than_re
         step_s_per_sequence=0.0,
         step_s_per_token=0.02 / 30_000,
         prefill_tokens_per_s=25_000.0,
-        roofline_batch=48,
     )
     group = [make_survey(0, [9000] * 2), make_survey(1, [9000] * 6)]
     assert predictive(speed=wide).plan(group) == [], "30,000 tokens are read in as long as the weights"

@@ -98,5 +98,5 @@ def test_a_policy_that_learns_to_be_short_is_followed():
 def test_a_decode_step_takes_what_it_reads():
     assert SPEED.decode_s(sequences=48, kv_tokens=120_000) == pytest.approx(0.0296)
     assert EngineSpeed(
-        step_s=0.02, step_s_per_sequence=0.001, step_s_per_token=0.0, prefill_tokens_per_s=1.0, roofline_batch=1
+        step_s=0.02, step_s_per_sequence=0.001, step_s_per_token=0.0, prefill_tokens_per_s=1.0
     ).rate(sequences=20, kv_tokens=0) == pytest.approx(500)

@@ -186,6 +186,23 @@ PROMPTED = {
         "class Solution:\n  def f(self, x: Optional[int]) -> int: return gcd(x, 12)",
         {"fn_name": "Solution.f", "inputs": [[4]], "outputs": [4]},
     ),
+    "method": (
+        "class Solution:\n  def f(self, x: int) -> int: return self.twice(x)\n  def twice(self, x): return 2 * x",
+        {"inputs": [[2], [3]], "outputs": [4, 6]},
+    ),
+    "standard input": (
+        "print(helper(int(input())))",
+        {"fn_name": "", "preamble": "def helper(x): return 2 * x", "inputs": ["2"], "outputs": ["4"]},
+    ),
+    "deque": ("def f(x): return deque([x])", {"inputs": [[2]], "outputs": [[2]]}),
+    "script with a class": (
+        "class Solution:\n  def f(self): print(2 * int(input()))\nSolution().f()",
+        {"fn_name": "", "inputs": ["2"], "outputs": ["4"]},
+    ),
+    "method under asserts": (
+        "class Solution:\n  def f(self, x): return 2 * x",
+        {"entry_point": "f", "asserts": "assert f(2) == 4"},
+    ),
     "helper": (
         "def f(x): return helper(x)",
         {"preamble": "def helper(x): return 2 * x", "inputs": [[2]], "outputs": [4]},
@@ -232,6 +249,7 @@ FENCED = {
     "indented": "1. Here:\n   ```python\n   def f():\n       return 1\n   ```\n2. Done.",
     "tildes": "~~~python\ndef f():\n    return 1\n~~~\nThis is it.",
     "open": "So:\n```python\ndef f():\n    return 1",
+    "none, indented": "    def f():\n        return 1\n",
     "upper case": "```Python\ndef f():\n    return 1\n```",
     "longer": "````python\ndef f():\n    return 1\n````",
     "attributes": "```python title='a.py'\ndef f():\n    return 1\n```",
@@ -277,6 +295,15 @@ def test_the_last_block_that_defines_the_function_is_the_program(wanted, solutio
     assert find_program(f"```text\n{solution}\n```\n{blocks[0]}", wanted) == f"{example}\n"
 
 
+def test_a_block_that_only_imports_the_function_is_an_example_and_a_class_solution_is_none():
+    solution = "class Solution:\n    def f(self): return 1\n"
+    for program in ("def f(): return 1\n", solution):
+        assert (
+            find_program(f"```python\n{program}```\n```python\nfrom a import f\nprint(f())\n```", "f") == program
+        )
+    assert find_program(f"```python\n{solution}```\n```python\nprint(Solution().f())\n```", "f") == solution
+
+
 @pytest.mark.parametrize(
     ("printed", "wanted", "same"),
     [
@@ -309,6 +336,20 @@ def test_printed_text_is_compared_line_by_line_with_decimals_near(printed, wante
 )
 def test_values_are_equal_as_json_is_with_floats_near(value, wanted, same):
     assert same_value(value, wanted) is same
+
+
+def test_sets_are_compared_by_their_members_fast_and_at_any_depth():
+    numbers = list(range(15_000))
+    started = time.process_time()
+    assert same_value({"a set of": sorted(numbers, key=repr)}, numbers)
+    assert time.process_time() - started < 2
+    assert same_value({"a set of": [0.1 + 0.2, [1.0, 2], "a", None]}, ["a", None, [1, 2], 0.3])
+    assert not same_value({"a set of": [1, 1]}, [1])
+    assert not same_value({"a set of": [True]}, [1])
+    nested = []
+    for _ in range(2000):
+        nested = [nested]
+    assert not same_value({"a set of": [nested]}, [4])
 
 
 def test_long_output_is_compared_at_once():

@@ -7,11 +7,11 @@ from laminar_contrib.agents.history import assistant_message
 from laminar_contrib.code.term import find_program
 from laminar_contrib.mathematics.term import MathReward, MathTerm
 from laminar_contrib.reward_models.judge import Judge, JudgeTerm
+from laminar_contrib.text_terms import ExactTerm, FormatTerm, make_exact, make_format
 from laminar_contrib.tools.call_formats import HermesCalls, outside_reasoning
 from laminar_py.records.reasoning import after_reasoning, opened_reasoning
 from laminar_py.records.trajectory import Prompt
 from laminar_py.reward.failures import trials
-from laminar_py.reward.terms import ExactTerm, FormatTerm, make_exact, make_format
 from tests.reward.requests import make_request
 
 OPENS = "<|im_start|>assistant\n<think>\n"

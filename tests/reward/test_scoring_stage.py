@@ -107,7 +107,7 @@ async def test_a_scorer_gets_as_many_as_it_works_on_and_more_as_it_has_room() ->
     scorer, inbox = GatedScorer(concurrency=2), Inbox()
     stage = make_stage([scorer], inbox)
     async with running(stage, *"abcde"):
-        assert (scorer.batches, stage.num_waiting, stage.num_unscored) == ([["a", "b"]], 3, 5)
+        assert (scorer.batches, len(stage._waiting), stage.num_unscored) == ([["a", "b"]], 3, 5)
         scorer.gate.set()
         assert len(await inbox.wait(5)) == 5
         await settle()
@@ -153,7 +153,7 @@ async def test_what_was_dropped_while_it_waited_makes_room_for_what_is_wanted() 
     stage = make_stage([scorer], inbox, queue=3, wanted=lambda name: name not in ("g0.0", "g0.2"))
     for request in unscored(*"abcde"):  # of which a deadline dropped `a` and `c`
         stage.submit_response(request)
-    assert (stage.num_waiting, stage.num_unscored) == (3, 3), "b, d and e"
+    assert (len(stage._waiting), stage.num_unscored) == (3, 3), "b, d and e"
     async with running(stage):
         assert set(await inbox.wait(3)) == {"g0.1", "g0.3", "g0.4"}
 
@@ -190,7 +190,7 @@ async def test_one_by_one_takes_one_and_leaves_the_others_in_the_queue() -> None
     scorer, inbox = GatedScorer(), Inbox()
     stage = make_stage([scorer], inbox, one_by_one=lambda: True)
     async with running(stage, *"abc"):
-        assert (scorer.batches, stage.num_waiting) == ([["a"]], 2)
+        assert (scorer.batches, len(stage._waiting)) == ([["a"]], 2)
         scorer.gate.set()
         await inbox.wait(3)
     assert scorer.batches == [["a"], ["b"], ["c"]]

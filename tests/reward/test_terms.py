@@ -5,18 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar_contrib.text_terms import ExactTerm, FormatTerm, LengthTerm, make_exact, make_format, make_length
 from laminar_py.config.reward import FunctionTerm, RewardConfig, check_tasks
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import FinishReason
-from laminar_py.reward.terms import (
-    ExactTerm,
-    FormatTerm,
-    LengthTerm,
-    load_function,
-    make_exact,
-    make_format,
-    make_length,
-)
+from laminar_py.reward.terms import load_function
 from tests.reward.requests import make_request
 
 
@@ -58,7 +51,7 @@ def test_length_takes_off_between_two_lengths_and_no_more() -> None:
         ({"kind": "exact", "pattern": "#7"}, "pattern='#7': has no group"),
         ({"kind": "format", "pattern": "("}, "pattern='(': not a regular expression"),
         ({"kind": "length", "free": 5, "most": 5}, "free=5: not below most=5"),
-        ("exakt", "reward.use.kind=exakt: unknown; choose one of exact, format, length"),
+        ("exakt", "reward.use.kind=exakt: unknown; choose one of environment, function, code"),
     ],
 )
 def test_a_term_that_cannot_be_is_explained(term: object, fault: str) -> None:

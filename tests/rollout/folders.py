@@ -20,9 +20,6 @@ class Folders:
             self.newest = version
             self._changed.notify_all()
 
-    async def latest(self):
-        return self.newest
-
     async def wait_newer(self, version):
         async with self._changed:
             await self._changed.wait_for(lambda: self.newest > version)

@@ -652,7 +652,6 @@ async def test_the_speed_of_an_engine_is_measured_while_new_weights_wait(folders
         assert alone
         assert speed.step_s > 0
         assert speed.prefill_tokens_per_s > 0
-        assert 1 <= speed.roofline_batch <= 8
         await story.until(lambda s: s.loads == [0, 1])
 
 

@@ -227,3 +227,39 @@ def test_a_stop_string_cuts_all_that_a_delta_says_of_later_tokens():
     item.append_delta(cut, 1.0)
     assert item.turn_ended(cut.finish_reason)
     assert len(item.cut_at_stop(last, None).ids) == 0, "later tokens of the stream are discarded"
+
+
+def test_stop_strings_cost_no_more_for_each_token_of_a_long_turn():
+    item, read = limited(length=100_000, most=None), []
+
+    def decode(ids):
+        read.append(len(ids))
+        return "".join(map(chr, ids.tolist()))
+
+    item.append_observation(WORDS, stop=("ab",))
+    item.request()
+    for token in [*[120] * 1000, 97, 98]:
+        ids = np.array([token], np.int32)
+        item.append_delta(item.cut_at_stop(Delta(rid="a", ids=ids, logprobs=np.zeros(1), version=1), decode), 1.0)
+    assert item.has_stopped
+    assert sum(read) < 50 * 1000
+    assert len(item._last_of_turn(5000)) == 1002
+    read.clear()
+    assert item.awaits_environment(decode)
+    assert sum(read) == 1002, "the whole turn once, and not once for each of its tokens"
+
+
+def test_a_stop_string_is_found_across_a_report_and_not_across_the_last_answer():
+    item = limited(most=None)
+    item.append_observation(WORDS, stop=("77",))
+    item.request()
+    take(item, 1)
+    tell(item)
+    one = Delta(rid="a", ids=np.array([7], np.int32), logprobs=np.zeros(1, np.float32), version=1)
+    assert item.cut_at_stop(one, lambda ids: "".join(map(str, ids.tolist()))).ids.tolist() == [7]
+    assert item.has_stopped
+    item.append_delta(one, 1.0)
+    item.append_observation(WORDS, stop=("77",))
+    item.request()
+    item.cut_at_stop(one, lambda ids: "".join(map(str, ids.tolist())))
+    assert not item.has_stopped

@@ -106,6 +106,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys
         ),
         ("1 +\n", "data.prepare=PATH: exit code 1 (SyntaxError: invalid syntax at PATH:1); fix the script"),
         ("import sys; sys.exit('no network')\n", "data.prepare=PATH: exit code 1 (no network); fix the script"),
+        ("import os; os.write(2, b'caf\\xe9'); 1 / 0\n", "data.prepare=PATH: exit code 1 (ZeroDivisionError: "),
         ("", "model.path=none: no config.json in it, and data.prepare=PATH ran and did not make it; name the"),
     ],
 )
@@ -141,7 +142,7 @@ JUDGE = "{kind: judge, urls: [http://127.0.0.1:1/v1], model: m}"
             "reward.by_task.cod: no problem has this task",
             "remove it, or name one of the tasks",
         ),
-        ({}, "use=[jugde]", "reward.use.kind=jugde: unknown", "choose one of exact"),
+        ({}, "use=[jugde]", "reward.use.kind=jugde: unknown", "choose one of environment, function"),
         ({}, f"use=[{JUDGE}]", "reward.use: urls=http://127.0.0.1:1/v1 of judge: does not answer", "start it or"),
     ],
     ids=["tests", "reference", "task", "kind", "judge"],

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import signal
 import subprocess
 import termios
@@ -16,6 +17,8 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import read_events
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import RunEnded
+from laminar_py.runtime.cluster.forked import SHARED
+from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint
 from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
@@ -33,6 +36,24 @@ class Interrupter:
 
 
 sys.meta_path.insert(0, Interrupter())
+"""
+
+
+SLOW_DISK = """
+import os, time
+
+fsync = os.fsync
+
+
+def slowly(file):
+    \"\"\"Waits where a checkpoint after the first is synced.\"\"\"
+    path = os.readlink(f"/proc/self/fd/{file}")
+    if "/checkpoints/step-" in path and "/checkpoints/step-0-" not in path:
+        time.sleep(2)
+    fsync(file)
+
+
+os.fsync = slowly
 """
 
 
@@ -74,8 +95,8 @@ def test_signals_that_one_end_brings_are_one_request(tmp_path, others):
     forget_versions(train.run)
 
 
-SLOW_START = ("warm_start.steps=1000000",)
-QUICK = ("warm_start.steps=3", "steps=3", "eval.sets.heldout.samples=1")
+SLOW_START = ("warm_start.steps=600",)  # a resume cannot change it
+QUICK = ("steps=3", "eval.sets.heldout.samples=1")
 HELDOUT = REPO / "tests/runs/heldout.jsonl"
 SLOW_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT}, samples: 2000, temperature: 1}}")
 LATE_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT}, samples: 200, temperature: 1}}")
@@ -85,7 +106,7 @@ LATE_EVALUATION = ("rollout.max_batch=4", f"eval.sets.heldout={{path: {HELDOUT},
 @pytest.mark.parametrize(
     ("settings", "reached"),
     [
-        (SLOW_START, "lock"),
+        (SLOW_START, "ledger.sqlite"),
         (SLOW_START, "logs/replica-0.log"),
         (SLOW_EVALUATION, "checkpoints/step-0-*"),
         (("steps=1000000", "schedule=sync"), "checkpoints/step-2-*"),
@@ -102,6 +123,21 @@ def test_each_phase_of_a_run_ends_at_a_signal_and_the_run_resumes(tmp_path, sett
     assert "stopping: waiting for " in output
     assert "; resume with: " in output
     assert verify(train.run) == []
+    warm_start = settings if settings == SLOW_START else ()
+    with TrainProcess(tmp_path, *QUICK, *warm_start, *ALONE, resume=True) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    assert verify(train.run) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_a_signal_ends_between_its_folder_and_its_record_resumes(tmp_path):
+    with TrainProcess(tmp_path, *QUICK, *ALONE) as train:
+        train.wait_until(lambda: list(train.run.glob("lock")))
+        train.send(signal.SIGTERM)
+        code, output = train.finish()
+    assert code == 130, output
+    assert output.endswith("laminar: stopped\n") or "; resume with: " in output
     with TrainProcess(tmp_path, *QUICK, *ALONE, resume=True) as train:
         code, output = train.finish()
     assert code == 0, output
@@ -109,10 +145,42 @@ def test_each_phase_of_a_run_ends_at_a_signal_and_the_run_resumes(tmp_path, sett
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reached", ["logs/replica-0.log", "metrics.jsonl"], ids=["start", "rl"])
+def test_a_run_stops_in_order_after_ctrl_c_has_ended_the_reader_of_its_output(tmp_path, reached):
+    """Ctrl-C reaches `laminar train | tee log` and tee, so each later line goes into a broken pipe."""
+    with TrainProcess(tmp_path, "steps=1000000", *ALONE) as train:
+        train.wait_until(lambda: list(train.run.glob(reached)))
+        train.process.stdout.close()
+        train.send(signal.SIGINT)
+        assert train.process.wait(PATIENCE_S) == 130
+    with reading(RunFolder(train.run).ledger) as record:
+        assert list(read_events(record, RunEnded)) == [RunEnded(1, "interrupted")]
+    assert verify(train.run) == []
+    forget_versions(train.run)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_checkpoint_waits_for_it_and_the_run_resumes_from_it(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPO}")
+    monkeypatch.delenv(SHARED)  # its own fork server, whose processes see the slow disk
+    with TrainProcess(tmp_path, "steps=1000000", "learner.checkpoint_every=2", *ALONE) as train:
+        train.wait_until(lambda: list(train.run.glob("checkpoints/step-2-*.tmp")))
+        train.send(signal.SIGINT)
+        code, output = train.finish()
+    assert code == 130, output
+    (step,) = re.findall(r"waiting for the checkpoint of step (\d+); a second signal ends at once", output)[-1:]
+    assert f"stopped at step {step}; resume with: " in output
+    assert find_checkpoint(RunFolder(train.run)).step == int(step)
+    assert verify(train.run) == []
+    forget_versions(train.run)
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_that_waits_for_a_hanging_learner_and_its_record_stands(tmp_path):
     with TrainProcess(tmp_path, "steps=1000000", *ALONE) as train:
         train.wait_for_step(3)
-        learner = next(process for process in train.family() if "learner" in " ".join(process.cmdline()))
+        learner = next(process for process in train.family() if process.name().startswith("learner"))
         learner.suspend()
         steps = len(train.run.joinpath("metrics.jsonl").read_bytes().splitlines())
         family = train.family()
@@ -129,8 +197,20 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_hanging_learner_and_its_rec
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path):
-    command = [LAMINAR, "train", str(CONFIG), *SETTINGS, *ALONE, "repack.planner=none", "steps=1000000"]
+@pytest.mark.parametrize(
+    ("hangup", "steps", "code", "end"),
+    [(signal.SIG_DFL, 1000000, 130, "interrupted"), (signal.SIG_IGN, 4, 0, "finished")],
+    ids=["stops", "of-nohup"],
+)
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint_and_one_of_nohup_ends_well(
+    tmp_path, hangup, steps, code, end
+):
+    command = [LAMINAR, "train", str(CONFIG), *SETTINGS, *ALONE, "repack.planner=none", f"steps={steps}"]
+
+    def take_terminal():
+        signal.signal(signal.SIGHUP, hangup)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     ours, terminal = pty.openpty()
     run = tmp_path / "small-1"
     train = subprocess.Popen(
@@ -140,15 +220,15 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(tmp_path):
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )
     os.close(terminal)
     with suppress(OSError), open(ours, "rb", buffering=0) as screen:
         while not (run / "metrics.jsonl").is_file():
             screen.read(1 << 16)
-    assert train.wait(PATIENCE_S) == 130
+    assert train.wait(PATIENCE_S) == code
     with reading(RunFolder(run).ledger) as record:
-        assert list(read_events(record, RunEnded)) == [RunEnded(1, "interrupted")]
+        assert list(read_events(record, RunEnded)) == [RunEnded(1, end)]
     forget_versions(run)
 
 

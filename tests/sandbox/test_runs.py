@@ -81,6 +81,23 @@ PLAIN_PYTHON = {
     "process": "from multiprocessing import *\nq=Queue()\nProcess(None, q.put, None, [4]).start()\nprint(q.get())",
     "context": "from multiprocessing import get_context\nprint(get_context('spawn').Pool().apply(int, ['4']))",
     "executor": "from concurrent.futures import *\nwith ProcessPoolExecutor() as e: print(*e.map(int, ['4']))",
+    "arguments": (
+        "import multiprocessing as mp\nwith mp.Pool(1, maxtasksperchild=1) as p: p.map(int, '4')\n"
+        "v = mp.Value('i')\ndef f():\n  with v.get_lock(): v.value += 4\n"
+        "p = mp.Process(target=f, daemon=True)\np.start()\np.join()\n"
+        "p.terminate()\nwith mp.Manager() as m: print(m.list([v.value])[0] + mp.Array('i', 1)[0])"
+    ),
+    "executor of contexts": (
+        "import multiprocessing\nfrom concurrent.futures.process import ProcessPoolExecutor as E\n"
+        "with E(1, mp_context=multiprocessing.get_context('fork')) as e: print(*e.map(int, ['4'], chunksize=2))"
+    ),
+    "mode": "import sys\nprint(4 if 'r' not in sys.stdout.mode and sys.stdin.mode == 'r' else 5)",
+    "buffered": (
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(4)"
+    ),
+    "open file": "file = open(1, 'w')\nfile.write('4\\n')",
+    "without stdout": "import sys\nprint(4)\ndel sys.stdout",
     "zone": "import zoneinfo\nprint(4 if zoneinfo.ZoneInfo('UTC') else 5)",
 }
 

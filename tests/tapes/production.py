@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from laminar_lab.bench.paper_planner import MARGIN
 from laminar_py.config.algorithm import Advantage, Aggregation
 from laminar_py.config.rollout import PLANNERS, Schedule, StalePolicy, WithoutSignal
 from laminar_py.control.evaluation import EvaluationLostError
@@ -88,9 +89,8 @@ from tests.ledger.runs import undo_since
 from tests.tapes.plain import Given, Look, Said, Tape, Told, Verdict, number
 from tests.tapes.plans import Plan
 
-SPEED = EngineSpeed(
-    step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-6, prefill_tokens_per_s=25_000.0, roofline_batch=6
-)
+SPEED = EngineSpeed(step_s=0.02, step_s_per_sequence=0.0, step_s_per_token=8e-6, prefill_tokens_per_s=25_000.0)
+ROOFLINE = 6  # sequences, for the paper's planner
 ATTENTION_SHARE = 0.002
 SHORT = 5  # characters of a digest that a tape has
 DELAYED = frozenset({"repacked"})  # recorded by a task of its own
@@ -892,7 +892,8 @@ class Control:
             published=replicas.published,
             clock=self.clock,
         )
-        return self._migration.run(SPEED)
+        each_s = per_sequence_s(ROOFLINE) if kind == "paper" else 0.0
+        return self._migration.run(msgspec.structs.replace(SPEED, step_s_per_sequence=each_s))
 
     # ---- state
 
@@ -1024,7 +1025,7 @@ class Repacker:
         hungry: bool,
         max_stall_s: float,
         growth: int,
-        roofline: int = SPEED.roofline_batch,
+        roofline: int = ROOFLINE,
         per_token_s: float = SPEED.step_s_per_token,
         prefill_per_s: float = SPEED.prefill_tokens_per_s,
     ) -> list[Move]:
@@ -1033,10 +1034,9 @@ class Repacker:
         context = PlanningContext(
             speed=EngineSpeed(
                 step_s=SPEED.step_s,
-                step_s_per_sequence=0.0,
+                step_s_per_sequence=per_sequence_s(roofline) if kind == "paper" else 0.0,
                 step_s_per_token=per_token_s,
                 prefill_tokens_per_s=prefill_per_s,
-                roofline_batch=roofline,
             ),
             forecast=GroupForecast(self._remaining, siblings),
             max_stall_s=max_stall_s,
@@ -1045,6 +1045,11 @@ class Repacker:
             previous_kv=self._previous,
         )
         return PLANNERS.get(kind)(context).plan([survey(look) for look in looks])
+
+
+def per_sequence_s(roofline: int) -> float:
+    """Seconds of a sequence in a decode step, from which the paper's planner derives this roofline batch."""
+    return MARGIN * SPEED.step_s / (roofline - 0.5)
 
 
 def made(

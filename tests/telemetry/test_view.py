@@ -97,6 +97,12 @@ def test_a_notice_is_printed_at_once_and_as_it_is(terminal):
     assert "KeyError: '[red]' " + "x" * 300 in file.getvalue()
 
 
+def test_a_view_that_draws_nothing_as_that_of_an_evaluation_leaves_the_cursor_alone():
+    console, file = make_console(terminal=True)
+    View(console, steps=0).notice("math: 3 of 8")
+    assert file.getvalue() == "math: 3 of 8\n"
+
+
 def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_learner_that_has_long_started():
     console, file = make_console(terminal=True)
     view = View(console, steps=100)
@@ -117,3 +123,13 @@ def test_an_evaluation_is_told_with_its_set_its_interval_and_the_count_of_what_h
     line = evaluation_line(make_evaluated(0.5, problems=300, unscored=12, rl_s=10.0))
     assert line.startswith("heldout: accuracy 0.500 (0.4")
     assert line.endswith(") on 300 problems, 12 answers not scored: version 3, step 3, 10.0 s of RL")
+
+
+def test_a_view_hides_the_cursor_from_its_first_drawing_until_it_closes():
+    console, file = make_console(terminal=True)
+    view = View(console, steps=100)
+    view.notice("heldout: accuracy 0.500")  # an evaluation prints lines alone
+    assert "\x1b[?25l" not in file.getvalue()
+    view.refresh(make_stats(), 0, -1, NOTES)
+    view.close()
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1

@@ -82,7 +82,7 @@ async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_on
     shared = incarnation(tmp_path, reference=True)
     stage = ReferenceStage(shared, segments=Segments())
     async with asyncio.timeout(PATIENCE_S):
-        await stage.start()
+        await stage.bring_up()
         stage.submit_trajectory(make_finished("g0.0", response=2))
         stage.submit_trajectory(make_finished("g0.9", response=2))
         answering = asyncio.create_task(stage.next_answer(wanted=lambda name: True))

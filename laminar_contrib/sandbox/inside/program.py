@@ -7,15 +7,10 @@ in the report of the child.
 import ast
 import atexit
 import builtins
-import concurrent.futures
 import contextlib
 import io
 import json
 import linecache
-import multiprocessing
-import multiprocessing.dummy as threads
-import multiprocessing.pool
-import multiprocessing.queues as queues
 import os
 import resource
 import signal
@@ -25,16 +20,16 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from laminar_contrib.sandbox.inside.messages import HEADER
+from laminar_contrib.sandbox.inside.processes import use_threads
 from laminar_py.children import exactly
 
 NAME = "program.py"
 _open_file = open
-LOCKS = ("Lock", "RLock", "Semaphore", "BoundedSemaphore", "Condition", "Event", "Barrier")
 STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 DETAIL_CHARS = 400
 SET = "a set of"  # key of an object that stands for a set in a returned value
@@ -76,18 +71,10 @@ def hide_own_modules() -> None:
 
 
 def complete_python() -> None:
-    """Add what `python program.py` has: `exit`, `quit`, `help`, and a `multiprocessing` that runs threads.
-
-    A program is one process, so that processes of `multiprocessing` and `concurrent.futures` are threads here.
-    """
+    """Add what `python program.py` has: `exit`, `quit`, `help`, and a `multiprocessing` that runs threads."""
     for add in (site.setquit, site.setcopyright, site.sethelper):
         add()
-    for name in ("Pool", "Process", "Queue", "JoinableQueue", "Manager", "Pipe", "Value", "Array", *LOCKS):
-        vars(multiprocessing)[name] = getattr(threads, name)
-    multiprocessing.SimpleQueue = lambda: queues.SimpleQueue(ctx=multiprocessing)  # type: ignore[assignment,misc]
-    for module in (multiprocessing, multiprocessing.pool):
-        module.get_context = lambda method=None: multiprocessing  # type: ignore[attr-defined]
-    concurrent.futures.ProcessPoolExecutor = concurrent.futures.ThreadPoolExecutor  # type: ignore[assignment,misc]
+    use_threads()
 
 
 def run(payload: ProgramPayload, files: dict[str, bytes], *, report: int) -> int:
@@ -174,7 +161,7 @@ def _prepare(files: dict[str, bytes]) -> None:
         with open(name, "wb") as file:
             file.write(content)
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = io.TextIOWrapper(
         open(2, "wb", 0, closefd=False),  # noqa: SIM115
         encoding="utf-8",
@@ -223,27 +210,28 @@ def _find_function(space: dict[str, object], name: str) -> Callable[..., object]
 
 
 def _to_json(value: object) -> object:
-    """Convert a value for JSON: a set to `{"a set of": [...]}`, an iterator to a list, others to their `repr`."""
+    """Convert a value for JSON: a set to `{"a set of": [...]}`, an iterable to a list, others to their `repr`."""
     if isinstance(value, set | frozenset):
         return {SET: sorted(value, key=repr)}
-    if isinstance(value, Iterator | range | type({}.keys()) | type({}.values()) | type({}.items())):
-        return list(value)
-    return repr(value)
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, bytes) else repr(value)
 
 
 def _end_threads() -> None:
-    """Join threads and run `atexit` functions, as an interpreter does at its end."""
+    """Join threads, run `atexit` functions and close open files, as an interpreter does at its end."""
     with contextlib.suppress(BaseException):  # untrusted code runs here and may raise anything
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     _flush()
+    with contextlib.suppress(BaseException):
+        sys.modules["__main__"].__dict__.clear()  # its open files are written and closed
+    _flush()
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
         with contextlib.suppress(BaseException):  # the program may have replaced the stream
-            stream.flush()
+            getattr(sys, name).flush()
 
 
 def _show_error(text: str) -> None:

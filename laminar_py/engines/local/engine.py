@@ -34,10 +34,6 @@ class LocalEngine(StreamingEngine[Scheduler]):
     It decodes up to `max_batch` requests at a time in a KV cache of `kv_capacity` tokens. Prompt and response have
     at most `max_len` tokens. A stream gets a delta every `stream_interval` tokens. Raises `ConfigError` if the
     engine cannot compute the model, the model has no experts to record, or the cache cannot hold one request.
-
-    `router_noise [max_len, layers, experts]` is for measurements of router replay. The router adds the noise of a
-    position to the logits that choose experts, and not to the logits that weigh them. The noise imitates a sampler
-    with slightly different arithmetic: it moves a choice equally in every engine and after every interruption.
     """
 
     def __init__(
@@ -49,7 +45,6 @@ class LocalEngine(StreamingEngine[Scheduler]):
         kv_capacity: int,
         stream_interval: int = 32,
         record: tuple[Recording, ...] = (),
-        router_noise: torch.Tensor | None = None,
     ) -> None:
         spec = ModelSpec.read(model_dir)
         if Recording.ROUTED_EXPERTS in record and spec.mixture is None:
@@ -63,7 +58,6 @@ class LocalEngine(StreamingEngine[Scheduler]):
             kv_capacity=kv_capacity,
             stream_interval=stream_interval,
             record=record,
-            router_noise=router_noise,
         )
         super().__init__("embedded engine", scheduler, vocab=spec.vocab, max_len=max_len, kv_capacity=kv_capacity)
         self._changed = threading.Condition()

@@ -22,9 +22,8 @@ from laminar_py.records.weights import holds_adapter
 class Routing:
     """The experts that one forward chooses for T tokens, layer after layer."""
 
-    def __init__(self, mixture: Mixture, *, noise: Tensor | None) -> None:
-        """Add `noise [T, layers, E]` to the logits that choose experts, and not to the logits that weigh them."""
-        self._mixture, self._noise = mixture, noise
+    def __init__(self, mixture: Mixture) -> None:
+        self._mixture = mixture
         self._chosen: list[Tensor] = []
 
     @property
@@ -32,11 +31,14 @@ class Routing:
         """Chosen experts of all layers so far, `[T, layers, k]`."""
         return torch.stack(self._chosen, 1)
 
+    def best(self, scores: Tensor) -> Tensor:
+        """Return the experts with the highest `scores [T, E]`, `[T, k]`; tests of router replay add noise here."""
+        return scores.topk(self._mixture.top_k).indices
+
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts of the next layer by its `logits [T, E]`. Returns experts and weights, `[T, k]`."""
         scores = logits.float()
-        choosing = scores if self._noise is None else scores + self._noise[:, len(self._chosen)]
-        experts = choosing.topk(self._mixture.top_k).indices
+        experts = self.best(scores)
         self._chosen.append(experts)
         chosen = scores.gather(1, experts)
         if self._mixture.renormalises:
@@ -68,9 +70,8 @@ def mix_experts(x: Tensor, layer: LayerWeights, routing: Routing) -> Tensor:
 class LocalModel:
     """Weights and forward of one model. Call `load` before the first forward."""
 
-    def __init__(self, spec: ModelSpec, *, max_len: int, router_noise: Tensor | None = None) -> None:
-        """Add `router_noise [max_len, layers, E]` by position to the logits that choose experts; None adds 0."""
-        self._spec, self._router_noise = spec, router_noise
+    def __init__(self, spec: ModelSpec, *, max_len: int) -> None:
+        self._spec = spec
         self._weights: Weights | None = None
         self._base: AdapterBase | None = None  # base of the served adapter; None with whole weights
         self._step: Callable[..., tuple[Tensor, ...]] | None = None
@@ -125,7 +126,7 @@ class LocalModel:
         """Compute logits, then experts in a mixture. Arguments give all sizes, so one trace fits all batches."""
         weights, attention = self._loaded(), DecodeAttention(DecodePlan(*plan), self._spec)
         hidden = F.embedding(ids, weights.embedding)
-        rotations, routing = self._rotations.index_select(0, positions), self._routing(positions)
+        rotations, routing = self._rotations.index_select(0, positions), self._routing()
         for index, layer in enumerate(weights.layers):
             q, k, v = self._project(layer, hidden, rotations)
             attention.store(index, k, v)
@@ -137,7 +138,7 @@ class LocalModel:
         """Write the keys and values of `ids [T]` at `positions [T]` into the cache. Computes no logits."""
         weights = self._loaded()
         hidden = F.embedding(ids, weights.embedding)
-        rotations, routing = self._rotations.index_select(0, positions), self._routing(positions)
+        rotations, routing = self._rotations.index_select(0, positions), self._routing()
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             q, k, v = self._project(layer, hidden, rotations)
@@ -151,12 +152,9 @@ class LocalModel:
         assert self._weights is not None, "load_weights comes before the first step"
         return self._weights
 
-    def _routing(self, positions: Tensor) -> Routing | None:
-        """New `Routing` for one forward of the tokens at `positions [T]`; None if the model has no experts."""
-        if self._spec.mixture is None:
-            return None
-        noise = None if self._router_noise is None else self._router_noise.index_select(0, positions)
-        return Routing(self._spec.mixture, noise=noise)
+    def _routing(self) -> Routing | None:
+        """New `Routing` for one forward; None if the model has no experts."""
+        return None if self._spec.mixture is None else Routing(self._spec.mixture)
 
     def _project(self, layer: LayerWeights, hidden: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute rotated queries `[T, H, D]`, rotated keys `[T, K, D]` and values `[T, K, D]` of one layer."""

@@ -40,13 +40,11 @@ class Scheduler(RequestScheduler[Job]):
         kv_capacity: int,
         stream_interval: int,
         record: tuple[Recording, ...] = (),
-        router_noise: torch.Tensor | None = None,
     ) -> None:
-        """Add `router_noise [max_len, layers, experts]` to the logits that choose experts; None: no noise."""
         super().__init__(max_len=max_len, kv_capacity=kv_capacity)  # `_running` is by slot
         self._spec, self._stream_interval = spec, stream_interval
         self._records_masks = Recording.SAMPLING_MASK in record
-        self._model = LocalModel(spec, max_len=max_len, router_noise=router_noise)
+        self._model = LocalModel(spec, max_len=max_len)
         self._pool = BlockPool(
             spec,
             num_slots=num_slots,

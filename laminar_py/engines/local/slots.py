@@ -57,13 +57,9 @@ class Slots:
         self.top_k: Indices = np.zeros(num_slots, np.int64)
         self.top_p: FloatArray = np.ones(num_slots, np.float32)
         self.min_p: FloatArray = np.zeros(num_slots, np.float32)
-        self.masks: list[list[IntArray]] = [
-            [] for _ in range(num_slots)
-        ]  # [S] masks of unsent tokens, if recorded
+        self.masks: list[list[IntArray]] = [[] for _ in range(num_slots)]  # [S] of unsent tokens, if recorded
         self.plain: BoolArray = np.ones(num_slots, np.bool_)  # temperature 1 and the whole vocabulary
-        self.stop_ids: Indices = np.full(
-            (num_slots, 1), -1, np.int64
-        )  # [S, most stop ids of a slot], padded with -1
+        self.stop_ids: Indices = np.full((num_slots, 1), -1, np.int64)  # [S, most stop ids], padded with -1
 
     def occupy(self, slot: int, request: GenerateRequest, *, response: IntArray) -> None:
         """Put a request into a free slot, with the response tokens it has so far."""

@@ -56,11 +56,7 @@ class ServerAdapters:
                 )
             await asyncio.to_thread(check_base, self._base, config)
             self._checked = config.revision
-        layout = await asyncio.to_thread(weights_layout, path)
-        if self._layout not in (None, layout):
-            raise RefusedError(
-                f"version {version} in {path} has other tensors than the version before; publish the same tensors"
-            )
+        layout = await asyncio.to_thread(weights_layout, path, before=self._layout)
         name = f"{self._client}-{version}-{next(self._count)}"
         fields = {"lora_name": name, "lora_path": str(path)}
         answer = await self._connection.post_and_decode(

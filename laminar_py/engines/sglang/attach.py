@@ -42,6 +42,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     admin_api_key: str | None = None
     device: str | None = "cuda"
     speculative_algorithm: str | None = "NONE"
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -96,6 +98,8 @@ def find_fault(answers: Answers, *, sizes: ModelSizes, rollout: RolloutConfig, a
     on_cuda = (server.device or "cuda").startswith("cuda")
     if (fault := speculation_fault(algorithm, on_cuda=on_cuda, record=rollout.record)) is not None:
         return f"runs --speculative-algorithm {algorithm}: {fault}"
+    if (server.speculative_accept_threshold_single, server.speculative_accept_threshold_acc) != (1.0, 1.0):
+        return "accepts drafts by a threshold; start it without --speculative-accept-threshold-single and -acc"
     if version_numbers(server.version) < MIN_VERSION:
         oldest = ".".join(map(str, MIN_VERSION))
         return f"runs SGLang {server.version}; install {oldest} or newer"

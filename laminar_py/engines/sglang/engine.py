@@ -79,7 +79,7 @@ class SGLangEngine:
         self._by_rid: dict[str, Stream] = {}  # streams that `abort` can end
         self._streams: set[Stream] = set()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._use = RankUse(0, 0, 0, 0)
+        self._use = RankUse(0, 0, 0)
 
     async def start(self) -> None:
         """Connect to the server. Raises `EngineLostError` if it does not answer."""
@@ -301,11 +301,7 @@ class SGLangEngine:
         Raises `RefusedError` if the version has other tensors than the version before.
         """
         recomputes = self._paused is PauseMode.RETRACT
-        layout = await asyncio.to_thread(weights_layout, path)
-        if self._layout not in (None, layout):
-            raise RefusedError(
-                f"version {version} in {path} has other tensors than the version before; publish the same tensors"
-            )
+        layout = await asyncio.to_thread(weights_layout, path, before=self._layout)
         await self._update(path, version)
         if recomputes:
             await self._flush_cache()
@@ -393,7 +389,6 @@ class SGLangEngine:
         ranks = (await self._connection.get("v1/loads?include=core", RankUses)).loads
         self._use = RankUse(
             sum(rank.num_running_reqs for rank in ranks),
-            sum(rank.num_waiting_reqs for rank in ranks),
             sum(rank.num_used_tokens for rank in ranks),
             sum(rank.max_total_num_tokens for rank in ranks),
         )

@@ -27,6 +27,7 @@ MAX_LORAS = 2  # in one batch: the adapter of new requests, and the adapter of o
 MASK_TOKENS = 4096  # tokens of a recorded mask by default
 _ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
 _CHOSEN = "the run chooses it; leave it out"
+_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
 _EXACT = "only 1.0 draws from the model's distribution; leave it out"
 _RESERVED = {  # every spelling of a flag -> remedy
     **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), _CHOSEN),
@@ -35,7 +36,7 @@ _RESERVED = {  # every spelling of a flag -> remedy
     **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size"), _ALONE),
     **dict.fromkeys(("nnodes", "node-rank"), _ALONE),
     **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the cluster chooses the GPUs; leave it out"),
-    **dict.fromkeys(("speculative-accept-threshold-single", "speculative-accept-threshold-acc"), _EXACT),
+    **dict.fromkeys(_THRESHOLDS, _EXACT),
     "device": "set rollout.engine.device",
     "dtype": "set dtype in the config.json of model.path",
 }
@@ -177,7 +178,8 @@ def pool_server(
     reserved = dict.fromkeys([*_RESERVED, "served-model-name"], _CHOSEN)
     reserved |= dict.fromkeys(("model-path", "model"), f"set {field}.model")
     reserved |= dict.fromkeys(("tp-size", "tensor-parallel-size", "device"), f"set {field}.gpus")
-    del reserved["dtype"]
+    for name in ("dtype", *_THRESHOLDS):  # no law needs the exact distribution of a judge
+        del reserved[name]
     defaults: dict[str, Flag] = {
         "model-path": str(settings.model),
         "served-model-name": pool,

@@ -75,7 +75,6 @@ class RankUse(msgspec.Struct):
     """Load of a data-parallel rank: requests, and KV cache in tokens."""
 
     num_running_reqs: int
-    num_waiting_reqs: int
     num_used_tokens: int
     max_total_num_tokens: int
 

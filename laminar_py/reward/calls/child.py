@@ -24,12 +24,11 @@ import msgspec
 from laminar_py.children import kernel
 from laminar_py.children.landlock import forbid_writes
 from laminar_py.children.wire import CALL, call_frame, own_control, receive_call
-from laminar_py.config.reward import REWARDS, read_term
+from laminar_py.config.reward import REWARDS, TermConfig, read_term
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.columns import Column, ColumnError
 from laminar_py.records.scoring import ScoringRequest, TryAgainError
-from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.outcome import (
     GivenReward,
     Outcome,
@@ -37,13 +36,26 @@ from laminar_py.reward.outcome import (
     check_reward,
     describe,
     error_place,
-    one_line,
+    failed,
+    late,
     read_reward,
 )
 
 log = logging.getLogger(__name__)
 GRACE_S = 3.0  # beyond the timeout that a process keeps itself
 CALLS_AT_ONCE = 256  # of an `async` function in one process
+
+
+class WriteFence(msgspec.Struct, frozen=True):
+    """Where a function may not write, e.g. `WriteFence("runs", "/dev/shm")`: into runs and weights."""
+
+    runs: str  # folder of runs
+    shm: str  # `relay.shm`, below which hosts keep weights of runs
+
+    def folders(self, term: TermConfig) -> list[Path]:
+        """Return the closed folders. A term with `opens_shm` may write below `shm`."""
+        runs = [path.parent for path in Path(self.runs).glob("*/config.yaml")]
+        return runs if term.opens_shm else [*runs, Path(self.shm)]
 
 
 class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +66,7 @@ class CallSpec(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # of the process's logs
     columns: list[Column] = []  # that the algorithm needs besides a value
     env: dict[str, str] = {}  # variables it sees besides `hosted.INHERITED_VARIABLES`; not sent
-    record: str | None = None  # folder of the run, which the function may not write to
+    fence: WriteFence | None = None
     grace_s: float = GRACE_S  # beyond `timeout_s`, after which the owner kills a process with an unfinished call
 
 
@@ -81,11 +93,6 @@ def main() -> None:
         return
     number, body, _ = first
     spec = decode(CallSpec, body)
-    if spec.record is not None and not forbid_writes(Path(spec.record)):
-        log.warning(
-            "no Landlock on this host: reward functions may write to %s and read our environment variables",
-            spec.record,
-        )
     try:
         function = _load(spec)
     except ConfigError as error:
@@ -99,8 +106,12 @@ def main() -> None:
 
 
 def _load(spec: CallSpec) -> "LimitedFunction":
-    """Make the reward function of a term, then limit this process's memory as it asks. Raises `ConfigError`."""
+    """Make the reward function of a term behind its fence, with the memory that it asks. Raises `ConfigError`."""
     term = read_term(spec.term)
+    if spec.fence is not None and not forbid_writes(spec.fence.folders(term)):
+        log.warning(
+            "no Landlock on this host: %s may write into runs and read our environment variables", term.title
+        )
     make = REWARDS.get(term.kind).make
     assert make is not None, f"{term.kind} is served by the scorer itself"
     with REWARDS.naming_package(term.kind):
@@ -166,10 +177,12 @@ class LimitedFunction:
             with _alarm(self._timeout_s):
                 given = read_reward(self._function(request))
         except _OutOfTimeError as error:
-            return self._late(error_place(self._function, error, beyond=__file__), start)
+            outcome = late(self._timeout_s, self._place(error))
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-            return self._failed(error, start)
-        return self._checked(given, request, start)
+            outcome = self._failed(error)
+        else:
+            outcome = self._checked(given, request)
+        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
 
     async def call_async(self, request: ScoringRequest) -> Outcome:
         """Call an `async` function while other calls of it run, and return its outcome."""
@@ -178,36 +191,26 @@ class LimitedFunction:
             async with asyncio.timeout(self._timeout_s) as limit:
                 given = read_reward(await self._function(request))  # type: ignore[misc]
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, a CancelledError too
-            if not limit.expired():
-                return self._failed(error, start)
-            return self._late(error_place(self._function, error.__cause__, beyond=__file__), start)
-        return self._checked(given, request, start)
+            is_late = limit.expired()
+            outcome = late(self._timeout_s, self._place(error.__cause__)) if is_late else self._failed(error)
+        else:
+            outcome = self._checked(given, request)
+        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
 
-    def _checked(self, given: GivenReward, request: ScoringRequest, start: float) -> Outcome:
-        """Check a reward that the function returned, and return its outcome; the call started at `start`."""
-        elapsed_s = time.perf_counter() - start
+    def _checked(self, given: GivenReward, request: ScoringRequest) -> Outcome:
+        """Check a reward that the function returned, and return its outcome."""
         try:
-            outcome = check_reward(given, self._columns, length=len(request.response_ids))
+            return check_reward(given, self._columns, length=len(request.response_ids))
         except ColumnError as error:
-            detail = one_line(f"{error}{error_place(self._function, None, beyond=__file__)}")
-            return Outcome(failure=DropReason.REWARD_FAILED, detail=detail, elapsed_s=elapsed_s)
-        return msgspec.structs.replace(outcome, elapsed_s=elapsed_s)
+            return failed(f"{error}{self._place(None)}")
 
-    def _late(self, where: str, start: float) -> Outcome:
-        """Return the outcome of a call that started at `start` and reached its timeout at the place `where`."""
-        detail = one_line(
-            f"no value within {self._timeout_s:g} s (reward.timeout_s, or timeout_s of the term){where}"
-        )
-        return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=time.perf_counter() - start)
+    def _failed(self, error: BaseException) -> Outcome:
+        """Return the outcome of a call that raised `error`."""
+        return failed(f"{describe(error)}{self._place(error)}", transient=isinstance(error, TryAgainError))
 
-    def _failed(self, error: BaseException, start: float) -> Outcome:
-        """Return the outcome of a call that started at `start` and raised `error`."""
-        return Outcome(
-            failure=DropReason.REWARD_FAILED,
-            detail=one_line(f"{describe(error)}{error_place(self._function, error, beyond=__file__)}"),
-            elapsed_s=time.perf_counter() - start,
-            transient=isinstance(error, TryAgainError),
-        )
+    def _place(self, error: BaseException | None) -> str:
+        """Return the place of an error in the user's code, e.g. " (at rewards.py:7)"."""
+        return error_place(self._function, error, beyond=__file__)
 
 
 @contextmanager

@@ -15,9 +15,8 @@ from laminar_py.children.hosted import HostedProcess, ProcessLostError
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.scoring import ScoringRequest
-from laminar_py.records.trajectory import DropReason
 from laminar_py.reward.calls.child import CALLS_AT_ONCE, CallAnswer, CallSpec, CallStarted
-from laminar_py.reward.outcome import Outcome, one_line
+from laminar_py.reward.outcome import Outcome, failed, late
 
 log = logging.getLogger(__name__)
 
@@ -142,13 +141,15 @@ class CallPool:
             try:
                 worker = await self._acquire_worker()
             except ConfigError as error:  # e.g. the user changed the file meanwhile
-                return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
+                return failed(str(error))
             alone = worker.concurrency == 1
             try:
                 return await worker.call(request, limit_s=self._limit_s)
             except TimeoutError:
                 if alone:
-                    return self._hung(worker)
+                    where = "; an async function must not block" if worker.takes_many else ""
+                    hung = late(self._spec.timeout_s, f", and it did not stop{where}")
+                    return msgspec.structs.replace(hung, elapsed_s=self._limit_s)
                 log.warning(
                     "%s: a worker hung over %s, or over a call beside it", self._name, request.trajectory_id
                 )
@@ -159,9 +160,7 @@ class CallPool:
             if not alone:
                 return await self._repeat_suspect(request)
             crashes += 1
-        return Outcome(
-            failure=DropReason.REWARD_FAILED, detail=f"the process that scored it crashed {MOST_CRASHES} times"
-        )
+        return failed(f"the process that scored it crashed {MOST_CRASHES} times")
 
     async def _repeat_suspect(self, request: ScoringRequest) -> Outcome:
         """Repeat a call that shared a lost worker, in a second pool with fewer calls per worker."""
@@ -175,7 +174,7 @@ class CallPool:
                 suspects = self._suspects
             return await suspects.call(request)
         except ConfigError as error:
-            return Outcome(failure=DropReason.REWARD_FAILED, detail=one_line(str(error)))
+            return failed(str(error))
         finally:
             self._num_suspects -= 1
             await self._end_suspects()
@@ -186,15 +185,6 @@ class CallPool:
             if self._suspects is not None and self._num_suspects <= 0:
                 suspects, self._suspects = self._suspects, None
                 await suspects.__aexit__()
-
-    def _hung(self, worker: RewardWorker) -> Outcome:
-        """Return the outcome of a call that hung alone in a worker."""
-        limit = self._spec.timeout_s
-        where = "; an async function must not block" if worker.takes_many else ""
-        detail = (
-            f"no value within {limit:g} s (reward.timeout_s, or timeout_s of the term), and it did not stop{where}"
-        )
-        return Outcome(failure=DropReason.REWARD_TIMEOUT, detail=detail, elapsed_s=self._limit_s)
 
     async def _acquire_worker(self) -> RewardWorker:
         """Wait for a worker with room and reserve it; calls are served in order.

@@ -34,6 +34,7 @@ from typing import NoReturn
 import msgspec
 
 from laminar_py.children import kernel
+from laminar_py.children.hosted import trim_log
 from laminar_py.children.wire import exactly
 from laminar_py.records.codec import decode
 from laminar_py.runtime.cluster.calls import HEAD, Shell, serve, set_title, write_frame
@@ -42,6 +43,7 @@ GUARD = b"g"  # the byte with which a client sends the guard
 STATUS = struct.Struct("<i")
 REQUEST_S = 10.0  # for a client to send its request
 PAUSE_S = 0.1  # before the server accepts again, after it had no file descriptors left
+TRIM_EVERY_S = 1.0
 OOM_SCORE = "500"  # of 1000; the kernel first ends processes with a high score
 PRELOADED = (  # modules that the processes need; the server skips modules that are not installed
     "transformers.modeling_utils",
@@ -209,7 +211,16 @@ async def _serve(start: StartProcess, connection: socket.socket) -> None:
     """Report the start, then host the requested object until the client is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     write_frame(writer, Started(os.getpid()))
+    trimming = asyncio.create_task(_keep_trimming(Path(start.errors)), name="trim-output")
     await serve(Shell(start.actor_class, concurrency=start.concurrency), reader, writer)
+    trimming.cancel()
+
+
+async def _keep_trimming(output: Path) -> None:
+    """Delete old lines of this process's output, in which an environment may print much, until cancelled."""
+    while True:
+        trim_log(output)
+        await asyncio.sleep(TRIM_EVERY_S)
 
 
 if __name__ == "__main__":

@@ -231,7 +231,10 @@ class ForkedProcess:
                 self.is_up = True
                 self._ready.set_result(None)
                 while True:
-                    self._take_answer(read_answer(await read_frame(reader)))
+                    answer = read_answer(await read_frame(reader))
+                    waiting = self._waiting.get(answer.number)
+                    if waiting is not None and not waiting.done():  # its caller may have been cancelled
+                        waiting.set_result(answer)
             except (asyncio.IncompleteReadError, OSError, NoAnswerError) as error:  # a timeout is an `OSError` too
                 if not self.is_up:
                     self._fail_start(error)
@@ -249,12 +252,6 @@ class ForkedProcess:
         self._guard.close()
         self._cluster.give_back(gpus)
         self._cluster.processes.discard(self)
-
-    def _take_answer(self, answer: Answer) -> None:
-        """Pass an answer to the call that waits for it; the call may have been cancelled."""
-        waiting = self._waiting.get(answer.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
 
     def _request_process(self, gpus: list[str]) -> socket.socket:
         """Request the process, with these GPUs, from the fork server; return the connection. Raises `OSError`."""

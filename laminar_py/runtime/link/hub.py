@@ -274,9 +274,8 @@ class ReplicaHub:
         behind = self._server.has_more and now < self._checked_s + MOST_BEHIND_S
         if behind or now < self._checked_s + self._check_s:
             return
-        stalled = (
-            now > self._checked_s + self._heartbeat_timeout_s / 2
-        )  # this process stood still, not the replicas
+        # true if this process stood still, not the replicas
+        stalled = now > self._checked_s + self._heartbeat_timeout_s / 2
         self._checked_s = now
         for connection in self._connections.values():
             if connection.last_frame_s is not None:

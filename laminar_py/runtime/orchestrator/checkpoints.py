@@ -19,7 +19,6 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.recovery import checkpoints_on_record, newest_existing
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed
-from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
@@ -111,14 +110,6 @@ class Checkpoints:
             await asyncio.wait([self._writing])
         if self.failure is None:
             await asyncio.Event().wait()
-
-    async def finish_after_crash(self) -> PartCrashedError | None:
-        """Wait, after the learner's crash, for its checkpoint; return the crash if it was not completed."""
-        try:
-            await self.finish()
-        except PartCrashedError as error:
-            return error
-        return None
 
     def start_over(self) -> None:
         """Drop the failed checkpoint of a crashed learner, so that `failure` is None again."""

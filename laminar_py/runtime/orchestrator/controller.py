@@ -32,8 +32,8 @@ Each loop is a function below. Each queue is bounded:
     copied     version                versions                        one; the learner completes it before the next
 
 An evaluation has no learner: the loops `train`, `collect_reference_logprobs` and `publish` are missing. Weights
-stay version 0, and each set is evaluated once. Beside the data path, `processes` keeps all processes alive and
-`housekeeping` does timed chores.
+stay version 0, and each set is evaluated once. Beside the data path, keepers keep all processes alive, and chores
+run at intervals.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
 process of `laminar train` or `laminar eval`; each part in a process of its own has a keeper in `workers`.
@@ -356,16 +356,21 @@ class Controller:
             for started in (self._relays, self._scoring, self._environments):
                 tasks.create_task(started.start())
         if self._recovered is not None and self._learning is not None:
-            self._scoring.grow_by(len(self._recovered.live))  # an earlier fleet may have been larger
+            # an earlier fleet may have been larger
+            self._scoring.grow(self._scoring.most + len(self._recovered.live))
             await self._restore_passes(self._recovered)
             await self._restore()
             self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts
 
     def _loops(self) -> dict[str, Coroutine[object, object, None]]:
         """Return the loops, by task name, that run from the start; `train` runs in the task of `lead`."""
-        scheduler, dispatch_loop, stats = self._scheduler, self._dispatch_loop, self._incarnation.stats
+        scheduler, state, dispatch_loop = self._scheduler, self._scheduler.state, self._dispatch_loop
+        run, stats = self._incarnation.run, self._incarnation.stats
         loops: dict[str, Coroutine[object, object, None]] = {
-            "processes": self._keep_processes(),
+            "relays": self._relays.keep(),
+            "replicas": self._replicas.keep(),
+            "environments": self._environments.keep(),
+            "scorers": self._scoring.run(),
             "dispatch": dispatch_loop.run(),
             "process-reports": process_reports(
                 self._reports,
@@ -377,10 +382,14 @@ class Controller:
             "collect-scores": collect_scores(
                 self._scores, scheduler=scheduler, scoring=self._scoring, dispatch_loop=dispatch_loop
             ),
-            "housekeeping": self._keep_house(),
+            "deadlines": self._keep_deadlines(),
+            "sweep-environments": self._environments.sweep(self._is_followed),
+            "memory": watch_memory(stats, run.shm(self._incarnation.config.relay.shm)),
         }
         if self._learning is not None:
             loops["publish"] = self._learning.versions.run()
+            loops["fleet-rows"] = watch_fleet(run.fleet, stats, generated_tokens=lambda: state.generated_tokens)
+            loops["scale"] = self._learning.fleet.run()
         return loops
 
     async def _start_learning(
@@ -389,7 +398,7 @@ class Controller:
         """Start the learner, then the parts that need its first version; yield (task name, loop) of each."""
         await learning.trainer.start()
         if self._reference is not None:
-            await self._stop.unless_asked(self._reference.start())
+            await self._stop.unless_asked(self._reference.bring_up())  # after a warm start, which it may load
             yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks:
@@ -505,27 +514,6 @@ class Controller:
             self._recovered = None
 
     # ---- beside the data path
-
-    async def _keep_processes(self) -> None:
-        """Keep the processes of all parts except the learner alive until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._relays.keep(), name="keep-relays")
-            tasks.create_task(self._replicas.keep(), name="keep-replicas")
-            tasks.create_task(self._environments.keep(), name="keep-environments")
-            tasks.create_task(self._scoring.run(), name="keep-scorers")
-
-    async def _keep_house(self) -> None:
-        """Run the chores, each a loop with an interval, until cancelled."""
-        run, stats, state = self._incarnation.run, self._incarnation.stats, self._scheduler.state
-        shm = run.shm(self._incarnation.config.relay.shm)
-        async with asyncio.TaskGroup() as chores:
-            chores.create_task(self._keep_deadlines(), name="deadlines")
-            chores.create_task(self._environments.sweep(self._is_followed), name="sweep-environments")
-            chores.create_task(watch_memory(stats, shm), name="memory")
-            if self._learning is not None:
-                rows = watch_fleet(run.fleet, stats, generated_tokens=lambda: state.generated_tokens)
-                chores.create_task(rows, name="fleet-rows")
-                chores.create_task(self._learning.fleet.run(), name="scale")
 
     async def _keep_deadlines(self) -> None:
         """Enforce deadlines, which depend on time alone, and show the progress of the run."""

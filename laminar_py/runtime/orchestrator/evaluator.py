@@ -55,7 +55,7 @@ class Evaluator:
         self._config = config.eval
         self._intervals = config.eval.intervals()
         self._sampling = config.eval.sampling_by_set(config.rollout.sampling.params())
-        self._inputs = incarnation.inputs
+        self._sets = incarnation.inputs.sets  # prompts by name
         self._scheduler = scheduler
         self._hold = hold
         self._replicas = replicas
@@ -69,11 +69,6 @@ class Evaluator:
         self._previous: EvalPoint | None = None
         self._points_by_version: dict[int, EvalPoint] = {}
         self._results: set[tuple[int, str]] = set()  # (step, set) of each result on record
-
-    @property
-    def _set_names(self) -> list[str]:
-        """Names of all sets."""
-        return list(self._inputs.sets)
 
     def restore(
         self,
@@ -121,7 +116,7 @@ class Evaluator:
         to_come = [mark_s for mark_s in self._marks_s if mark_s > point.rl_s]
         if to_come != self._marks_s:
             self._marks_s = to_come
-            await self._schedule(previous, self._set_names)
+            await self._schedule(previous, list(self._sets))
             due = due if self._config.deferred else []  # replicas would evaluate the same weights twice
         if due and not last:
             await self._schedule(point, due)
@@ -131,7 +126,7 @@ class Evaluator:
 
     async def finish(self, last: EvalPoint) -> None:
         """Wait for running evaluations, then run the deferred ones and evaluate the last version on all sets."""
-        if not self._set_names:
+        if not self._sets:
             return
         await asyncio.gather(*self._running)
         rest = self._sets_without_result(last)
@@ -150,7 +145,7 @@ class Evaluator:
     ) -> "list[asyncio.Task[None]]":
         """Begin a pass over each set and return its task; skip passes with an id in `done`."""
         begun = []
-        for index, name in enumerate(self._set_names):
+        for index, name in enumerate(self._sets):
             if (id := pass_id(index, name)) not in done:
                 begun.append(self._begin(point, name, point.version, index=index, answers=answers.get(id)))
         self._running |= set(begun)
@@ -163,7 +158,7 @@ class Evaluator:
 
     def _sets_without_result(self, point: EvalPoint) -> list[str]:
         """Return the names of the sets without a result at the step of `point`."""
-        return [name for name in self._set_names if (point.step, name) not in self._results]
+        return [name for name in self._sets if (point.step, name) not in self._results]
 
     async def _schedule(self, point: EvalPoint, names: list[str]) -> None:
         """Begin evaluations of sets now; with `eval.deferred`, hold the version of `point` until after RL."""
@@ -186,7 +181,7 @@ class Evaluator:
     ) -> "asyncio.Task[None]":
         """Request a pass over set `name`, and return the task that publishes its result."""
         asked = self._scheduler.evaluations.request(
-            self._inputs.sets[name],
+            self._sets[name],
             version,
             index=index,
             set_name=name,
@@ -210,26 +205,23 @@ class Evaluator:
             return
         if evaluation.replica is not None and evaluation.version is not None:  # its replica chose the version
             point = self._points_by_version.get(evaluation.version, point)
-        result = await _evaluated(evaluation, name, point)
-        if result is None:
-            count = len(evaluation.answers)
-            self._show_line(f"{name}: no figures at step {point.step}: none of {count} answers could be scored")
-        else:
-            self._results.add((result.step, name))
-            self._publish(result)
-
-
-async def _evaluated(evaluation: Evaluation, name: str, point: EvalPoint) -> Evaluated | None:
-    """Return the result of a finished pass over the set `name`; None if no answer has a score."""
-    figures = await asyncio.to_thread(set_figures, list(evaluation.answers.values()), samples=evaluation.samples)
-    if figures is None:
-        return None
-    assert evaluation.version is not None, f"{evaluation.id} ended without a version"
-    return Evaluated(
-        pass_id=evaluation.id,
-        set_name=name,
-        version=evaluation.version,
-        step=point.step,
-        rl_s=point.rl_s,
-        figures=figures,
-    )
+        answers = list(evaluation.answers.values())
+        figures = await asyncio.to_thread(set_figures, answers, samples=evaluation.samples)
+        if figures is None:
+            self._show_line(
+                f"{name}: no figures at step {point.step}: none of {len(answers)} answers could be scored"
+            )
+            return
+        version = evaluation.version
+        assert version is not None, f"{evaluation.id} ended without a version"
+        self._results.add((point.step, name))
+        self._publish(
+            Evaluated(
+                pass_id=evaluation.id,
+                set_name=name,
+                version=version,
+                step=point.step,
+                rl_s=point.rl_s,
+                figures=figures,
+            )
+        )

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -63,15 +63,11 @@ UNBOUNDED = (
 
 def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
     """Start or resume a run; return its summary, unfinished after a signal. Raises ConfigError, RunFailedError."""
+    if config.staleness.unbounded(config.schedule):
+        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
-    with ExitStack() as views:
-        summary = lead(
-            config,
-            lambda start: make_controller(start, console, views),
-            what=what,
-            resume=resume,
-            console=console,
-        )
+    view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
+    summary = lead(config, partial(Controller, view=view), what=what, resume=resume, console=console)
     assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
     return summary
 
@@ -99,7 +95,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     assert source is not None, f"{run.path} has no source on disk"
     summary = lead(
         config,
-        lambda start: Controller(start, view=View(console, steps=0), source=source),
+        partial(Controller, view=View(console, steps=0), source=source),
         what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
         resume=run if resumed else None,
         begun=None if resumed else run,
@@ -110,16 +106,6 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     if summary.finished:
         shutil.rmtree(run.path / MODEL, ignore_errors=True)  # missing if a model folder was evaluated
     return summary
-
-
-def make_controller(start: RunStart, console: Console, views: ExitStack) -> Controller:
-    """Make the controller of a training run; `views` closes its view. Warn about unbounded staleness."""
-    config = start.config
-    if config.staleness.unbounded(config.schedule):
-        console.print(UNBOUNDED, soft_wrap=True, highlight=False)
-    view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
-    views.callback(view.close)
-    return Controller(start, view=view)
 
 
 def lead(
@@ -215,9 +201,9 @@ def _unwritable_message(run: RunFolder, reason: str) -> str:
 
 
 async def _lead(controller: Controller, run: RunFolder) -> Result:
-    """Run the controller to its end, or to a stop after a signal, and return its result."""
+    """Run the controller to its end, or to a stop after a signal; close its view and return its result."""
     at_once = f"{run.path} was stopped at once; continue with --resume"
     loop = asyncio.get_running_loop()
     interrupt = partial(loop.call_soon_threadsafe, controller.interrupt)
-    with SIGNALS.heeded(interrupt, controller.view.notice, at_once):
+    with closing(controller.view) as view, SIGNALS.heeded(interrupt, view.notice, at_once):
         return await controller.lead()

@@ -20,9 +20,16 @@ from laminar_py.runtime.preflight.inputs import Inputs
 
 MOST = 1000  # prompts to compare; another tokenizer or template changes most of them
 # decide which problem comes, what the record of a response means, and the weights that RL begins with
-FIXED: tuple[str, ...] = ("seed", "data.", "environment.kind", "model.from_scratch", "warm_start.")
-# the learner computes log-probabilities on record again at the temperature
-FIXED += ("learner.lora.", "rollout.record", "rollout.sampling.temperature")
+FIXED = (
+    "seed",
+    "data.",
+    "environment.kind",
+    "model.from_scratch",
+    "warm_start.",
+    "learner.lora.",
+    "rollout.record",
+    "rollout.sampling.temperature",  # at which the learner computes log-probabilities on record again
+)
 # files may move: digests, prompts and fingerprints tell whether they are the same
 MOVABLE = ("data.train", "data.prepare", "warm_start.data.path", "warm_start.cache")
 

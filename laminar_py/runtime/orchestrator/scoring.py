@@ -65,7 +65,7 @@ class Scoring:
         self._stats = incarnation.stats
         self._clock = incarnation.clock
         self._reward = config.reward
-        self._most = max_scored(config, inputs)
+        self.most = max_scored(config, inputs)  # trajectories that can wait at the start
         self._show_line = show_line
         self._end = end
         self._on_scores = deliver
@@ -85,7 +85,7 @@ class Scoring:
         """Start the scorers, and begin the trials of the reward. Raises ConfigError if it cannot be loaded."""
         self._stage = ScoringStage(
             await self._scorers.start(),
-            queue=self._most,
+            queue=self.most,
             wanted=self._is_wanted,
             deliver=self._deliver,
             restart=self._scorers.restart,
@@ -104,12 +104,8 @@ class Scoring:
         await self._scorers.close()
 
     def grow(self, queue: int) -> None:
-        """Enlarge the queue to `queue` trajectories, for a larger fleet."""
+        """Enlarge the queue to `queue` trajectories, for a larger fleet, also of an earlier incarnation."""
         self._open_stage.grow(queue)
-
-    def grow_by(self, number: int) -> None:
-        """Enlarge the initial queue by `number` trajectories, the live ones of an earlier incarnation."""
-        self._open_stage.grow(self._most + number)
 
     def submit_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Queue a finished response for a score."""

@@ -27,7 +27,7 @@ class Signals:
         self._awaited: str = ""  # what an end waits for
         self._first_s: float | None = None  # when the first signal came
         self._request: Callable[[], object] | None = None
-        self._show: Callable[[str], object] = _write
+        self._show: Callable[[str], object] = write_line
         self._at_once = ("stopped at once", 130)
 
     def own(self) -> None:
@@ -40,6 +40,8 @@ class Signals:
 
         Also take the signals back from libraries: an import of Ray takes SIGTERM. nohup's SIGHUP stays ignored.
         """
+        if self._owned:
+            _leave_closed_outputs()
         is_new, self._awaited = awaited != self._awaited, awaited
         for number in NUMBERS if self._owned else ():
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -61,7 +63,7 @@ class Signals:
                 self._request()
             yield
         finally:
-            self._request, self._show = lambda: None, _write
+            self._request, self._show = lambda: None, write_line
 
     def tell(self) -> None:
         """Print what the end waits for."""
@@ -71,7 +73,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread; a timer calls `tell` if nothing else has within `SAME_S`."""
         if number == signal.SIGHUP:
-            _leave_closed_terminal()
+            _leave_closed_outputs()
         if self._first_s is None:
             self._first_s = time.monotonic()
             signal.signal(signal.SIGALRM, lambda number, frame: None if self._told else self.tell())
@@ -82,18 +84,18 @@ class Signals:
             self._request()
         elif time.monotonic() - self._first_s > SAME_S:
             line, code = self._at_once
-            _write(f"laminar: {line}")
+            write_line(f"laminar: {line}")
             os._exit(code)
 
 
-def _write(line: str) -> None:
+def write_line(line: str) -> None:
     """Write a line to standard error; unlike `print`, it may interrupt another write. Show a hidden cursor."""
-    with suppress(OSError):  # the terminal is closed
+    with suppress(OSError):  # the terminal is closed, or Ctrl-C has ended the reader of the pipe
         os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}{line}\n".encode())
 
 
-def _leave_closed_terminal() -> None:
-    """Send further output nowhere if the terminal is closed, since a write would fail and end the run."""
+def _leave_closed_outputs() -> None:
+    """Send further output nowhere if its terminal or pipe is closed, since a write would fail and end the run."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)  # reports closed ends alone

@@ -24,6 +24,7 @@ from laminar_py.records.events import RolledBack
 from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
+from laminar_py.runtime.cluster.part import watched
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.signals import SIGNALS
@@ -66,16 +67,10 @@ class StopRequest:
 
     async def unless_asked(self, work: Coroutine[object, object, T]) -> T:
         """Return the result of `work`; cancel it and raise StoppedError if the run must stop first."""
-        task = asyncio.create_task(work, name="unless-asked")
-        asked = asyncio.create_task(self.asked.wait(), name="stop")
-        try:
-            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-        finally:
-            task.cancel()
-            asked.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
+        return await watched(work, self._raise_once_asked())
+
+    async def _raise_once_asked(self) -> None:
+        await self.asked.wait()
         raise StoppedError
 
 
@@ -222,9 +217,8 @@ class Trainer:
         if lost:
             raise BatchLostError(lost)
         step = self.step + 1
-        unpublished = 1 + self._scheduler.state.ages.age_of(
-            self.version
-        )  # steps since the newest version, this step included
+        # steps since the newest version, this step included
+        unpublished = 1 + self._scheduler.state.ages.age_of(self.version)
         publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
         version = self._versions.next_number() if publishes else None
         return await self._learner.step(packed.weights, version=version)
@@ -291,6 +285,7 @@ class Trainer:
 
     async def _save(self) -> None:
         """Begin a checkpoint of this step, and return once the learner may continue. Raises PartCrashedError."""
+        SIGNALS.enter(f"the checkpoint of step {self.step}")
         restarts = self._supervisor.total_restarts
         name = checkpoint_name(self.step, incarnation=self._incarnation_number, restarts=restarts)
         self._saved_step = self.step
@@ -380,7 +375,11 @@ class Trainer:
     async def _kill_learner(self, error: PartCrashedError) -> PartCrashedError:
         """Kill the learner's processes; wait until its unfinished checkpoint is on record or has failed."""
         self._learner.kill()
-        return await self._checkpoints.finish_after_crash() or error
+        try:
+            await self._checkpoints.finish()
+        except PartCrashedError as lost:
+            return lost
+        return error
 
     async def _replace_learner(self, crash: PartCrashedError) -> None:
         """Forget the crashed learner's versions and checkpoint, count the crash, and replace its processes."""

@@ -32,6 +32,7 @@ from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.tree import versions_at_peak
+from laminar_py.reward.calls.child import WriteFence
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600  # limit of the script `data.prepare`
@@ -151,7 +152,12 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     tasks = {task for problem_set in problems.all for task in problem_set.tasks}
     terms = {task: terms for task, terms in config.reward.by_task.items() if trains or task in tasks}
     reward = config.reward.model_copy(update={"by_task": terms})
-    check_rewards(reward, problems.all, sandbox=config.sandbox if config.cluster.address is None else None)
+    check_rewards(
+        reward,
+        problems.all,
+        fence=WriteFence(str(config.runs), str(config.relay.shm)),
+        sandbox=config.sandbox if config.cluster.address is None else None,
+    )
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.node_checks` looks at the nodes themselves
         for pool in config.reward.servers:
@@ -184,8 +190,9 @@ def prepare(config: RunConfig) -> None:
     if not script.is_file():
         raise ConfigError(f"data.prepare={script}: no such file; name a Python script or leave the field out")
     try:
+        command = [sys.executable, str(script)]
         done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=PREPARE_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=PREPARE_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
@@ -353,7 +360,7 @@ def memory_fault(config: RunConfig, share: MemoryShare, *, free: int, where: str
 
 def room_fault(folder: Path) -> str | None:
     """Return an error line if this host cannot write the folder of runs, or has too little disk for responses."""
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    place = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         return f"runs={folder}: cannot be written; make it writable, or name another folder"
     free = shutil.disk_usage(place).free

@@ -18,7 +18,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.data.sources import DataSource
 from laminar_py.records.trajectory import Prompt
-from laminar_py.reward.calls.child import CallSpec
+from laminar_py.reward.calls.child import CallSpec, WriteFence
 from laminar_py.reward.calls.pool import CallPool
 
 SETS = "eval.sets."
@@ -27,18 +27,22 @@ PROGRESS_S = 5.0  # between lines on the progress of the check
 log = logging.getLogger(__name__)
 
 
-def check_rewards(reward: RewardConfig, problems: Sequence[ProblemSet], *, sandbox: SandboxConfig | None) -> None:
+def check_rewards(
+    reward: RewardConfig, problems: Sequence[ProblemSet], *, fence: WriteFence, sandbox: SandboxConfig | None
+) -> None:
     """Refuse a reward that cannot score the problems of all files. Raises `ConfigError`.
 
-    `sandbox` is the sandbox for programs of the model on this host; None if scorers run on other hosts, which then
-    also have to reach the servers of judges.
+    Functions are loaded behind `fence`. `sandbox` is the sandbox for programs of the model on this host; None if
+    scorers run on other hosts, which then also have to reach the servers of judges.
     """
     check_problems(reward, problems)
     if sandbox is not None:
         check_terms(reward, sandbox)
     made = [term for term in _distinct_terms(reward) if REWARDS.get(term.kind).make is not None]
     asyncio.run(
-        _start_processes([term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION])
+        _start_processes(
+            [term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION], fence
+        )
     )
 
 
@@ -115,17 +119,18 @@ def _sampled_problems(problems: ProblemSet) -> Iterator[Prompt]:
             log.warning("checking problems of %s=%s: %d of %d", source.field, source.path, index + 1, number)
 
 
-async def _start_processes(terms: list[TermConfig]) -> None:
+async def _start_processes(terms: list[TermConfig], fence: WriteFence) -> None:
     """Start a process for each term, and end it; raise the first error of a term that does not load."""
-    starts = (_start_process(term, f"reward-{index}") for index, term in enumerate(terms))
+    starts = (_start_process(term, f"reward-{index}", fence) for index, term in enumerate(terms))
     for end in await asyncio.gather(*starts, return_exceptions=True):
         if end is not None:
             raise end
 
 
-async def _start_process(term: TermConfig, name: str) -> None:
+async def _start_process(term: TermConfig, name: str, fence: WriteFence) -> None:
     """Load a term in a process of its own, which then ends. Raises the error of the load, with its log folder."""
     with log_folder() as folder:
-        async with CallPool(CallSpec(term=term.model_dump_json(), timeout_s=1.0, folder=str(folder)), name=name):
+        spec = CallSpec(term=term.model_dump_json(), timeout_s=1.0, folder=str(folder), fence=fence)
+        async with CallPool(spec, name=name):
             pass
         shutil.rmtree(folder)

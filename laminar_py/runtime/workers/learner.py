@@ -172,23 +172,18 @@ class LearnerKeeper(Keeper):
         The call has no timeout, since a step may take long; a rank that hangs fails `progress`. A crash of
         one rank kills all ranks.
         """
-        parts = self.parts
-        assert len(arguments) in (1, len(parts)), f"{len(arguments)} arguments for {len(parts)} ranks"
+        assert len(arguments) in (1, len(self.parts)), f"{len(arguments)} arguments for {len(self.parts)} ranks"
+
+        async def call_ranks() -> list[object]:
+            named = [() if argument is None else (argument,) for argument in arguments]
+            pairs = zip(self.parts, named, strict=False)
+            return await asyncio.gather(*(part.call(method, *given, timeout_s=math.inf) for part, given in pairs))
+
         try:
-            return await watched(
-                self._call_ranks(method, arguments), self._watch_progress(starting=method == "start")
-            )
+            return await watched(call_ranks(), self._watch_progress(starting=method == "start"))
         except PartCrashedError:
             self.kill()  # the other ranks wait in a collective that never completes
             raise
-
-    async def _call_ranks(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
-        """Call the first ranks at the same time, one for each argument, without a timeout."""
-        calls = [
-            part.call(method, *([] if argument is None else [argument]), timeout_s=math.inf)
-            for part, argument in zip(self.parts, arguments, strict=False)
-        ]
-        return await asyncio.gather(*calls)
 
 
 # ---- the reference model
@@ -215,23 +210,15 @@ class ReferenceStage(Keeper):
         """Queue a finished trajectory for the reference model."""
         self._queue.add_trajectory(trajectory)
 
-    async def start(self) -> None:
-        """Load the model. A warm start must be finished by now, since its result may be the reference.
-
-        Raises ConfigError if the model cannot serve, RunFailedError if its process crashes too often.
-        """
-        await self.bring_up()
-
     async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
-        """Wait for `wanted` queued trajectories; return their log-probabilities. Raises RunFailedError."""
-        return await self._run_batch(await self._queue.next_batch(wanted=wanted))
+        """Run the model on a packed batch of `wanted` trajectories, once there are some; return its answer.
 
-    async def _run_batch(self, bundle: Sequence[TrajectoryRef]) -> ReferenceAnswer:
-        """Run the model on one packed batch, again in a new process after a crash. Raises RunFailedError."""
+        A new process runs a batch again after a crash. Raises RunFailedError.
+        """
+        request = ReferenceRequest(list(await self._queue.next_batch(wanted=wanted)))
 
         async def call(parts: Sequence[Part]) -> ReferenceAnswer:
             (part,) = parts
-            request = ReferenceRequest(list(bundle))
             answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
             return await watched(answer, self._check(part))
 

@@ -114,6 +114,11 @@ def test_a_server_may_speculate_only_where_tokens_come_from_the_runs_weights(alg
     assert found is None if words is None else words in found
 
 
+@pytest.mark.parametrize("kind", ["single", "acc"])
+def test_a_server_that_accepts_drafts_by_a_threshold_is_refused(kind):
+    assert "--speculative-accept-threshold" in fault(answers(**{f"speculative_accept_threshold_{kind}": 0.9}))
+
+
 def test_a_key_that_only_admins_have_is_refused():
     assert "--admin-api-key" in fault(answers(admin_api_key="theirs"))
 

@@ -17,6 +17,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang.launch import ServerSpec, replica_server
 from laminar_py.engines.sglang.server import EPHEMERAL_PORTS, SGLangServer, _free_port, last_words
 from laminar_py.records.engine import EngineLostError
+from laminar_py.records.host import MAX_FOLDER
 from laminar_py.records.pieces import Recording
 from tests.engines.sglang.owner import owned_server, wait_until_gone
 
@@ -83,6 +84,22 @@ async def test_stop_ends_everything_that_the_server_started(tmp_path, scratch):
         assert len(processes) == 6, "stand-in, guard, server, its child, one in another session, an orphan"
     assert not [process for process in processes if process.is_running()]
     assert not list(scratch.iterdir())
+
+
+async def test_a_server_has_a_short_folder_for_its_sockets_though_tmpdir_is_long(tmp_path, scratch, monkeypatch):
+    long = scratch / ("x" * (149 - len(str(scratch))))
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    bind = f"""
+import pathlib, socket, tempfile
+path = tempfile.mktemp()  # as SGLang names its ipc sockets
+pathlib.Path({str(tmp_path / "bound")!r}).write_text(path)
+socket.socket(socket.AF_UNIX).bind(path)
+"""
+    async with running(spec(tmp_path, bind + STUBBORN)):
+        bound = Path((tmp_path / "bound").read_text())
+        assert len(str(bound.parent)) <= MAX_FOLDER + len("/laminar-sglang-12345678")
+    assert bound.parent.name not in os.listdir("/tmp")
 
 
 @pytest.mark.parametrize("victim", ["owner", "stand-in"])

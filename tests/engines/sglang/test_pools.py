@@ -41,6 +41,12 @@ def test_a_server_has_the_weights_of_its_model_on_its_gpus_and_the_users_flags(m
     assert not {"--load-format", "--base-gpu-id", "--skip-server-warmup"} & set(command)
 
 
+def test_a_judge_may_speculate_by_any_algorithm_since_its_weights_stay_the_same(model):
+    flags = {"speculative-algorithm": "EAGLE3", "speculative-accept-threshold-acc": 0.9}
+    given = dict(pairwise(spec_of(model, gpus=1, flags=flags).command(30000)))
+    assert (given["--speculative-algorithm"], given["--speculative-accept-threshold-acc"]) == ("EAGLE3", "0.9")
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -150,7 +150,8 @@ class Story:
                     break
                 self.append(answer.ids, None, answer.follows, limit=answer.max_tokens, stop=answer.stop)
                 ids = self.codec.encode(f"{text}{self.end}")[: answer.max_tokens]
-                self.say(ids[: tokens_to_stop(NONE, ids, answer.stop, partial(self.codec.decode, special=True))])
+                decode = partial(self.codec.decode, special=True)
+                self.say(ids[: tokens_to_stop(lambda _: NONE, ids, answer.stop, decode)])
             if not to_the_end:
                 return heard  # and its process ends here
             host.forget(["g0.0"])
@@ -275,6 +276,19 @@ async def test_the_same_question_asked_anew_is_sampled_anew_and_a_retry_is_not(t
     assert story.log().split("\n")[:2] == ["1 2 3", "4 5 5 5 6"]
 
 
+async def test_votes_whose_clients_gave_up_waiting_have_an_answer_each_when_they_are_retried(tmp_path):
+    agent = """
+from concurrent.futures import ThreadPoolExecutor
+client = client.with_options(timeout=0.5, max_retries=20)
+with ThreadPoolExecutor(3) as pool:
+    print(*sorted(pool.map(ask, [[{"role": "user", "content": "pick a number"}]] * 3)))
+reward(1.0)
+"""
+    story = Story(tmp_path, agent)
+    await story.lead(["1", "2", "3"], pause_s=1.0)
+    assert story.log().split() == ["1", "2", "3"]
+
+
 async def test_without_a_count_of_retries_a_repeat_is_one_until_the_first_is_answered(tmp_path):
     agent = """
 from concurrent.futures import ThreadPoolExecutor
@@ -303,6 +317,8 @@ OTHER_FIELDS = {
     "logit_bias": {"5": 1},
     "top_logprobs": 3,
     "functions": [{"name": "f"}],
+    "ignore_eos": True,
+    "n": 17,
 }
 DEFAULT_FIELDS = {
     "tool_choice": "auto",
@@ -316,6 +332,8 @@ DEFAULT_FIELDS = {
     "seed": 7,
     "user": "me",
     "parallel_tool_calls": True,
+    "min_tokens": 0,
+    "ignore_eos": False,
 }
 
 
@@ -449,7 +467,8 @@ def generate(ids, **more):
     body = {"model": "policy", "token_ids": ids, **more}
     found = client.with_options(base_url=url).post("/inference/v1/generate", cast_to=object, body=body)
     return found["choices"][0]
-one = generate([5, 6], stop="8", sampling_params={"stop": ["Observation:"], "logprobs": 1, "stop_token_ids": [1]})
+params = {"logprobs": 1, "stop_token_ids": [1], "n": 1, "include_stop_str_in_output": False}
+one = generate([5, 6], stop="8", n=1, stream=False, sampling_params={"stop": ["Observation:"], **params})
 print(one["finish_reason"], json.dumps(one["token_ids"]))
 try:
     generate([5, 6], sampling_params={"n": 2})

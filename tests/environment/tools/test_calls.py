@@ -187,7 +187,14 @@ def test_marks_of_reasoning_in_the_arguments_of_a_call_are_data(mark):
 
 
 @every_format
-@pytest.mark.parametrize("piece", [piece for piece in PIECES if len(piece) < 100])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *(piece for piece in PIECES if len(piece) < 100),
+        *("</think>{", "<think><tool_call></think>", "<think><search></think>", "<calculator>1</calculator>"),
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+    ],
+)
 def test_the_cost_of_a_long_turn_is_bounded(form, piece):
     start = time.process_time()
     read_turn(piece * 50_000, form)

@@ -56,5 +56,22 @@ def test_a_template_that_writes_another_format_is_refused(tmp_path, kind, field,
         write(tmp_path, HEAD + call + TAIL, environment(kind, "hermes"))
 
 
+THOUGHTFUL = """{% if tools %}<tools>{{ tools | tojson }}</tools>
+Write <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>.
+{% endif %}""" + (HEAD + HERMES + TAIL).replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+
+
+@pytest.mark.parametrize("closing", ["", "\n</think>\n\n"])
+def test_a_template_that_shows_calls_in_its_prompt_and_opens_a_thought_is_taken(tmp_path, closing):
+    template = THOUGHTFUL.replace("<think>\n", f"<think>\n{closing}")
+    assert "2+2=" in write(tmp_path, template, environment("tools", "hermes"))
+
+
+def test_a_template_that_takes_arguments_as_text_alone_is_refused_too(tmp_path):
+    call = f"[call]{CALL}\n{{{{ '```json\n' + call.function.arguments + '\n```' }}}}[/call]"
+    with pytest.raises(ConfigError, match=r"writes a call as '\[call\]probe.*; name another model"):
+        write(tmp_path, HEAD + call + TAIL, environment("agent", "hermes"))
+
+
 def test_tags_are_exempt(tmp_path):
     assert "2+2=" in write(tmp_path, HEAD + XML + TAIL, environment("tools", "tags"))

@@ -5,16 +5,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from laminar_py.children import landlock
+from laminar_py.children import hosted, landlock
 from laminar_py.config.section import ConfigError
 from laminar_py.records.trajectory import DropReason
-from laminar_py.reward.calls.child import CallSpec
+from laminar_py.reward.calls.child import CallSpec, WriteFence
 from laminar_py.reward.calls.pool import MOST_CRASHES, CallPool
 from laminar_py.reward.outcome import Outcome
 from tests.reward.requests import make_request, make_requests
@@ -22,7 +23,7 @@ from tests.reward.requests import make_request, make_requests
 PATIENCE_S = 60.0
 LATE, FAILED = DropReason.REWARD_TIMEOUT, DropReason.REWARD_FAILED
 REWARDS = """
-import asyncio, os, signal, sys, time
+import asyncio, multiprocessing, os, signal, sys, time
 
 def score(request):
     print("looking at", request.response)
@@ -44,6 +45,13 @@ def score(request):
         with open(request.response.split()[1], "w") as file:
             file.write("forged")
         return 1.0
+    if request.response == "flood":
+        for _ in range(1_000):
+            print("x" * 99)
+        return 1.0
+    if request.response == "lock":
+        with multiprocessing.Lock():
+            return 1.0
     if request.response == "late":
         time.sleep(0.5)
         return 1.0
@@ -70,11 +78,12 @@ SPIED = """
 import asyncio, json, sys
 from pathlib import Path
 from laminar_py.reward.calls.pool import CallPool
-from laminar_py.reward.calls.child import CallSpec
+from laminar_py.reward.calls.child import CallSpec, WriteFence
 from tests.reward.requests import make_request
-async def main(folder, record):
+async def main(folder, fenced):
     term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:score"})
-    spec = CallSpec(term=term, timeout_s=30, folder=folder, record=record or None)
+    fence = WriteFence(runs=f"{folder}/runs", shm=f"{folder}/shm") if fenced else None
+    spec = CallSpec(term=term, timeout_s=30, folder=folder, fence=fence)
     async with CallPool(spec, name="mine") as pool:
         outcome = await pool.call(make_request("spy"))
         print(outcome.value if outcome.value is not None else outcome.detail)
@@ -84,13 +93,23 @@ asyncio.run(main(*sys.argv[1:]))
 
 @asynccontextmanager
 async def pool_of(
-    folder: Path, function: str = "score", *, timeout_s: float = 0.5, processes: int = 1, **settings: object
+    folder: Path,
+    function: str = "score",
+    *,
+    timeout_s: float = 0.5,
+    processes: int = 1,
+    term: Mapping[str, object] = {},
+    **settings: object,
 ):
     (folder / "mine.py").write_text(REWARDS)
-    term = json.dumps({"kind": "function", "path": f"{folder}/mine.py:{function}"})
-    spec = CallSpec(term=term, timeout_s=timeout_s, folder=str(folder), grace_s=1.5, **settings)
+    settled = json.dumps({"kind": "function", "path": f"{folder}/mine.py:{function}", **term})
+    spec = CallSpec(term=settled, timeout_s=timeout_s, folder=str(folder), grace_s=1.5, **settings)
     async with asyncio.timeout(PATIENCE_S), CallPool(spec, name="mine", processes=processes) as pool:
         yield pool
+
+
+def fence(folder: Path) -> WriteFence:
+    return WriteFence(runs=str(folder / "runs"), shm=str(folder / "shm"))
 
 
 def processes() -> list[psutil.Process]:
@@ -141,30 +160,62 @@ async def test_a_function_prints_into_the_log_reads_nothing_and_sees_only_named_
 
 
 @pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")
-async def test_a_function_may_write_beside_the_record_of_a_run_and_not_into_it(tmp_path):
-    (tmp_path / "run" / "logs").mkdir(parents=True)
-    (tmp_path / "run" / "ledger").write_text("true")
-    (tmp_path / "elsewhere").mkdir()
-    async with pool_of(tmp_path, timeout_s=30.0, record=str(tmp_path / "run")) as pool:
-        texts = [f"write {tmp_path}/{name}" for name in ("run/ledger", "run/new", "elsewhere/new")]
-        forged, made, allowed, setting = await outcomes_of(pool, *texts, "write /proc/self/comm")
-    assert [one.detail.partition(":")[0] for one in (forged, made, setting)] == ["PermissionError"] * 3
-    assert (tmp_path / "run" / "ledger").read_text() == "true"
-    assert allowed.value == 1.0
+async def test_a_function_may_write_beside_runs_and_weights_and_not_into_them(tmp_path):
+    weights, elsewhere = "shm/laminar-mine/v1", ("elsewhere", "runs/notes")
+    for folder in ("runs/mine-1", "runs/other-1", weights, *elsewhere):
+        (tmp_path / folder).mkdir(parents=True)
+    closed = [
+        "runs/mine-1/ledger",
+        "runs/other-1/new",
+        "runs/mine-2",
+        f"{weights}/weights",
+        "shm/new",
+        "/proc/self/comm",
+    ]
+    for run in ("runs/mine-1", "runs/other-1"):
+        (tmp_path / run / "config.yaml").touch()
+    for file in (closed[0], closed[3]):
+        (tmp_path / file).write_text("true")
+    async with pool_of(tmp_path, timeout_s=30.0, fence=fence(tmp_path)) as pool:
+        refused = await outcomes_of(pool, *(f"write {tmp_path / path}" for path in closed))
+        allowed = await outcomes_of(pool, *(f"write {tmp_path / path}/new" for path in elsewhere))
+    assert [outcome.detail.partition(":")[0] for outcome in refused] == ["PermissionError"] * len(closed)
+    assert {(tmp_path / file).read_text() for file in (closed[0], closed[3])} == {"true"}
+    assert [outcome.value for outcome in allowed] == [1.0, 1.0]
+
+
+@pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")
+@pytest.mark.parametrize("asked", [False, True])
+async def test_locks_of_multiprocessing_need_the_setting_that_the_error_names(tmp_path, asked):
+    locks = WriteFence(runs=str(tmp_path / "runs"), shm="/dev/shm")
+    async with pool_of(tmp_path, timeout_s=30.0, fence=locks, term={"multiprocessing": asked}) as pool:
+        (outcome,) = await outcomes_of(pool, "lock")
+    assert (outcome.value, "see `multiprocessing`" in outcome.detail) == ((1.0, False) if asked else (None, True))
+
+
+async def test_a_log_keeps_the_last_lines_of_a_function_that_prints_much(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosted, "LOG_BYTES", 100_000)
+    async with pool_of(tmp_path, timeout_s=30.0) as pool:
+        assert {outcome.value for outcome in await outcomes_of(pool, *["flood"] * 20)} == {1.0}
+        (crashed,) = await outcomes_of(pool, "crash")
+    text = (tmp_path / "mine.log").read_text()
+    assert crashed.failure == FAILED
+    assert len(text) < 100_000 + hosted.OUTPUT_BYTES
+    assert text.startswith("(earlier lines were deleted)\n")
+    assert text.endswith("looking at crash\n")
 
 
 @pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")
 async def test_a_function_cannot_read_the_environment_of_the_process_that_started_it(tmp_path):
-    (tmp_path / "run").mkdir()
     script = tmp_path / "scorer.py"
     script.write_text(SPIED)
     (tmp_path / "mine.py").write_text(REWARDS)
     env = os.environ | {"PYTHONPATH": os.getcwd(), "SECRET": "4"}
-    for record in ("", str(tmp_path / "run")):
-        command = [sys.executable, str(script), str(tmp_path), record]
+    for fenced in ("", "fenced"):
+        command = [sys.executable, str(script), str(tmp_path), fenced]
         process = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
         said = (await asyncio.wait_for(process.communicate(), PATIENCE_S))[0].decode()
-        assert said.startswith("PermissionError" if record else "1.0"), said
+        assert said.startswith("PermissionError" if fenced else "1.0"), said
 
 
 async def test_an_async_function_is_called_for_many_at_once(tmp_path):

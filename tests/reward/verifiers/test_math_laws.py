@@ -118,6 +118,12 @@ def test_a_reference_of_four_digits_says_how_many_are_wanted():
         ("1011", "1011_2"),
         ("g(t)=t^2", "f(x)=x^2"),
         ("x^2+x", "x^2+C"),
+        ("x=1,y=2", "x=1,x=2"),
+        (r"x \in \{1, 2\}", "x=1,y=2"),
+        (r"x=1\text{ or }x=2", "x=1,y=2"),
+        (r"2k, k\in\mathbb{N}", r"2k, k\in\mathbb{Z}"),
+        (r"\frac12 3", r"\frac{12}{3}"),
+        ("(A) 5 (B) 6", "A"),
     ],
 )
 def test_a_text_is_read_only_as_what_it_can_mean(answer, reference):
@@ -136,6 +142,11 @@ def test_a_text_is_read_only_as_what_it_can_mean(answer, reference):
         ("f(t)=t^2", "f(x)=x^2"),
         ("x^2+K", "x^2+C"),
         (r"\text{14 March}", r"\text{March 14th}"),
+        (r"2k, k\in\mathbb{Z}", r"2n, n\in\mathbb{Z}"),
+        ("(B) P(A)", "B"),
+        (r"4^{\text{th}}", "4"),
+        ("x^12", "x^{12}"),
+        (r"\frac{-b+\sqrt{b^2-4ac}}{2a}", r"\frac{\sqrt{b^2-4ac}-b}{2a}"),
     ],
 )
 def test_writings_of_one_answer_are_equal(answer, reference):
@@ -155,10 +166,51 @@ def test_writings_of_one_answer_are_equal(answer, reference):
         ("The correct answer is (D) $2\\sqrt{3}$.", "D"),
         ("The value of $x$ is **-4**.", "-4"),
         (r"The angle is $\boxed{60}$ radians.", r"60\text{ rad}"),
+        ("\\boxed{42}\n\n#### 4. Check\nAll holds.", "42"),
+        (r"\boxed{42} **Explanation of the answer:** We multiply 6 by 7.", "42"),
+        ("#### Step 1: add\nThat is 7.\n#### Conclusion\nThe answer is 14.", "14"),
+        ("#### Final Answer\n14", "14"),
+        ("#### yes\nThat is all.", "yes"),
+        ("<answer>Final answer: 14</answer>", "14"),
+        ("Answer: **x**2+1**", "x^2+1"),
+        ("The answer is $7$ million.", "7000000"),
+        ("Answer: -$7$", "-7"),
+        ("The answer is $7$ cm.", "7 cm"),
+        ("Answer: the side that is not parallel is $7$.", "7"),
+        ("So she has 7 more apples.", "7"),
+        ("From which we get $x = 7$.", "7"),
     ],
 )
 def test_the_last_mark_with_a_value_counts_before_any_prose(response, reference):
     assert verify(response, reference).outcome is MathOutcome.RIGHT
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is not $7$.",
+        "The answer is not equal to $7$.",
+        "The answer is less than $7$.",
+        "The answer is twice $7$.",
+        "The answer is $7$ times $2$.",
+        "The answer is $7$ dozen.",
+        "Answer: -$7$",
+        "Answer: $7$ to $9$",
+        "Answer: $7$/$9$",
+        "<answer>at least $7$</answer>",
+        "Thus $7$ is not possible.",
+        "So there are more than $7$.",
+        "It is more than **7**.",
+        "There are at least 7 of them.",
+    ],
+)
+def test_a_value_that_the_words_around_it_change_is_not_the_answer(response):
+    assert verify(response, "7").outcome is not MathOutcome.RIGHT
+
+
+@pytest.mark.parametrize("place", [r"$\boxed{7}$", "The answer is $7$"])
+def test_a_unit_behind_a_value_counts(place):
+    assert verify(f"{place} km/h.", r"7\text{ m/s}").outcome is MathOutcome.WRONG
 
 
 @pytest.mark.parametrize(
@@ -212,6 +264,10 @@ def test_no_more_than_the_end_of_a_response_and_short_answers_are_looked_at():
 )
 def test_wrong_and_unparsable_are_told_apart(outcome, response, reference):
     assert verify(response, reference).outcome is outcome
+
+
+def test_an_inequality_of_complex_numbers_is_wrong_and_raises_nothing():
+    assert verify(boxed("i < ax"), "ax < i").outcome is MathOutcome.WRONG
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class ReplicaActor(PartActor):
     async def speed(self) -> EngineSpeed:
         """Return the speed of the engine: known to its backend, stored by an earlier run, or measured now.
 
-        A measured speed is stored if the engine had no other work. `repack.roofline_batch` overrides its batch.
+        A measured speed is stored if the engine had no other work.
         """
         config = self._config
         rollout = config.rollout
@@ -119,7 +119,7 @@ class ReplicaActor(PartActor):
                 )
                 if was_idle:
                     _store_speed(path, speed)
-        return speed.with_roofline(config.repack.roofline_batch)
+        return speed
 
     async def ended(self) -> None:
         """Wait until the replica, its subscriber or its link ends, log the error, and raise it."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.scoring import PoolAddresses, Score, Unscored
+from laminar_py.reward.calls.child import WriteFence
 from laminar_py.reward.scorer import LaunchedServers, Scorer, ScorerStorage
 from laminar_py.runtime.workers.processes.base import PartActor, open_reader, open_writer, read_run_config
 from laminar_py.runtime.workers.specs import ScorerSpec
@@ -26,7 +27,7 @@ class ScorerActor(PartActor):
             columns=config.algorithm.scored_columns,
             decode=load_tokenizer(config.model.path).decode,
             folder=Path(spec.run_dir) / "logs",
-            record=Path(spec.run_dir),
+            fence=WriteFence(str(Path(spec.run_dir).parent), str(config.relay.shm)),
             name=name,
             launched=self._launched,
             payload=ScorerStorage(open_reader(spec, config), open_writer(spec, config)),
