@@ -207,7 +207,7 @@ PROMPTED = {
         "def f(x): return helper(x)",
         {"preamble": "def helper(x): return 2 * x", "inputs": [[2]], "outputs": [4]},
     ),
-    "set": ("def f(x): return {x, 10}", {"inputs": [[9], [11]], "outputs": [[10, 9], [10, 11]]}),
+    "set": ("def f(x): return {x, 10}", {"inputs": [[9], [9], [11]], "outputs": [[9, 10], [10, 9], [10, 11]]}),
     "asserts": (
         "def f(x: List[int]): return helper(x)",
         {"preamble": "def helper(x): return x[0]", "entry_point": "f", "asserts": "assert f([4]) == 4"},
