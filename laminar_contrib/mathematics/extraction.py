@@ -80,7 +80,8 @@ STATES = re.compile(
     re.IGNORECASE,
 )
 HEDGE = re.compile(
-    r"\b(?:might|maybe|perhaps|could|would|if|not|sure|step|let|guess|possibly|probably|assume|suppose)\b",
+    r"\b(?:might|maybe|perhaps|could|would|if|not|cannot|unable|sure|step|let|guess|possibly|probably|assume|suppose)\b"
+    r"|n['’]t\b",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(

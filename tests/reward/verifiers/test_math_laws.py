@@ -259,6 +259,7 @@ def test_no_more_than_the_end_of_a_response_and_short_answers_are_looked_at():
         (MathOutcome.RIGHT, r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (MathOutcome.WRONG, r"\boxed{\frac{1}{3}}", r"\frac{1}{2}"),
         (MathOutcome.UNPARSABLE, "No idea.", r"\frac{1}{2}"),
+        (MathOutcome.UNPARSABLE, "There are 10 people in the problem, but I cannot solve it.", "10"),
         (MathOutcome.UNPARSABLE, r"\boxed{\frac{1}{}}", r"\frac{1}{2}"),
     ],
 )
