@@ -6,7 +6,8 @@ chat endpoint give them (`tests/data/test_chat_sglang.py`).
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,7 +24,8 @@ from laminar_py.records.codec import IntArray
 from laminar_py.records.reasoning import TAGS, THINK_TAG
 
 REMEDY = "fix the messages, name a model that was trained on chats, or write prompts as text"
-WRITTEN = ("content", "reasoning_content", "reasoning", "thinking")  # fields of a message with text of the model
+PYTHON = {"true": "True", "false": "False"}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message, often with the same text
 Turn: TypeAlias = dict[str, object]  # a message with all its fields, as the template gets it
 
 
@@ -93,13 +95,46 @@ def user_turn(text: str) -> Turn:
 
 
 def parts_of(turn: Turn) -> list[str]:
-    """Return the texts that a template must write for a message: content, reasoning, names in its calls."""
-    written = (turn.get(name) for name in WRITTEN)
-    texts = [part.strip() for text in written if isinstance(text, str) for part in THINK_TAG.split(text)[::2]]
+    """Return the texts that a template must write for a message: content, reasoning, names and values in calls."""
+    written = [
+        turn["content"],
+        *dict.fromkeys(turn[name] for name in REASONING if isinstance(turn.get(name), str)),
+    ]
+    texts = [part for text in written for part in THINK_TAG.split(str(text))[::2]]
     calls: Any = turn.get("tool_calls", ())
-    functions = [call["function"] for call in calls]
-    names = [name for function in functions for name in (function["name"], *(function.get("arguments") or ()))]
-    return [part for part in (*texts, *names) if part]
+    for call in calls:
+        texts += [call["function"]["name"], *_leaves(call["function"].get("arguments"))]
+    return [text.strip() for text in texts if text.strip()]
+
+
+def _leaves(value: object) -> Iterator[str]:
+    """Yield the names and values of a JSON value as text, null values left out."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    elif value is not None:
+        yield value if isinstance(value, str) else json.dumps(value)
+
+
+def _times_written(part: str, text: str) -> int:
+    """Count a part of a message in a template's text: as it is, as JSON, or as Python writes it."""
+    forms = {part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1], PYTHON.get(part, part)}
+    plain = text.replace("\\", "")  # some templates escape twice
+    return sum(plain.count(form) for form in {form.replace("\\", "") for form in forms})
+
+
+def names_of_tools(tools: Any) -> set[str]:
+    """Return the names in definitions of tools, or in their JSON; another value counts as a name."""
+    if isinstance(tools, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            tools = msgspec.json.decode(tools)
+    listed = tools if isinstance(tools, list) else [tools] if tools else []
+    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else tool for tool in listed]
+    return {str(each.get("name", each) if isinstance(each, Mapping) else each) for each in functions}
 
 
 class PromptEncoder:
@@ -125,9 +160,9 @@ class PromptEncoder:
         self._settings = settings
 
     @property
-    def has_tools(self) -> bool:
-        """Whether the environment defines tools, which the template then writes into each prompt."""
-        return bool(self._tools)
+    def tool_names(self) -> set[str]:
+        """Names of the environment's tools, which the template writes into each prompt."""
+        return names_of_tools(self._tools)
 
     def write(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> str:
         """Return a prompt as the model reads it, up to the place where the assistant's answer begins.
@@ -172,8 +207,8 @@ class PromptEncoder:
             if not whole.startswith(prompt_text):
                 raise TemplateError("the chat template writes the answer differently from how it begins one")
             text, end = whole.removeprefix(prompt_text).rstrip(), self.tokenizer.eos_ids[0]
-            for part in parts_of(answer):
-                if part not in text:
+            for part, times in Counter(parts_of(answer)).items():
+                if _times_written(part, text) < times:
                     raise TemplateError(f"the chat template leaves out {part[:40]!r} of the answer")
         ids = self.tokenizer.encode_next(text, after=prompt_text)
         has_end = len(ids) > 0 and ids[-1] in self.tokenizer.eos_ids

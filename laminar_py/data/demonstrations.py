@@ -8,7 +8,16 @@ from typing import Any
 
 import msgspec
 
-from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, parts_of, read_turns
+from laminar_py.data.chat import (
+    REMEDY,
+    Message,
+    PromptEncoder,
+    TemplateError,
+    Turn,
+    names_of_tools,
+    parts_of,
+    read_turns,
+)
 from laminar_py.data.sources import DataSource, read_records, written_field
 from laminar_py.records.codec import IntArray
 
@@ -55,9 +64,11 @@ def read_demonstrations(
     """
     demonstrations = []
     for row, line, written in read_records(source, _DemonstrationRow):
-        if line.tools and not encoder.has_tools:
+        if others := names_of_tools(line.tools) - encoder.tool_names:
             remedy = "name the tools in environment, as RL has them, or leave the column out"
-            raise source.error(row, "the template gets no `tools` of a row", value=written, remedy=remedy)
+            raise source.error(
+                row, f"`tools` has {min(others)[:40]!r}, unlike the environment,", value=written, remedy=remedy
+            )
         try:
             prompt, answer = _prompt_and_answer(source, row, line, written)
             prompt_text, prompt_ids = encoder.encode(prompt, answered=True)

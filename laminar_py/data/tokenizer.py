@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,6 +42,7 @@ class Tokenizer:
         self._adds_space = ADDS_SPACE.search(f"{backend.normalizer!r} {backend.pre_tokenizer!r}") is not None
         added = backend.get_added_tokens_decoder()
         self._special = {id: token.content for id, token in added.items() if token.special}
+        self._added_texts = sorted((token.content for token in added.values()), key=len, reverse=True)
         self.eos_ids = eos_ids
 
     @property
@@ -73,17 +73,17 @@ class Tokenizer:
         Some tokenizers put a space before a text, so the text stands behind a prefix, whose ids are taken off.
         """
         encode = self.encode_literal if literal else self.encode
-        if self._adds_space and not (after.endswith(self.special_texts) and self._adds_space_after_special):
+        added = next((token for token in self._added_texts if after.endswith(token)), None)
+        if self._adds_space and not (added is not None and self._adds_space_after(added)):
             for prefix in PREFIXES:
                 whole, before = encode(prefix + text), encode(prefix)  # no space, if the two do not merge
                 if len(before) and np.array_equal(whole[: len(before)], before):
                     return whole[len(before) :]
         return encode(text)
 
-    @cached_property
-    def _adds_space_after_special(self) -> bool:
-        """True if a text behind a special token has the ids that it has alone."""
-        return np.array_equal(self.encode(self.special_texts[0] + PROBE)[1:], self.encode(PROBE))
+    def _adds_space_after(self, token: str) -> bool:
+        """Return whether a text behind the text of an added token has the ids that it has alone."""
+        return np.array_equal(self.encode(token + PROBE)[1:], self.encode(PROBE))
 
     def encode_literal(self, text: str) -> IntArray:
         """Encode a text to [n] ids; the name of a special token in it becomes ordinary tokens."""
@@ -189,11 +189,15 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir, backend))
 
 
+class _NamedToken(msgspec.Struct):
+    content: str
+
+
 class _ConfigFile(msgspec.Struct):
     """Fields of generation_config.json, config.json and tokenizer_config.json that are read."""
 
     eos_token_id: int | list[int] | None = None
-    eos_token: str | dict[str, Any] | None = None  # of tokenizer_config.json: a text, or an object with `content`
+    eos_token: str | _NamedToken | None = None  # of tokenizer_config.json
 
 
 def _read_config(model_dir: Path, name: str) -> _ConfigFile:
@@ -209,7 +213,8 @@ def _read_config(model_dir: Path, name: str) -> _ConfigFile:
 def _read_eos_ids(model_dir: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
     """Read end-of-sequence ids of generation_config.json or config.json, and the tokenizer's own, for turns."""
     end = _read_config(model_dir, "tokenizer_config.json").eos_token
-    own = backend.token_to_id(str(end["content"] if isinstance(end, dict) else end))  # None for an unknown token
+    text = end.content if isinstance(end, _NamedToken) else end
+    own = None if text is None else backend.token_to_id(text)  # None for a text that is no token
     for name in ("generation_config.json", "config.json"):
         eos = _read_config(model_dir, name).eos_token_id
         if eos is not None and eos != []:

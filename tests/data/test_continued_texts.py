@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
@@ -30,6 +31,18 @@ def test_a_text_that_continues_another_adds_no_space(tmp_path, kind, text):
         ids = np.concatenate([tokenizer.encode("2+2="), tokenizer.encode_next(text, literal=literal)])
         assert tokenizer.decode(ids, special=True).removeprefix(" ") == f"2+2={text}"
         assert ids.tolist() == tokenizer.encode(f"2+2={text}").tolist()
+
+
+@every_kind
+def test_an_added_token_that_is_not_special_parts_texts_as_a_special_one_does(tmp_path, kind):
+    folder = make_tokenizer_folder(tmp_path, None, kind)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens(["<call>"])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    for before in ("a<call>", "a</s>", "a"):
+        ids = np.concatenate([tokenizer.encode(before), tokenizer.encode_next("hm", after=before)])
+        assert ids.tolist() == tokenizer.encode(f"{before}hm").tolist(), before
 
 
 @every_kind

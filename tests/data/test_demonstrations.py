@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from laminar_py.config.data import ChatConfig, WarmStartConfig
+from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.demonstrations import read_demonstrations
@@ -57,7 +58,7 @@ def test_a_prompt_begins_as_in_rl_and_its_response_does_not(tmp_path: Path) -> N
         ('{"prompt": "", "response": "ba"}', "prompt is empty"),
         (
             '{"prompt": "ab", "response": "ba", "tools": [{"type": "function"}]}',
-            "the template gets no `tools` of a row in ",
+            "`tools` has \"{'type': 'function'}\", unlike the environment, in ",
         ),
         ('{"prompt": "ab", "response": ""}', "response is empty"),
         ('{"prompt": "ab", "response": "bab"}', "6 tokens, above warm_start.tokens_per_step=5,"),
@@ -144,6 +145,81 @@ def test_a_demonstration_of_which_the_template_leaves_out_a_part_is_refused(tmp_
         read_demonstrations(source, encoder=encoder, max_tokens=None)
     assert str(caught.value).startswith(f"warm_start.data={source.path}:1: {fault}")
     assert "\n" not in str(caught.value)
+
+
+NAMES = MEANT.replace(  # only the first call, and of its arguments only the names
+    "<tool_call>{{ call.function | tojson }}</tool_call>",
+    "{% if loop.first %}{{ call.function.name }}({{ call.function.arguments | list }}){% endif %}",
+)
+TWICE = MEANT.replace(  # arguments as JSON in JSON
+    "{{ call.function | tojson }}", "{{ call.function.name }}{{ call.function.arguments | tojson | tojson }}"
+)
+SENT = {"to": 'it\'s "Ö"\n\\d <x>', "all": [1.0, 1e30, True, None, {"c": 2}]}
+
+
+def calls(*arguments: object) -> dict[str, object]:
+    return {
+        "content": None,
+        "tool_calls": [{"function": {"name": "add", "arguments": each}} for each in arguments],
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "fault"),
+    [
+        (NAMES, calls({"a": 2}), "leaves out '2' of the answer"),
+        (NAMES, calls('{"a": {"b": ["x y"]}}'), "leaves out 'b' of the answer"),
+        (NAMES, calls({}, {}), "leaves out 'add' of the answer"),
+        (TEMPLATES["chatml"].text, {"content": "4", "reasoning_content": "4"}, "leaves out '4' of the answer"),
+        (MEANT, calls(SENT, SENT), None),
+        (TWICE, calls(SENT, "[1, 2]"), None),
+        (MEANT, {"content": "4", "reasoning_content": "4", "reasoning": "4"}, None),
+    ],
+)
+def test_each_value_of_a_call_and_each_repetition_is_in_the_response(tmp_path, template, answer, fault) -> None:
+    encoder = make_chat_encoder(tmp_path / "model", template)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]
+    source = written(tmp_path / "w.jsonl", json.dumps({"messages": messages}))
+    if fault is None:
+        assert len(read_demonstrations(source, encoder=encoder, max_tokens=None)) == 1
+        return
+    with pytest.raises(ConfigError, match=fault):
+        read_demonstrations(source, encoder=encoder, max_tokens=None)
+
+
+class Tools(EnvironmentConfig):
+    """An environment with one tool."""
+
+    @property
+    def definitions(self):
+        return [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+ADD, SUB = ({"type": "function", "function": {"name": name}} for name in ("add", "sub"))
+
+
+@pytest.mark.parametrize(
+    ("tools", "fault"),
+    [
+        ([ADD], None),
+        (json.dumps([ADD]), None),
+        ("", None),
+        (None, None),
+        ([ADD, SUB], "`tools` has 'sub', unlike the environment,"),
+        (json.dumps([SUB["function"]]), "`tools` has 'sub', unlike the environment,"),
+        ("sub", "`tools` has 'sub', unlike the environment,"),
+        (3, "`tools` has '3', unlike the environment,"),
+    ],
+)
+def test_tools_of_a_demonstration_are_the_environments(tmp_path: Path, tools: object, fault: str | None) -> None:
+    made = make_chat_encoder(tmp_path / "model", TEMPLATES["chatml"].text)
+    encoder = PromptEncoder(made.tokenizer, tmp_path / "model", ChatConfig(), Tools())
+    source = written(tmp_path / "w.jsonl", json.dumps({"prompt": "a", "response": "b", "tools": tools}))
+    if fault is None:
+        assert len(read_demonstrations(source, encoder=encoder, max_tokens=None)) == 1
+        return
+    with pytest.raises(ConfigError, match=fault):
+        read_demonstrations(source, encoder=encoder, max_tokens=None)
 
 
 def test_an_end_that_a_demonstration_has_itself_is_not_written_twice(tmp_path: Path) -> None:

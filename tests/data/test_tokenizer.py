@@ -106,6 +106,17 @@ def test_eos_ids_come_from_the_generation_config_first_and_from_the_tokenizer(
     assert load_tokenizer(model_folder(tmp_path, **files)).eos_ids == eos_ids
 
 
+@pytest.mark.parametrize("tokenizer_config", [None, "{}", '{"eos_token": null}'])
+def test_a_tokenizer_without_an_end_of_its_own_does_not_end_at_the_word_none(
+    tmp_path: Path, tokenizer_config
+) -> None:
+    files = {} if tokenizer_config is None else {"tokenizer_config": tokenizer_config}
+    folder = model_folder(tmp_path, config='{"eos_token_id": 1}', **files)
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "None": 2}, "<s>"))
+    backend.save(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder).eos_ids == (1,)
+
+
 @pytest.mark.parametrize(
     ("files", "fault"),
     [
@@ -113,6 +124,7 @@ def test_eos_ids_come_from_the_generation_config_first_and_from_the_tokenizer(
         ({}, r"no eos_token_id in its generation_config\.json or config\.json; "),
         ({"config": "{"}, r"config\.json cannot be read \(Input data was truncated\); "),
         ({"config": '{"eos_token_id": "</s>"}'}, r"config\.json cannot be read .*eos_token_id.*; "),
+        ({"tokenizer_config": '{"eos_token": {}}'}, r"tokenizer_config\.json cannot be read .*`content`.*; "),
     ],
 )
 def test_a_folder_without_usable_eos_id_is_refused(tmp_path: Path, files: dict[str, str], fault: str) -> None:
