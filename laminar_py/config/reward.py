@@ -113,9 +113,9 @@ class FunctionTerm(TermConfig):
     """`path/to/file.py:function`."""
     most_processes: Count = 1
     """Most processes of each scorer; it starts one more when a response waits for a slow call."""
-    multiprocessing: bool = False
-    """The function may write to `relay.shm`, as locks, queues and pools of `multiprocessing` need. It could then
-    also change the weights that engines load from there."""
+    shared_memory: bool = False
+    """The function may write to `relay.shm`, as locks, queues and pools of `multiprocessing` need, and perhaps
+    CUDA. It could then also change the weights that engines load from there."""
     gives_columns: ClassVar[bool] = True
 
     @property
@@ -131,7 +131,7 @@ class FunctionTerm(TermConfig):
     @property
     def opens_shm(self) -> bool:
         """Whether the function may write below `relay.shm`, where the weights of runs are."""
-        return self.multiprocessing
+        return self.shared_memory
 
 
 class ServedReward(Protocol):

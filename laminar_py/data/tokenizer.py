@@ -73,17 +73,17 @@ class Tokenizer:
         Some tokenizers put a space before a text, so the text stands behind a prefix, whose ids are taken off.
         """
         encode = self.encode_literal if literal else self.encode
-        added = next((token for token in self._added_texts if after.endswith(token)), None)
-        if self._adds_space and not (added is not None and self._adds_space_after(added)):
+        if self._adds_space and not self._is_kept_apart(after):
             for prefix in PREFIXES:
                 whole, before = encode(prefix + text), encode(prefix)  # no space, if the two do not merge
                 if len(before) and np.array_equal(whole[: len(before)], before):
                     return whole[len(before) :]
         return encode(text)
 
-    def _adds_space_after(self, token: str) -> bool:
-        """Return whether a text behind the text of an added token has the ids that it has alone."""
-        return np.array_equal(self.encode(token + PROBE)[1:], self.encode(PROBE))
+    def _is_kept_apart(self, after: str) -> bool:
+        """Return whether `after` ends in an added token behind which a text has the ids that it has alone."""
+        token = next((token for token in self._added_texts if after.endswith(token)), None)
+        return token is not None and np.array_equal(self.encode(token + PROBE)[1:], self.encode(PROBE))
 
     def encode_literal(self, text: str) -> IntArray:
         """Encode a text to [n] ids; the name of a special token in it becomes ordinary tokens."""

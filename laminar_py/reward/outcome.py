@@ -153,7 +153,7 @@ def describe(error: BaseException) -> str:
     except BaseException as fault:  # noqa: BLE001 - a user's code, like the reward
         text = f"its text cannot be had, {type(fault).__name__}"
     if isinstance(error, PermissionError):
-        text += "; functions write neither into runs nor to relay.shm, see `multiprocessing` in docs/rewards.md"
+        text += "; functions write neither into runs nor to relay.shm, see `shared_memory` in docs/rewards.md"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -188,9 +188,9 @@ async def test_a_function_may_write_beside_runs_and_weights_and_not_into_them(tm
 @pytest.mark.parametrize("asked", [False, True])
 async def test_locks_of_multiprocessing_need_the_setting_that_the_error_names(tmp_path, asked):
     locks = WriteFence(runs=str(tmp_path / "runs"), shm="/dev/shm")
-    async with pool_of(tmp_path, timeout_s=30.0, fence=locks, term={"multiprocessing": asked}) as pool:
+    async with pool_of(tmp_path, timeout_s=30.0, fence=locks, term={"shared_memory": asked}) as pool:
         (outcome,) = await outcomes_of(pool, "lock")
-    assert (outcome.value, "see `multiprocessing`" in outcome.detail) == ((1.0, False) if asked else (None, True))
+    assert (outcome.value, "see `shared_memory`" in outcome.detail) == ((1.0, False) if asked else (None, True))
 
 
 async def test_a_log_keeps_the_last_lines_of_a_function_that_prints_much(tmp_path, monkeypatch):
