@@ -76,8 +76,12 @@ def read_records(source: DataSource, kind: type[T]) -> Iterator[tuple[int, T, by
             ) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             message = str(error).replace("JSON is", "its JSON is", 1)
-            form = ", ".join(f'"{field.name}": ...' for field in msgspec.structs.fields(kind) if field.required)
-            remedy = f"write {{{form}}} with strings as values, in UTF-8"
+            is_field = "`$" in message or "missing" in message  # else it is no object
+            remedy = (
+                "write the field with a value of its type"
+                if is_field
+                else "write one JSON object a line, in UTF-8"
+            )
             raise source.error(row, message[:1].lower() + message[1:], value=line, remedy=remedy) from None
         yield row, record, text
     if empty:

@@ -172,3 +172,19 @@ def test_bytes_in_a_column_are_text_or_refused(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "\xef\xbb\xbfb"}\r\n')
     assert [prompt.text for prompt in read(source(tmp_path / "t.jsonl"))] == ["a", "\ufeffb"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('[{"prompt": "a"}]', r"expected `object`, got `array` in .*; write one JSON object a line, in UTF-8$"),
+        ('{"prompt": "a",}', r"its JSON is malformed: .*; write one JSON object a line, in UTF-8$"),
+        (
+            '{"prompt": "a", "answer": [1]}',
+            r".* got `array` - at `\$\.answer` in .*; write the field with a value",
+        ),
+    ],
+)
+def test_a_row_that_is_no_problem_is_refused_with_what_to_write(tmp_path: Path, line: str, fault: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.train={tmp_path}/t\.jsonl:1: {fault}"):
+        read(written(tmp_path / "t.jsonl", line))
