@@ -120,21 +120,10 @@ def _leaves(value: object) -> Iterator[str]:
         yield value if isinstance(value, str) else json.dumps(value)
 
 
-def _times_written(part: str, text: str) -> int:
-    """Count a part of a message in a template's text: as it is, as JSON, or as Python writes it."""
+def _times_written(part: str, plain: str) -> int:
+    """Count a part of a message in a text without backslashes: as it is, as JSON, or as Python writes it."""
     forms = {part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1], PYTHON.get(part, part)}
-    plain = text.replace("\\", "")  # some templates escape twice
     return sum(plain.count(form) for form in {form.replace("\\", "") for form in forms})
-
-
-def names_of_tools(tools: Any) -> set[str]:
-    """Return the names in definitions of tools, or in their JSON; another value counts as a name."""
-    if isinstance(tools, str):
-        with contextlib.suppress(msgspec.DecodeError):
-            tools = msgspec.json.decode(tools)
-    listed = tools if isinstance(tools, list) else [tools] if tools else []
-    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else tool for tool in listed]
-    return {str(each.get("name", each) if isinstance(each, Mapping) else each) for each in functions}
 
 
 class PromptEncoder:
@@ -151,18 +140,13 @@ class PromptEncoder:
         environment: EnvironmentConfig | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._tools = [] if environment is None else list(environment.definitions)
+        self.tools = [] if environment is None else list(environment.definitions)
         self._environment = environment
         self._opens_turn = environment is None  # else the environment's first text opens the assistant's turn
         self.uses_template = False
         self._end = tokenizer.eos_ids[0]
         self._model_dir = model_dir
         self._settings = settings
-
-    @property
-    def tool_names(self) -> set[str]:
-        """Names of the environment's tools, which the template writes into each prompt."""
-        return names_of_tools(self._tools)
 
     def write(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> str:
         """Return a prompt as the model reads it, up to the place where the assistant's answer begins.
@@ -207,8 +191,9 @@ class PromptEncoder:
             if not whole.startswith(prompt_text):
                 raise TemplateError("the chat template writes the answer differently from how it begins one")
             text, end = whole.removeprefix(prompt_text).rstrip(), self.tokenizer.eos_ids[0]
+            plain = text.replace("\\", "")  # some templates escape twice
             for part, times in Counter(parts_of(answer)).items():
-                if _times_written(part, text) < times:
+                if _times_written(part, plain) < times:
                     raise TemplateError(f"the chat template leaves out {part[:40]!r} of the answer")
         ids = self.tokenizer.encode_next(text, after=prompt_text)
         has_end = len(ids) > 0 and ids[-1] in self.tokenizer.eos_ids
@@ -240,8 +225,8 @@ class PromptEncoder:
             "tokenize": False,
             "add_generation_prompt": answers,
         }
-        if tools or self._tools:
-            options["tools"] = list(tools or self._tools)
+        if tools or self.tools:
+            options["tools"] = list(tools or self.tools)
         try:
             return str(self._template.apply_chat_template(list(messages), **options))
         except Exception as error:  # noqa: BLE001 - the model's template may raise anything

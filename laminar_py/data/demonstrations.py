@@ -3,22 +3,15 @@
 Every response ends in one end of sequence; after messages this is the token that ends a turn of the assistant.
 """
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
-from laminar_py.data.chat import (
-    REMEDY,
-    Message,
-    PromptEncoder,
-    TemplateError,
-    Turn,
-    names_of_tools,
-    parts_of,
-    read_turns,
-)
+from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, parts_of, read_turns
 from laminar_py.data.sources import DataSource, read_records, written_field
 from laminar_py.records.codec import IntArray
 
@@ -73,7 +66,7 @@ def read_demonstrations(
     """
     demonstrations = []
     for row, line, written in read_records(source, _DemonstrationRow):
-        if others := names_of_tools(line.tools) - encoder.tool_names:
+        if others := _tool_names(line.tools) - _tool_names(encoder.tools):
             remedy = "name the tools in environment, as RL has them, or leave the column out"
             raise source.error(
                 row, f"`tools` has {min(others)[:40]!r}, unlike the environment,", value=written, remedy=remedy
@@ -96,6 +89,16 @@ def read_demonstrations(
             )
         demonstrations.append(made)
     return demonstrations
+
+
+def _tool_names(tools: Any) -> set[str]:
+    """Return the names in definitions of tools, or in their JSON; another value counts as a name."""
+    if isinstance(tools, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            tools = msgspec.json.decode(tools)
+    listed = tools if isinstance(tools, list) else [tools] if tools else []
+    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else tool for tool in listed]
+    return {str(each.get("name", each) if isinstance(each, Mapping) else each) for each in functions}
 
 
 def _prompt_and_answer(
