@@ -32,7 +32,7 @@ from laminar_py.data.sources import DataSource
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.learner.warm_start import Example, warm_start
 from laminar_py.observe.summary import EvaluationFigures
-from laminar_py.runtime.preflight.inputs import prepare
+from laminar_py.runtime.preflight.inputs import initial_folder, prepare
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "countdown.yaml"
@@ -149,7 +149,7 @@ def imitate(seed: int, steps: int) -> Imitated:
     torch.set_num_threads(1)
     began = time.monotonic()
     examples = [Example(row.prompt_ids, row.response_ids) for row in rows]
-    warm_start(config.model, settings, examples, chat=config.data.chat, seed=seed)
+    warm_start(config.model, settings, examples, folder=initial_folder(config), seed=seed)
     return Imitated(steps=steps, elapsed_s=time.monotonic() - began)
 
 

@@ -21,7 +21,7 @@ import msgspec
 from laminar_lab.bench.report import Ratio, Row, show, spread
 from laminar_lab.bench.runs import FinishedRun, KeptResults, call, make_parser, train
 from laminar_py.config.loading import load_config
-from laminar_py.learner.warm_start import cache_key
+from laminar_py.runtime.preflight.inputs import initial_folder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -89,7 +89,7 @@ def warm_started_model(run: FinishedRun) -> Path:
     """The Hugging Face folder that RL began from: the warm start in the cache."""
     config = load_config(run.folder / "config.yaml", [])
     assert config.warm_start is not None, f"{run.folder} had no warm start"
-    return config.warm_start.cache / cache_key(config.model, config.warm_start, seed=config.seed)
+    return initial_folder(config)
 
 
 def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float) -> Measured:

@@ -68,10 +68,11 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     from laminar_py.config import load_config
     from laminar_py.config.data import PromptOrder
     from laminar_py.data import PromptEncoder, load_tokenizer, read_levels
-    from laminar_py.runtime.preflight import prepare, prompt_room, read_problems, read_warm_start
+    from laminar_py.runtime.preflight import check_model, prepare, prompt_room, read_problems, read_warm_start
 
     config = load_config(path, overrides)
     prepare(config)
+    check_model(config, needs_weights=False)
     encoder = PromptEncoder(
         load_tokenizer(config.model.path), config.model.path, config.data.chat, config.environment
     )

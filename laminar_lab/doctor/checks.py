@@ -21,7 +21,7 @@ from laminar_py.config import ConfigError, RunConfig
 from laminar_py.records.codec import decode
 from laminar_py.records.host import Finding
 from laminar_py.runtime.cluster import Needs, NoAnswerError, Node, Placement, Plan, nodes, on_node, open_cluster
-from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, node_faults
+from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, check_model, node_faults
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ def _fit(
     found += find_faults(placement)
     try:
         if (config.model.path / "config.json").is_file():  # else `data.prepare` makes it later
+            check_model(config, needs_weights=False)
             check_engine(config)
     except ConfigError as error:
         if not any(line.startswith(str(error)) for line in found):

@@ -4,6 +4,7 @@ Every response ends in one end of sequence; after messages this is the token tha
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -53,6 +54,14 @@ class Demonstrations:
 
     source: DataSource
     all: list[Demonstration]
+
+    @property
+    def digest(self) -> str:
+        """Digest of all prompts and responses."""
+        digest = blake2b(digest_size=16)
+        for one in self.all:
+            digest.update(msgspec.msgpack.encode((one.prompt, one.response)))
+        return digest.hexdigest()
 
 
 def read_demonstrations(

@@ -1,6 +1,6 @@
-"""The supervised phase before RL, and the cache of its results. One process calls it, before the learner starts.
+"""The supervised phase before RL. One process calls it, before the learner starts.
 
-A hash of the inputs names a cached folder, and the folder appears by rename when it is complete. So a folder that
+`warm_start_cache` names the folder of the result, which appears by rename when it is complete. So a folder that
 exists may be used (`tests/learner/test_warm_start.py`).
 """
 
@@ -12,23 +12,18 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
-from blake3 import blake3
 from transformers import PreTrainedModel
 
-from laminar_py.config.data import ChatConfig, ModelConfig, SourceConfig, WarmStartConfig
+from laminar_py.config.data import ModelConfig, WarmStartConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.export import export_hf
 from laminar_py.learner.losses.loss import cross_entropy_loss
-from laminar_py.learner.model import check_model_folder, load_policy, policy_logprobs
+from laminar_py.learner.model import load_policy, policy_logprobs
 from laminar_py.records.codec import IntArray
 from laminar_py.records.trajectory import MicroBatch
 
-RECIPE_VERSION = 2  # raise it with every change here that changes the resulting weights
-
-TEMPLATES = ("tokenizer_config.json", "chat_template.jinja")  # files that may hold a chat template
 BETAS = (0.9, 0.95)  # AdamW's decay rates
 WEIGHT_DECAY = 0.01
 GRAD_CLIP = 1.0
@@ -59,19 +54,18 @@ def warm_start(
     settings: WarmStartConfig,
     examples: Sequence[Example],
     *,
+    folder: Path,
     seed: int,
-    chat: ChatConfig | None = None,
     on_step: Progress = lambda step, loss: None,
-) -> Path:
-    """Return the Hugging Face folder of the warm-started model: from the cache, or trained now on `examples`.
+) -> None:
+    """Train a model on `examples` and write it to `folder` in Hugging Face's form, unless the cache has `folder`.
 
-    `examples` come from `settings.data`, tokenised. Calls `on_step` after each step. Raises `ConfigError` if the
-    folder holds no usable model, there are no examples, or an example does not fit into a step.
+    `examples` come from `settings.data`, tokenised, and `folder` from `warm_start_cache.cached_folder`. Calls
+    `on_step` after each step. Raises `ConfigError` if the model's folder holds no usable model, there are no
+    examples, or an example does not fit into a step.
     """
-    check_model_folder(model)
-    folder = settings.cache / cache_key(model, settings, seed=seed, chat=chat)
     if folder.is_dir():
-        return folder
+        return
     if not examples:
         raise ConfigError("warm_start.data: the files have no examples; add lines with prompt and response")
     if (longest := max(example.num_tokens for example in examples)) > (most := settings.tokens_per_step):
@@ -85,28 +79,6 @@ def warm_start(
         shutil.rmtree(partial)
     else:
         partial.rename(folder)
-    return folder
-
-
-def cache_key(model: ModelConfig, settings: WarmStartConfig, *, seed: int, chat: ChatConfig | None = None) -> str:
-    """Name of the result's folder: a BLAKE3 digest of all inputs, files by content and hub data by name."""
-    weights = "from_scratch"
-    if not model.from_scratch:
-        weights = "".join(_file_digest(path) for path in sorted(model.path.glob("*.safetensors")))
-    depends_on = (
-        RECIPE_VERSION,
-        _file_digest(model.path / "config.json"),
-        _file_digest(model.path / "tokenizer.json"),
-        weights,
-        *_data_digests(settings.data),
-        settings.steps,
-        settings.tokens_per_step,
-        settings.lr,
-        seed,
-        (chat or ChatConfig()).model_dump_json(),
-        *(_file_digest(model.path / name) for name in TEMPLATES if (model.path / name).is_file()),
-    )
-    return blake3(msgspec.json.encode(depends_on)).hexdigest(length=16)
 
 
 def train_supervised(
@@ -187,22 +159,3 @@ def pack_examples(examples: Sequence[Example]) -> MicroBatch:
         rewards=np.zeros(len(lengths), dtype=np.float32),
         groups=np.zeros(len(lengths), dtype=np.int32),
     )
-
-
-def _data_digests(source: SourceConfig) -> list[str]:
-    """Return the inputs of `cache_key` that come from a data source: its settings, then its data.
-
-    Hub data is given by name, a file by its digest, a folder by the name and digest of each file.
-    """
-    path, settings = Path(source.path), source.model_dump_json(exclude={"path"})
-    if source.is_hub_name:
-        return [settings, source.path]
-    if not path.is_dir():
-        return [settings, _file_digest(path)]
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return [settings, *(text for file in files for text in (str(file.relative_to(path)), _file_digest(file)))]
-
-
-def _file_digest(path: Path) -> str:
-    digest: str = blake3().update_mmap(path).hexdigest()
-    return digest

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from laminar_py.cli import app
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
@@ -14,6 +16,7 @@ from laminar_py.learner.model import load_policy, load_reference
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
 from laminar_py.runtime.preflight import inputs
 from tests.learner.builders import VOCAB, make_learner, make_mixture_folder, make_model_folder
+from tests.runs.runs import REPO
 from tests.runs.test_bad_input import in_process
 
 CPU = torch.device("cpu")
@@ -51,11 +54,11 @@ def run_config(model: Path, **algorithm):
 def test_a_tied_head_that_differs_from_the_embedding_is_refused_before_a_run(tmp_path: Path, files: int):
     folder = rewrite(make_model_folder(tmp_path / "m", tied=True), with_head(1e-3), files=files)
     with pytest.raises(ConfigError, match=f"^model.path={folder}: {WORDS}"):
-        inputs._check_model(run_config(folder))
+        inputs.check_model(run_config(folder))
     sound = make_model_folder(tmp_path / "sound")
     with pytest.raises(ConfigError, match=f"^algorithm.reference={folder}: {WORDS}"):
-        inputs._check_model(run_config(sound, reference=str(folder), kl_coef=0.1))
-    inputs._check_model(run_config(sound, reference=str(folder)))  # which no loss needs
+        inputs.check_model(run_config(sound, reference=str(folder), kl_coef=0.1))
+    inputs.check_model(run_config(sound, reference=str(folder)))  # which no loss needs
 
 
 def test_a_command_says_it_in_one_line_and_ends_with_code_2(tmp_path: Path, monkeypatch, capsys):
@@ -76,15 +79,27 @@ def test_no_rank_loads_it(tmp_path: Path, on_meta: bool):
         load_reference(folder, vocab_size=VOCAB, temperature=1.0, device=CPU, on_meta=on_meta)
 
 
+def test_data_and_doctor_refuse_it_too_and_need_no_weights(tmp_path: Path, monkeypatch):
+    folder = rewrite(make_model_folder(tmp_path / "m", tied=True), with_head(1e-3))
+    monkeypatch.chdir(REPO)
+    for command in (["data"], ["doctor", "--pretend", "1x16xCPU"]):
+        given = [*command, "configs/quickstart.yaml", f"model.path={folder}", "model.from_scratch=false"]
+        told = CliRunner().invoke(app, given)
+        assert told.exit_code != 0, command
+        assert WORDS in " ".join(f"{told.output} {told.exception}".split()), told.output
+    (folder / "model.safetensors").unlink()
+    inputs.check_model(run_config(folder), needs_weights=False)
+
+
 def test_an_equal_head_beside_a_tied_embedding_is_the_embedding(tmp_path: Path):
     folder = rewrite(make_model_folder(tmp_path / "m", tied=True), with_head(0.0))
-    inputs._check_model(run_config(folder))
+    inputs.check_model(run_config(folder))
     model = make_learner(folder).model
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_an_untied_head_may_differ_and_a_damaged_file_is_for_its_reader(tmp_path: Path):
-    inputs._check_model(run_config(make_model_folder(tmp_path / "m")))
+    inputs.check_model(run_config(make_model_folder(tmp_path / "m")))
     tied = make_model_folder(tmp_path / "tied", tied=True)
     for number, text in enumerate(
         (b"", b"version https://git-lfs.github.com/spec/v1", b"\x02" + b"\0" * 7 + b"[]")
@@ -126,14 +141,24 @@ def large(folder: Path, *, layers: int, from_scratch: bool):
         (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     settings = {"name": "t", "steps": 6, "data": {"train": "t"}, "reward": {"use": ["t.py:t"]}}
     model = {"path": str(folder), "from_scratch": from_scratch}
-    return parse_config({**settings, "model": model, "warm_start": {"data": "t"}})
+    return parse_config(
+        {
+            **settings,
+            "model": model,
+            "warm_start": {"data": str(folder.parent / "t"), "cache": str(folder.parent / "c")},
+        }
+    )
 
 
 @pytest.mark.parametrize("from_scratch", [False, True])
 def test_a_warm_start_of_more_than_half_a_billion_weights_is_refused(tmp_path: Path, from_scratch: bool):
     inputs._check_warm_start(large(tmp_path / "small", layers=47, from_scratch=from_scratch))
     config = large(tmp_path / "large", layers=48, from_scratch=from_scratch)
+    (tmp_path / "large" / "tokenizer.json").write_text("{}")
+    (tmp_path / "t").write_text("demonstrations")
     with pytest.raises(
         ConfigError, match=r"^warm_start: model\.path=.* has 0\.51 billion parameters, .* leave warm"
     ):
         inputs._check_warm_start(config)
+    inputs.initial_folder(config).mkdir(parents=True)
+    inputs._check_warm_start(config)  # its result is in the cache

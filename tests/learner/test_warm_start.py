@@ -1,14 +1,17 @@
 """The warm start learns, and its cache is hit by the same settings alone."""
 
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from laminar_py.config.data import ModelConfig, WarmStartConfig
+from laminar_py.config.data import ChatConfig, ModelConfig, WarmStartConfig
+from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.learner.warm_start import Example, epochs, pack_examples, warm_start, warm_start_lr_factor
+from laminar_py.learner.warm_start_cache import cached_folder
 from tests.learner.builders import VOCAB
 
 
@@ -30,13 +33,18 @@ def settings(folder: Path, **overrides) -> WarmStartConfig:
     return WarmStartConfig(**fields | overrides)
 
 
+def warm_started(model: ModelConfig, settings: WarmStartConfig, *, environment=None, seed=0, **options) -> Path:
+    """The folder of a warm start on `counting`, from the cache or made now."""
+    folder = cached_folder(model, settings, seed=seed, chat=ChatConfig(), environment=environment)
+    warm_start(model, settings, counting(), folder=folder, seed=seed, **options)
+    return folder
+
+
 def test_warm_start_learns_and_exports_a_loadable_folder(model_folder: Path, tmp_path: Path):
     losses = []
-    folder = warm_start(
+    folder = warm_started(
         ModelConfig(path=model_folder),
         settings(tmp_path),
-        counting(),
-        seed=0,
         on_step=lambda step, loss: losses.append((step, loss)),
     )
     assert [step for step, _ in losses] == list(range(1, 31))
@@ -44,14 +52,27 @@ def test_warm_start_learns_and_exports_a_loadable_folder(model_folder: Path, tmp
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == VOCAB
 
 
+class WithTool(EnvironmentConfig):
+    """An environment with a tool, which the chat template writes into demonstrations."""
+
+    description: str
+
+    @property
+    def definitions(self):
+        return [{"type": "function", "function": {"name": "add", "description": self.description}}]
+
+
 def test_the_cache_is_hit_by_the_same_settings_alone(model_folder: Path, tmp_path: Path):
     steps = []
 
-    def run(seed=0, from_scratch=False, **overrides) -> Path:
+    model_folder = shutil.copytree(model_folder, tmp_path / "model")
+
+    def run(seed=0, from_scratch=False, environment=None, **overrides) -> Path:
         steps.clear()
         model = ModelConfig(path=model_folder, from_scratch=from_scratch)
         config = settings(tmp_path, **{"steps": 2} | overrides)
-        return warm_start(model, config, counting(), seed=seed, on_step=lambda step, _: steps.append(step))
+        on_step = lambda step, _: steps.append(step)  # noqa: E731
+        return warm_started(model, config, environment=environment, seed=seed, on_step=on_step)
 
     first = run()
     assert len(steps) == 2
@@ -60,6 +81,10 @@ def test_the_cache_is_hit_by_the_same_settings_alone(model_folder: Path, tmp_pat
     for change in ({"lr": 2e-2}, {"steps": 3}, {"tokens_per_step": 80}, {"seed": 1}, {"from_scratch": True}):
         assert run(**change) != first
         assert steps, change
+    tools = [run(environment=WithTool(description=text)) for text in ("Adds.", "Adds two.")]
+    assert len({first, *tools, run(environment=EnvironmentConfig())}) == 4
+    (model_folder / "generation_config.json").write_text('{"eos_token_id": 3}')  # the end of a demonstration
+    assert run() != first
     (tmp_path / "data.jsonl").write_text("other data\n")
     assert run() != first
     parts = tmp_path / "folder"
@@ -100,4 +125,4 @@ def test_learning_rate_warms_up_and_decays():
 
 def test_an_example_longer_than_a_step_is_named(model_folder: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"warm_start.tokens_per_step=4: .*raise it"):
-        warm_start(ModelConfig(path=model_folder), settings(tmp_path, tokens_per_step=4), counting(), seed=0)
+        warm_started(ModelConfig(path=model_folder), settings(tmp_path, tokens_per_step=4))

@@ -18,7 +18,7 @@ from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.learner.marker import MARKER
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.runtime.orchestrator.exports import Exported, export
-from laminar_py.runtime.workers.processes.learner import initial_model
+from laminar_py.runtime.preflight.inputs import initial_folder
 from tests.data.templates import EOS, TEMPLATES, make_tokenizer_folder
 from tests.data.templates import SPECIAL as CHAT_SPECIAL
 from tests.engines.engine_conformance import collect, make_request
@@ -52,7 +52,7 @@ def make_run(folder: Path, *settings: str, steps=2, template: str | None = None)
     (folder / "config.yaml").write_text(dump_config(config))
     lora = config.learner.lora
     if lora is not None and config.warm_start is not None:
-        source = make_model_folder(initial_model(config).path, tied=True, seed=3)
+        source = make_model_folder(initial_folder(config), tied=True, seed=3)
     learner = make_learner(source, settings=SETTINGS.model_copy(update={"lora": lora}))
 
     async def record():

@@ -29,11 +29,12 @@ CHATML, OTHER = TEMPLATES["chatml"].text, "{% for m in messages %}{{ m.role }}: 
         ({"data.train": "d1", "eval.sets.a": "d1"}, "data.train"),
         ({"data.train.0": "d0", "data.train.1": "d1"}, "data.train"),
         ({"data.train": "d0", "eval.sets.a": "d0"}, "eval.sets.a"),
+        ({"data.train": "d0", "warm_start.data": "d0"}, "warm_start.data"),
     ],
 )
 async def test_a_resume_with_other_rows_is_refused(tmp_path, now, field):
     async with open_ledger(tmp_path) as ledger:
-        begin(ledger, data={"data.train": "d0", "eval.sets.a": "d1"})
+        begin(ledger, data={"data.train": "d0", "eval.sets.a": "d1", "warm_start.data": "d2"})
     if field is None:
         refuse_other_rows(RunFolder(tmp_path), now)
         return

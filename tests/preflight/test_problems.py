@@ -87,3 +87,15 @@ def test_where_only_a_warm_start_has_messages_the_end_of_a_turn_ends_responses_t
     assert make_inputs(tmp_path, *texts).tokenizer.eos_ids == (EOS,)
     warm = f"warm_start={{data: {tmp_path}/warm.jsonl, steps: 1, cache: {tmp_path}/warm}}"
     assert make_inputs(tmp_path, *texts, warm).tokenizer.eos_ids == (END, EOS)
+
+
+def test_other_demonstrations_have_another_digest(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "2+3=", "answer": "5"}')
+    texts = [f"data.train={tmp_path}/text.jsonl", f"eval.sets={{a: {tmp_path}/other.jsonl}}"]
+    warm = f"warm_start={{data: {tmp_path}/warm.jsonl, steps: 1, cache: {tmp_path}/warm}}"
+    found = []
+    for response in ("b", "c", "b"):
+        (tmp_path / "warm.jsonl").write_text(json.dumps({"prompt": "a", "response": response}))
+        found.append(make_inputs(tmp_path, *texts, warm).digests["warm_start.data"])
+    assert found[0] == found[2] != found[1]

@@ -15,7 +15,7 @@ from laminar_py.ledger.recovery import newest_existing
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed
 from laminar_py.runtime.orchestrator.checkpoints import on_record
-from laminar_py.runtime.preflight.inputs import check_adapters, stop_ids
+from laminar_py.runtime.preflight.inputs import check_adapters, initial_folder, stop_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,6 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> E
 
 def _base(config: RunConfig) -> Path:
     """Return the folder of the model to which the run's LoRA adapters are added."""
-    from laminar_py.runtime.workers.processes.learner import initial_model
-
     check_adapters(config)
     warm_start = config.warm_start
     data = None if warm_start is None else warm_start.data
@@ -97,7 +95,7 @@ def _base(config: RunConfig) -> Path:
         raise ConfigError(
             f"warm_start.data={data.path}: is gone; the cached warm start is found by its contents, so put it back"
         )
-    base = initial_model(config).path
+    base = initial_folder(config)
     if warm_start is not None and not base.is_dir():
         raise ConfigError(
             f"warm_start.cache={warm_start.cache}: no {base.name} in it, which the run's adapters are added"

@@ -63,7 +63,7 @@ def refuse_simulated(run: RunFolder) -> None:
 
 
 def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
-    """Raise `ConfigError` if training data or a kept evaluation set has other rows than when the run began.
+    """Raise `ConfigError` if problems, demonstrations or a kept evaluation set have other rows than at the start.
 
     `digests` has a digest of the rows by config field. Evaluation sets may be added and removed.
     """
@@ -74,7 +74,7 @@ def refuse_other_rows(run: RunFolder, digests: dict[str, str]) -> None:
     changed = next((name for name in fields if known and known.get(name) != digests.get(name)), None)
     if changed is not None:
         raise ConfigError(
-            f"{changed}: has other rows than when {run.path} began, whose record names problems by their rows;"
+            f"{changed}: has other rows than when {run.path} began, whose record and weights come from these rows;"
             " bring the earlier rows back, or start a new run"
         )
 

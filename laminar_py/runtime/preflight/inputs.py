@@ -27,6 +27,7 @@ from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.launch import check_pool
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
+from laminar_py.learner.warm_start_cache import cached_folder
 from laminar_py.ledger.segments.writer import LEAST_FREE
 from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
@@ -121,7 +122,7 @@ class Inputs:
     stream: PromptStream
     sets: dict[str, list[Prompt]]
     first_of_tasks: list[Prompt]  # one prompt of each task, from the training data if possible
-    digests: dict[str, str]  # by field of the config
+    digests: dict[str, str]  # of problems and demonstrations, by field of the config
     messages: bool = False  # True if the chat template writes some of the prompts
 
     @property
@@ -138,15 +139,15 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     for kind in config.tracking.kinds:
         TRACKERS.get(kind).check()
     prepare(config)
-    _check_model(config)
+    check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     _check_vocabulary(config, tokenizer)
     encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
+    demonstrations = read_warm_start(config, encoder, limited=True)
     _check_warm_start(config)
-    read_warm_start(config, encoder, limited=True)
     check_adapters(config)
     _check_learner(config)
     tasks = {task for problem_set in problems.all for task in problem_set.tasks}
@@ -171,7 +172,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         sets={name: list(problem_set) for name, problem_set in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
         messages=encoder.uses_template,
-        digests=problems.digests,
+        digests=problems.digests | ({} if demonstrations is None else {"warm_start.data": demonstrations.digest}),
     )
 
 
@@ -215,29 +216,43 @@ def _last_line_of(script: Path, traceback: str) -> str:
     return "" if line is None else f" at {script}:{line}"
 
 
-def _check_model(config: RunConfig) -> None:
-    """Raise `ConfigError` if the model or the reference lacks its config or weights, or its tied head differs."""
+def check_model(config: RunConfig, *, needs_weights: bool = True) -> None:
+    """Raise `ConfigError` if the tied head of the model or the reference differs from its embedding.
+
+    With `needs_weights`, also if one of them lacks its config or its weights.
+    """
     path, reference = config.model.path, config.algorithm.reference
-    if not (path / "config.json").is_file():
+    if needs_weights and not (path / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json in it; name a Hugging Face model folder")
     folders = [] if config.model.from_scratch else [("model.path", path, " or set model.from_scratch=true")]
     if reference is not None and config.algorithm.has_reference:
         folders.append(("algorithm.reference", reference, ""))
     for field, folder, other in folders:
-        if not list(folder.glob("*.safetensors")):
+        has_weights = any(folder.glob("*.safetensors"))
+        if needs_weights and not has_weights:
             raise ConfigError(f"{field}={folder}: no *.safetensors in it; name a folder with weights{other}")
-        if read_sizes(folder).tie_word_embeddings:
+        if has_weights and read_sizes(folder).tie_word_embeddings:
             check_tied_head(folder, field=field)
 
 
 def _check_warm_start(config: RunConfig) -> None:
-    """Refuse a warm start of a large model: it runs on the CPU, whatever the learner has, and would take days."""
-    if config.warm_start is not None and (count := num_parameters(config.model.path)) > WARM_START_PARAMETERS:
+    """Refuse the warm start of a large model, which takes days on the CPU, unless the cache has its result."""
+    if config.warm_start is None or (count := num_parameters(config.model.path)) <= WARM_START_PARAMETERS:
+        return
+    if not initial_folder(config).is_dir():
         raise ConfigError(
             f"warm_start: model.path={config.model.path} has {count / 1e9:.2f} billion parameters, and a warm"
             " start is on the CPU, for at most half a billion; train on the demonstrations elsewhere, set"
             " model.path to the result, and leave warm_start out"
         )
+
+
+def initial_folder(config: RunConfig) -> Path:
+    """Return the folder of the model that RL begins with: `model.path`, or its warm start in the cache."""
+    if config.warm_start is None:
+        return config.model.path
+    chat, environment = config.data.chat, config.environment
+    return cached_folder(config.model, config.warm_start, seed=config.seed, chat=chat, environment=environment)
 
 
 def _check_learner(config: RunConfig) -> None:

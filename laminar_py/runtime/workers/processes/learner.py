@@ -25,7 +25,7 @@ from laminar_py.learner.distributed import join_group
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.learner.step import Learner
-from laminar_py.learner.warm_start import Example, cache_key, warm_start
+from laminar_py.learner.warm_start import Example, warm_start
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
@@ -35,6 +35,7 @@ from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
+from laminar_py.runtime.preflight.inputs import initial_folder
 from laminar_py.runtime.workers.processes.base import (
     ComputingActor,
     PartActor,
@@ -164,7 +165,7 @@ def _real_learner(
     if config.warm_start is not None and needs_start:
         if spec.rank == 0:
             _warm_start(config, note)  # the other ranks wait for it in `join_group`
-        model = initial_model(config)
+        model = ModelConfig(path=initial_folder(config))
     mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
     learner = Learner(
         model,
@@ -178,14 +179,6 @@ def _real_learner(
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
     return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
-
-
-def initial_model(config: RunConfig) -> ModelConfig:
-    """Return the model that RL begins with: the configured model, or its warm start in the cache."""
-    if config.warm_start is None:
-        return config.model
-    key = cache_key(config.model, config.warm_start, chat=config.data.chat, seed=config.seed)
-    return ModelConfig(path=config.warm_start.cache / key)
 
 
 def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:
@@ -202,7 +195,7 @@ def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> N
     def on_step(step: int, loss: float) -> None:
         note(LearnerProgress("warm start", step, settings.steps, loss))
 
-    warm_start(config.model, settings, examples, chat=config.data.chat, seed=config.seed, on_step=on_step)
+    warm_start(config.model, settings, examples, folder=initial_folder(config), seed=config.seed, on_step=on_step)
 
 
 # ---- in place of a learner, where weights are evaluated
@@ -247,7 +240,7 @@ class ReferenceActor(ComputingActor):
         config = read_run_config(spec, "reference-0")
         self._reader, self._writer = open_reader(spec, config), open_writer(spec, config)
         self._model = ReferenceModel(
-            config.algorithm.reference or initial_model(config).path,
+            config.algorithm.reference or initial_folder(config),
             vocab_size=read_sizes(config.model.path).vocab_size,
             temperature=config.rollout.sampling.temperature,
             mesh=join_group(spec.rendezvous, rank=0, world_size=1, device_type=config.learner_device.value),
