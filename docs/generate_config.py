@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -10,9 +10,11 @@ from pydantic_core import PydanticUndefined
 
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import ENVIRONMENTS, EnvironmentConfig
+from laminar_py.config.registry import Registry
 from laminar_py.config.reward import REWARDS, TermConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import Section
+from laminar_py.config.warm_start import WARM_STARTS, WarmStartConfig
 
 HEAD = """# Settings
 
@@ -109,16 +111,14 @@ def of_rewards() -> list[str]:
     return parts
 
 
-def of_environments() -> list[str]:
-    """What each kind of environment adds, and sections that are its own."""
+def of_kinds(section: str, base: type[Section], registry: Registry[Any]) -> list[str]:
+    """What each kind of a section adds, and sections that are its own."""
     parts = []
-    for name in ENVIRONMENTS.names():
-        section = ENVIRONMENTS.get(name).settings
-        doc = " ".join((section.__doc__ or "").split())
-        parts.append(
-            f"### `environment` with `kind: {name}`\n\n{doc}\n\n{rows(section, beyond=EnvironmentConfig)}"
-        )
-        parts += of_inner(section, "environment")
+    for name in registry.names():
+        kind = registry.get(name).settings
+        doc = " ".join((kind.__doc__ or "").split())
+        parts.append(f"### `{section}` with `kind: {name}`\n\n{doc}\n\n{rows(kind, beyond=base)}")
+        parts += of_inner(kind, section)
     return parts
 
 
@@ -138,7 +138,9 @@ def document() -> str:
         if name == "reward":
             parts += of_rewards()
         if name == "environment":
-            parts += of_environments()
+            parts += of_kinds(name, EnvironmentConfig, ENVIRONMENTS)
+        if name == "warm_start":
+            parts += of_kinds(name, WarmStartConfig, WARM_STARTS)
         pending = [(f"{name}.{sub}", inner) for sub, inner in section.model_fields.items()] + pending
     return "\n\n".join(parts) + "\n"
 

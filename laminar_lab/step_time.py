@@ -18,12 +18,13 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from laminar_lab.broadcast import Broadcast, Links, arrivals_s
 from laminar_lab.emulation.settings import EngineTimes, LearnerTimes, emulation_of
 from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
 from laminar_py.learner.packing import attention_share
-from laminar_py.relay import Broadcast, Links, arrivals_s, choose_chunk_bytes, grow_tree
+from laminar_py.relay import choose_chunk_bytes, grow_tree
 
 Floats = npt.NDArray[np.float64]
 
@@ -150,10 +151,9 @@ def host_arrivals_s(config: RunConfig, *, num_parameters: int) -> list[float]:
     if simulation.link_gbit_per_s is None:
         return [0.0] * num_hosts
     tree = grow_tree(1 + num_hosts, fanout=relay.fanout)  # the learner's host is the root
-    links = Links(simulation.link_gbit_per_s * 1e9 / 8, CHUNK_OVERHEAD_S)
-    broadcast = Broadcast(version_bytes(num_parameters))
-    chunk_bytes = choose_chunk_bytes(tree, broadcast, links)
-    return arrivals_s(tree, broadcast, links, chunk_bytes=chunk_bytes)[1:]
+    num_bytes, speed = version_bytes(num_parameters), simulation.link_gbit_per_s * 1e9 / 8
+    chunk_bytes = choose_chunk_bytes(tree, num_bytes, bytes_per_s=speed, overhead_s=CHUNK_OVERHEAD_S)
+    return arrivals_s(tree, Broadcast(num_bytes), Links(speed, CHUNK_OVERHEAD_S), chunk_bytes=chunk_bytes)[1:]
 
 
 # ---- measured coefficients

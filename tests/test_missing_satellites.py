@@ -8,6 +8,7 @@ import pytest
 
 CONFIG = "configs/quickstart.yaml"
 OF_CORE = "reward.use=[mine.py:score]"  # a reward of the core, in place of the config's
+COLD = "warm_start=null"
 HIDDEN = """
 import sys
 
@@ -43,12 +44,13 @@ def laminar_without(package: str, *arguments: str) -> subprocess.CompletedProces
         ("laminar_lab", ["report", "runs/quickstart-1"], "laminar report: laminar_lab cannot be imported"),
         ("laminar_lab", ["bench", "learner"], "laminar bench: laminar_lab cannot be imported"),
         ("laminar_lab", ["train", "configs/emulation/repack.yaml"], "rollout.engine.kind=emulated: "),
-        ("laminar_contrib", ["train", CONFIG, "reward.use=[math]"], "reward.use.kind=math: "),
-        ("laminar_contrib", ["train", CONFIG], "reward.use.kind=exact: "),
-        ("laminar_contrib", ["train", CONFIG, OF_CORE, "tracking.kinds=[wandb]"], "tracking.kinds=wandb: "),
+        ("laminar_contrib", ["train", CONFIG, COLD, "reward.use=[math]"], "reward.use.kind=math: "),
+        ("laminar_contrib", ["train", CONFIG], "warm_start.kind=supervised: "),
+        ("laminar_contrib", ["train", CONFIG, COLD], "reward.use.kind=exact: "),
+        ("laminar_contrib", ["train", CONFIG, COLD, OF_CORE, "tracking.kinds=[wandb]"], "tracking.kinds=wandb: "),
         (
             "laminar_contrib",
-            ["train", CONFIG, OF_CORE, "environment={kind: tools, tools: [calculator]}"],
+            ["train", CONFIG, COLD, OF_CORE, "environment={kind: tools, tools: [calculator]}"],
             "environment.kind=tools: ",
         ),
     ],

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from laminar_lab.broadcast import Broadcast, Links, arrivals_s
 from laminar_lab.emulation.settings import EmulationConfig
 from laminar_py.config.loading import setting_names
 from laminar_py.config.run import RunConfig
-from laminar_py.relay.tree import Broadcast, Links, arrivals_s, choose_chunk_bytes, grow_tree, versions_at_peak
+from laminar_py.relay.tree import choose_chunk_bytes, grow_tree, versions_at_peak
 from laminar_py.runtime.workers.replicas import pace_of
 from tests.runs.runs import REPO
 
@@ -38,7 +39,7 @@ def test_times_of_a_version_are_those_of_the_cost_model(row):
             share, rates = (1.0, ()) if codec is None else (0.0082, codec)
             broadcast = Broadcast(round(2 * parameters), share, *rates)
             tree, links = grow_tree(hosts, fanout=1), Links(speed, 50e-6)
-            chunk_bytes = choose_chunk_bytes(tree, broadcast, links)
+            chunk_bytes = choose_chunk_bytes(tree, broadcast.num_bytes, bytes_per_s=speed, overhead_s=50e-6)
             found.append(max(arrivals_s(tree, broadcast, links, chunk_bytes=chunk_bytes)))
         assert told == pytest.approx(found if len(told) > 1 else [found[1]], rel=0.02)
 

@@ -26,13 +26,9 @@ from laminar_lab.bench.runs import KeptResults, drawing, make_parser, train
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
-from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.sources import DataSource
-from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.learner.warm_start import Example, warm_start
+from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.observe.summary import EvaluationFigures
-from laminar_py.runtime.preflight.inputs import initial_folder, prepare
+from laminar_py.runtime.preflight.inputs import prepare
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "countdown.yaml"
@@ -140,16 +136,11 @@ def imitate(seed: int, steps: int) -> Imitated:
     """Train on the demonstrations alone and put the model where the run of that seed looks for it."""
     config = load_config(CONFIG, [f"seed={seed}", *warm_start_settings(seed, steps)])
     prepare(config)
-    settings = config.warm_start
-    assert settings is not None, "countdown begins with a warm start"
-    shutil.rmtree(settings.cache, ignore_errors=True)  # of a try that was cut off
-    encoder = PromptEncoder(load_tokenizer(config.model.path), config.model.path, config.data.chat)
-    source = DataSource("warm_start.data", settings.data)
-    rows = read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
+    assert config.warm_start is not None, "countdown begins with a warm start"
+    shutil.rmtree(config.warm_start.cache, ignore_errors=True)  # of a try that was cut off
     torch.set_num_threads(1)
     began = time.monotonic()
-    examples = [Example(row.prompt_ids, row.response_ids) for row in rows]
-    warm_start(config.model, settings, examples, folder=initial_folder(config), seed=seed)
+    WARM_STARTS.get(config.warm_start.kind).make(config, lambda step, steps, loss: None)
     return Imitated(steps=steps, elapsed_s=time.monotonic() - began)
 
 

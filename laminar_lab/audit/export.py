@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from laminar_lab.audit.queries import row_record
+from laminar_lab.audit.stored import StoredResponses
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger import StoredResponses, reading, trajectory_rows
+from laminar_py.ledger import reading, trajectory_rows
 from laminar_py.ledger.segments import Payload
 from laminar_py.records.trajectory import Prompt
 

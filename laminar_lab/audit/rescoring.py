@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from laminar_lab.audit.stored import StoredResponses
 from laminar_py.config.reward import RewardConfig, TermConfig
-from laminar_py.ledger import LedgerError, StoredResponses, TrajectoryRow, decode_event, reading
+from laminar_py.ledger import LedgerError, TrajectoryRow, decode_event, reading
 from laminar_py.ledger.segments import Payload
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.events import Scored

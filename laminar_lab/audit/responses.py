@@ -13,17 +13,14 @@ import msgspec
 import numpy as np
 
 from laminar_lab.audit.checks import Rule, Violation
+from laminar_lab.audit.stored import StoredPiece, StoredResponses, split_columns, stored_pieces
 from laminar_py.ledger import (
     NO_COLUMN,
-    StoredPiece,
-    StoredResponses,
     TrajectoryRow,
     decode_event,
     is_simulated,
     piece_rows,
     spans_of,
-    split_columns,
-    stored_pieces,
     unchecked_rows,
 )
 from laminar_py.ledger.segments import Payload, join

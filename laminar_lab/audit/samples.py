@@ -18,16 +18,11 @@ import msgspec
 import yaml
 
 from laminar_lab.audit.queries import Filters, condition, row_record
+from laminar_lab.audit.stored import StoredResponses
 from laminar_lab.audit.stories import Story, read_story
 from laminar_py.config.section import ConfigError
 from laminar_py.data import Tokenizer, load_tokenizer
-from laminar_py.ledger import (
-    StoredResponses,
-    TrajectoryRow,
-    ledger_path,
-    reading,
-    trajectory_rows,
-)
+from laminar_py.ledger import TrajectoryRow, ledger_path, reading, trajectory_rows
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import Array
 from laminar_py.records.trajectory import Kind

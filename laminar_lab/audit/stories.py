@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import msgspec
 
+from laminar_lab.audit.stored import StoredResponses
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger import (
     EVENT_KINDS,
     LedgerError,
-    StoredResponses,
     TrajectoryRow,
     decode_event,
     read_prompt,

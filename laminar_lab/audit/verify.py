@@ -7,10 +7,11 @@ reads one state of the ledger, and compares nothing between two states, so a run
 
 import gc
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache, partial
 from itertools import islice
 from multiprocessing import get_context
@@ -31,13 +32,13 @@ from laminar_lab.audit.replay import Replay, check_hashes
 from laminar_lab.audit.responses import ResponseCheck
 from laminar_py.ledger import (
     LedgerError,
+    create_tables,
     differences,
     is_simulated,
     ledger_path,
     read_seal,
     reading,
     seal_digest,
-    unlike_schema,
 )
 from laminar_py.records.codec import prompt_digest
 from laminar_py.records.events import Event
@@ -157,6 +158,22 @@ def _check_layout(run: Path) -> Proof:
         violations = [Violation(Rule.LOG, "file", message) for message in faults]
         violations += [Violation(Rule.LOG, name, "differs from the schema") for name in unlike_schema(connection)]
         return Proof(violations=violations)
+
+
+def unlike_schema(connection: sqlite3.Connection) -> list[str]:
+    """Return names of tables and indexes that differ from a new ledger's, apart from comments and spaces."""
+    everything = "SELECT name, type, tbl_name, sql FROM main.sqlite_master"
+    with closing(sqlite3.connect(":memory:")) as empty:
+        create_tables(empty)
+        found, expected = (
+            {name: (kind, table, _plain(sql or "")) for name, kind, table, sql in one.execute(everything)}
+            for one in (connection, empty)
+        )
+    return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+
+
+def _plain(sql: str) -> str:
+    return " ".join(re.sub(r"--[^\n]*", "", sql).split())
 
 
 def _check_events(run: Path) -> Proof:

@@ -67,8 +67,9 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     """Show all sources of a run's config."""
     from laminar_py.config import load_config
     from laminar_py.config.data import PromptOrder
+    from laminar_py.config.warm_start import WARM_STARTS
     from laminar_py.data import PromptEncoder, load_tokenizer, read_levels
-    from laminar_py.runtime.preflight import check_model, prepare, prompt_room, read_problems, read_warm_start
+    from laminar_py.runtime.preflight import check_model, prepare, prompt_room, read_problems
 
     config = load_config(path, overrides)
     prepare(config)
@@ -83,9 +84,10 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     room = prompt_room(config)
     limits = {training.source.field: room[""] for training in problems.train}
     limits |= {heldout.source.field: room[name] for name, heldout in problems.sets.items()}
-    demonstrations = read_warm_start(config, encoder, limited=False)
+    demonstrations = None
     if config.warm_start is not None:
-        limits["warm_start.data"] = config.warm_start.tokens_per_step
+        demonstrations = WARM_STARTS.get(config.warm_start.kind).read(config, encoder)
+        limits["warm_start.data"] = demonstrations.max_tokens
     faults = _reward_faults(config.reward, problems)
     _show(problems, encoder, level=config.data.level, limits=limits, demonstrations=demonstrations, faults=faults)
 

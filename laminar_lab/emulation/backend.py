@@ -29,7 +29,7 @@ def check(config: RunConfig) -> None:
         )
     if config.warm_start is not None:
         raise ConfigError(
-            f"warm_start.data={config.warm_start.data.path}: an emulated learner has no model to warm up;"
+            f"warm_start.kind={config.warm_start.kind}: an emulated learner has no model to warm up;"
             " leave warm_start out"
         )
     if learner.lora is not None:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
-from laminar_py.config.data import ModelConfig, WarmStartConfig
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.rollout import RolloutConfig, SamplingConfig, WithoutSignal
@@ -360,9 +359,8 @@ def check_overlong(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> None
         )
 
 
-def check_reference(algorithm: AlgorithmConfig, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
+def check_reference(algorithm: AlgorithmConfig, *, random_start: bool) -> None:
     """Raise `ConfigError` if the loss needs a reference model and its weights would be random."""
-    random_start = model.from_scratch and warm_start is None
     if algorithm.has_reference and algorithm.reference is None and random_start:
         raise ConfigError(
             f"algorithm.name={algorithm.name} kl_coef={algorithm.kl_coef}: the reference is the model that RL"

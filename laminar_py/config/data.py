@@ -2,11 +2,11 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue
 
-from laminar_py.config.section import ConfigError, Count, Section, Share
+from laminar_py.config.section import Count, Section, Share
 
 PACKED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
 # suffixes that no name of a data set on the hub has
@@ -117,30 +117,3 @@ class ModelConfig(Section):
     """Folder with `config.json`, `tokenizer.json` and, unless `from_scratch`, safetensors."""
     from_scratch: bool = False
     """Initialise the weights from `seed` instead of loading safetensors."""
-
-
-class DemonstrationConfig(SourceConfig):
-    """Demonstrations: a source as in `data.train`, or just its path, but without a `task`. A row has a
-    `prompt` (text, or a list of messages) and a `response`, or `messages` that end with the assistant's. The cache
-    identifies a data set on the hub by its name alone."""
-
-
-class WarmStartConfig(Section):
-    """A short supervised phase before RL; its result is cached by a hash of its inputs."""
-
-    data: Annotated[DemonstrationConfig, BeforeValidator(read_source)]
-    """Demonstrations to imitate."""
-    steps: Count = 500
-    """Optimizer steps."""
-    tokens_per_step: Count = 1024
-    """Most tokens of prompts and responses in one step."""
-    lr: Annotated[float, Field(gt=0)] = 4e-3
-    """Peak learning rate: linear warm-up over 20 steps, linear decay over the last 40 %."""
-    cache: Path = Path(".cache/warm_start")
-    """Folder of cached results."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.data.task is not None:
-            raise ConfigError(f"warm_start.data.task={self.data.task}: demonstrations have no task; leave it out")
-        return self

@@ -5,7 +5,6 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from laminar_py.config.data import ModelConfig, WarmStartConfig
 from laminar_py.config.rollout import RolloutConfig
 from laminar_py.config.section import ConfigError, Count, Section
 
@@ -42,11 +41,9 @@ class LoraConfig(Section):
         return self
 
 
-def check_lora(lora: LoraConfig | None, model: ModelConfig, warm_start: WarmStartConfig | None) -> None:
+def check_lora(lora: LoraConfig | None, *, random_start: bool) -> None:
     """Raise `ConfigError` for adapters whose base model has no folder; backends check the adapters' layers."""
-    if lora is None:
-        return
-    if model.from_scratch and warm_start is None:
+    if lora is not None and random_start:
         raise ConfigError(
             "model.from_scratch=true: with learner.lora only adapters are published, so engines need the base"
             " in a folder; name a folder with weights, or a warm_start"

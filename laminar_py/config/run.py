@@ -17,7 +17,7 @@ from laminar_py.config.algorithm import (
     check_teaching,
 )
 from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SandboxConfig, SupervisorConfig
-from laminar_py.config.data import DataConfig, ModelConfig, WarmStartConfig
+from laminar_py.config.data import DataConfig, ModelConfig
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
@@ -38,6 +38,7 @@ from laminar_py.config.rollout import (
 )
 from laminar_py.config.section import Count, Seconds, Section
 from laminar_py.config.tracking import TrackingConfig
+from laminar_py.config.warm_start import AnyWarmStartConfig
 
 
 class RunConfig(Section):
@@ -58,8 +59,8 @@ class RunConfig(Section):
     """Folder of all runs. All hosts of a run see it at this path."""
     model: ModelConfig
     """Model that is trained."""
-    warm_start: WarmStartConfig | None = None
-    """Supervised phase before RL; none: RL begins at once."""
+    warm_start: AnyWarmStartConfig | None = None
+    """Phase before RL; none: RL begins at once."""
     data: DataConfig
     """Problems to train on."""
     rollout: RolloutConfig = RolloutConfig()
@@ -96,14 +97,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Check settings of different sections against each other. Raises `ConfigError`."""
-        algorithm, rollout, model, warm_start = self.algorithm, self.rollout, self.model, self.warm_start
+        algorithm, rollout = self.algorithm, self.rollout
+        random_start = self.model.from_scratch and self.warm_start is None
         check_rollout(rollout)
         check_overlong(algorithm, rollout.sampling)
         check_microbatches(self.packer, rollout)
         check_buffer(self.capacity, self.trajectories_per_step)
-        check_reference(algorithm, model, warm_start)
+        check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
-        check_lora(self.learner.lora, model, warm_start)
+        check_lora(self.learner.lora, random_start=random_start)
         check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)

@@ -1,28 +1,12 @@
-"""Demonstrations for the warm start: prompts with the responses to imitate, read once before the supervised phase.
+"""Demonstrations: prompts with the responses to imitate, as a kind of warm start reads them."""
 
-Every response ends in one end of sequence; after messages this is the token that ends a turn of the assistant.
-"""
-
-import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 
-from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, parts_of, read_turns
-from laminar_py.data.sources import DataSource, read_records, written_field
+from laminar_py.data.sources import DataSource
 from laminar_py.records.codec import IntArray
-
-
-class _DemonstrationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Checked fields of a row, e.g. `{"prompt": "2+2=", "response": "4"}` or `{"messages": [...]}`."""
-
-    prompt: str | list[Message] | None = None
-    messages: list[Message] | None = None
-    response: str | None = None
-    tools: Any = None  # definitions, which the template gets from the environment instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +25,13 @@ class Demonstration:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
     """Demonstrations and their source, e.g. the 7,800 of warm_start.jsonl."""
 
     source: DataSource
     all: list[Demonstration]
+    max_tokens: int  # limit of a run for each
 
     @property
     def digest(self) -> str:
@@ -55,73 +40,3 @@ class Demonstrations:
         for one in self.all:
             digest.update(msgspec.msgpack.encode((one.prompt, one.response)))
         return digest.hexdigest()
-
-
-def read_demonstrations(
-    source: DataSource, *, encoder: PromptEncoder, max_tokens: int | None
-) -> list[Demonstration]:
-    """Read, check and encode every row of a source.
-
-    Raises `ConfigError` for the first row that is invalid or has more than `max_tokens` tokens (None: any length).
-    """
-    demonstrations = []
-    for row, line, written in read_records(source, _DemonstrationRow):
-        if others := _tool_names(line.tools) - _tool_names(encoder.tools):
-            remedy = "name the tools in environment, as RL has them, or leave the column out"
-            raise source.error(
-                row, f"`tools` has {min(others)[:40]!r}, unlike the environment,", value=written, remedy=remedy
-            )
-        try:
-            prompt, answer = _prompt_and_answer(source, row, line, written)
-            prompt_text, prompt_ids = encoder.encode(prompt, answered=True)
-            response, response_ids = encoder.encode_answer(prompt, prompt_text, answer)
-        except TemplateError as error:
-            raise source.error(row, str(error), value=written, remedy=REMEDY) from None
-        made = Demonstration(
-            row=row, prompt=prompt_text, response=response, prompt_ids=prompt_ids, response_ids=response_ids
-        )
-        if max_tokens is not None and made.num_tokens > max_tokens:
-            raise source.error(
-                row,
-                f"{made.num_tokens} tokens, above warm_start.tokens_per_step={max_tokens},",
-                value=prompt,
-                remedy="raise warm_start.tokens_per_step or shorten the response",
-            )
-        demonstrations.append(made)
-    return demonstrations
-
-
-def _tool_names(tools: Any) -> set[str]:
-    """Return the names in definitions of tools, or in their JSON; another value counts as a name."""
-    if isinstance(tools, str):
-        with contextlib.suppress(msgspec.DecodeError):
-            tools = msgspec.json.decode(tools)
-    listed = tools if isinstance(tools, list) else [tools] if tools else []
-    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else tool for tool in listed]
-    return {str(each.get("name", each) if isinstance(each, Mapping) else each) for each in functions}
-
-
-def _prompt_and_answer(
-    source: DataSource, row: int, line: _DemonstrationRow, given: bytes
-) -> tuple[str | list[Turn], Turn]:
-    """Return the prompt of a row, and the answer as a message of the assistant; `given` is the row's JSON.
-
-    Without a field `response`, the last message is the answer. Raises `TemplateError`, and `ConfigError` for a
-    missing or empty prompt or response.
-    """
-    prompt: str | list[Turn] | None = line.prompt if isinstance(line.prompt, str) else None
-    if prompt is None and (line.prompt is not None or line.messages is not None):
-        prompt = read_turns(written_field(given, "messages" if line.prompt is None else "prompt"))
-    answer: Turn | None = None if line.response is None else {"role": "assistant", "content": line.response}
-    if answer is None and isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant":
-        prompt, answer = prompt[:-1], prompt[-1]
-    written = None if answer is None else answer["content"] or parts_of(answer)
-    for name, value in (("prompt", prompt), ("response", written)):
-        if value is None:
-            remedy = f"write it, name its column in {source.field}.columns, or end the messages with an answer"
-            raise source.error(row, f"no `{name}`", value=given, remedy=remedy)
-        if not value:
-            raise source.error(row, f"{name} is empty", value=given, remedy=f"write a {name} or remove the line")
-    assert prompt is not None
-    assert answer is not None
-    return prompt, answer

@@ -2,8 +2,9 @@
 
 A satellite reads the record of a run with these names: `reading` opens the ledger read-only, at one state;
 `trajectory_rows`, `read_events`, `read_prompt` and `read_evaluations` read typed rows and events from the
-connection; `StoredResponses` reads tokens; `read_rows` reads `metrics.jsonl` and `fleet.jsonl`. `Machine.apply`
-replays events, and the audit compares the outcome with the tables. A bad file raises `LedgerError`, which is a
+connection; `piece_rows` names pieces of tokens, and `segments.PayloadReader` reads them; `read_rows` reads
+`metrics.jsonl` and `fleet.jsonl`. `Machine.apply` replays events, and the audit compares the outcome with the
+tables. A bad file raises `LedgerError`, which is a
 `ConfigError` of one line.
 """
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from laminar_py.ledger.database import create_tables as create_tables
     from laminar_py.ledger.database import ledger_path as ledger_path
     from laminar_py.ledger.database import reading as reading
-    from laminar_py.ledger.database import unlike_schema as unlike_schema
+    from laminar_py.ledger.database import segments_path as segments_path
     from laminar_py.ledger.evaluations import UNSCORED as UNSCORED
     from laminar_py.ledger.evaluations import answer_of as answer_of
     from laminar_py.ledger.evaluations import in_order as in_order
@@ -28,14 +29,11 @@ if TYPE_CHECKING:
     from laminar_py.ledger.machine import IllegalEventError as IllegalEventError
     from laminar_py.ledger.machine import Machine as Machine
     from laminar_py.ledger.pieces import NO_COLUMN as NO_COLUMN
-    from laminar_py.ledger.pieces import StoredPiece as StoredPiece
+    from laminar_py.ledger.pieces import PieceRow as PieceRow
     from laminar_py.ledger.pieces import piece_rows as piece_rows
     from laminar_py.ledger.pieces import spans_of as spans_of
-    from laminar_py.ledger.pieces import split_columns as split_columns
-    from laminar_py.ledger.pieces import stored_pieces as stored_pieces
     from laminar_py.ledger.recovery import first_events as first_events
     from laminar_py.ledger.recovery import is_simulated as is_simulated
-    from laminar_py.ledger.responses import StoredResponses as StoredResponses
     from laminar_py.ledger.row_files import append_row as append_row
     from laminar_py.ledger.row_files import open_rows as open_rows
     from laminar_py.ledger.row_files import read_last as read_last

@@ -8,7 +8,6 @@ which a network file system lacks; there the ledger has a rollback journal, and 
 """
 
 import os
-import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -110,22 +109,6 @@ def reading(run: Path) -> Iterator[sqlite3.Connection]:
     with closing(open_reader(path, immutable=is_sealed)) as connection, _as_ledger_error(path):
         connection.execute("BEGIN")
         yield connection
-
-
-def unlike_schema(connection: sqlite3.Connection) -> list[str]:
-    """Return names of tables and indexes that differ from the schema, apart from comments and spaces."""
-    everything = "SELECT name, type, tbl_name, sql FROM main.sqlite_master"
-    with closing(sqlite3.connect(":memory:")) as empty:
-        empty.executescript(_SCHEMA.read_text())
-        found, expected = (
-            {name: (kind, table, _plain(sql or "")) for name, kind, table, sql in one.execute(everything)}
-            for one in (connection, empty)
-        )
-    return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-
-
-def _plain(sql: str) -> str:
-    return " ".join(re.sub(r"--[^\n]*", "", sql).split())
 
 
 def on_network(folder: Path, mounts: str | None = None) -> bool:

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from laminar_py.relay.sockets import peer_sockets as peer_sockets
     from laminar_py.relay.subscriber import Subscriber as Subscriber
     from laminar_py.relay.tree import PAGE_BYTES as PAGE_BYTES
-    from laminar_py.relay.tree import Broadcast as Broadcast
-    from laminar_py.relay.tree import Links as Links
-    from laminar_py.relay.tree import arrivals_s as arrivals_s
+    from laminar_py.relay.tree import Topology as Topology
     from laminar_py.relay.tree import choose_chunk_bytes as choose_chunk_bytes
     from laminar_py.relay.tree import grow_tree as grow_tree
     from laminar_py.relay.version_store import SPARE as SPARE

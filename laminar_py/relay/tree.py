@@ -1,35 +1,19 @@
-"""The relay tree: who is whose parent, how long a version takes through it, and which chunks suit it. Pure.
+"""The relay tree: who is whose parent, and which chunks suit it. Pure.
 
-`runtime/workers/relays.py` grows a tree when a run starts; the simulator uses the same model. Node 0 is the root,
-and every other node has a parent with a lower number. So nodes that were started in a smaller tree never form a
-cycle with later ones (`tests/relay/test_topology.py::test_a_parent_has_a_lower_number`).
-
-The model of time: a node sends one chunk at a time, to its children in turn, each as soon as it has arrived. A
-send takes `overhead_s + bytes / bytes_per_s`. So the chunks of a version follow each other at the pace of the
-slowest node above a receiver: a receiver waits for its first chunk, and one such pace for each further chunk. In a
-chain of `p` hops that is `(p + k - 1)(a + M / (k W))`. The model is exact where all chunks have one size, and at
-most one pace too long where the last chunk is shorter.
+`runtime/workers/relays.py` grows a tree when a run starts; the simulator uses the same. Node 0 is the root, and
+every other node has a parent with a lower number. So nodes that were started in a smaller tree never form a cycle
+with later ones (`tests/relay/test_topology.py::test_a_parent_has_a_lower_number`).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-
-import numpy as np
-import numpy.typing as npt
 
 from laminar_py.config.section import ConfigError
 
 PAGE_BYTES = 4096
 SMALLEST_CHUNK_BYTES = 256 * 2**10  # below, a message's fixed cost is most of it
 LARGEST_CHUNK_BYTES = 16 * 2**20  # above, a window of credits takes too much memory
-_STEPS = 4  # chunk sizes tried per factor of two: the best of them is within 1 % of the least time
-NEAR_BEST = 1.01  # times the least time; a smaller chunk within it is better: less memory, less to repeat
-CHUNK_SIZES = tuple(
-    round(SMALLEST_CHUNK_BYTES * 2 ** (step / _STEPS) / PAGE_BYTES) * PAGE_BYTES
-    for step in range(_STEPS * (LARGEST_CHUNK_BYTES // SMALLEST_CHUNK_BYTES).bit_length() - _STEPS + 1)
-)
 
 
 @dataclass(frozen=True)
@@ -110,62 +94,24 @@ def grow_tree(num_nodes: int, *, fanout: int) -> Topology:
     return Topology((None, *((node - 1) // fanout for node in range(1, num_nodes))))
 
 
-# ---- time of a version
+def choose_chunk_bytes(tree: Topology, num_bytes: int, *, bytes_per_s: float, overhead_s: float) -> int:
+    """Return the chunk size with which the last receiver has a version of `num_bytes` soonest, within 2 %.
 
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Speed of the network, e.g. 100 Gb/s a host: `Links(12.5e9, 2e-4)`."""
-
-    bytes_per_s: float  # from one host to another
-    overhead_s: float  # per chunk and hop, whatever its size
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcast:
-    """A version to send, e.g. 15 GB as a delta of 1.1 %: `Broadcast(15 * 10**9, 0.011, 1.5e9, 5e9)`.
-
-    A delta has the chunks of the full version, each shorter on the wire.
+    A send takes `overhead_s + bytes / bytes_per_s`, and a node sends each chunk to its F children in turn. If the
+    farthest node gets its first chunk in the S-th send, it has all of k chunks after `S + (k - 1) F` sends, which
+    is least for k = sqrt((S / F - 1) num_bytes / (overhead_s bytes_per_s)). Larger chunks than a hundred overheads
+    gain less than 1 %, and take memory. Choose once in a run, since all nodes must use the same size.
     """
-
-    num_bytes: int  # of the full version
-    wire_share: float = 1.0  # share of `num_bytes` that travels
-    encode_bytes_per_s: float = math.inf  # of the full version, at the root
-    apply_bytes_per_s: float = math.inf  # of the full version, at each receiver, beside its forwarding
-
-
-def arrivals_s(tree: Topology, broadcast: Broadcast, links: Links, *, chunk_bytes: int) -> list[float]:
-    """[N] seconds until each node of a tree has all of a version; 0 for the root."""
-    return list(map(float, _arrivals_s(tree, broadcast, links, [chunk_bytes])[:, 0]))
-
-
-def choose_chunk_bytes(tree: Topology, broadcast: Broadcast, links: Links) -> int:
-    """Return the smallest chunk size with which the last receiver waits at most 1 % longer than with the best.
-
-    Choose once in a run, since all nodes must use the same size.
-    """
-    took_s = _arrivals_s(tree, broadcast, links, CHUNK_SIZES).max(axis=0)
-    return CHUNK_SIZES[int(np.argmax(took_s <= NEAR_BEST * took_s.min()))]
-
-
-def _arrivals_s(
-    tree: Topology, broadcast: Broadcast, links: Links, sizes: Sequence[int]
-) -> npt.NDArray[np.float64]:
-    """[N, S] seconds until each node has all of a version, with chunks of each of S sizes."""
-    chunk = np.minimum(sizes, broadcast.num_bytes)
-    send_s = links.overhead_s + chunk * broadcast.wire_share / links.bytes_per_s
-    encode_s, apply_s = chunk / broadcast.encode_bytes_per_s, chunk / broadcast.apply_bytes_per_s
-    sent = np.zeros((tree.num_nodes, 1))  # sends before a node has its first chunk
-    pace_s = np.tile(np.maximum(encode_s, apply_s), (tree.num_nodes, 1))
+    sends = [0] * tree.num_nodes
     for node in tree.downward:
-        children = tree.children(node)
-        for turn, child in enumerate(children, 1):
-            sent[child] = sent[node] + turn
-            pace_s[child] = np.maximum(pace_s[node], len(children) * send_s)
-    further = -(-broadcast.num_bytes // chunk) - 1
-    arrivals = sent * send_s + (encode_s + apply_s) + further * pace_s
-    arrivals[0] = 0.0
-    return np.asarray(arrivals)
+        for turn, child in enumerate(tree.children(node), 1):
+            sends[child] = sends[node] + turn
+    fanout = max(len(tree.children(node)) for node in tree.downward)
+    cost = overhead_s * bytes_per_s  # bytes that could be sent in a chunk's overhead
+    waits = max(sends) / max(fanout, 1) - 1
+    best = min(math.sqrt(num_bytes * cost / waits) if waits > 0 else math.inf, 100 * cost)
+    chunk = min(max(best, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
+    return round(chunk / PAGE_BYTES) * PAGE_BYTES
 
 
 def versions_at_peak(*, keep_versions: int, num_replicas: int, num_nodes: int = 1) -> int:

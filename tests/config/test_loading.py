@@ -34,7 +34,7 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
     ("change", "field"),
     [
         ({"stepz": 1}, "stepz=1: unknown key; did you mean steps? docs/config.md lists"),
-        ({"lr": 1e-3}, "lr=0.001: unknown key; did you mean warm_start.lr or learner.lr? docs/config.md lists"),
+        ({"lr": 1e-3}, "lr=0.001: unknown key; did you mean learner.lr? docs/config.md lists"),
         ({"learnr": {}}, "learnr={}: unknown key; did you mean learner? docs"),
         ({"rollout": {"sampling": {"top-k": 5}}}, "key; did you mean rollout.sampling.top_k? docs"),
         ({"rollout": {"engine": {**SGLANG, "tensor_paralel": 2}}}, "did you mean rollout.engine.tensor_parallel?"),
@@ -71,11 +71,11 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"learner": {"lora": {}}, "model": {"path": "m", "from_scratch": True}}, "engines need the base"),
         (
             {"warm_start": {"data": {"path": "d", "task": "sums"}}},
-            "warm_start.data.task=sums: demonstrations have no task; leave it out",
+            "warm_start.data.task='sums': demonstrations have no task; leave it out",
         ),
         (
             {**SERVED, "warm_start": {"data": "d"}},
-            "warm_start.data=d: with learner.lora SGLang servers begin with",
+            "warm_start.kind=supervised: with learner.lora SGLang servers begin with",
         ),
         ({**SERVED, "rollout": {"engine": URLS, "replicas": 1}}, "rollout.engine.urls=http://a: running servers"),
         (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from laminar_contrib.supervised.demonstrations import read_demonstrations
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import read_turns
-from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.problems import read_prompts
 from tests.data.builders import written
 from tests.data.templates import (
@@ -146,7 +146,7 @@ def test_demonstrations_of_messages_end_in_the_end_of_a_turn_and_texts_in_the_us
     encoder = make_chat_encoder(tmp_path, TEMPLATES["chatml"].text)
     text, chat = (json.dumps({"prompt": prompt, "response": "b"}) for prompt in ("a", [ASKED]))
     source = written(tmp_path / "w.jsonl", text, chat, text)
-    found = read_demonstrations(source, encoder=encoder, max_tokens=100)
+    found = read_demonstrations(source, encoder=encoder)
     end = SPECIAL.index("<|im_end|>")
     assert [int(one.response_ids[-1]) for one in found] == [EOS, end, EOS]
 

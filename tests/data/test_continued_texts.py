@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tokenizers
 
+from laminar_contrib.supervised.demonstrations import read_demonstrations
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.environment.protocol import Observation, Rewrite
@@ -78,9 +78,7 @@ def test_a_conversation_in_turns_has_the_ids_of_the_template(tmp_path, kind, tem
 def test_a_demonstration_has_the_ids_of_its_whole_text(tmp_path, kind):
     encoder = PromptEncoder(load_tokenizer(make_tokenizer_folder(tmp_path, None, kind)), tmp_path, ChatConfig())
     (tmp_path / "w.jsonl").write_text(json.dumps({"prompt": "2+2=", "response": "is 4"}) + "\n")
-    (one,) = read_demonstrations(
-        source_at(tmp_path / "w.jsonl", "warm_start.data"), encoder=encoder, max_tokens=99
-    )
+    (one,) = read_demonstrations(source_at(tmp_path / "w.jsonl", "warm_start.data"), encoder=encoder)
     whole = encoder.tokenizer.encode_prompt("2+2=is 4").tolist()
     assert [*one.prompt_ids, *one.response_ids] == [*whole, *encoder.tokenizer.eos_ids]
 

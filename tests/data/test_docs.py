@@ -8,10 +8,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from laminar_contrib.supervised.demonstrations import read_demonstrations
 from laminar_py.cli import app
 from laminar_py.config.data import DataConfig
 from laminar_py.config.evaluation import EvalConfig
-from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.sources import source_at
 from tests.data.templates import TEMPLATES, make_chat_encoder, make_tokenizer_folder
 
@@ -44,6 +44,6 @@ def test_demonstrations_on_the_page_are_demonstrations(tmp_path: Path) -> None:
     encoder = make_chat_encoder(tmp_path / "model", TEMPLATES["chatml"].text)
     (tmp_path / "w.jsonl").write_text(blocks("json")[1])
     source = source_at(tmp_path / "w.jsonl", "warm_start.data")
-    found = read_demonstrations(source, encoder=encoder, max_tokens=256)
+    found = read_demonstrations(source, encoder=encoder)
     decode = encoder.tokenizer.decode
     assert [decode(one.response_ids, special=True) for one in found] == ["42</s>", "42<|im_end|>"]

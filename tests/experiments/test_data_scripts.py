@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laminar_contrib.supervised.demonstrations import read_demonstrations
 from laminar_lab.tiny_models import EOS, SPECIAL, UNKNOWN
 from laminar_py.config.loading import load_config
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
 from laminar_py.data.problems import check_disjoint, read_prompts
 from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
@@ -63,8 +63,8 @@ def test_the_config_takes_the_data_and_no_heldout_prompt_is_trained_on(made):
     demonstrations = read_demonstrations(
         source_at(out / "warm_start.jsonl", "warm_start.data"),
         encoder=encoder,
-        max_tokens=config.warm_start.tokens_per_step,
     )
+    assert max(row.num_tokens for row in demonstrations) <= config.warm_start.tokens_per_step
     assert max(len(row.response_ids) for row in demonstrations) <= cap
     assert all(UNKNOWN_ID not in ids for row in demonstrations[:500] for ids in (row.prompt_ids, row.response_ids))
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from laminar_contrib.supervised.kind import refuse_large_model
 from laminar_py.cli import app
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.loading import parse_config
@@ -15,6 +16,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.learner.model import load_policy, load_reference
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
 from laminar_py.runtime.preflight import inputs
+from laminar_py.runtime.preflight.inputs import initial_folder
 from tests.learner.builders import VOCAB, make_learner, make_mixture_folder, make_model_folder
 from tests.runs.runs import REPO
 from tests.runs.test_bad_input import in_process
@@ -152,13 +154,13 @@ def large(folder: Path, *, layers: int, from_scratch: bool):
 
 @pytest.mark.parametrize("from_scratch", [False, True])
 def test_a_warm_start_of_more_than_half_a_billion_weights_is_refused(tmp_path: Path, from_scratch: bool):
-    inputs._check_warm_start(large(tmp_path / "small", layers=47, from_scratch=from_scratch))
+    refuse_large_model(large(tmp_path / "small", layers=47, from_scratch=from_scratch))
     config = large(tmp_path / "large", layers=48, from_scratch=from_scratch)
     (tmp_path / "large" / "tokenizer.json").write_text("{}")
     (tmp_path / "t").write_text("demonstrations")
     with pytest.raises(
         ConfigError, match=r"^warm_start: model\.path=.* has 0\.51 billion parameters, .* leave warm"
     ):
-        inputs._check_warm_start(config)
-    inputs.initial_folder(config).mkdir(parents=True)
-    inputs._check_warm_start(config)  # its result is in the cache
+        refuse_large_model(config)
+    initial_folder(config).mkdir(parents=True)
+    refuse_large_model(config)  # its result is in the cache

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from laminar_lab.audit.stored import StoredResponses
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import rollback_events
-from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.codec import response_digest

@@ -8,11 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.stored import stored_pieces
 from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine
-from laminar_py.ledger.pieces import piece_rows, stored_pieces
+from laminar_py.ledger.pieces import piece_rows
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.records.events import (
     Assigned,

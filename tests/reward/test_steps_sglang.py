@@ -18,6 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from laminar_contrib.reward_models.steps import StepsTerm, open_steps, separated, step_ends
 from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.stored import StoredResponses
 from laminar_lab.audit.verify import verify
 from laminar_py.config.algorithm import Advantage
 from laminar_py.config.cluster import SandboxConfig
@@ -27,7 +28,6 @@ from laminar_py.engines.sglang import server as server_module
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.columns import TOKEN_REWARDS
 from laminar_py.records.credit import earned_by, returns_of
 from laminar_py.records.trajectory import Kind, Status

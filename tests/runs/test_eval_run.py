@@ -12,10 +12,10 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from laminar_lab.audit.stored import StoredResponses
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.evaluations import read_answers
-from laminar_py.ledger.responses import StoredResponses
 from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.evaluations import set_figures

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.stored import StoredResponses
 from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.responses import StoredResponses
 from laminar_py.records.trajectory import Kind, Status
 from tests.runs.runs import ALONE, REPO, TrainProcess
 

@@ -47,7 +47,7 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
     rollout = config.rollout
     if config.warm_start is not None:
         raise ConfigError(
-            f"warm_start.data={config.warm_start.data.path}: with learner.lora SGLang servers begin with"
+            f"warm_start.kind={config.warm_start.kind}: with learner.lora SGLang servers begin with"
             " model.path as it is; name a folder that is warm already and leave warm_start out"
         )
     if urls:

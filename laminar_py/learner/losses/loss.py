@@ -75,11 +75,6 @@ def distilled_advantages(advantages: Tensor, logprobs: Tensor, teacher: Tensor, 
     return advantages + coef * bounded(teacher - logprobs.detach())
 
 
-def cross_entropy_loss(logprobs: Tensor, *, loss_weights: Tensor) -> Tensor:
-    """`-sum_t w_t log pi(token_t)`: the supervised loss of the warm start; tensors are [T]."""
-    return -(loss_weights * logprobs).sum()
-
-
 def trained_rows(batch: MicroBatch, device: torch.device) -> Tensor:
     """[N] rows that predict a trained token, ascending."""
     return torch.tensor(np.flatnonzero(batch.loss_weights), device=device)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from laminar_py._lazy import public_names
 
 if TYPE_CHECKING:
+    from laminar_py.ledger.segments.frames import AnyPiece as AnyPiece
     from laminar_py.ledger.segments.payload import Payload as Payload
     from laminar_py.ledger.segments.payload import join as join
     from laminar_py.ledger.segments.reader import PayloadReader as PayloadReader

@@ -90,11 +90,6 @@ def _base(config: RunConfig) -> Path:
     """Return the folder of the model to which the run's LoRA adapters are added."""
     check_adapters(config)
     warm_start = config.warm_start
-    data = None if warm_start is None else warm_start.data
-    if data is not None and not data.is_hub_name and not Path(data.path).exists():
-        raise ConfigError(
-            f"warm_start.data={data.path}: is gone; the cached warm start is found by its contents, so put it back"
-        )
     base = initial_folder(config)
     if warm_start is not None and not base.is_dir():
         raise ConfigError(

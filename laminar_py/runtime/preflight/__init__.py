@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from laminar_py.runtime.preflight.inputs import check_inputs as check_inputs
     from laminar_py.runtime.preflight.inputs import check_model as check_model
     from laminar_py.runtime.preflight.inputs import check_shared_memory as check_shared_memory
+    from laminar_py.runtime.preflight.inputs import num_parameters as num_parameters
     from laminar_py.runtime.preflight.inputs import prepare as prepare
     from laminar_py.runtime.preflight.inputs import prompt_room as prompt_room
     from laminar_py.runtime.preflight.inputs import read_problems as read_problems
-    from laminar_py.runtime.preflight.inputs import read_warm_start as read_warm_start
     from laminar_py.runtime.preflight.inputs import shown_prompt as shown_prompt
     from laminar_py.runtime.preflight.node_checks import NODE_TIMEOUT_S as NODE_TIMEOUT_S
     from laminar_py.runtime.preflight.node_checks import node_faults as node_faults

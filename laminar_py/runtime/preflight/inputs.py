@@ -18,8 +18,8 @@ from laminar_py.config.engine import BACKENDS
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.tracking import TRACKERS
+from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import Demonstrations, read_demonstrations
 from laminar_py.data.problems import ProblemSet, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.sources import DataSource
 from laminar_py.data.stream import PromptStream
@@ -27,7 +27,6 @@ from laminar_py.data.tokenizer import Tokenizer, load_tokenizer
 from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.launch import check_pool
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
-from laminar_py.learner.warm_start_cache import cached_folder
 from laminar_py.ledger.segments.writer import LEAST_FREE
 from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
@@ -37,7 +36,6 @@ from laminar_py.reward.calls.child import WriteFence
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600  # limit of the script `data.prepare`
-WARM_START_PARAMETERS = 500_000_000  # most that a warm start on the CPU may train
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 SHOWN_CHARS = 2000  # of the prompt that a run shows at its start
 
@@ -93,19 +91,6 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
     return Problems(train, sets)
 
 
-def read_warm_start(config: RunConfig, encoder: PromptEncoder, *, limited: bool) -> Demonstrations | None:
-    """Read the demonstrations of a run; return None without a warm start. Raises `ConfigError`.
-
-    `limited` refuses demonstrations with more than `warm_start.tokens_per_step` tokens.
-    """
-    settings = config.warm_start
-    if settings is None:
-        return None
-    source = DataSource("warm_start.data", settings.data)
-    limit = settings.tokens_per_step if limited else None
-    return Demonstrations(source, read_demonstrations(source, encoder=encoder, max_tokens=limit))
-
-
 def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
     """Return lines that show a prompt as the model gets it: its size, end-of-response ids and escaped text."""
     ends = " or ".join(f"{tokenizer.word(id)!r} (id {id})" for id in tokenizer.eos_ids)
@@ -146,8 +131,9 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
-    demonstrations = read_warm_start(config, encoder, limited=True)
-    _check_warm_start(config)
+    digests = problems.digests
+    if (warm_start := config.warm_start) is not None:
+        digests["warm_start.data"] = WARM_STARTS.get(warm_start.kind).check(config, encoder).digest
     check_adapters(config)
     _check_learner(config)
     tasks = {task for problem_set in problems.all for task in problem_set.tasks}
@@ -172,7 +158,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         sets={name: list(problem_set) for name, problem_set in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
         messages=encoder.uses_template,
-        digests=problems.digests | ({} if demonstrations is None else {"warm_start.data": demonstrations.digest}),
+        digests=digests,
     )
 
 
@@ -235,24 +221,10 @@ def check_model(config: RunConfig, *, needs_weights: bool = True) -> None:
             check_tied_head(folder, field=field)
 
 
-def _check_warm_start(config: RunConfig) -> None:
-    """Refuse the warm start of a large model, which takes days on the CPU, unless the cache has its result."""
-    if config.warm_start is None or (count := num_parameters(config.model.path)) <= WARM_START_PARAMETERS:
-        return
-    if not initial_folder(config).is_dir():
-        raise ConfigError(
-            f"warm_start: model.path={config.model.path} has {count / 1e9:.2f} billion parameters, and a warm"
-            " start is on the CPU, for at most half a billion; train on the demonstrations elsewhere, set"
-            " model.path to the result, and leave warm_start out"
-        )
-
-
 def initial_folder(config: RunConfig) -> Path:
     """Return the folder of the model that RL begins with: `model.path`, or its warm start in the cache."""
-    if config.warm_start is None:
-        return config.model.path
-    chat, environment = config.data.chat, config.environment
-    return cached_folder(config.model, config.warm_start, seed=config.seed, chat=chat, environment=environment)
+    settings = config.warm_start
+    return config.model.path if settings is None else WARM_STARTS.get(settings.kind).folder(config)
 
 
 def _check_learner(config: RunConfig) -> None:

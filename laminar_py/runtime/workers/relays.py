@@ -29,7 +29,7 @@ from laminar_py.relay.messages import (
 )
 from laminar_py.relay.sockets import generate_keys
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.tree import Broadcast, Links, Topology, choose_chunk_bytes, grow_tree
+from laminar_py.relay.tree import Topology, choose_chunk_bytes, grow_tree
 from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
 from laminar_py.runtime.cluster.backend import on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartCrashedError, RemoteCallError
@@ -231,9 +231,10 @@ class Relays:
         relay, hosts = self._config.relay, self._placement.plan.relays
         known = [host for host in hosts if host is not None]
         assert len(known) == len(hosts), "a first plan has no gaps"
-        links = Links(relay.link_gbit_per_s * 1e9 / 8, CHUNK_OVERHEAD_S)
-        broadcast = Broadcast(version_bytes(self._config))
-        best = choose_chunk_bytes(self.tree, broadcast, links)
+        speed = relay.link_gbit_per_s * 1e9 / 8
+        best = choose_chunk_bytes(
+            self.tree, version_bytes(self._config), bytes_per_s=speed, overhead_s=CHUNK_OVERHEAD_S
+        )
         cut_before = [manifest.chunk_bytes for manifest in await self._stored(list(enumerate(known)))]
         self._chunk_bytes = max([best, *cut_before])
         mib = self._chunk_bytes / 2**20

@@ -15,17 +15,13 @@ from safetensors import safe_open
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
-from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
-from laminar_py.data.sources import DataSource
-from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.learner.step import Learner
-from laminar_py.learner.warm_start import Example, warm_start
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
@@ -164,7 +160,9 @@ def _real_learner(
     needs_start = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
     if config.warm_start is not None and needs_start:
         if spec.rank == 0:
-            _warm_start(config, note)  # the other ranks wait for it in `join_group`
+            WARM_STARTS.get(config.warm_start.kind).make(
+                config, lambda step, steps, loss: note(LearnerProgress("warm start", step, steps, loss))
+            )  # the other ranks wait for it in `join_group`
         model = ModelConfig(path=initial_folder(config))
     mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
     learner = Learner(
@@ -179,23 +177,6 @@ def _real_learner(
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
     return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
-
-
-def _warm_start(config: RunConfig, note: Callable[[LearnerProgress], None]) -> None:
-    """Train the warm-started model into the cache, if it is not there; `note` gets the progress."""
-    settings = config.warm_start
-    assert settings is not None, "called only where a warm start is configured"
-    encoder = PromptEncoder(
-        load_tokenizer(config.model.path), config.model.path, config.data.chat, config.environment
-    )
-    source = DataSource("warm_start.data", settings.data)
-    demonstrations = read_demonstrations(source, encoder=encoder, max_tokens=settings.tokens_per_step)
-    examples = [Example(item.prompt_ids, item.response_ids) for item in demonstrations]
-
-    def on_step(step: int, loss: float) -> None:
-        note(LearnerProgress("warm start", step, settings.steps, loss))
-
-    warm_start(config.model, settings, examples, folder=initial_folder(config), seed=config.seed, on_step=on_step)
 
 
 # ---- in place of a learner, where weights are evaluated

@@ -8,35 +8,42 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from laminar_py.config.data import ChatConfig, ModelConfig, WarmStartConfig
+from laminar_contrib.supervised.cache import cached_folder
+from laminar_contrib.supervised.settings import SupervisedConfig
+from laminar_contrib.supervised.training import epochs, pack_examples, warm_start, warm_start_lr_factor
+from laminar_py.config.data import ChatConfig, ModelConfig
 from laminar_py.config.environment import EnvironmentConfig
-from laminar_py.learner.warm_start import Example, epochs, pack_examples, warm_start, warm_start_lr_factor
-from laminar_py.learner.warm_start_cache import cached_folder
+from laminar_py.data.demonstrations import Demonstration
 from tests.learner.builders import VOCAB
 
 
-def counting(num_examples: int = 64) -> list[Example]:
+def example(prompt: list[int], response: list[int]) -> Demonstration:
+    ids = [np.array(tokens, np.int32) for tokens in (prompt, response)]
+    return Demonstration(row=0, prompt="", response="", prompt_ids=ids[0], response_ids=ids[1])
+
+
+def counting(num_examples: int = 64) -> list[Demonstration]:
     """Prompt `a`, response `a+1, a+2, ...` and the id 0 at its end."""
     generator = np.random.default_rng(0)
     starts, lengths = generator.integers(1, VOCAB - 12, num_examples), generator.integers(1, 10, num_examples)
     return [
-        Example(np.array([start], np.int32), np.append(np.arange(start + 1, start + 1 + n), 0).astype(np.int32))
-        for start, n in zip(starts, lengths, strict=True)
+        example([start], [*range(start + 1, start + 1 + n), 0]) for start, n in zip(starts, lengths, strict=True)
     ]
 
 
-def settings(folder: Path, **overrides) -> WarmStartConfig:
+def settings(folder: Path, **overrides) -> SupervisedConfig:
     data = folder / "data.jsonl"
     if not data.exists():
         data.write_text("counting\n")
     fields = {"data": str(data), "steps": 30, "tokens_per_step": 64, "lr": 1e-2, "cache": folder / "cache"}
-    return WarmStartConfig(**fields | overrides)
+    return SupervisedConfig(**fields | overrides)
 
 
-def warm_started(model: ModelConfig, settings: WarmStartConfig, *, environment=None, seed=0, **options) -> Path:
+def warm_started(model: ModelConfig, settings: SupervisedConfig, *, environment=None, seed=0, **options) -> Path:
     """The folder of a warm start on `counting`, from the cache or made now."""
     folder = cached_folder(model, settings, seed=seed, chat=ChatConfig(), environment=environment)
-    warm_start(model, settings, counting(), folder=folder, seed=seed, **options)
+    if not folder.is_dir():
+        warm_start(model, settings, counting(), folder=folder, seed=seed, **options)
     return folder
 
 
@@ -45,7 +52,7 @@ def test_warm_start_learns_and_exports_a_loadable_folder(model_folder: Path, tmp
     folder = warm_started(
         ModelConfig(path=model_folder),
         settings(tmp_path),
-        on_step=lambda step, loss: losses.append((step, loss)),
+        on_step=lambda step, steps, loss: losses.append((step, loss)),
     )
     assert [step for step, _ in losses] == list(range(1, 31))
     assert losses[-1][1] < 0.5 * losses[0][1]
@@ -71,7 +78,7 @@ def test_the_cache_is_hit_by_the_same_settings_alone(model_folder: Path, tmp_pat
         steps.clear()
         model = ModelConfig(path=model_folder, from_scratch=from_scratch)
         config = settings(tmp_path, **{"steps": 2} | overrides)
-        on_step = lambda step, _: steps.append(step)  # noqa: E731
+        on_step = lambda step, *_: steps.append(step)  # noqa: E731
         return warm_started(model, config, environment=environment, seed=seed, on_step=on_step)
 
     first = run()
@@ -109,7 +116,7 @@ def test_batches_hold_every_example_once_an_epoch_and_stay_in_bounds():
 
 
 def test_only_response_tokens_are_trained():
-    row = pack_examples([Example(np.array([5, 6]), np.array([7, 8])), Example(np.array([3]), np.array([0]))])
+    row = pack_examples([example([5, 6], [7, 8]), example([3], [0])])
     assert row.labels.tolist() == [6, 7, 8, 0, 0, 0]
     np.testing.assert_allclose(row.loss_weights, [0, 1 / 3, 1 / 3, 0, 1 / 3, 0])
     assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1]

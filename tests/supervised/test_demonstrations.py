@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from laminar_py.config.data import ChatConfig, WarmStartConfig
+from laminar_contrib.supervised.demonstrations import read_demonstrations
+from laminar_contrib.supervised.kind import refuse_long
+from laminar_contrib.supervised.settings import SupervisedConfig
+from laminar_py.config.data import ChatConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
-from laminar_py.data.demonstrations import read_demonstrations
+from laminar_py.data.demonstrations import Demonstrations
 from laminar_py.data.sources import DataSource, source_at
 from laminar_py.data.tokenizer import load_tokenizer
 from tests.data.builders import character_backend, text_encoder
@@ -29,7 +32,7 @@ def written(path: Path, *lines: str) -> DataSource:
 
 def test_a_response_ends_in_the_first_eos_id(tmp_path: Path) -> None:
     source = written(tmp_path / "w.jsonl", '{"prompt": "ab", "response": "ba"}')
-    (demonstration,) = read_demonstrations(source, encoder=make_encoder(), max_tokens=5)
+    (demonstration,) = read_demonstrations(source, encoder=make_encoder())
     assert demonstration.prompt_ids.tolist() == [0, 1]
     assert demonstration.response_ids.tolist() == [1, 0, 7]
 
@@ -39,7 +42,7 @@ def test_a_prompt_begins_as_in_rl_and_its_response_does_not(tmp_path: Path) -> N
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", behavior="isolated")
     backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     source = written(tmp_path / "w.jsonl", '{"prompt": "ab", "response": "ba"}')
-    (demonstration,) = read_demonstrations(source, encoder=text_encoder(backend, eos_ids=(7,)), max_tokens=6)
+    (demonstration,) = read_demonstrations(source, encoder=text_encoder(backend, eos_ids=(7,)))
     assert demonstration.prompt_ids.tolist() == [2, 0, 1]
     assert demonstration.response_ids.tolist() == [1, 0, 7]
 
@@ -61,15 +64,23 @@ def test_a_prompt_begins_as_in_rl_and_its_response_does_not(tmp_path: Path) -> N
             "`tools` has \"{'type': 'function'}\", unlike the environment, in ",
         ),
         ('{"prompt": "ab", "response": ""}', "response is empty"),
-        ('{"prompt": "ab", "response": "bab"}', "6 tokens, above warm_start.tokens_per_step=5,"),
     ],
 )
 def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, fault: str) -> None:
     source = written(tmp_path / "w.jsonl", '{"prompt": "a", "response": "b"}', line)
     with pytest.raises(ConfigError) as caught:
-        read_demonstrations(source, encoder=make_encoder(), max_tokens=5)
+        read_demonstrations(source, encoder=make_encoder())
     assert str(caught.value).startswith(f"warm_start.data={source.path}:2: {fault}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_demonstration_that_fits_into_no_step_is_named_with_its_place(tmp_path: Path) -> None:
+    lines = ('{"prompt": "a", "response": "b"}', '{"prompt": "ab", "response": "bab"}')
+    source = written(tmp_path / "w.jsonl", *lines)
+    rows = read_demonstrations(source, encoder=make_encoder())
+    refuse_long(Demonstrations(source=source, all=rows, max_tokens=6))
+    with pytest.raises(ConfigError, match=r":2: 6 tokens, above warm_start\.tokens_per_step=5, "):
+        refuse_long(Demonstrations(source=source, all=rows, max_tokens=5))
 
 
 def test_messages_that_end_with_the_assistants_are_prompt_and_response(tmp_path: Path) -> None:
@@ -84,7 +95,7 @@ def test_messages_that_end_with_the_assistants_are_prompt_and_response(tmp_path:
     first, *others = (
         (one.prompt_ids.tolist(), one.response_ids.tolist())
         for source in given
-        for one in read_demonstrations(source, encoder=encoder, max_tokens=256)
+        for one in read_demonstrations(source, encoder=encoder)
     )
     assert others == [first] * 2
     assert encoder.tokenizer.decode(np.array(first[1]), special=True) == "4<|im_end|>"
@@ -115,7 +126,7 @@ def test_the_template_writes_thoughts_and_calls_of_a_demonstration(tmp_path, kin
     encoder = make_chat_encoder(tmp_path / "model", MEANT, kind)
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", **answer}]
     source = written(tmp_path / "w.jsonl", json.dumps({"messages": messages}))
-    (one,) = read_demonstrations(source, encoder=encoder, max_tokens=None)
+    (one,) = read_demonstrations(source, encoder=encoder)
     given = [
         {name: value for name, value in messages[1].items() if value is not None}
         | {"content": answer["content"] or ""}
@@ -142,7 +153,7 @@ def test_a_demonstration_of_which_the_template_leaves_out_a_part_is_refused(tmp_
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", **answer}]
     source = written(tmp_path / "w.jsonl", json.dumps({"messages": messages}))
     with pytest.raises(ConfigError) as caught:
-        read_demonstrations(source, encoder=encoder, max_tokens=None)
+        read_demonstrations(source, encoder=encoder)
     assert str(caught.value).startswith(f"warm_start.data={source.path}:1: {fault}")
     assert "\n" not in str(caught.value)
 
@@ -181,10 +192,10 @@ def test_each_value_of_a_call_and_each_repetition_is_in_the_response(tmp_path, t
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]
     source = written(tmp_path / "w.jsonl", json.dumps({"messages": messages}))
     if fault is None:
-        assert len(read_demonstrations(source, encoder=encoder, max_tokens=None)) == 1
+        assert len(read_demonstrations(source, encoder=encoder)) == 1
         return
     with pytest.raises(ConfigError, match=fault):
-        read_demonstrations(source, encoder=encoder, max_tokens=None)
+        read_demonstrations(source, encoder=encoder)
 
 
 class Tools(EnvironmentConfig):
@@ -216,10 +227,10 @@ def test_tools_of_a_demonstration_are_the_environments(tmp_path: Path, tools: ob
     encoder = PromptEncoder(made.tokenizer, tmp_path / "model", ChatConfig(), Tools())
     source = written(tmp_path / "w.jsonl", json.dumps({"prompt": "a", "response": "b", "tools": tools}))
     if fault is None:
-        assert len(read_demonstrations(source, encoder=encoder, max_tokens=None)) == 1
+        assert len(read_demonstrations(source, encoder=encoder)) == 1
         return
     with pytest.raises(ConfigError, match=fault):
-        read_demonstrations(source, encoder=encoder, max_tokens=None)
+        read_demonstrations(source, encoder=encoder)
 
 
 def test_an_end_that_a_demonstration_has_itself_is_not_written_twice(tmp_path: Path) -> None:
@@ -227,10 +238,12 @@ def test_an_end_that_a_demonstration_has_itself_is_not_written_twice(tmp_path: P
     source = written(
         tmp_path / "w.jsonl", '{"prompt": "a", "response": "b</s>"}', '{"prompt": "a", "response": "b"}'
     )
-    first, second = read_demonstrations(source, encoder=encoder, max_tokens=None)
+    first, second = read_demonstrations(source, encoder=encoder)
     assert first.response_ids.tolist() == second.response_ids.tolist()
 
 
 def renamed(path: Path) -> DataSource:
-    settings = WarmStartConfig.model_validate({"data": {"path": str(path), "columns": {"messages": "talk.turns"}}})
+    settings = SupervisedConfig.model_validate(
+        {"data": {"path": str(path), "columns": {"messages": "talk.turns"}}}
+    )
     return DataSource("warm_start.data", settings.data)

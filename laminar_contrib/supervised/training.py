@@ -1,14 +1,13 @@
 """The supervised phase before RL. One process calls it, before the learner starts.
 
-`warm_start_cache` names the folder of the result, which appears by rename when it is complete. So a folder that
-exists may be used (`tests/learner/test_warm_start.py`).
+`cache` names the folder of the result, which appears by rename when it is complete. So a folder that exists may be
+used (`tests/supervised/test_warm_start.py`).
 """
 
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -16,12 +15,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from laminar_py.config.data import ModelConfig, WarmStartConfig
-from laminar_py.config.section import ConfigError
-from laminar_py.learner.export import export_hf
-from laminar_py.learner.losses.loss import cross_entropy_loss
-from laminar_py.learner.model import load_policy, policy_logprobs
-from laminar_py.records.codec import IntArray
+from laminar_contrib.supervised.settings import SupervisedConfig
+from laminar_py.config import ConfigError
+from laminar_py.config.data import ModelConfig
+from laminar_py.config.warm_start import Progress
+from laminar_py.data import Demonstration
+from laminar_py.learner import export_hf, load_policy, policy_logprobs
 from laminar_py.records.trajectory import MicroBatch
 
 BETAS = (0.9, 0.95)  # AdamW's decay rates
@@ -32,40 +31,21 @@ DECAY_SHARE = 0.4  # last share of the steps, in which the learning rate decays
 POOL = 1024  # examples that are sorted by length together
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A demonstration; its loss is on the response, which ends with the end-of-sequence id."""
-
-    prompt_ids: IntArray  # [P], P >= 1
-    response_ids: IntArray  # [L], L >= 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
-
-
-Progress = Callable[[int, float], None]
-"""Function that is called after each step with the number of steps done and the loss."""
-
-
 def warm_start(
     model: ModelConfig,
-    settings: WarmStartConfig,
-    examples: Sequence[Example],
+    settings: SupervisedConfig,
+    examples: Sequence[Demonstration],
     *,
     folder: Path,
     seed: int,
-    on_step: Progress = lambda step, loss: None,
+    on_step: Progress = lambda step, steps, loss: None,
 ) -> None:
-    """Train a model on `examples` and write it to `folder` in Hugging Face's form, unless the cache has `folder`.
+    """Train a model on `examples` and write it to `folder` in Hugging Face's form.
 
-    `examples` come from `settings.data`, tokenised, and `folder` from `warm_start_cache.cached_folder`. Calls
-    `on_step` after each step. Raises `ConfigError` if the model's folder holds no usable model, there are no
-    examples, or an example does not fit into a step.
+    `examples` come from `settings.data`, and `folder` from `cache.cached_folder`. Calls `on_step` after each step.
+    Raises `ConfigError` if the model's folder holds no usable model, there are no examples, or an example does not
+    fit into a step.
     """
-    if folder.is_dir():
-        return
     if not examples:
         raise ConfigError("warm_start.data: the files have no examples; add lines with prompt and response")
     if (longest := max(example.num_tokens for example in examples)) > (most := settings.tokens_per_step):
@@ -83,11 +63,11 @@ def warm_start(
 
 def train_supervised(
     policy: PreTrainedModel,
-    examples: Sequence[Example],
+    examples: Sequence[Demonstration],
     *,
-    settings: WarmStartConfig,
+    settings: SupervisedConfig,
     seed: int,
-    on_step: Progress = lambda step, loss: None,
+    on_step: Progress = lambda step, steps, loss: None,
 ) -> None:
     """Train `policy` in place for `settings.steps` AdamW steps on packed batches of `examples`.
 
@@ -101,12 +81,12 @@ def train_supervised(
         optimizer.param_groups[0]["lr"] = settings.lr * warm_start_lr_factor(step, settings.steps)
         row = pack_examples(batch)
         logprobs, _ = policy_logprobs(policy, row)
-        loss = cross_entropy_loss(logprobs, loss_weights=torch.tensor(row.loss_weights))
+        loss = -(torch.tensor(row.loss_weights) * logprobs).sum()  # mean cross-entropy of the responses
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(policy.parameters(), GRAD_CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        on_step(step + 1, loss.item())
+        on_step(step + 1, settings.steps, loss.item())
 
 
 def warm_start_lr_factor(step: int, num_steps: int) -> float:
@@ -115,8 +95,8 @@ def warm_start_lr_factor(step: int, num_steps: int) -> float:
 
 
 def epochs(
-    examples: Sequence[Example], *, tokens_per_step: int, generator: random.Random
-) -> Iterator[list[Example]]:
+    examples: Sequence[Demonstration], *, tokens_per_step: int, generator: random.Random
+) -> Iterator[list[Demonstration]]:
     """Yield batches of at most `tokens_per_step` tokens without end, shuffled again for each epoch.
 
     Examples of similar length share a batch, since they are sorted in pools of 1,024. Batches come in random
@@ -125,7 +105,7 @@ def epochs(
     order = list(examples)
     while True:
         generator.shuffle(order)
-        batches: list[list[Example]] = []
+        batches: list[list[Demonstration]] = []
         for start in range(0, len(order), POOL):
             room = 0  # tokens that still fit into the last batch; a pool starts a new batch
             for example in sorted(order[start : start + POOL], key=lambda example: example.num_tokens):
@@ -138,7 +118,7 @@ def epochs(
         yield from batches
 
 
-def pack_examples(examples: Sequence[Example]) -> MicroBatch:
+def pack_examples(examples: Sequence[Demonstration]) -> MicroBatch:
     """Pack examples into one row whose loss is the mean over all response tokens."""
     lengths = [example.num_tokens for example in examples]
     tokens = [np.concatenate((example.prompt_ids, example.response_ids)) for example in examples]

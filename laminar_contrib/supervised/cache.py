@@ -1,21 +1,22 @@
-"""The cache of warm starts, without torch: `warm_start` fills the cache, and checks before a run look there."""
+"""Names of results in the cache of warm starts, without torch: checks before a run look there."""
 
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 
-from laminar_py.config.data import ChatConfig, ModelConfig, SourceConfig, WarmStartConfig
-from laminar_py.config.environment import EnvironmentConfig
+from laminar_contrib.supervised.settings import SupervisedConfig
+from laminar_py.config import EnvironmentConfig
+from laminar_py.config.data import ChatConfig, ModelConfig, SourceConfig
 
-RECIPE_VERSION = 3  # raise it with every change of `warm_start` or of a demonstration's tokens
+RECIPE_VERSION = 3  # raise it with every change of `training` or of a demonstration's tokens
 # files that decide a demonstration's text and its end, if the folder has them
 TEXT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def cached_folder(
     model: ModelConfig,
-    settings: WarmStartConfig,
+    settings: SupervisedConfig,
     *,
     seed: int,
     chat: ChatConfig,

@@ -1,4 +1,4 @@
-"""Stored responses of a run, from its segments.
+"""Stored pieces and responses of a run, from its segments.
 
 The audit, `laminar samples`, `export` and `laminar rescore` read them.
 """
@@ -6,19 +6,85 @@ The audit, `laminar samples`, `export` and `laminar rescore` read them.
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeAlias
 
-from laminar_py.ledger.database import LedgerError, ledger_path, segments_path
-from laminar_py.ledger.pieces import StoredPiece, piece_rows, split_columns, stored_pieces
-from laminar_py.ledger.rows import TrajectoryRow, read_prompt, trajectory_rows
-from laminar_py.ledger.segments.payload import Payload, join
-from laminar_py.ledger.segments.reader import PayloadReader
+import msgspec
+
+from laminar_py.ledger import (
+    NO_COLUMN,
+    LedgerError,
+    PieceRow,
+    TrajectoryRow,
+    ledger_path,
+    piece_rows,
+    read_prompt,
+    segments_path,
+    trajectory_rows,
+)
+from laminar_py.ledger.segments import AnyPiece, Payload, PayloadReader, join, tokens_ref
 from laminar_py.records.columns import TokenValues
-from laminar_py.records.pieces import ColumnPiece, PayloadLostError
-from laminar_py.records.spans import decode_spans, replace_spans
+from laminar_py.records.pieces import COUNTED, ColumnPiece, PayloadLostError, Piece
+from laminar_py.records.spans import clip_spans, decode_spans, encode_spans, replace_spans
 from laminar_py.records.trajectory import DropReason, Prompt
+
+AT_ONCE = 256  # pieces per read
+NOT_GENERATED = "counted in a simulation, in which nothing was generated"
+
+
+class StoredPiece(msgspec.Struct, frozen=True, gc=False):
+    """A reference with its piece; `fault` says why the piece is unreadable, or that it differs; "" if neither."""
+
+    row: PieceRow
+    piece: AnyPiece | None
+    fault: str = ""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a simulation only counted its tokens."""
+        return self.fault == NOT_GENERATED
+
+    @property
+    def tokens(self) -> Piece:
+        """The piece of response tokens. Raises `PayloadLostError` if it cannot be read."""
+        if not isinstance(self.piece, Piece):
+            raise PayloadLostError(self.fault or "a column in the place of tokens")
+        return self.piece
+
+
+def stored_pieces(reader: PayloadReader, rows: Iterator[PieceRow]) -> Iterator[StoredPiece]:
+    """Read the pieces of references, in order; a simulation's piece is None, with fault `NOT_GENERATED`."""
+    while block := list(islice(rows, AT_ONCE)):
+        loaded = reader.load(row.ref for row in block if row.segment != COUNTED.segment)
+        for row in block:
+            piece: AnyPiece | None = None
+            if row.segment == COUNTED.segment:
+                fault = NOT_GENERATED
+            else:
+                try:
+                    piece = loaded.piece(row.ref)
+                    fault = "" if _matches(row, piece) else "differs from its reference"
+                except PayloadLostError as error:
+                    fault = str(error)
+            yield StoredPiece(row, piece, fault)
+
+
+def _matches(row: PieceRow, piece: AnyPiece) -> bool:
+    """Return whether a piece has the name, type, range, spans and experts that its reference states."""
+    expected = row.name, row.dtype, row.start, row.end, row.spans, row.routed
+    if isinstance(piece, ColumnPiece):
+        return expected == (piece.name, piece.values.dtype.value, 0, len(piece.values.array), "[]", 0)
+    tokens = tokens_ref(piece, row.ref)
+    spans = encode_spans(clip_spans(piece.spans, piece.start))
+    return expected == (NO_COLUMN, "", tokens.start, tokens.end, spans, tokens.routed)
+
+
+def split_columns(pieces: Sequence[StoredPiece]) -> tuple[list[StoredPiece], list[StoredPiece]]:
+    """Split a trajectory's pieces into tokens and columns."""
+    tokens = [stored for stored in pieces if stored.row.name == NO_COLUMN]
+    return tokens, [stored for stored in pieces if stored.row.name != NO_COLUMN]
+
 
 ResponseRow: TypeAlias = tuple[TrajectoryRow, Prompt | None, Payload]
 
