@@ -109,7 +109,7 @@ def choose_chunk_bytes(tree: Topology, num_bytes: int, *, bytes_per_s: float, ov
     fanout = max(len(tree.children(node)) for node in tree.downward)
     cost = overhead_s * bytes_per_s  # bytes that could be sent in a chunk's overhead
     waits = max(sends) / max(fanout, 1) - 1
-    best = min(math.sqrt(num_bytes * cost / waits) if waits > 0 else math.inf, 100 * cost)
+    best = min(math.sqrt(num_bytes * cost / waits) if waits > 0 else num_bytes, num_bytes, 100 * cost)
     chunk = min(max(best, SMALLEST_CHUNK_BYTES), LARGEST_CHUNK_BYTES)
     return round(chunk / PAGE_BYTES) * PAGE_BYTES
 

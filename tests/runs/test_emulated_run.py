@@ -79,7 +79,7 @@ def test_relays_that_hang_are_replaced_while_the_run_goes_on(tmp_path):
             "rollout.engine.compression=21: input should be less than or equal to 20",
         ),
         ("learner.world_size=2", "learner.world_size=2 cluster.learner_device=None: an emulated learner"),
-        ("warm_start.data=w.jsonl", "warm_start.data=w.jsonl: an emulated learner has no model"),
+        ("warm_start.data=w.jsonl", "warm_start.kind=supervised: an emulated learner has no model"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused_in_one_line(tmp_path, setting, line):
