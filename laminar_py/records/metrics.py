@@ -7,6 +7,8 @@ import math
 
 import msgspec
 
+from laminar_py.records.proofs import StepProof
+
 
 class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Means over trained tokens with their loss weights, e.g. `TokenFigures(entropy=1.2, ratio=1.01)`.
@@ -81,6 +83,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int = 0  # updates with a loss or gradient that was not finite; the other figures leave them out
     reference_s: float = 0.0  # part of `elapsed_s` that the reference model took
     work: Work = Work()
+    proof: StepProof | None = None  # None of a learner that a backend brings
 
     @property
     def tokens_per_s(self) -> float:

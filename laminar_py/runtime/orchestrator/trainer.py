@@ -25,6 +25,7 @@ from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import watched
+from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.signals import SIGNALS
@@ -58,12 +59,18 @@ class StopRequest:
         self.asked = asyncio.Event()  # set when the run must stop
         self.failed = asyncio.Event()  # set when the run must stop as failed
         self.fault: str | None = None  # first line given to `fail`
+        self.unsound = False  # the learner's state may be wrong, so no checkpoint of it is kept
 
     def fail(self, fault: str) -> None:
         """End the run after the present step and its checkpoint, as failed with this line."""
         self.fault = self.fault or fault
         self.asked.set()
         self.failed.set()
+
+    def alarm(self, line: str) -> None:
+        """End the run as failed with this line, without another checkpoint."""
+        self.unsound = True
+        self.fail(line)
 
     async def unless_asked(self, work: Coroutine[object, object, T]) -> T:
         """Return the result of `work`; cancel it and raise StoppedError if the run must stop first."""
@@ -85,10 +92,12 @@ class Trainer:
         learner: LearnerKeeper,
         evaluator: Evaluator,
         versions: Versions,
+        alarms: Alarms,
         stop: StopRequest,
         show: Callable[[StepRow], None],
     ) -> None:
         self.step = 0
+        self._alarms = alarms
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream = incarnation.inputs.stream
@@ -235,6 +244,8 @@ class Trainer:
     async def commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
         """Record a step, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
         self.step += 1
+        if outcome is not None:
+            self._alarms.stepped(batch, outcome.metrics, step=self.step)
         row = self._stats.step_row(
             step=self.step,
             version=batch.version,
@@ -293,7 +304,8 @@ class Trainer:
 
     async def save_if_due(self) -> None:
         """Begin a checkpoint every `learner.checkpoint_every` steps and after the last step; wait for the last."""
-        if self.step % self._config.learner.checkpoint_every and not self.is_done:
+        is_due = self.is_done or not self.step % self._config.learner.checkpoint_every
+        if self._stop.unsound or not is_due:
             return
         try:
             await self._save()
@@ -306,7 +318,7 @@ class Trainer:
         """Save a checkpoint at the end of the run; if the learner crashes meanwhile, keep the one before."""
         SIGNALS.enter(f"the checkpoint of step {self.step}")
         try:
-            if self._saved_step != self.step:
+            if self._saved_step != self.step and not self._stop.unsound:
                 await self._save()
             await self._checkpoints.finish()
         except PartCrashedError as error:

@@ -8,10 +8,11 @@ complete (`tests/orchestrator/test_versions.py`).
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from laminar_py.records.events import VersionPublished
+from laminar_py.records.proofs import NextToken
 from laminar_py.records.weights import Published
 from laminar_py.relay.messages import Manifest
 from laminar_py.runtime.cluster.errors import PartCrashedError
@@ -38,12 +39,14 @@ class Versions:
         *,
         completed: Callable[[int], Awaitable[Published]],
         stored: Callable[[], Awaitable[list[Manifest]]],
+        computed: Callable[[int, Sequence[NextToken]], None] = lambda version, tokens: None,
     ) -> None:
         self.newest = -1  # newest version that the learner has copied
         self.lost: PartCrashedError | None = None  # crash of the learner; None again after `start_over`
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
+        self._computed = computed
         self._incarnation = incarnation
         self._last_number = -1
         self._copied: deque[_Copied] = deque()  # at most one: the learner completes a version before the next
@@ -67,6 +70,7 @@ class Versions:
             first = self._copied[0]
             try:
                 published = await self._completed(first.version)
+                self._computed(first.version, published.next_tokens)
                 record_version(self._incarnation, published, step=first.step, parent=first.parent)
                 self._copied.popleft()
             except PartCrashedError as error:

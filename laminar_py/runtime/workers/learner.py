@@ -92,6 +92,7 @@ class LearnerKeeper(Keeper):
                     store=str(self._relays.store(0)),
                     chunk_bytes=self._relays.chunk_bytes,
                     ranks_here=ranks_on[part.place.node],
+                    probes=list(self._incarnation.inputs.probes),
                     checkpoint=None if self._checkpoint is None else str(self._checkpoint),
                 )
             )

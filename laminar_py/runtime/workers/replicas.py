@@ -118,6 +118,7 @@ class ReplicaKeeper(Keeper):
             pace=pace_of(len(self._placement.plan.replicas), config.supervisor.heartbeat_timeout_s),
             keys=fleet.relays.keys,
             assignments=fleet.scheduler.dispatcher.for_starting(self.index),
+            probes=list(self._incarnation.inputs.probes),
             secret=config.rollout.engine.secret(),
             server=fleet.servers.get(self.index, ""),
         )

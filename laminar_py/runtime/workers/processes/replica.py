@@ -88,6 +88,8 @@ class ReplicaActor(PartActor):
             partial_interval_s=rollout.partial_interval_s,
             max_seconds=rollout.max_seconds,
             verify_every=rollout.engine.verify_every,
+            probes=spec.probes,
+            sampling=rollout.sampling.params(),
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
             environments=_environments(config, spec, wire),
