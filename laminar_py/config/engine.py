@@ -42,9 +42,10 @@ class EngineConfig(Section):
     kind: str = "local"
     """`local`: the embedded engine, in the replica's process. `sglang`: one SGLang server per replica. Or a
     backend of an installed package, such as `emulated` of laminar_lab."""
-    verify_every: Annotated[int, Field(ge=0)] = 20
-    """Hash the engine's own tensors after its first load and after every `verify_every` versions; hashes of one
-    version must agree among replicas. 0: never."""
+    verify_every: Annotated[int, Field(ge=0)] = 1
+    """Hash the engine's own tensors after its first load and after every `verify_every` versions; they must change
+    with the published files, and agree among replicas. 0: never. `sglang`: 20, since a server stands still while
+    it hashes."""
 
     @property
     def gpus(self) -> int:

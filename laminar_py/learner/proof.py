@@ -28,6 +28,7 @@ from laminar_py.records.trajectory import MicroBatch
 
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
 TOP = 256  # tokens of a probe's distribution
+UNCHANGED = 0.05  # nats between the behaviour and the present policy
 SAMPLED = 3  # values of each tensor in the fingerprint of the reference
 
 
@@ -49,22 +50,35 @@ class StepProver:
     def begin(self) -> None:
         """Begin a step."""
         self._counts = np.zeros(4)  # tokens, weight, ids, numbers that are not finite
-        self._sums: list[list[float]] = []  # of each update: expected, squares of its parts
+        self._sums: list[list[float]] = []  # of each update: expected, its squares, products with -w A, (w A)^2
         self._found: list[float] = []  # of each update
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._update = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        self._update = torch.zeros(4, dtype=torch.float64, device=self._ranks.device)
 
-    def add(self, batch: MicroBatch, inputs: LossInputs, logprobs: Tensor, entropy: Tensor) -> None:
-        """Add a microbatch after its backward pass; `logprobs`, which has its gradient, and `entropy` are [N]."""
-        numbers = torch.stack([inputs.behaviour, inputs.advantages, logprobs.detach(), entropy.detach()])
-        not_finite = int((~torch.isfinite(numbers)).any(0).sum())
-        trained = np.count_nonzero(batch.loss_weights)
+    def add(
+        self, batch: MicroBatch, inputs: LossInputs, logprobs: Tensor, entropy: Tensor, *, share: float
+    ) -> None:
+        """Add a microbatch after its backward pass; `logprobs`, which has its gradient, and `entropy` are [N].
+
+        The loss was divided by the update's `share` of the step.
+        """
+        rows = np.flatnonzero(batch.loss_weights)
+        trained = len(rows)
+        given = np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(batch.advantages[rows])
+        computed = torch.isfinite(logprobs.detach()) & torch.isfinite(entropy.detach())
+        not_finite = trained - int(given.sum()) + trained - int(computed.sum())
         self._counts += np.array([trained, batch.loss_weights.sum(dtype=np.float64), batch.id_sum, not_finite])
         if logprobs.grad is not None:
             parts = (logprobs.grad * (logprobs.detach() + entropy.detach())).double()
-            self._update += torch.stack([parts.sum(), parts.square().sum()])
+            # the gradient of a policy's loss at a token whose probability has not changed is -w A
+            is_fresh = (logprobs.detach() - inputs.behaviour).abs() < UNCHANGED
+            weights = torch.from_numpy(batch.loss_weights[rows]).to(parts.device)
+            plain = (-weights * inputs.advantages / share * is_fresh).double()
+            self._update += torch.stack(
+                [parts.sum(), parts.square().sum(), (plain * logprobs.grad).sum(), plain.square().sum()]
+            )
 
     def check_gradients(self) -> None:
         """Note both sides of the gradient's identity for an update, before gradients are clipped."""
@@ -120,14 +134,17 @@ class StepProver:
         self._ranks.reduce_tensor(total)
         tokens, weight, ids, not_finite, *rest = total.tolist()
         count = len(self._found)
-        updates = zip(rest[: 2 * count : 2], rest[1 : 2 * count : 2], rest[2 * count :], strict=True)
+        sums, found = np.reshape(rest[: 4 * count], (count, 4)).tolist(), rest[4 * count :]
         stood = zip(self._trained, self._still.tolist(), strict=True)
         return StepProof(
             tokens=int(tokens),
             weight=weight,
             ids=int(ids),
             not_finite=int(not_finite),
-            gradients=tuple(GradientSums(expected, found, squares**0.5) for expected, squares, found in updates),
+            gradients=tuple(
+                GradientSums(expected, got, squares**0.5, product / norm if norm else None)
+                for (expected, squares, product, norm), got in zip(sums, found, strict=True)
+            ),
             still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
             reference="" if self._reference is None else fingerprint(self._reference),
         )

@@ -46,6 +46,7 @@ class GradientSums(msgspec.Struct, frozen=True):
     expected: float
     found: float
     spread: float  # root of the sum of the squares of each token's part in `expected`
+    scale: float | None  # of the loss, 1 by definition; None: no token tells it
 
 
 class StepProof(msgspec.Struct, frozen=True, kw_only=True):

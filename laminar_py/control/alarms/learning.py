@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 
-from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Objective
 from laminar_py.control.consumption import StepBatch
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm, id_sum
 from laminar_py.records.spans import is_tree, sequences_of
 
+PLAIN = (Objective.CLIP, Objective.SEQUENCE_CLIP, Objective.WEIGHTED)  # gradient -w A where nothing changed
+SCALE = 0.2  # of the loss: penalties and ratios near 1 change it less
 AGREES = 1e-3  # relative difference of sums in fp32
 GAP_EXACT, GAP_ROUNDED = 0.005, 0.2  # mean |engine - learner| of fresh tokens, in nats
 RESTART = "look for what changes the learner's {}, and --resume"
@@ -24,6 +26,8 @@ class StepCheck:
         self._exact = exact
         self._constant = constant
         self._reference = ""
+        # the loss is the objective's alone, and a package's own objective may be any
+        self._is_plain = algorithm.objective in PLAIN and ALGORITHMS.get(algorithm.name).objective is None
 
     def observe(self, batch: StepBatch, metrics: StepMetrics, *, step: int) -> Iterator[Alarm]:
         """Take a step that the learner made."""
@@ -47,6 +51,11 @@ class StepCheck:
                     step,
                     f"the gradient is not that of its loss: {sums.found:.4g} in place of {sums.expected:.4g}, and"
                     f" rounding is {bound:.2g}; a rank, a microbatch or a factor is wrong",
+                )
+                break
+            if self._is_plain and sums.scale is not None and abs(sums.scale - 1) > SCALE:
+                yield _of_step(
+                    step, f"its loss is {sums.scale:.3g} times that of its definition; a count of tokens is wrong"
                 )
                 break
         if proof.still:
