@@ -68,7 +68,7 @@ def _compare(load: VersionLoaded, before: VersionLoaded | None) -> Iterator[Alar
 
 # ---- probes
 
-ODDS = 1e9  # at which a test decides: in a sound run it errs after a billion answers or more
+ODDS = 1e8  # at which a test decides: in a sound run it errs after a hundred million answers or more
 KEPT = 64  # versions whose distributions are kept
 FOLLOWED = 0.5  # share of the learner's movement that an engine must show
 SIGMAS = 6.0
