@@ -54,12 +54,15 @@ class Marker(msgspec.Struct, frozen=True):
     world_size: int
     model: Architecture
     files: dict[str, int]  # name -> bytes
+    updates: int | None = None  # of the optimizer since the start; None if an older version wrote the marker
 
 
-def complete_checkpoint(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
+def complete_checkpoint(
+    partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture, updates: int | None = None
+) -> None:
     """Write the marker into the folder `partial`, sync it, and rename it to `folder`, which it replaces."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files)))
+    write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files, updates)))
     sync(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -228,6 +228,13 @@ def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
     return [event for event in events if isinstance(event, Checkpointed)]
 
 
+def learner_steps(connection: sqlite3.Connection, step: int) -> int:
+    """Return how many of the steps up to `step` the learner made: all but those without a trajectory."""
+    counted = "SELECT count(*) FROM step WHERE NOT undone AND step <= ? AND num_trajectories > 0"
+    (steps,) = connection.execute(counted, (step,)).fetchone()
+    return int(steps)
+
+
 def newest_existing(
     recorded: Sequence[Checkpointed], exists: Callable[[Checkpointed], bool]
 ) -> Checkpointed | None:

@@ -196,6 +196,8 @@ class LearnerStarted(msgspec.Struct, frozen=True):
     attention: str  # the attention function in use
     hidden_size: int
     num_layers: int
+    steps_taken: int = 0  # by the checkpoint that was loaded
+    fault: str = ""  # how a rank differs from that checkpoint; "" if none does
 
 
 class LearnerProgress(msgspec.Struct, frozen=True):

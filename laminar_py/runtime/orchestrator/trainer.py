@@ -25,7 +25,7 @@ from laminar_py.records.metrics import StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import watched
-from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
+from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, restored_fault
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.versions import Versions
@@ -87,6 +87,7 @@ class Trainer:
         versions: Versions,
         stop: StopRequest,
         show: Callable[[StepRow], None],
+        on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
     ) -> None:
         self.step = 0
         self._stop = stop
@@ -106,7 +107,9 @@ class Trainer:
             saved=learner.saved,
             recorded=versions.on_record,
             checkpointed=scheduler.consumption.checkpointed,
+            on_fault=on_fault,
         )
+        self._on_fault = on_fault
         self._show = show
         self._attention_share = 0.0
         self._refill = RefillWatch(
@@ -330,6 +333,8 @@ class Trainer:
         checkpoint = self._checkpoints.last
         folder = self._run.path / checkpoint.path if checkpoint else None
         started = await self._stop.unless_asked(self._learner.start(folder))
+        if fault := await asyncio.to_thread(restored_fault, self._run, checkpoint, started):
+            self._on_fault(fault)
         SIGNALS.enter("the first version and its checkpoint")
         # the learner counts only optimizer steps, so the step comes from the checkpoint
         self.step = self._saved_step = checkpoint.step if checkpoint else 0
