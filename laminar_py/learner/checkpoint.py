@@ -2,9 +2,9 @@
 
 A save has two halves. `begin` copies the state out of the learner's memory; the learner waits for that alone. A
 thread writes the files from the copy during the next steps. One save runs at a time. States: IDLE -> (begin)
-COPIED -> `<name>.tmp` with all files -> `complete.json` in it -> renamed to `<name>` -> read back. `load` refuses a
-checkpoint that is not complete, and a save does not change the learner (`tests/learner/test_checkpoint.py`). A save
-and a load compare the files with the learner (law 13, `tests/learner/test_checkpoint_proof.py`).
+COPIED -> `<name>.tmp` with all files -> `complete.json` in it -> renamed to `<name>` -> read back. `load` refuses
+a checkpoint that is not complete, and a save does not change the learner (`tests/learner/test_checkpoint.py`).
+Both compare the files with the learner (law 13, `tests/learner/test_checkpoint_proof.py`).
 """
 
 import math
@@ -170,7 +170,9 @@ class Checkpointer:
         self._barrier()
         if self._rank == 0:
             model = architecture(self._model, self._adapters)
-            complete_checkpoint(partial, folder, step=step, world_size=self._world_size, model=model, updates=updates)
+            complete_checkpoint(
+                partial, folder, step=step, world_size=self._world_size, model=model, updates=updates
+            )
         self._barrier()
         return saved_fault(folder, samples, step=step, updates=updates)
 

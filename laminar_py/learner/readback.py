@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -44,9 +44,7 @@ def sample_learner(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: 
     The state of an optimizer that has made no update is zero.
     """
     rng = np.random.default_rng(list(seed.encode()))
-    return [
-        _sample(key, tensor, rng) for key, tensor in _live(model, optimizer) if _local(tensor).numel()
-    ]
+    return [_sample(key, tensor, rng) for key, tensor in _live(model, optimizer) if _local(tensor).numel()]
 
 
 def counted_updates(samples: Sequence[Sample]) -> int:

@@ -157,6 +157,16 @@ def closed_groups(run: Path) -> Iterator[GroupRewards]:
             yield GroupRewards(place, prompt_id, tuple(reward for _, _, reward in members))
 
 
+def issued_groups(run: Path) -> Iterator[tuple[str, int, str]]:
+    """Iterate over the training groups on record in order of issue: id, place in the stream, and prompt."""
+    with reading(run) as connection:
+        yield from connection.execute(
+            "SELECT group_id, prompt_index, prompt_id FROM trajectory WHERE kind = ? AND sample_index = 0"
+            " ORDER BY number",
+            (Kind.TRAIN,),
+        )
+
+
 def last_start(connection: sqlite3.Connection) -> RunStarted | None:
     """Return the event of a run's last start, None without one."""
     bodies = connection.execute(

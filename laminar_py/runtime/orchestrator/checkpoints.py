@@ -4,8 +4,8 @@ Owned by the trainer. States of a checkpoint: the learner copies its state (`beg
 complete on disk -> on record -> older ones are deleted. At most one checkpoint is unfinished. The ledger
 records a checkpoint when all its files are on disk, and older ones are deleted when that record is on disk too. So
 a crash or a power cut at any moment leaves a usable checkpoint, and the steps since then can be undone (law 1).
-A checkpoint whose files differ from the learner is no checkpoint: `on_fault` gets the fault, the one before stays the
-last, and the files of the faulty one stay until the next sound one (law 13).
+A checkpoint whose files differ from the learner is no checkpoint: `on_fault` gets the fault, the one before stays
+the last, and the files of the faulty one stay until the next sound one (law 13).
 """
 
 import asyncio
@@ -77,8 +77,8 @@ def restored_fault(run: RunFolder, checkpoint: Checkpointed | None, started: Lea
 class Checkpoints:
     """Makes checkpoints: the learner saves (`save`), completes the files (`saved`), the version is `recorded`.
 
-    `saved` returns the fault of the files, "" for none; `on_fault` gets it. `checkpointed(step)` is called when steps
-    up to `step` can no longer be undone.
+    `saved` returns the fault of the files, "" for none; `on_fault` gets it. `checkpointed(step)` is called when
+    steps up to `step` can no longer be undone.
     """
 
     def __init__(
