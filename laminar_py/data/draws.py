@@ -8,7 +8,7 @@ and knows nothing of seeds and permutations, so it follows from the rows that we
 - `shuffled`: a source draws each row once before it draws any row again.
 - `curriculum`: the same within the open levels, while their number stays. Draws on record say nothing of it.
 - `signal`: a row rests only after a draw, so the first epoch of a source draws every row at least once. Later ones
-  choose by rewards and chance, of which nothing exact can be said.
+  choose by rewards and chance, so they have no exact rule.
 """
 
 from collections.abc import Callable, Iterable, Sequence

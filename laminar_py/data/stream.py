@@ -274,7 +274,7 @@ class BySignal:
         return row
 
     def num_open(self, source: int) -> int:
-        """Return the number of all rows, also of those that rest."""
+        """Return the number of all rows, resting ones included."""
         return self._epochs[source].num_rows
 
     def _probability(self, id: str) -> float:

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.distributed import COLLECTIVE_S
 from laminar_py.learner.marker import AdapterFingerprint, Architecture, complete_checkpoint, read_marker
-from laminar_py.learner.readback import Sample, counted_updates, sample_learner, saved_fault, stored_fault
+from laminar_py.learner.readback import TensorSample, counted_updates, sample_learner, saved_fault, stored_fault
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import write_file
 
@@ -54,7 +54,7 @@ class RandomState(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What a load restored, e.g. `Loaded(step=40, updates=160, fault="")`."""
+    """Result of a load, e.g. `Loaded(step=40, updates=160, fault="")`."""
 
     step: int  # steps taken
     updates: int  # of the optimizer since the start
@@ -146,7 +146,7 @@ class Checkpointer:
         folder: Path,
         staged: dict[str, object],
         random: bytes,
-        samples: Sequence[Sample],
+        samples: Sequence[TensorSample],
         step: int,
         updates: int,
     ) -> str:

@@ -30,15 +30,15 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Values of one tensor, e.g. `Sample("model.lm_head.weight", [[7, 2], [0, 5]], [[0, 0, 128, 63], ...])`."""
+class TensorSample:
+    """Values of one tensor, e.g. `TensorSample("model.lm_head.weight", [[7, 2], ...], [[0, 0, 128, 63], ...])`."""
 
     key: str  # as the checkpoint names the tensor
     places: npt.NDArray[np.int64]  # [n, dimensions] in the full tensor
     values: npt.NDArray[np.uint8]  # [n, bytes of a value]
 
 
-def sample_learner(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: str) -> list[Sample]:
+def sample_learner(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: str) -> list[TensorSample]:
     """Return values of this rank's trained weights and of their AdamW state, at places drawn from `seed`.
 
     The state of an optimizer that has made no update is zero.
@@ -47,13 +47,13 @@ def sample_learner(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: 
     return [_sample(key, tensor, rng) for key, tensor in _live(model, optimizer) if _local(tensor).numel()]
 
 
-def counted_updates(samples: Sequence[Sample]) -> int:
+def counted_updates(samples: Sequence[TensorSample]) -> int:
     """Return AdamW's own count of its updates; a parameter without a gradient counts fewer."""
     counts = [one.values.view(np.float32) for one in samples if one.key.endswith(f".{MOMENTS[0]}")]
     return int(max((count.max() for count in counts), default=0))
 
 
-def saved_fault(folder: Path, samples: Sequence[Sample], *, step: int, updates: int) -> str:
+def saved_fault(folder: Path, samples: Sequence[TensorSample], *, step: int, updates: int) -> str:
     """Compare a complete checkpoint with the learner's samples, steps and updates at the save; "" if it is sound.
 
     An error of the read is a fault too: a checkpoint that cannot be read is none.
@@ -63,7 +63,7 @@ def saved_fault(folder: Path, samples: Sequence[Sample], *, step: int, updates: 
         return _fault(folder, f"AdamW has counted {counted} updates, and the learner has made {updates}")
     try:
         marker = read_marker(folder)
-    except Exception as error:  # noqa: BLE001 - the run goes on, with the older checkpoint
+    except Exception as error:  # noqa: BLE001 - the run continues, with the older checkpoint
         return _fault(folder, f"cannot be read back: {error!r}")
     if (marker.step, marker.updates) != (step, updates):
         of_disk = f"step {marker.step} and {marker.updates} updates"
@@ -71,7 +71,7 @@ def saved_fault(folder: Path, samples: Sequence[Sample], *, step: int, updates: 
     return stored_fault(folder, samples)
 
 
-def stored_fault(folder: Path, samples: Sequence[Sample]) -> str:
+def stored_fault(folder: Path, samples: Sequence[TensorSample]) -> str:
     """Compare samples of the learner with the checkpoint's files; return the fault, "" if they are equal."""
     differing = []
     try:
@@ -83,7 +83,7 @@ def stored_fault(folder: Path, samples: Sequence[Sample]) -> str:
                     return _fault(folder, f"{one.key} is not on disk")
                 if not np.array_equal(_read(folder, metadata, one, files, opened), one.values):
                     differing.append(one.key)
-    except Exception as error:  # noqa: BLE001 - of torch, pickle or the disk; the run goes on
+    except Exception as error:  # noqa: BLE001 - of torch, pickle or the disk; the run continues
         return _fault(folder, f"cannot be read back: {error!r}")
     if not differing:
         return ""
@@ -119,7 +119,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sample(key: str, tensor: Tensor, rng: np.random.Generator) -> Sample:
+def _sample(key: str, tensor: Tensor, rng: np.random.Generator) -> TensorSample:
     """Copy values of this rank's part of a tensor, which may be on a GPU."""
     local = _local(tensor)
     flat = rng.integers(0, local.numel(), min(SAMPLES, local.numel()))
@@ -130,14 +130,14 @@ def _sample(key: str, tensor: Tensor, rng: np.random.Generator) -> Sample:
     if isinstance(tensor, DTensor):
         _, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         places += np.array(first, np.int64)
-    return Sample(key, places, values.view(torch.uint8).reshape(len(flat), -1).numpy())
+    return TensorSample(key, places, values.view(torch.uint8).reshape(len(flat), -1).numpy())
 
 
 # ---- the files
 
 
 def _read(
-    folder: Path, metadata: Metadata, sample: Sample, files: dict[str, int], opened: ExitStack
+    folder: Path, metadata: Metadata, sample: TensorSample, files: dict[str, int], opened: ExitStack
 ) -> npt.NDArray[np.uint8]:
     """Read the stored values at a sample's places, whatever ranks wrote them. Raises an error of the files."""
     stored = metadata.state_dict_metadata[sample.key]

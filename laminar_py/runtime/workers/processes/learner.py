@@ -177,7 +177,12 @@ def _real_learner(
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
-    return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
+    return learner, LearnerStarted(
+        num_parameters=num_parameters,
+        attention=kernel,
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_hidden_layers,
+    )
 
 
 # ---- in place of a learner, where weights are evaluated
