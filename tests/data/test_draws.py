@@ -1,6 +1,7 @@
 """A stream that skips or repeats prompts is named at once, and a sound one never is (law 13)."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,8 +10,13 @@ from hypothesis import strategies as st
 from laminar_py.config.data import DataConfig
 from laminar_py.data.draws import Draws
 from laminar_py.data.stream import PromptStream
+from laminar_py.ledger.recovery import issued_groups
+from laminar_py.ledger.run_folder import LEDGER_NAME
+from laminar_py.records.events import Dropped, RolledBack, Undone
 from laminar_py.records.scoring import GroupRewards
+from laminar_py.records.trajectory import DropReason, Kind
 from tests.data.builders import make_problems
+from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger
 
 
 def make(*counts: int, seed: int = 0, weights: tuple[float, ...] = (), **settings: object):
@@ -23,14 +29,10 @@ def make(*counts: int, seed: int = 0, weights: tuple[float, ...] = (), **setting
     return stream, Draws(problems, config, num_open=stream.num_open)
 
 
-def issue(draws: Draws, ids: list[str], *, first: int = 0) -> list[str]:
-    """Faults of groups at consecutive places."""
-    return [draws.issued(f"g{place}", place, id) for place, id in enumerate(ids, first)]
-
-
 def first_fault(draws: Draws, ids: list[str]) -> tuple[int, str]:
-    """The place and the text of the only fault."""
-    ((place, fault),) = [(place, fault) for place, fault in enumerate(issue(draws, ids)) if fault]
+    """The place and the text of the only fault of groups at places 0, 1, 2, ..."""
+    faults = [draws.issued(f"g{place}", place, id) for place, id in enumerate(ids)]
+    ((place, fault),) = [(place, fault) for place, fault in enumerate(faults) if fault]
     return place, fault
 
 
@@ -125,6 +127,24 @@ def test_a_row_that_comes_again_while_no_level_opens_is_named() -> None:
     place, fault = first_fault(draws, [*ids[:17], ids[12]])
     assert place == 17
     assert "again, before 3 of 10 prompts of data.train.0 were" in fault
+
+
+async def test_the_record_has_each_group_once_in_the_order_of_issue(tmp_path: Path) -> None:
+    """Replaced samples, drops, undone steps and evaluations are no draws."""
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.0", index=0)
+        issue(ledger, "g1.0", index=1)
+        ledger.append(Dropped("g1.0", DropReason.TOKENS_LOST))
+        issue(ledger, "e0.0", index=0, kind=Kind.EVAL)
+        ledger.append_all(consume(1, 0, "g0.0"))
+        ledger.append_all([RolledBack(0, "learner_crashed"), Undone("g0.0", 1)])
+        issue(ledger, "g2.0", index=2)
+        issue(ledger, "g1.1", index=1)
+        issue(ledger, "g2.1", index=2)
+        await ledger.commit()
+    expected = [("g0", 0, "p0"), ("g1", 1, "p1"), ("g2", 2, "p2")]
+    assert list(issued_groups(tmp_path / LEDGER_NAME)) == expected
 
 
 STOPS = st.lists(st.integers(0, 40), max_size=5)

@@ -11,6 +11,7 @@ from laminar_py.learner import checkpoint
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.marker import complete_checkpoint
 from laminar_py.learner.readback import SAMPLES, sample_learner
+from laminar_py.runtime.workers.learner import _first_fault
 from tests.learner.builders import (
     SETTINGS,
     make_learner,
@@ -223,6 +224,12 @@ def ranks_main(rank: int, model_folder: Path, folder: Path, offload: bool, plant
 def test_each_of_two_ranks_reads_its_own_shards_back(model_folder: Path, tmp_path: Path, offload, planted):
     run_ranks(ranks_main, model_folder, tmp_path, offload, planted, world_size=WORLD_SIZE)
     assert make_learner(model_folder).load(tmp_path / "step-1") == ""  # of one rank
+
+
+def test_the_faults_of_all_ranks_are_one_text():
+    assert _first_fault(["", None]) == ""
+    assert _first_fault(["x differs"]) == "x differs"
+    assert _first_fault(["", "x differs", "y differs"]) == "x differs (rank 1; 2 of 3 ranks found a fault)"
 
 
 def test_a_checkpoint_of_an_older_version_loads_without_a_fault(model_folder: Path, tmp_path: Path, monkeypatch):
