@@ -151,7 +151,7 @@ class Checkpoints:
         await self._recorded(version)
         if fault:
             kept = "it is the run's first" if self.last is None else f"{self.last.path} is kept in its place"
-            self._on_fault(f"{fault}; {kept}; look at the disk of {folder} and at the versions of torch")
+            self._on_fault(f"{fault}; {kept}; look at the disk of {folder.parent}")
             if self.last is not None:
                 return
         path = str(folder.relative_to(self._run.path))
