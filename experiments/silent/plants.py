@@ -62,7 +62,7 @@ def _(module: ModuleType) -> None:
     module.Weights.copy_ = copy_all_but_one
 
 
-LORA = ("learner.lora.r=4", "learner.lora.targets=[q_proj,v_proj]")
+LORA = ("learner.lora.rank=4", "learner.lora.targets=[q_proj,v_proj]")
 
 
 @plant("adapter_stays", f"{ENGINE}.adapter", "weights", "an adapter never reaches the engine", settings=LORA)
@@ -180,7 +180,7 @@ def _(module: ModuleType) -> None:
     module.policy_loss = lambda inputs, settings: loss(inputs, settings) / 4
 
 
-@plant("a_microbatch_is_lost", "laminar_py.learner.step", "step", "a microbatch never takes part")
+@plant("a_microbatch_is_lost", "laminar_py.learner.step", "step", "a microbatch never takes part", within=2)
 def _(module: ModuleType) -> None:
     step = module.Learner.step
     module.Learner.step = lambda self, microbatches: step(self, microbatches[1:] or microbatches)
@@ -202,7 +202,13 @@ def _(module: ModuleType) -> None:
     module.Learner._backward = forgetful
 
 
-@plant("tokens_are_truncated", "laminar_py.learner.packing.packer", "step", "the learner truncates responses")
+@plant(
+    "tokens_are_truncated",
+    "laminar_py.learner.packing.packer",
+    "step",
+    "the learner truncates responses",
+    within=2,
+)
 def _(module: ModuleType) -> None:
     weights = module.StepWeights.token_weights
 
@@ -314,21 +320,36 @@ def _(module: ModuleType) -> None:
 
 @plant(
     "failures_are_zeros",
-    "laminar_py.reward.calls.child",
+    "laminar_py.reward.scorer",
     "scores",
     "failed rewards count as zeros",
     settings=["reward.use=[experiments/silent/rewards.py:flaky]"],
 )
 def _(module: ModuleType) -> None:
-    module.failed = lambda *_, **__: module.Outcome(value=0.0)
-    module.late = lambda *_, **__: module.Outcome(value=0.0)
+    add_up = module.add_up
+
+    def kind(trajectory_id, outcomes, **options):
+        import msgspec
+
+        zeros = [
+            (term, msgspec.structs.replace(outcome, failure=None, value=outcome.value or 0.0))
+            for term, outcome in outcomes
+        ]
+        return add_up(trajectory_id, zeros, **options)
+
+    module.add_up = kind
 
 
-@plant("part_groups", "laminar_py.control.groups", "scores", "part batches count as whole", within=2)
+@plant("part_groups", "laminar_py.control.consumption", "scores", "part batches count as whole", within=2)
 def _(module: ModuleType) -> None:
-    pending = module.Group.pending.fget
-    scored = module.Group.survivors.fget
-    module.Group.pending = property(lambda self: [] if len(scored(self)) >= 6 else pending(self))
+    put = module.Consumption.put
+
+    async def put_half(self, group):
+        members = list(group.members.items())
+        half = replace(group, members=dict(members[: len(members) // 2]))
+        await put(self, half)
+
+    module.Consumption.put = put_half
 
 
 @plant(

@@ -118,6 +118,8 @@ class EngineLaunch:
 class LearnerStandIn(Protocol):
     """A learner that a backend brings in place of `learner.step.Learner`; one process makes its calls."""
 
+    steps_taken: int
+
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """Make an optimizer step on `microbatches`."""
         ...
@@ -130,12 +132,15 @@ class LearnerStandIn(Protocol):
         """Begin a checkpoint in `folder`; return when the next step may begin."""
         ...
 
-    def finish_save(self) -> None:
-        """Wait until the checkpoint that `begin_save` began is complete on disk."""
+    def finish_save(self) -> str:
+        """Wait until the checkpoint that `begin_save` began is complete on disk; return its fault, or ""."""
         ...
 
-    def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Raises `ConfigError` if it is incomplete."""
+    def load(self, folder: Path) -> str:
+        """Restore a checkpoint; return how the learner differs from it, or "".
+
+        Raises `ConfigError` if the checkpoint is incomplete.
+        """
         ...
 
 

@@ -59,6 +59,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(
             self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
+        self.updates = 0  # since the start of the run, without skipped ones
 
     def update(self, step: int, *, loss: float) -> float | None:
         """Clip the gradients, make an AdamW step, and clear the gradients.
@@ -76,6 +77,7 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = self._settings.lr * factor
             self.adamw.step()
+            self.updates += 1
         self.adamw.zero_grad()
         return norm if finite else None
 
@@ -222,22 +224,33 @@ class Learner:
         """The text of `adapter_config.json` if the learner publishes adapters, else None."""
         return None if self._adapters is None else self._adapters.config()
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint to `folder` and wait for its files; after `load` training continues bit for bit."""
+    def save(self, folder: Path) -> str:
+        """Write a checkpoint to `folder` and wait for its files; after `load` training continues bit for bit.
+
+        Returns the fault that `finish_save` finds.
+        """
         self.begin_save(folder)
-        self.finish_save()
+        return self.finish_save()
 
     def begin_save(self, folder: Path) -> None:
         """Copy the state, and let a thread write the copy to `folder`; the next step may start at once."""
-        self._checkpointer.begin(folder, step=self.steps_taken)
+        self._checkpointer.begin(folder, step=self.steps_taken, updates=self._optimizer.updates)
 
-    def finish_save(self) -> None:
-        """Wait until the last checkpoint is complete on disk. Raises the error of a write that failed."""
-        self._checkpointer.finish()
+    def finish_save(self) -> str:
+        """Wait until the last checkpoint is complete on disk and read back; return its fault, "" if it is sound.
 
-    def load(self, folder: Path) -> None:
-        """Restore a checkpoint, with `steps_taken`. Raises `ConfigError` if it is torn or of another model."""
-        self.steps_taken = self._checkpointer.load(folder)
+        Raises the error of a write that failed.
+        """
+        return self._checkpointer.finish()
+
+    def load(self, folder: Path) -> str:
+        """Restore a checkpoint, with `steps_taken`; return how the learner differs from the files, or "".
+
+        Raises `ConfigError` if the checkpoint is torn or of another model.
+        """
+        loaded = self._checkpointer.load(folder)
+        self.steps_taken, self._optimizer.updates = loaded.step, loaded.updates
+        return loaded.fault
 
     # ---- parts of a step
 

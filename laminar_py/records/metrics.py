@@ -192,13 +192,18 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.replicas or list(range(len(self.running)))
 
 
-class LearnerStarted(msgspec.Struct, frozen=True):
-    """The learner is ready, e.g. `LearnerStarted(7_600_000_000, "sdpa", 3584, 28)`; sizes are of the model."""
+class LearnerStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """The learner is ready; sizes are of the model.
+
+    E.g. `LearnerStarted(num_parameters=7_600_000_000, attention="sdpa", hidden_size=3584, num_layers=28)`.
+    """
 
     num_parameters: int
     attention: str  # the attention function in use
     hidden_size: int
     num_layers: int
+    steps_taken: int = 0  # by the checkpoint that was loaded
+    fault: str = ""  # how a rank differs from that checkpoint; "" if none does
 
 
 class LearnerProgress(msgspec.Struct, frozen=True):

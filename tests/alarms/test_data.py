@@ -14,7 +14,7 @@ from laminar_py.control.alarms.data import (
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import Assigned, Consumed, Dropped, Issued, Scored, Stepped, Undone
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind, Prompt
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 
 SIZE = 8
 
@@ -24,6 +24,7 @@ def row(group: int, sample: int = 0, *, length: int = 10, task: str = "", kind: 
     return LiveTrajectory(
         id=f"g{group}.{sample}",
         number=1,
+        status=Status.QUEUED,
         group_id=f"g{group}",
         prompt_id=prompt.id,
         prompt_index=group,

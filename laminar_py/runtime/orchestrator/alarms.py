@@ -40,6 +40,8 @@ class Alarms:
         self._stop = stop
         self._show_line = show_line
         self._told: set[tuple[str, str]] = set()
+        self._early: list[Alarmed] = []  # from before the ledger began
+        self._record: Callable[[Alarmed], None] = self._early.append
         self._events = EventChecks(lambda row: row.prompt)
         self._probes = ProbeCheck(tolerance=EXACT if exact else ROUNDED)
         self._groups = GroupCheck(config.rollout.group_size)
@@ -51,10 +53,16 @@ class Alarms:
         """Take the live trajectories of a run that resumes."""
         self._events.batches.restore(live)
 
+    def start(self) -> None:
+        """Record the alarms so far, now that the ledger has begun."""
+        self._record = self._ledger.append
+        for event in self._early:
+            self._record(event)
+
     def _observe(self, event: AnyEvent, row: LiveTrajectory | None) -> None:
         self._tell(self._events.observe(event, row))
 
-    def stepped(self, batch: StepBatch, metrics: StepMetrics, *, step: int) -> None:
+    def stepped(self, batch: StepBatch, metrics: StepMetrics, step: int) -> None:
         """Check a step that the learner has made, before it is recorded."""
         self.step = step
         self._tell(self._learning.observe(batch, metrics, step=step))
@@ -94,6 +102,6 @@ class Alarms:
             line = f"alarm {alarm.check}: {alarm.part}: {alarm.message}"
             log.error("%s", line)
             self._show_line(line)
-            self._ledger.append(Alarmed(self.step, alarm.check, alarm.part, alarm.message))
+            self._record(Alarmed(self.step, alarm.check, alarm.part, alarm.message))
             if reaction is Reaction.STOP:
                 self._stop(f"{line} (alarms.{alarm.check}=warn goes on)")

@@ -42,6 +42,7 @@ process of `laminar train` or `laminar eval`; each part in a process of its own 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from laminar_py.control.dispatcher import DISPATCH_S, Throttle
@@ -251,6 +252,7 @@ class Controller:
             reference=self._reference,
             versions_return=source is not None,
             fail=self._stop.fail,
+            on_fault=partial(self._alarms.tell, "draws", "controller"),
         )
         self._relays = relays = Relays(incarnation)
         self._environments = EnvironmentProcesses(incarnation, relays.keys)
@@ -312,9 +314,10 @@ class Controller:
             learner=learner,
             evaluator=self._evaluator,
             versions=versions,
-            alarms=self._alarms,
             stop=self._stop,
             show=self._show_step,
+            on_fault=partial(self._alarms.tell, "checkpoint", "learner"),
+            check_step=self._alarms.stepped,
         )
         migration = Migration(
             MigrationSettings.from_config(incarnation.config),
@@ -338,6 +341,7 @@ class Controller:
     async def lead(self) -> Result:
         """Lead the run through all its phases, or to a stop after `interrupt`; return the summary."""
         await self._incarnation.ledger.start()
+        self._alarms.start()
         self._trackers.start()
         summary: Result | None = None
         try:

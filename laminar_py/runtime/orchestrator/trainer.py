@@ -21,12 +21,11 @@ from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import read_totals
 from laminar_py.records.events import RolledBack
-from laminar_py.records.metrics import StepRow
+from laminar_py.records.metrics import StepMetrics, StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import watched
-from laminar_py.runtime.orchestrator.alarms import Alarms
-from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
+from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, restored_fault
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.versions import Versions
@@ -92,12 +91,13 @@ class Trainer:
         learner: LearnerKeeper,
         evaluator: Evaluator,
         versions: Versions,
-        alarms: Alarms,
         stop: StopRequest,
         show: Callable[[StepRow], None],
+        on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
+        check_step: Callable[[StepBatch, StepMetrics, int], None] = lambda batch, metrics, step: None,
     ) -> None:
         self.step = 0
-        self._alarms = alarms
+        self._check_step = check_step
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream = incarnation.inputs.stream
@@ -115,7 +115,9 @@ class Trainer:
             saved=learner.saved,
             recorded=versions.on_record,
             checkpointed=scheduler.consumption.checkpointed,
+            on_fault=on_fault,
         )
+        self._on_fault = on_fault
         self._show = show
         self._attention_share = 0.0
         self._refill = RefillWatch(
@@ -245,7 +247,7 @@ class Trainer:
         """Record a step, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
         self.step += 1
         if outcome is not None:
-            self._alarms.stepped(batch, outcome.metrics, step=self.step)
+            self._check_step(batch, outcome.metrics, self.step)
         row = self._stats.step_row(
             step=self.step,
             version=batch.version,
@@ -342,6 +344,8 @@ class Trainer:
         checkpoint = self._checkpoints.last
         folder = self._run.path / checkpoint.path if checkpoint else None
         started = await self._stop.unless_asked(self._learner.start(folder))
+        if fault := await asyncio.to_thread(restored_fault, self._run, checkpoint, started):
+            self._on_fault(fault)
         SIGNALS.enter("the first version and its checkpoint")
         # the learner counts only optimizer steps, so the step comes from the checkpoint
         self.step = self._saved_step = checkpoint.step if checkpoint else 0

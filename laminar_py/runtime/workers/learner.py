@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepWeights
 from laminar_py.records.codec import decode, encode
@@ -98,7 +100,10 @@ class LearnerKeeper(Keeper):
             )
             for rank, part in enumerate(parts)
         ]
-        self._started = await self._call_first(LearnerStarted, "start", requests)
+        answers = await self._call_all("start", requests)
+        started = [decode(LearnerStarted, answer) for answer in answers if isinstance(answer, bytes)]
+        fault = _first_fault([answer.fault for answer in started])
+        self._started = msgspec.structs.replace(started[0], fault=fault)
 
     async def _rendezvous(self, parts: Sequence[Part]) -> str:
         """Return the ranks' rendezvous: a new file if they are on one node, else a port on rank 0's node."""
@@ -147,9 +152,12 @@ class LearnerKeeper(Keeper):
         """Begin a checkpoint in `path`; return when the state is copied. Raises PartCrashedError."""
         await self._call_all("save", [str(path)] * len(self.parts))
 
-    async def saved(self) -> None:
-        """Wait until the newest checkpoint is complete on disk. Raises PartCrashedError."""
-        await self._call_all("saved", [None] * len(self.parts))
+    async def saved(self) -> str:
+        """Wait until the newest checkpoint is complete on disk and read back; return its fault, or "".
+
+        Raises PartCrashedError.
+        """
+        return _first_fault(await self._call_all("saved", [None] * len(self.parts)))
 
     async def _watch_progress(self, *, starting: bool) -> None:
         """Ask ranks for progress until cancelled; if `starting`, show rank 0's. Raises PartCrashedError."""
@@ -185,6 +193,14 @@ class LearnerKeeper(Keeper):
         except PartCrashedError:
             self.kill()  # the other ranks wait in a collective that never completes
             raise
+
+
+def _first_fault(faults: Sequence[object]) -> str:
+    """Return the first fault that a rank found, with the rank's number if there are several; "" without any."""
+    found = [(rank, fault) for rank, fault in enumerate(faults) if fault]
+    if not found or len(faults) == 1:
+        return "".join(str(fault) for _, fault in found)
+    return f"{found[0][1]} (rank {found[0][0]}; {len(found)} of {len(faults)} ranks found a fault)"
 
 
 # ---- the reference model

@@ -93,7 +93,8 @@ class LearnerActor(ComputingActor):
             with BACKENDS.naming_package(kind):
                 self._learner, started = stand_in(config)
         if spec.checkpoint is not None:
-            self._learner.load(Path(spec.checkpoint))
+            fault = self._learner.load(Path(spec.checkpoint))
+            started = msgspec.structs.replace(started, steps_taken=self._learner.steps_taken, fault=fault)
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
         if spec.rank == 0:
             adapter = self._learner.adapter_config() if isinstance(self._learner, Learner) else None
@@ -151,9 +152,9 @@ class LearnerActor(ComputingActor):
         """Begin a checkpoint in the folder `path`; return when the state is copied and the next step may begin."""
         self._learner.begin_save(Path(path))
 
-    def saved(self) -> None:
-        """Return when the checkpoint is complete on disk."""
-        self._learner.finish_save()
+    def saved(self) -> str:
+        """Return when the checkpoint is complete on disk and read back: its fault, or ""."""
+        return self._learner.finish_save()
 
 
 def _real_learner(
@@ -185,7 +186,12 @@ def _real_learner(
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
-    return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
+    return learner, LearnerStarted(
+        num_parameters=num_parameters,
+        attention=kernel,
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_hidden_layers,
+    )
 
 
 # ---- in place of a learner, where weights are evaluated
