@@ -25,6 +25,8 @@ def row(group: int, sample: int = 0, *, length: int = 10, task: str = "", kind: 
         id=f"g{group}.{sample}",
         number=1,
         status=Status.QUEUED,
+        first_seq=1,
+        last_seq=1,
         group_id=f"g{group}",
         prompt_id=prompt.id,
         prompt_index=group,
