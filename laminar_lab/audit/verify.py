@@ -206,11 +206,11 @@ def _check_events(run: Path) -> Proof:
     return Proof(violations=violations + replay.violations, notes=notes)
 
 
-EXACT = ("weights", "scores", "evaluation")  # checks of events that a resume does not change
+EXACT = ("weights",)  # checks whose findings the run must have said
 
 
 class SilentFailures:
-    """Repeats the checks of events, and compares what they find with the alarms on record."""
+    """Repeats the checks of events, and compares their findings with the alarms on record."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -232,14 +232,14 @@ class SilentFailures:
 
     @property
     def notes(self) -> list[str]:
-        """Alarms on record, and what only statistics over the whole log show."""
+        """Alarms on record, and findings over the whole log that are no violations."""
         told = [f"alarm at step {one.step}: {one.check}: {one.part}: {one.message}" for one in self._told]
         return told + [
             f"{one.check}: {one.part}: {one.message}" for one in self._unsaid() if one.check not in EXACT
         ]
 
     def end(self) -> list[Violation]:
-        """Return what the events show to be wrong, and the run has not said."""
+        """Return a violation for each finding that the run has not said."""
         unsaid = [alarm for alarm in self._unsaid() if alarm.check in EXACT]
         return [Violation(Rule.SILENT, alarm.part, f"{alarm.check}: {alarm.message}") for alarm in unsaid]
 

@@ -6,7 +6,7 @@ from laminar_py.config.section import Section
 
 
 class Reaction(StrEnum):
-    """What follows an alarm beside its line and its event."""
+    """Reaction to an alarm, beside its line and its event."""
 
     OFF = "off"  # not even these
     WARN = "warn"
@@ -16,7 +16,7 @@ class Reaction(StrEnum):
 class AlarmsConfig(Section):
     """Reaction to each silent failure ([silent_failures.md](silent_failures.md)). `warn` prints one line and
     records an event. `stop` also ends the run with exit code 1 and keeps the last checkpoint before the alarm;
-    `--resume` goes on from there and checks again. `off` does nothing."""
+    `--resume` continues from there and checks again. `off` does nothing."""
 
     weights: Reaction = Reaction.STOP
     """An engine serves other weights than the learner published."""
@@ -25,8 +25,8 @@ class AlarmsConfig(Section):
     sampling: Reaction = Reaction.STOP
     """Engines draw tokens with other settings than the run has."""
     step: Reaction = Reaction.STOP
-    """A step trained on other tokens, trajectories or loss weights than the ledger says, or its gradients are not
-    those of its loss."""
+    """A step trained on other tokens, trajectories or loss weights than the ledger says, or its gradients do
+    not follow from its loss."""
     optimizer: Reaction = Reaction.STOP
     """A trained tensor has gradients and does not change."""
     reference: Reaction = Reaction.STOP

@@ -95,7 +95,7 @@ class RunConfig(Section):
     supervisor: SupervisorConfig = SupervisorConfig()
     """Restarts of crashed parts."""
     alarms: AlarmsConfig = AlarmsConfig()
-    """What follows a silent failure."""
+    """Reactions to silent failures."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,11 +6,12 @@ follow from the weights alone (law 4).
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -24,6 +25,8 @@ from laminar_py.learner.losses.logprob import Support, token_logprobs
 from laminar_py.learner.model_folder import check_tied_head, missing_weight
 from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.trajectory import MicroBatch
+
+SAMPLED = 3  # values of each tensor in a fingerprint
 
 
 def load_reference(
@@ -225,3 +228,16 @@ def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     moved = cast.to(cast.device_mesh.device_type) if cast.device_mesh.size() > 1 else cast
     assert isinstance(moved, DTensor), "a moved shard is a shard"
     return moved.full_tensor().contiguous()
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """Hash over a few values of each tensor: the first, the last and one between."""
+    flat = [tensor.detach().flatten() for tensor in tensors if tensor.numel()]
+    values = torch.cat([values[:: max(1, len(values) // SAMPLED)].float().cpu() for values in flat])
+    digest: str = blake3(values.numpy().tobytes()).hexdigest(length=8)
+    return digest
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

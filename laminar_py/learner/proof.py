@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.losses.objectives import LossInputs
+from laminar_py.learner.model import fingerprint, local_part
+from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
 from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof
 from laminar_py.records.trajectory import MicroBatch
@@ -29,21 +29,21 @@ from laminar_py.records.trajectory import MicroBatch
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
 TOP = 256  # tokens of a probe's distribution
 UNCHANGED = 0.05  # nats between the behaviour and the present policy
-SAMPLED = 3  # values of each tensor in the fingerprint of the reference
 
 
 class StepProver:
-    """Collects the proof of one step after the other, e.g. `StepProver(model, ranks, reference=None)`.
+    """Collects the proof of one step after the other, e.g. `StepProver(model, ranks, None)`.
 
     Every method but `add` is a collective. The order of a step: `begin`, then for each update `add` for its
     microbatches, `check_gradients`, `mark`, the optimizer's update, `check_moved`; at last `finish`.
     """
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks, *, reference: nn.Module | None) -> None:
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, reference: InnerReference | None) -> None:
         self._ranks = ranks
         self._trained = [(name, item) for name, item in model.named_parameters() if item.requires_grad]
         self._scale = _final_scale(model)
-        self._reference = None if reference is None else [local_part(item) for item in reference.parameters()]
+        frozen = None if reference is None else reference.model.parameters()
+        self._reference = None if frozen is None else [local_part(item) for item in frozen]
         self._moved = self._still = torch.zeros(len(self._trained), device=ranks.device)
         self.begin()
 
@@ -148,19 +148,6 @@ class StepProver:
             still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
             reference="" if self._reference is None else fingerprint(self._reference),
         )
-
-
-def fingerprint(tensors: Sequence[Tensor]) -> str:
-    """Hash over a few values of each tensor: the first, the last and one between."""
-    flat = [tensor.detach().flatten() for tensor in tensors if tensor.numel()]
-    values = torch.cat([values[:: max(1, len(values) // SAMPLED)].float().cpu() for values in flat])
-    digest: str = blake3(values.numpy().tobytes()).hexdigest(length=8)
-    return digest
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _final_scale(model: PreTrainedModel) -> nn.Parameter | None:

@@ -151,8 +151,7 @@ class Learner:
         self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
-        reference = None if self._reference is None else self._reference.model
-        self._prover = StepProver(self.model, self._ranks, reference=reference)
+        self._prover = StepProver(self.model, self._ranks, self._reference)
         self.steps_taken = 0
 
     def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":

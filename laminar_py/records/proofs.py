@@ -45,12 +45,12 @@ class GradientSums(msgspec.Struct, frozen=True):
 
     expected: float
     found: float
-    spread: float  # root of the sum of the squares of each token's part in `expected`
+    spread: float  # root of the summed squares of each token's part in `expected`
     scale: float | None  # of the loss, 1 by definition; None: no token tells it
 
 
 class StepProof(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner step trained on and changed, over all ranks."""
+    """Counts and changes of a learner step, over all ranks."""
 
     tokens: int = 0  # with a loss weight
     weight: float = 0.0  # sum of their loss weights

@@ -103,7 +103,7 @@ _OF_ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
 
 
 def tensor_samples(folder: Path) -> dict[str, str]:
-    """Return a hash of the first bytes of each tensor of a version, by its name in the base model.
+    """Return, for each tensor in a version, a hash of its first bytes, by its name in the base model.
 
     Other bytes of a tensor may differ between versions with equal samples.
     """

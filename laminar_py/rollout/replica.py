@@ -29,7 +29,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, PauseMode, SamplingParams
 from laminar_py.records.environment import Environments
 from laminar_py.records.events import VersionLoaded
@@ -60,7 +59,6 @@ class WeightLoader:
         weights: WeightSource,
         streams: Streams,
         out: Outbox,
-        *,
         verify_every: int,
         prober: Prober | None,
     ) -> None:
@@ -157,8 +155,7 @@ class Replica:
         partial_interval_s: float,  # between writes to the journal
         max_seconds: float | None = None,  # cap on the time of a response
         verify_every: int = 0,  # versions, of which one is hashed; 0: none
-        probes: Sequence[IntArray] = (),  # prompts of probes
-        sampling: SamplingParams | None = None,  # of the run, for probes
+        prober: Prober | None = None,
         initial: Sequence[Assignment] = (),  # to start with
         gather_s: float = GATHER_S,  # least time between reports
         environments: Environments | None = None,
@@ -168,8 +165,7 @@ class Replica:
         self._engine = engine
         self._weights = weights
         self._policy = on_new_weights
-        self._max_batch = max_batch
-        self._store = store
+        self._max_batch, self._store = max_batch, store
         self._partial_interval_s = partial_interval_s
         self._max_seconds, self._initial = max_seconds, initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
@@ -184,10 +180,7 @@ class Replica:
         self._streams = Streams(
             engine, self._out, store, environments, decode, on_ended=self._on_ended, on_lost=self._lose
         )
-        prober = Prober(engine, probes, sampling, replica=index) if probes and sampling is not None else None
-        self._loader = WeightLoader(
-            engine, weights, self._streams, self._out, verify_every=verify_every, prober=prober
-        )
+        self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every, prober)
 
     # ---- called by the controller
 

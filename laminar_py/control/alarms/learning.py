@@ -90,7 +90,7 @@ def _of_step(step: int, fault: str) -> Alarm:
 
 
 def _tokens(batch: StepBatch) -> tuple[int, int]:
-    """Least and most tokens with a loss weight: the first token of a sequence of a tree may have no row."""
+    """Least and most tokens with a loss weight: in a tree the first token of each sequence may have no row."""
     most, without_row = 0, 0
     for item in batch.trajectories:
         if item.weight > 0:

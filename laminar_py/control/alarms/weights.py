@@ -1,4 +1,4 @@
-"""Alarms on weights: what was published, what engines loaded, and what they compute with it. Pure."""
+"""Alarms on weights: published versions, the tensors of engines, and their probabilities. Pure."""
 
 import math
 from collections import defaultdict, deque
@@ -205,7 +205,7 @@ _HEDGE = 0.01  # share of a bet that stays with the right distribution, so that 
 
 
 def _bets(expected: NextToken, token: int) -> Odds:
-    """Log of the odds of a token under each wrong setting against the right one."""
+    """Return log-odds of a token: each wrong setting against the right setting."""
     logprob = _logprob(expected, token)
     place = np.flatnonzero(expected.ids == token)
     rank = int(place[0]) if len(place) else len(expected.ids)
@@ -220,6 +220,6 @@ def _bets(expected: NextToken, token: int) -> Odds:
 
 
 def _logprob(expected: NextToken, token: int) -> float:
-    """The learner's log-probability of a token; of a token below all known ones, that of the last."""
+    """Return the learner's log-probability of a token; a token below all known tokens has the last value."""
     place = np.flatnonzero(expected.ids == token)
     return float(expected.logprobs[place[0]] if len(place) else expected.logprobs[-1])

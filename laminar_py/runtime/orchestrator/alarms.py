@@ -15,6 +15,7 @@ from laminar_py.control.alarms.learning import StepCheck, reference_alarm
 from laminar_py.control.alarms.weights import EXACT, ROUNDED, ProbeCheck
 from laminar_py.control.consumption import StepBatch
 from laminar_py.engines.model_sizes import served_dtype
+from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import Alarmed, AnyEvent
 from laminar_py.records.metrics import StepMetrics
@@ -30,7 +31,12 @@ class Alarms:
     """The checks of a run; `stop(line)` ends the run, and `show_line` prints a line at once."""
 
     def __init__(
-        self, incarnation: Incarnation, *, stop: Callable[[str], None], show_line: Callable[[str], None]
+        self,
+        incarnation: Incarnation,
+        recovered: Recovered | None,
+        *,
+        stop: Callable[[str], None],
+        show_line: Callable[[str], None],
     ) -> None:
         config = incarnation.config
         exact = config.learner_device is Device.CPU and served_dtype(config.model.path) == "float32"
@@ -47,11 +53,8 @@ class Alarms:
         self._groups = GroupCheck(config.rollout.group_size)
         self._learning = StepCheck(config.algorithm, exact=exact, constant=config.rollout.sampling.max_new_tokens)
         self._reference = ""
+        self._events.batches.restore(recovered.live if recovered else ())
         incarnation.ledger.observe = self._observe
-
-    def restore(self, live: Iterable[LiveTrajectory]) -> None:
-        """Take the live trajectories of a run that resumes."""
-        self._events.batches.restore(live)
 
     def start(self) -> None:
         """Record the alarms so far, now that the ledger has begun."""

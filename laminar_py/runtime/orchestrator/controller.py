@@ -127,7 +127,6 @@ async def process_reports(
     replicas: Replicas,
     dispatch_loop: Throttle,
     stats: Stats,
-    alarms: Alarms,
 ) -> None:
     """Process replicas' reports until cancelled; finished responses go to the scorers and the reference model.
 
@@ -143,7 +142,6 @@ async def process_reports(
             await scheduler.incoming.on_report(report)
             stats.on_report(report)
             replicas.check_weights(connection, report)
-            alarms.reported(report)
             has_idle_or_updated |= views.by_index[index].idle or report.status.version != version
         stats.set_generating(scheduler.views.in_flight > 0)
         if has_idle_or_updated:
@@ -153,12 +151,7 @@ async def process_reports(
 
 
 async def collect_scores(
-    scores: Handoff[Sequence[Score]],
-    *,
-    scheduler: TrajectoryScheduler,
-    scoring: Scoring,
-    dispatch_loop: Throttle,
-    alarms: Alarms,
+    scores: Handoff[Sequence[Score]], *, scheduler: TrajectoryScheduler, scoring: Scoring, dispatch_loop: Throttle
 ) -> None:
     """Record scores until cancelled. A group with all its scores goes to the learner, or is dropped."""
     async for batch in scores.items():
@@ -174,18 +167,14 @@ async def collect_scores(
             trajectory = scheduler.state.live.get(score.trajectory_id)
             if trajectory is not None:
                 scoring.count_score(score, trajectory)
-                alarms.scored(score, trajectory)
             await scheduler.incoming.on_score(score)
         dispatch_loop.wake()  # a group with all its scores makes room for another group
 
 
-async def collect_reference_logprobs(
-    reference: ReferenceStage, *, scheduler: TrajectoryScheduler, alarms: Alarms
-) -> None:
+async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
     """Record log-probabilities of the reference model until cancelled; drop trajectories with lost tokens."""
     while True:
         answer = await reference.next_answer(wanted=scheduler.is_live)
-        alarms.referred(answer.fingerprint)
         for trajectory_id, logprobs in answer.logprobs.items():
             await scheduler.incoming.on_reference(trajectory_id, logprobs)
         await scheduler.incoming.drop_lost(answer.lost)
@@ -235,9 +224,7 @@ class Controller:
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
         self._source, self.view = source, view
         self._stop = StopRequest()
-        self._alarms = Alarms(incarnation, stop=self._stop.alarm, show_line=view.notice)
-        if self._recovered is not None:
-            self._alarms.restore(self._recovered.live)
+        self._alarms = Alarms(incarnation, self._recovered, stop=self._stop.alarm, show_line=view.notice)
         self._reports: Handoff[Reports] = Handoff()
         self._scores: Handoff[Sequence[Score]] = Handoff()
         self._dispatch_loop = Throttle(self._dispatch, every_s=DISPATCH_S)
@@ -264,7 +251,8 @@ class Controller:
             dispatch_loop=self._dispatch_loop,
             on_reports=self._reports.hand_over,
         )
-        self._scoring = self._make_scoring()
+        self._replicas.check, self._scoring = self._alarms.reported, self._make_scoring()
+        self._scoring.check = self._alarms.scored
         self._evaluator = self._make_evaluator()
         self._learning = self._make_learning() if source is None else None
 
@@ -302,12 +290,8 @@ class Controller:
         """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
         learner = LearnerKeeper(incarnation, relays=self._relays, show=self.view.progress)
-        versions = Versions(
-            incarnation,
-            completed=learner.completed,
-            stored=self._relays.published,
-            computed=self._alarms.computed,
-        )
+        versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
+        versions.check = self._alarms.computed
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,
@@ -403,14 +387,9 @@ class Controller:
                 replicas=self._replicas,
                 dispatch_loop=dispatch_loop,
                 stats=stats,
-                alarms=self._alarms,
             ),
             "collect-scores": collect_scores(
-                self._scores,
-                scheduler=scheduler,
-                scoring=self._scoring,
-                dispatch_loop=dispatch_loop,
-                alarms=self._alarms,
+                self._scores, scheduler=scheduler, scoring=self._scoring, dispatch_loop=dispatch_loop
             ),
             "deadlines": self._keep_deadlines(),
             "sweep-environments": self._environments.sweep(self._is_followed),
@@ -429,8 +408,8 @@ class Controller:
         await learning.trainer.start()
         if self._reference is not None:
             await self._stop.unless_asked(self._reference.bring_up())  # after a warm start, which it may load
-            loop = collect_reference_logprobs(self._reference, scheduler=self._scheduler, alarms=self._alarms)
-            yield "collect-reference", loop
+            self._reference.check = self._alarms.referred
+            yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks:
             speed = await self._stop.unless_asked(self._replicas.speed())

@@ -101,8 +101,7 @@ class Trainer:
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream = incarnation.inputs.stream
-        self._ledger = incarnation.ledger
-        self._stats = incarnation.stats
+        self._ledger, self._stats = incarnation.ledger, incarnation.stats
         self._supervisor = incarnation.supervisor
         self._incarnation_number = incarnation.number
         self._scheduler = scheduler
@@ -123,8 +122,7 @@ class Trainer:
         self._refill = RefillWatch(
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
         )
-        self._num_skipped = 0  # steps in a row without a finite gradient
-        self._saved_step = -1  # step of the newest checkpoint, which may be unfinished
+        self._num_skipped, self._saved_step = 0, -1  # steps without a finite gradient in a row; newest checkpoint
 
     @property
     def version(self) -> int:

@@ -39,14 +39,13 @@ class Versions:
         *,
         completed: Callable[[int], Awaitable[Published]],
         stored: Callable[[], Awaitable[list[Manifest]]],
-        computed: Callable[[int, Sequence[NextToken]], None] = lambda version, tokens: None,
     ) -> None:
         self.newest = -1  # newest version that the learner has copied
         self.lost: PartCrashedError | None = None  # crash of the learner; None again after `start_over`
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
-        self._computed = computed
+        self.check: Callable[[int, Sequence[NextToken]], None] = lambda version, tokens: None
         self._incarnation = incarnation
         self._last_number = -1
         self._copied: deque[_Copied] = deque()  # at most one: the learner completes a version before the next
@@ -70,7 +69,7 @@ class Versions:
             first = self._copied[0]
             try:
                 published = await self._completed(first.version)
-                self._computed(first.version, published.next_tokens)
+                self.check(first.version, published.next_tokens)
                 record_version(self._incarnation, published, step=first.step, parent=first.parent)
                 self._copied.popleft()
             except PartCrashedError as error:

@@ -216,6 +216,7 @@ class ReferenceStage(Keeper):
     def __init__(self, incarnation: Incarnation, *, segments: RunSegments) -> None:
         super().__init__(incarnation, REFERENCE)
         self._segments = segments
+        self.check: Callable[[str], None] = lambda fingerprint: None  # for alarms
         self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
         self._starts = 0
 
@@ -241,6 +242,7 @@ class ReferenceStage(Keeper):
 
         answer = await self.call_with_restarts(call)
         self._incarnation.stats.add_reference_time(answer.elapsed_s)
+        self.check(answer.fingerprint)
         return answer
 
     async def start_parts(self, parts: Sequence[Part]) -> None:

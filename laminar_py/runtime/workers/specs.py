@@ -139,7 +139,7 @@ class ReferenceAnswer(msgspec.Struct, frozen=True):
     logprobs: dict[str, ColumnRef]  # by trajectory
     lost: dict[str, str]  # lost trajectory -> reason
     elapsed_s: float
-    fingerprint: str = ""  # of a sample of its weights
+    fingerprint: str = ""  # over sampled weights
 
 
 class TrackerSpec(msgspec.Struct, frozen=True):

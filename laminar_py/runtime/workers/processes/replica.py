@@ -27,6 +27,7 @@ from laminar_py.relay.subscriber import Subscriber
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
+from laminar_py.rollout.verifying import Prober
 from laminar_py.runtime.cluster.errors import bug_in
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.link.turns import RemoteEnvironments
@@ -64,6 +65,7 @@ class ReplicaActor(PartActor):
         )
         with _unwrapping_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
+        prober = Prober(engine, spec.probes, rollout.sampling.params(), replica=spec.index)
         wire = peer_sockets(spec.keys)
 
         @cache
@@ -88,8 +90,7 @@ class ReplicaActor(PartActor):
             partial_interval_s=rollout.partial_interval_s,
             max_seconds=rollout.max_seconds,
             verify_every=rollout.engine.verify_every,
-            probes=spec.probes,
-            sampling=rollout.sampling.params(),
+            prober=prober if spec.probes else None,
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
             environments=_environments(config, spec, wire),
