@@ -14,7 +14,6 @@ import msgspec
 from blake3 import blake3
 
 from laminar_py.records.engine import RefusedError
-from laminar_py.records.proofs import NextToken
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -24,7 +23,6 @@ class Published(msgspec.Struct, frozen=True):
     digest: str
     num_bytes: int
     stall_s: float  # seconds that the learner waited for the publish
-    next_tokens: list[NextToken] = []  # the learner's distribution after each probe of the run
 
 
 class PulledVersion(msgspec.Struct, frozen=True):

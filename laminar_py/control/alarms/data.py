@@ -66,7 +66,7 @@ class GroupCheck:
             )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Rewards:
     """Rewards of a task so far."""
 

@@ -5,7 +5,7 @@ part once in the life of a controller, so a lasting failure does not flood the t
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from laminar_py.config.alarms import Reaction
 from laminar_py.config.cluster import Device
@@ -19,10 +19,11 @@ from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import Alarmed, AnyEvent
 from laminar_py.records.metrics import StepMetrics
-from laminar_py.records.proofs import Alarm, NextToken
+from laminar_py.records.proofs import Alarm
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import Score
 from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.learner import LearnerKeeper
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,10 @@ class Alarms:
         self.step = step
         self._tell(self._learning.observe(batch, metrics, step=step))
 
-    def computed(self, version: int, tokens: Sequence[NextToken]) -> None:
-        """Take the learner's distributions of a version."""
-        self._tell(self._probes.computed(version, tokens))
+    async def published(self, learner: LearnerKeeper, version: int) -> None:
+        """Take the learner's distributions of a version. Raises PartCrashedError."""
+        if tokens := await learner.next_tokens(version):
+            self._tell(self._probes.computed(version, tokens))
 
     def reported(self, report: ReplicaReport) -> None:
         """Check the answers to probes in a replica's report."""

@@ -291,7 +291,7 @@ class Controller:
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
         learner = LearnerKeeper(incarnation, relays=self._relays, show=self.view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
-        versions.check = self._alarms.computed
+        versions.check = partial(self._alarms.published, learner)
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,

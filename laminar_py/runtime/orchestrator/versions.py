@@ -8,11 +8,10 @@ complete (`tests/orchestrator/test_versions.py`).
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from laminar_py.records.events import VersionPublished
-from laminar_py.records.proofs import NextToken
 from laminar_py.records.weights import Published
 from laminar_py.relay.messages import Manifest
 from laminar_py.runtime.cluster.errors import PartCrashedError
@@ -45,7 +44,7 @@ class Versions:
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
-        self.check: Callable[[int, Sequence[NextToken]], None] = lambda version, tokens: None
+        self.check: Callable[[int], Awaitable[None]] | None = None  # for alarms
         self._incarnation = incarnation
         self._last_number = -1
         self._copied: deque[_Copied] = deque()  # at most one: the learner completes a version before the next
@@ -69,7 +68,8 @@ class Versions:
             first = self._copied[0]
             try:
                 published = await self._completed(first.version)
-                self.check(first.version, published.next_tokens)
+                if self.check is not None:
+                    await self.check(first.version)
                 record_version(self._incarnation, published, step=first.step, parent=first.parent)
                 self._copied.popleft()
             except PartCrashedError as error:

@@ -19,6 +19,7 @@ from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepWeights
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
+from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
@@ -147,6 +148,10 @@ class LearnerKeeper(Keeper):
     async def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it. Raises PartCrashedError."""
         return await self._call_first(Published, "completed", [version])
+
+    async def next_tokens(self, version: int) -> list[NextToken]:
+        """Return the learner's distribution after each probe under `version`. Raises PartCrashedError."""
+        return await self._call_first(list[NextToken], "next_tokens", [version])
 
     async def save(self, path: Path) -> None:
         """Begin a checkpoint in `path`; return when the state is copied. Raises PartCrashedError."""

@@ -144,8 +144,11 @@ class LearnerActor(ComputingActor):
     def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it; the controller calls only rank 0."""
         assert self._publisher is not None, "rank 0 publishes"
-        published = self._publisher.completed(version)
-        return msgspec.structs.replace(published, next_tokens=self._next_tokens.pop(version, []))
+        return self._publisher.completed(version)
+
+    def next_tokens(self, version: int) -> list[NextToken]:
+        """Return the learner's distribution after each probe under its newest version; [] for another version."""
+        return self._next_tokens.pop(version, [])
 
     @on_compute_thread
     def save(self, path: str) -> None:

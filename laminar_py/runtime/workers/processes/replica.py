@@ -56,13 +56,8 @@ class ReplicaActor(PartActor):
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
-        launch = EngineLaunch(
-            model_dir=Path(spec.model_dir),
-            logs=Path(spec.run_dir) / "logs",
-            index=spec.index,
-            secret=spec.secret,
-            server=spec.server,
-        )
+        model, logs = Path(spec.model_dir), Path(spec.run_dir) / "logs"
+        launch = EngineLaunch(model_dir=model, logs=logs, index=spec.index, secret=spec.secret, server=spec.server)
         with _unwrapping_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
         prober = Prober(engine, spec.probes, rollout.sampling.params(), replica=spec.index)
