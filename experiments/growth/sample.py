@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -39,34 +38,42 @@ def files_of(run: Path) -> Iterator[tuple[str, int]]:
                 yield kind, path.stat().st_size
 
 
-def sample(run: RunFolder, controller: psutil.Process, *, began: float) -> Sample:
+def parts_of(controller: psutil.Process, ray: Path | None) -> list[psutil.Process]:
+    """Return the processes below the controller, and those of the Ray cluster whose temporary folder is `ray`."""
+    found = controller.children(recursive=True)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if ray and any(str(ray) in word for word in process.cmdline()) and process.pid != os.getpid():
+                found += [process, *process.children(recursive=True)]
+    return sorted(set(found) - {controller}, key=lambda process: process.pid)
+
+
+def sample(run: RunFolder, controller: psutil.Process, *, ray: Path | None) -> Sample:
     """Return bytes and numbers of everything that may grow, by name."""
     row = read_last(run.metrics, StepRow)
-    found: Sample = {"at_s": time.monotonic() - began, "step": row.step if row else 0}
+    found: Sample = {"at_s": time.time() - controller.create_time(), "step": row.step if row else 0}
     sizes, counts = Counter[str](), Counter[str]()
     for kind, size in files_of(run.path):
         sizes[f"file {kind}"] += size
         counts[f"files {kind}"] += 1
     found |= sizes | {kind: count for kind, count in counts.items() if "*" in kind}
     found["shared memory"] = folder_bytes(run.shm(Path("/dev/shm")))
-    found["Ray session"] = folder_bytes(Path(tempfile.gettempdir(), "ray"))
-    for place, process in enumerate(
-        [controller, *sorted(controller.children(recursive=True), key=lambda p: p.pid)]
-    ):
-        name = f"process {place} {'controller' if not place else process.pid}"
+    found["Ray session"] = folder_bytes(ray) if ray else 0
+    for place, process in enumerate([controller, *parts_of(controller, ray)]):
+        name = f"process {place} {process.name() if place else 'controller'}"
         with contextlib.suppress(psutil.Error, FileNotFoundError):
             found[f"{name} RSS"], found[f"{name} PSS"] = process.memory_info().rss, pss_bytes(process.pid)
             found[f"{name} descriptors"], found[f"{name} threads"] = process.num_fds(), process.num_threads()
     return found
 
 
-def watch(run: RunFolder, *, every_s: float) -> None:
+def watch(run: RunFolder, *, every_s: float, ray: Path | None) -> None:
     """Append a sample of the run to its file until its controller ends."""
     assert run.holder is not None, f"{run.path} has no controller"
-    controller, began = psutil.Process(run.holder[1]), time.monotonic()
+    controller = psutil.Process(run.holder[1])
     while controller.is_running():
         with contextlib.suppress(psutil.Error), samples_path(run).open("a") as file:
-            file.write(json.dumps(sample(run, controller, began=began)) + "\n")
+            file.write(json.dumps(sample(run, controller, ray=ray)) + "\n")
         time.sleep(every_s)
 
 
@@ -99,10 +106,11 @@ def main() -> None:
     parser.add_argument("what", choices=("watch", "table"))
     parser.add_argument("run", type=Path)
     parser.add_argument("--every", type=float, default=EVERY_S, help="seconds between samples")
+    parser.add_argument("--ray", type=Path, help="--temp-dir of the Ray cluster of the run")
     options = parser.parse_args()
     run = RunFolder(options.run)
     if options.what == "watch":
-        watch(run, every_s=options.every)
+        watch(run, every_s=options.every, ray=options.ray)
     else:
         print_growth(read_samples(run))
 
