@@ -9,8 +9,6 @@ too long for them.
 
 import os
 
-from laminar_py.children.hosted import LOG_BYTES
-
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 if len(os.environ.get("TMPDIR", "")) > 36:  # as `records.host.MAX_FOLDER`
     os.environ.setdefault("RAY_TMPDIR", "/tmp")
@@ -25,4 +23,4 @@ os.environ.setdefault(
 )
 WORKERS_READ = {
     name: os.environ[name] for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
-} | {"RAY_ROTATION_MAX_BYTES": str(LOG_BYTES), "RAY_ROTATION_BACKUP_COUNT": "1"}
+} | {"RAY_ROTATION_MAX_BYTES": str(1 << 24), "RAY_ROTATION_BACKUP_COUNT": "1"}
