@@ -230,12 +230,14 @@ class BatchCheck:
     """Names a step that consumed a group with members still under way, or a failed reward that counts."""
 
     def __init__(self) -> None:
-        self._open: Counter[str] = Counter()  # group -> members that are neither consumed nor dropped
+        self._open: defaultdict[str, set[str]] = defaultdict(set)  # group -> members neither consumed nor dropped
         self._step: set[str] = set()  # groups of the present step
 
     def restore(self, live: Iterable[LiveTrajectory]) -> None:
         """Take the live trajectories of a run that resumes."""
-        self._open.update(row.group_id for row in live if row.kind is Kind.TRAIN)
+        for row in live:
+            if row.kind is Kind.TRAIN:
+                self._open[row.group_id].add(row.id)
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
         """Take an event in the order of the log."""
@@ -254,9 +256,9 @@ class BatchCheck:
         if row is None or row.kind is not Kind.TRAIN:
             return
         if isinstance(event, Issued | Undone):
-            self._open[row.group_id] += 1
+            self._open[row.group_id].add(row.id)
         elif isinstance(event, Consumed | Dropped):
-            self._open[row.group_id] -= 1
+            self._open[row.group_id].discard(row.id)
             if isinstance(event, Consumed):
                 self._step.add(row.group_id)
             elif not self._open[row.group_id] and row.group_id not in self._step:
@@ -302,7 +304,7 @@ class EvaluationCheck:
 
     def _assigned(self, row: LiveTrajectory, prompt: Prompt) -> Iterator[Alarm]:
         """Note a prompt of an evaluation or of training, and name a prompt of both."""
-        key = prompt.ids.tobytes()
+        key = b"\0".join((prompt.ids.tobytes(), prompt.answer.encode(), prompt.fields_json))
         if row.kind is Kind.EVAL:
             self._held_out.setdefault(key, row.group_id)
         elif of_pass := self._held_out.get(key):
