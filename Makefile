@@ -13,7 +13,7 @@ PART ?= 0/1
 # where a shell forbids it, each of hundreds of processes would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl docs clean
+.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl growth docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -103,6 +103,9 @@ multi-turn-tails: $(INSTALLED)
 
 vs-trl: $(INSTALLED)
 	$(BIN)/python experiments/vs_trl/run.py $(ARGS)
+
+growth: $(INSTALLED)
+	$(BIN)/python experiments/growth/virtual.py $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/generate_config.py

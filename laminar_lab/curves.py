@@ -61,7 +61,7 @@ class FleetSizes:
 
 
 def read_fleet_sizes(run: Path) -> FleetSizes:
-    """Read the fleet sizes of a run, row by row, since a week has half a million rows."""
+    """Read the fleet sizes of a run, row by row."""
     changes: list[tuple[float, int]] = []
     for row in read_rows(run / "fleet.jsonl", FleetRow):
         if not changes or len(row.running) != changes[-1][1]:

@@ -60,6 +60,7 @@ class Rule(StrEnum):
     VERSIONS = "versions", 2  # numbers are not reused, and an engine's versions do not go back
     WEIGHTS = "weights", 3  # loaded bytes are the published ones
     DROPS = "drops", 6  # every drop has a reason
+    SILENT = "silent", 13  # what the events show to be wrong, the run has said
 
 
 class Violation(msgspec.Struct, frozen=True):

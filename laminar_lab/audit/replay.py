@@ -108,8 +108,8 @@ class Replay:
         """Return the row of an event's trajectory, None if it is not live."""
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
-    def apply_event(self, stamped: Stamped) -> None:
-        """Apply an event. An illegal event is a violation."""
+    def apply_event(self, stamped: Stamped) -> LiveTrajectory | None:
+        """Apply an event, and return the row that it changed. An illegal event is a violation."""
         event = stamped.event
         if type(event) in _WITH_LENGTH:
             self._grow(event)
@@ -118,7 +118,7 @@ class Replay:
         except IllegalEventError as error:
             rule = Rule.CONSUMPTION if isinstance(event, Consumed) else Rule.ORDER
             self.violations.append(Violation(rule, f"event {stamped.seq}", str(error)))
-            return
+            return None
         if row is None:
             apply_to_tables(self._again, stamped.seq, event)
         elif row.status is Status.CONSUMED or row.status is Status.DROPPED:
@@ -126,6 +126,7 @@ class Replay:
                 self._waiting[row.id] = row
             else:
                 self._compare(row)
+        return row
 
     def end(self) -> None:
         """Compare all rows that still wait, then the other tables and the accounting."""

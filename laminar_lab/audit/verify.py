@@ -30,18 +30,23 @@ from laminar_lab.audit.checks import (
 )
 from laminar_lab.audit.replay import Replay, check_hashes
 from laminar_lab.audit.responses import ResponseCheck
+from laminar_py.control.alarms import EventChecks
 from laminar_py.ledger import (
     LedgerError,
+    LiveTrajectory,
     create_tables,
     differences,
     is_simulated,
     ledger_path,
+    read_prompt,
     read_seal,
     reading,
     seal_digest,
 )
 from laminar_py.records.codec import prompt_digest
-from laminar_py.records.events import Event
+from laminar_py.records.events import Alarmed, AnyEvent, Event
+from laminar_py.records.proofs import Alarm
+from laminar_py.records.trajectory import Prompt
 
 SIMULATED = (
     "simulated: nothing was generated or trained, and times are of a virtual clock; tokens are counts, which are"
@@ -185,19 +190,62 @@ def _check_events(run: Path) -> Proof:
             for kind in check.event_types:
                 by_type.setdefault(kind, []).append(check)
         violations: list[Violation] = []
-        replay = Replay(connection)
+        replay, silent = Replay(connection), SilentFailures(connection)
         for stamped in replay.read_events():
             for check in by_type.get(type(stamped.event), ()):
                 violations += check.check_event(stamped.event, replay.row_before(stamped.event))
-            replay.apply_event(stamped)
+            silent.observe(stamped.event, replay.apply_event(stamped))
         replay.end()
+        violations += silent.end()
         for check in checks:
             violations += check.end()
-        notes = [SIMULATED] if is_simulated(connection) else []
+        notes = silent.notes + ([SIMULATED] if is_simulated(connection) else [])
     if replay.unknown:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(replay.unknown.items()))
         notes.append(f"skipped events of a later release: {kinds}")
     return Proof(violations=violations + replay.violations, notes=notes)
+
+
+EXACT = ("weights",)  # checks whose findings the run must have said
+
+
+class SilentFailures:
+    """Repeats the checks of events, and compares their findings with the alarms on record."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._checks = EventChecks(self._prompt_of)
+        self._prompts: dict[str, Prompt | None] = {}
+        self._found: list[Alarm] = []
+        self._told: list[Alarmed] = []
+
+    def _prompt_of(self, row: LiveTrajectory) -> Prompt | None:
+        if row.prompt_id not in self._prompts:
+            self._prompts[row.prompt_id] = read_prompt(self._connection, row.prompt_id, index=row.prompt_index)
+        return self._prompts[row.prompt_id]
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> None:
+        """Take an event in the order of the log, with the row that it changed."""
+        if isinstance(event, Alarmed):
+            self._told.append(event)
+        self._found += self._checks.observe(event, row)
+
+    @property
+    def notes(self) -> list[str]:
+        """Alarms on record, and findings over the whole log that are no violations."""
+        told = [f"alarm at step {one.step}: {one.check}: {one.part}: {one.message}" for one in self._told]
+        return told + [
+            f"{one.check}: {one.part}: {one.message}" for one in self._unsaid() if one.check not in EXACT
+        ]
+
+    def end(self) -> list[Violation]:
+        """Return a violation for each finding that the run has not said."""
+        unsaid = [alarm for alarm in self._unsaid() if alarm.check in EXACT]
+        return [Violation(Rule.SILENT, alarm.part, f"{alarm.check}: {alarm.message}") for alarm in unsaid]
+
+    def _unsaid(self) -> list[Alarm]:
+        told = {(one.check, one.part) for one in self._told}
+        return [alarm for alarm in self._found if (alarm.check, alarm.part) not in told]
 
 
 def _check_chain(run: Path, first: int, last: int | None) -> Proof:

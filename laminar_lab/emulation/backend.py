@@ -99,7 +99,12 @@ def open_learner(config: RunConfig) -> tuple[LearnerStandIn, LearnerStarted]:
     emulation = emulation_of(config)
     times = read_profile(emulation.profile).learner
     learner = EmulatedLearner(times, devices=emulation.learner_devices, compression=emulation.compression)
-    return learner, LearnerStarted(times.num_parameters, "emulated", times.hidden_size, times.num_layers)
+    return learner, LearnerStarted(
+        num_parameters=times.num_parameters,
+        attention="emulated",
+        hidden_size=times.hidden_size,
+        num_layers=times.num_layers,
+    )
 
 
 def open_environments(config: RunConfig) -> Environments | None:

@@ -20,6 +20,7 @@ from laminar_lab.emulation.scheduler import EmulatedScheduler
 from laminar_lab.emulation.settings import EngineTimes
 from laminar_py.engines import StreamingEngine, weights_layout
 from laminar_py.records import EngineStatus, PauseMode
+from laminar_py.records.proofs import WeightsChecksum
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,10 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
             if self._loss is None:
                 self._post(partial(self._scheduler.end_load, loaded))
 
-    async def checksum(self) -> str:
+    async def checksum(self) -> WeightsChecksum:
         """See `InferenceEngine.checksum`: of the files; "unloaded" before the first load."""
         self._raise_if_lost()
-        return self._checksum
+        return WeightsChecksum(self._checksum)
 
     def status(self) -> EngineStatus:
         """See `InferenceEngine.status`; exact at this moment."""

@@ -61,9 +61,11 @@ class EmulatedLearner:
         partial.mkdir(parents=True, exist_ok=True)
         complete_checkpoint(partial, folder, step=self.steps_taken, world_size=1, model=MODEL)
 
-    def finish_save(self) -> None:
-        """Do nothing: `begin_save` has written everything."""
+    def finish_save(self) -> str:
+        """Return "": `begin_save` has written everything."""
+        return ""
 
-    def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Raises `ConfigError` if it is incomplete."""
+    def load(self, folder: Path) -> str:
+        """Restore a checkpoint, and return "". Raises `ConfigError` if it is incomplete."""
         self.steps_taken = read_marker(folder).step
+        return ""

@@ -8,6 +8,7 @@ import numpy as np
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
+from laminar_py.records.events import Alarmed
 from laminar_py.records.trajectory import Status
 
 
@@ -90,8 +91,12 @@ FIGURES = (
 
 
 def headline(report: RunReport) -> list[Card]:
-    """Return the cards of terminal and page: bottleneck, figures with a note, and evaluations of each set."""
-    cards = [Card("simulated", "no real run", report.simulation)] if report.simulation else []
+    """Return the cards of terminal and page: alarms, bottleneck, figures with a note, evaluations of each set."""
+    cards = [
+        Card("ALARM", alarm.check, f"step {alarm.step}: {alarm.part}: {alarm.message}")
+        for _, alarm in report.snapshot.history.of_kind(Alarmed)
+    ]
+    cards += [Card("simulated", "no real run", report.simulation)] if report.simulation else []
     if report.diagnosis is not None:
         cards.append(Card("limited by", str(report.diagnosis.binding.bottleneck), "the evidence is below"))
     for figure in FIGURES:

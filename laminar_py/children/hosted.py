@@ -6,6 +6,7 @@ A call ends with an answer, a timeout, or `ProcessLostError` with the last line 
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from laminar_py.children.wire import CALL, call_frame
@@ -248,6 +250,19 @@ def trim_log(log: Path) -> None:
             kept = file.read()
             file.truncate(0)
             file.write(b"(earlier lines were deleted)\n" + kept)
+
+
+def log_to(log: Path, *, force: bool = False) -> None:
+    """Have this process log into a file, unless it logs already; above `LOG_BYTES` the file becomes `<log>.1`.
+
+    With `force` the process leaves its earlier logs.
+    """
+    logging.basicConfig(
+        handlers=[RotatingFileHandler(log, maxBytes=LOG_BYTES, backupCount=1)],
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        force=force,
+    )
 
 
 def last_line(log: Path | None) -> str:

@@ -42,9 +42,10 @@ class EngineConfig(Section):
     kind: str = "local"
     """`local`: the embedded engine, in the replica's process. `sglang`: one SGLang server per replica. Or a
     backend of an installed package, such as `emulated` of laminar_lab."""
-    verify_every: Annotated[int, Field(ge=0)] = 20
-    """Hash the engine's own tensors after its first load and after every `verify_every` versions; hashes of one
-    version must agree among replicas. 0: never."""
+    verify_every: Annotated[int, Field(ge=0)] = 1
+    """Hash the engine's own tensors after its first load and after every `verify_every` versions; they must change
+    with the published files, and agree among replicas. 0: never. `sglang`: 20, since a server stands still while
+    it hashes."""
 
     @property
     def gpus(self) -> int:
@@ -117,6 +118,8 @@ class EngineLaunch:
 class LearnerStandIn(Protocol):
     """A learner that a backend brings in place of `learner.step.Learner`; one process makes its calls."""
 
+    steps_taken: int
+
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """Make an optimizer step on `microbatches`."""
         ...
@@ -129,12 +132,15 @@ class LearnerStandIn(Protocol):
         """Begin a checkpoint in `folder`; return when the next step may begin."""
         ...
 
-    def finish_save(self) -> None:
-        """Wait until the checkpoint that `begin_save` began is complete on disk."""
+    def finish_save(self) -> str:
+        """Wait until the checkpoint that `begin_save` began is complete on disk; return its fault, or ""."""
         ...
 
-    def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Raises `ConfigError` if it is incomplete."""
+    def load(self, folder: Path) -> str:
+        """Restore a checkpoint; return how the learner differs from it, or "".
+
+        Raises `ConfigError` if the checkpoint is incomplete.
+        """
         ...
 
 

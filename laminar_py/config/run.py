@@ -9,6 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from laminar_py.config.alarms import AlarmsConfig
 from laminar_py.config.algorithm import (
     AlgorithmConfig,
     AnyAlgorithmConfig,
@@ -93,6 +94,8 @@ class RunConfig(Section):
     """Trackers of metrics."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Restarts of crashed parts."""
+    alarms: AlarmsConfig = AlarmsConfig()
+    """Reactions to silent failures."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

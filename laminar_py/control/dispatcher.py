@@ -31,12 +31,14 @@ class Dispatcher:
         waiting: WaitingQueue,
         evaluations: Evaluations,
         prompt_at: Callable[[int], Prompt],  # by place in the stream, for new groups
+        on_issued: Callable[[str, Prompt], None],
     ) -> None:
         self._state = state
         self._router = waiting.router
         self._waiting = waiting
         self._evaluations = evaluations
         self._prompt_at = prompt_at
+        self._on_issued = on_issued
 
     def dispatch(self) -> dict[int, list[Assignment]]:
         """Assign waiting trajectories, then at most a batch of new groups; return the assignments by replica."""
@@ -51,7 +53,9 @@ class Dispatcher:
             view = self._router.for_new(settings.group_size)
             if view is None:
                 break
-            for trajectory in self._state.issue_group(self._prompt_at(self._state.next_prompt)):
+            members = self._state.issue_group(self._prompt_at(self._state.next_prompt))
+            self._on_issued(members[0].group_id, members[0].prompt)
+            for trajectory in members:
                 self._assign(trajectory, view.index, None, out)
         self._expect_more(out)
         return out

@@ -49,8 +49,9 @@ class TrajectoryScheduler:
     for batches, `evaluations` for passes over held-out problems.
 
     The parts call back: `submit_for_scoring` and `submit_reference` queue a finished response for scorers and for
-    the reference model (None: the run has none), whose results come back by `incoming`. `on_rewards` gets the
-    rewards of each closed group, `on_failing` the message with which the run must end.
+    the reference model (None: the run has none), whose results come back by `incoming`. `on_issued` gets id
+    and prompt of each new group, `on_rewards` the rewards of each closed group, `on_failing` the message with
+    which the run must end.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TrajectoryScheduler:
         settings: ControlSettings,
         *,
         prompt_at: Callable[[int], Prompt],
+        on_issued: Callable[[str, Prompt], None] = lambda group, prompt: None,
         on_rewards: Callable[[GroupRewards], None] = lambda rewards: None,
         on_failing: Callable[[str], None] = lambda message: None,
         recorder: Recorder,
@@ -84,7 +86,9 @@ class TrajectoryScheduler:
             on_rewards=on_rewards,
             on_failing=on_failing,
         )
-        self.dispatcher = Dispatcher(state, waiting=waiting, evaluations=self.evaluations, prompt_at=prompt_at)
+        self.dispatcher = Dispatcher(
+            state, waiting=waiting, evaluations=self.evaluations, prompt_at=prompt_at, on_issued=on_issued
+        )
 
     # ---- phases
 

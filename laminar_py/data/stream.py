@@ -139,6 +139,10 @@ class ProblemOrder(Protocol):
         """Return the row for place `own_place` of a source, which is `place` of the whole stream."""
         ...
 
+    def num_open(self, source: int) -> int:
+        """Return how many rows of a source may be drawn now: each comes once in an epoch of so many places."""
+        ...
+
     def record_group(self, group: GroupRewards) -> None:
         """Record the rewards of a group when it closes."""
         ...
@@ -159,6 +163,10 @@ class Shuffled:
     def row(self, source: int, own_place: int, *, place: int) -> int:
         """Return the row of the epoch's permutation."""
         return self._epochs[source].row(own_place)
+
+    def num_open(self, source: int) -> int:
+        """Return the number of all rows."""
+        return self._epochs[source].num_rows
 
     def record_group(self, group: GroupRewards) -> None:
         """Do nothing: the order does not depend on rewards."""
@@ -200,9 +208,12 @@ class Curriculum:
 
     def row(self, source: int, own_place: int, *, place: int) -> int:
         """Return the row of the epoch's permutation, restricted to rows of open levels."""
-        num_open = len(self._open_levels(source))
-        epoch, offset = divmod(own_place, self._levels[source].num_rows[num_open])
-        return int(self._order(source, num_open, epoch)[offset])
+        epoch, offset = divmod(own_place, self.num_open(source))
+        return int(self._order(source, len(self._open_levels(source)), epoch)[offset])
+
+    def num_open(self, source: int) -> int:
+        """Return the number of rows in the open levels."""
+        return self._levels[source].num_rows[len(self._open_levels(source))]
 
     def _open_rows(self, source: int, num_open: int, epoch: int) -> IntArray:
         """Return an epoch's permutation of the rows in a source's lowest `num_open` levels."""
@@ -262,6 +273,10 @@ class BySignal:
             row = int(draws.integers(len(problems)))
         return row
 
+    def num_open(self, source: int) -> int:
+        """Return the number of all rows, resting ones included."""
+        return self._epochs[source].num_rows
+
     def _probability(self, id: str) -> float:
         return max(self._floor, 2.0 ** -len(self._silent.get(id, ())))
 
@@ -286,21 +301,22 @@ class PromptStream:
     """Problems without end: `prompt(place)` for any place >= 0."""
 
     def __init__(self, problems: Sequence[ProblemSet], settings: DataConfig, *, seed: int) -> None:
-        self._problems = problems
+        self.problems = problems
         self._sources = WeightedSources([source.weight for source in settings.train], seed=seed)
         self._order = make_order(problems, settings, seed=seed)
+        self.num_open = self._order.num_open
         self.learns = settings.order is not PromptOrder.SHUFFLED  # whether recorded groups change the order
 
     def prompt(self, place: int) -> Prompt:
         """Return the problem at a place >= 0. Its id names its row, so the id repeats in each epoch."""
         source, own_place = self._sources.at(place)
         row = self._order.row(source, own_place, place=place)
-        prompt: Prompt = msgspec.structs.replace(self._problems[source][row], index=place)
+        prompt: Prompt = msgspec.structs.replace(self.problems[source][row], index=place)
         return prompt
 
     def find(self, id: str) -> Prompt | None:
         """Return the problem with an id, its row as `index`; None if no problem has the id."""
-        matches = ((problems, problems.find(id)) for problems in self._problems)
+        matches = ((problems, problems.find(id)) for problems in self.problems)
         return next((problems[place] for problems, place in matches if place is not None), None)
 
     def record_group(self, group: GroupRewards) -> None:

@@ -2,13 +2,15 @@
 
 A save has two halves. `begin` copies the state out of the learner's memory; the learner waits for that alone. A
 thread writes the files from the copy during the next steps. One save runs at a time. States: IDLE -> (begin)
-COPIED -> `<name>.tmp` with all files -> `complete.json` in it -> renamed to `<name>`. `load` refuses a checkpoint
-that is not complete, and a save does not change the learner (`tests/learner/test_checkpoint.py`).
+COPIED -> `<name>.tmp` with all files -> `complete.json` in it -> renamed to `<name>` -> read back. `load` refuses
+a checkpoint that is not complete, and a save does not change the learner (`tests/learner/test_checkpoint.py`).
+Both compare the files with the learner (law 13, `tests/learner/test_checkpoint_proof.py`).
 """
 
 import math
 import shutil
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +38,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.distributed import COLLECTIVE_S
 from laminar_py.learner.marker import AdapterFingerprint, Architecture, complete_checkpoint, read_marker
+from laminar_py.learner.readback import TensorSample, counted_updates, sample_learner, saved_fault, stored_fault
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.host import write_file
 
@@ -48,6 +51,14 @@ class RandomState(msgspec.Struct, frozen=True):
 
     cpu: bytes
     cuda: bytes | None  # of the rank's device; None on a CPU
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Result of a load, e.g. `Loaded(step=40, updates=160, fault="")`."""
+
+    step: int  # steps taken
+    updates: int  # of the optimizer since the start
+    fault: str  # how the learner differs from the files; "" if it does not
 
 
 class Checkpointer:
@@ -74,29 +85,33 @@ class Checkpointer:
         # class around it works for one copy only in torch 2.11.
         self._stager = StateDictStager(pin_memory=self._on_gpu)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[str] | None = None
 
-    def begin(self, folder: Path, *, step: int) -> None:
-        """Copy the state after `step` steps and start to write it. Replaces an older `folder`.
+    def begin(self, folder: Path, *, step: int, updates: int) -> None:
+        """Copy the state after `step` steps and `updates` of the optimizer, and start to write it.
 
-        Waits first for a checkpoint that is still being written.
+        Replaces an older `folder`. Waits first for a checkpoint that is still being written.
         """
         self.finish()
+        samples = sample_learner(self._model, self._optimizer, seed=f"{folder.name} of {self._rank}")
         weights, moments = self._state()
         staged = self._stager.stage({"model": weights, "optimizer": moments}, non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         cuda = torch.cuda.get_rng_state(self._device).numpy().tobytes() if self._on_gpu else None
         random = encode(RandomState(torch.get_rng_state().numpy().tobytes(), cuda))
-        self._writing = self._thread.submit(self._write, folder, staged, random, step)
+        self._writing = self._thread.submit(self._write, folder, staged, random, samples, step, updates)
 
-    def finish(self) -> None:
-        """Wait until the last checkpoint, if any, is complete on disk. Raises the error of a write that failed."""
-        if self._writing is not None:
-            self._writing.result()
+    def finish(self) -> str:
+        """Wait until the last checkpoint, if any, is complete on disk and read back.
 
-    def load(self, folder: Path) -> int:
-        """Restore model, optimizer and random generators bit for bit; returns the number of steps taken.
+        Returns how the files differ from what the learner was, "" if they do not. Raises the error of a write that
+        failed.
+        """
+        return "" if self._writing is None else self._writing.result()
+
+    def load(self, folder: Path) -> Loaded:
+        """Restore model, optimizer and random generators bit for bit, and compare the learner with the files.
 
         A checkpoint of another world size leaves the random generators as they are. Raises `ConfigError` if the
         checkpoint is incomplete or of another model.
@@ -116,14 +131,29 @@ class Checkpointer:
             if random.cuda is not None and self._on_gpu:
                 cuda = torch.frombuffer(bytearray(random.cuda), dtype=torch.uint8)
                 torch.cuda.set_rng_state(cuda, self._device)
-        return marker.step
+        samples = sample_learner(self._model, self._optimizer, seed=f"load {folder.name} on {self._rank}")
+        counted = counted_updates(samples)
+        updates = counted if marker.updates is None else marker.updates
+        fault = stored_fault(folder, samples)
+        if not fault and counted != updates:
+            fault = f"checkpoint {folder.name}: has {updates} updates, and AdamW has counted {counted}"
+        return Loaded(marker.step, updates, fault)
 
     # ---- on the writing thread
 
-    def _write(self, folder: Path, staged: dict[str, object], random: bytes, step: int) -> None:
+    def _write(
+        self,
+        folder: Path,
+        staged: dict[str, object],
+        random: bytes,
+        samples: Sequence[TensorSample],
+        step: int,
+        updates: int,
+    ) -> str:
         """Write the `staged` state and this rank's `random` state; rank 0 completes `folder` after all ranks.
 
-        The files are in `<name>.tmp` until then. Runs in a thread. Raises the first error of any rank's write.
+        The files are in `<name>.tmp` until then. Runs in a thread. Returns the fault that the files have by
+        `samples` of the learner, or "". Raises the first error of any rank's write.
         """
         partial = folder.with_name(f"{folder.name}.tmp")
         if self._rank == 0:
@@ -140,8 +170,11 @@ class Checkpointer:
         self._barrier()
         if self._rank == 0:
             model = architecture(self._model, self._adapters)
-            complete_checkpoint(partial, folder, step=step, world_size=self._world_size, model=model)
+            complete_checkpoint(
+                partial, folder, step=step, world_size=self._world_size, model=model, updates=updates
+            )
         self._barrier()
+        return saved_fault(folder, samples, step=step, updates=updates)
 
     def _barrier(self) -> None:
         if self._group is not None:

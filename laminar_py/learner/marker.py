@@ -47,19 +47,26 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.model_type} of {self.num_parameters:,} parameters ({self.fingerprint[:8]}){trained}"
 
 
-class Marker(msgspec.Struct, frozen=True):
-    """Text of `complete.json` in a checkpoint, e.g. `Marker(40, 2, architecture, {".metadata": 5120, ...})`."""
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """Text of `complete.json` in a checkpoint.
+
+    E.g. `Marker(step=40, world_size=2, model=architecture, files={".metadata": 5120, ...}, updates=160)`.
+    """
 
     step: int
     world_size: int
     model: Architecture
     files: dict[str, int]  # name -> bytes
+    updates: int | None = None  # of the optimizer since the start; None if an older version wrote the marker
 
 
-def complete_checkpoint(partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture) -> None:
+def complete_checkpoint(
+    partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture, updates: int | None = None
+) -> None:
     """Write the marker into the folder `partial`, sync it, and rename it to `folder`, which it replaces."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    write_file(partial / MARKER, msgspec.json.encode(Marker(step, world_size, model, files)))
+    marker = Marker(step=step, world_size=world_size, model=model, files=files, updates=updates)
+    write_file(partial / MARKER, msgspec.json.encode(marker))
     sync(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

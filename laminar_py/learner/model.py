@@ -6,11 +6,12 @@ follow from the weights alone (law 4).
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -24,6 +25,8 @@ from laminar_py.learner.losses.logprob import Support, token_logprobs
 from laminar_py.learner.model_folder import check_tied_head, missing_weight
 from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.trajectory import MicroBatch
+
+SAMPLED = 3  # values of each tensor in a fingerprint
 
 
 def load_reference(
@@ -133,19 +136,33 @@ def policy_logprobs(
     With `rows` [N], ascending, only these rows go through the output embedding, and the results are [N]: a loss
     needs no rows of prompts.
     """
+    labels = torch.tensor(batch.labels, dtype=torch.long, device=model.compute_device)
+    return _forward(model, batch, rows, labels if rows is None else labels[rows])
+
+
+def next_logprobs(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Return the distribution of the token after each of the S sequences of a microbatch, fp32 [S, V] in logs."""
+    rows = torch.tensor(batch.cu_seqlens[1:] - 1, dtype=torch.long, device=model.compute_device)
+    with torch.no_grad():
+        return _forward(model, batch, rows, None)[0]
+
+
+def _forward(
+    model: PreTrainedModel, batch: MicroBatch, rows: Tensor | None, labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run the packed forward on a microbatch, with the recorded experts, if any."""
     device = model.compute_device
     replay: RouterReplay | None = getattr(model, "router_replay", None)
     if replay is not None:
         replay.force(batch, device=device)
-    labels = torch.tensor(batch.labels, dtype=torch.long, device=device)
     outputs: tuple[Tensor, Tensor] = model(
         input_ids=torch.tensor(batch.input_ids, dtype=torch.long, device=device),
         position_ids=torch.tensor(batch.position_ids, dtype=torch.long, device=device),
         rows=rows,
-        labels=labels if rows is None else labels[rows],
+        labels=labels,
         cu_seqlens=torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=device),
         longest=max(batch.lengths),
-        support=_support(batch, rows, device),
+        support=None if labels is None else _support(batch, rows, device),
     )
     return outputs
 
@@ -171,12 +188,15 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         input_ids: Tensor,
         position_ids: Tensor,
         rows: Tensor | None,
-        labels: Tensor,
+        labels: Tensor | None,
         cu_seqlens: Tensor,
         longest: int,
         support: Support | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of `labels` and entropies, [N] each; only `rows` get logits, by default all."""
+        """Return log-probabilities of `labels` and entropies, [N] each; only `rows` get logits, by default all.
+
+        Without `labels` both results are the log-probabilities of all tokens, [N, V].
+        """
         hidden = model.base_model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -189,6 +209,9 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         if rows is not None:
             hidden = hidden.index_select(0, rows)
         head = model.get_output_embeddings().weight
+        if labels is None:  # the whole distribution at each row
+            logprobs = (hidden @ head.t()).float().div_(temperature).log_softmax(-1)
+            return logprobs, logprobs
         return token_logprobs(hidden, head, labels, temperature=temperature, support=support)
 
     return forward
@@ -205,3 +228,16 @@ def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     moved = cast.to(cast.device_mesh.device_type) if cast.device_mesh.size() > 1 else cast
     assert isinstance(moved, DTensor), "a moved shard is a shard"
     return moved.full_tensor().contiguous()
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """Hash over a few values of each tensor: the first, the last and one between."""
+    flat = [tensor.detach().flatten() for tensor in tensors if tensor.numel()]
+    values = torch.cat([values[:: max(1, len(values) // SAMPLED)].float().cpu() for values in flat])
+    digest: str = blake3(values.numpy().tobytes()).hexdigest(length=8)
+    return digest
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

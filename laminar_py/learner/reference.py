@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
-from laminar_py.learner.model import load_reference, policy_logprobs
+from laminar_py.learner.model import fingerprint, load_reference, local_part, policy_logprobs
 from laminar_py.learner.packing.packer import StepWeights, lay_out, microbatch
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import FloatArray
@@ -92,6 +92,11 @@ class ReferenceModel:
         self._model = load_reference(folder, vocab_size=vocab_size, temperature=temperature, device=device)
         # A model on one rank needs no shards, but FSDP makes it compute in the learner's precision, bf16 on CUDA.
         shard(self._model, mesh, source=ModelConfig(path=folder), offload=offload)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over a sample of its weights."""
+        return fingerprint([local_part(parameter) for parameter in self._model.parameters()])
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """[L] log-probabilities of each response, from one packed forward; 0 for a token that no row predicts."""

@@ -27,10 +27,13 @@ from laminar_py.learner.export import named_tensors
 from laminar_py.learner.layers import compile_layers, recompute_activations
 from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
-from laminar_py.learner.model import load_policy, policy_logprobs
+from laminar_py.learner.model import load_policy, next_logprobs, policy_logprobs
+from laminar_py.learner.proof import StepProver, next_tokens, probe_batch
 from laminar_py.learner.reference import open_reference
 from laminar_py.learner.sharding import shard
+from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import StepMetrics, TokenMetrics, Work
+from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import MicroBatch
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
@@ -56,6 +59,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(
             self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
+        self.updates = 0  # since the start of the run, without skipped ones
 
     def update(self, step: int, *, loss: float) -> float | None:
         """Clip the gradients, make an AdamW step, and clear the gradients.
@@ -73,6 +77,7 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = self._settings.lr * factor
             self.adamw.step()
+            self.updates += 1
         self.adamw.zero_grad()
         return norm if finite else None
 
@@ -146,6 +151,7 @@ class Learner:
         self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
+        self._prover = StepProver(self.model, self._ranks, self._reference)
         self.steps_taken = 0
 
     def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
@@ -168,6 +174,7 @@ class Learner:
         if self._reference is not None:
             microbatches = self._reference.add_logprobs(microbatches)
         reference_s = time.perf_counter() - started
+        self._prover.begin()
         updates = self._split_updates(microbatches)
         partition = estimate_partition(self.model, microbatches, self._algorithm, self._ranks)
         sums = TokenSums(self._ranks.device)
@@ -177,8 +184,11 @@ class Learner:
             of_update = TokenSums(self._ranks.device)
             own_loss = self._backward(update, of_update, partition, at_step_start=not norms)
             loss = self._ranks.sum(float(own_loss))
+            self._prover.check_gradients()
+            self._prover.mark()
             norm = self._optimizer.update(self.steps_taken, loss=loss)
             if norm is not None:
+                self._prover.check_moved()
                 losses.append(loss)
                 norms.append(norm)
                 sums.merge(of_update)
@@ -196,7 +206,12 @@ class Learner:
             skipped=len(updates) - len(losses),
             reference_s=reference_s,
             work=work,
+            proof=self._prover.finish(),
         )
+
+    def probe(self, prompts: Sequence[IntArray]) -> list[NextToken]:
+        """Return the present distribution of the token after each prompt."""
+        return next_tokens(next_logprobs(self.model, probe_batch(prompts)))
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) to publish: adapters under peft's names, or weights under Hugging Face's."""
@@ -208,22 +223,33 @@ class Learner:
         """The text of `adapter_config.json` if the learner publishes adapters, else None."""
         return None if self._adapters is None else self._adapters.config()
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint to `folder` and wait for its files; after `load` training continues bit for bit."""
+    def save(self, folder: Path) -> str:
+        """Write a checkpoint to `folder` and wait for its files; after `load` training continues bit for bit.
+
+        Returns the fault that `finish_save` finds.
+        """
         self.begin_save(folder)
-        self.finish_save()
+        return self.finish_save()
 
     def begin_save(self, folder: Path) -> None:
         """Copy the state, and let a thread write the copy to `folder`; the next step may start at once."""
-        self._checkpointer.begin(folder, step=self.steps_taken)
+        self._checkpointer.begin(folder, step=self.steps_taken, updates=self._optimizer.updates)
 
-    def finish_save(self) -> None:
-        """Wait until the last checkpoint is complete on disk. Raises the error of a write that failed."""
-        self._checkpointer.finish()
+    def finish_save(self) -> str:
+        """Wait until the last checkpoint is complete on disk and read back; return its fault, "" if it is sound.
 
-    def load(self, folder: Path) -> None:
-        """Restore a checkpoint, with `steps_taken`. Raises `ConfigError` if it is torn or of another model."""
-        self.steps_taken = self._checkpointer.load(folder)
+        Raises the error of a write that failed.
+        """
+        return self._checkpointer.finish()
+
+    def load(self, folder: Path) -> str:
+        """Restore a checkpoint, with `steps_taken`; return how the learner differs from the files, or "".
+
+        Raises `ConfigError` if the checkpoint is torn or of another model.
+        """
+        loaded = self._checkpointer.load(folder)
+        self.steps_taken, self._optimizer.updates = loaded.step, loaded.updates
+        return loaded.fault
 
     # ---- parts of a step
 
@@ -276,7 +302,9 @@ class Learner:
                 batch, rows, logprobs, self._algorithm, recomputed=at_start, log_partition=partition
             )
             batch_loss = policy_loss(inputs, self._algorithm) * (1.0 / update.share)
+            logprobs.retain_grad()
             batch_loss.backward()  # type: ignore[no-untyped-call]
+            self._prover.add(batch, inputs, logprobs, entropy, share=update.share)
             sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
             loss += batch_loss.detach()
         return loss

@@ -26,6 +26,7 @@ _APPLICATION_ID = 0x6C616D69  # "lami", in the header of the SQLite file
 _SCHEMA = Path(__file__).with_name("schema.sql")
 _BUSY_S = 30.0  # for a reader, on the writer's checkpoint; for the writer, on an earlier controller that ends
 _SHARED_BUSY_S = 3600.0  # for the writer on a network file system, on a reader, e.g. an audit
+_LOG_BYTES = 1 << 26  # of the write-ahead log between two checkpoints, since each syncs the whole file
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = {
     *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "afs", "auristorfs", "coda", "ncpfs", "davfs"),
@@ -69,8 +70,8 @@ def open_writer(path: Path) -> sqlite3.Connection:
         _check(connection, path)
         connection.execute(f"PRAGMA journal_mode = {'WAL' if has_log else 'TRUNCATE'}")
         connection.execute("PRAGMA synchronous = NORMAL")
-        # 64 MiB of log between two checkpoints, since each syncs the whole file
-        connection.execute("PRAGMA wal_autocheckpoint = 16384")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_BYTES // 4096}")  # pages
+        connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")  # once a long reader made the log grow
     return connection
 
 

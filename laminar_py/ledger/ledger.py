@@ -64,6 +64,7 @@ class Ledger:
         self._failure: BaseException | None = None
         self._closing = False
         self._complete = asyncio.Event()  # cleared inside `together`
+        self.observe: Callable[[AnyEvent, LiveTrajectory | None], None] = lambda event, row: None
         self._complete.set()
 
     async def start(self) -> None:
@@ -114,6 +115,7 @@ class Ledger:
             self._dirty[row.id] = row
         self._batch.events.append(Stamped(self._seq, wall, mono, event))
         self._schedule()
+        self.observe(event, row)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

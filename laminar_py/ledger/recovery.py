@@ -157,6 +157,16 @@ def closed_groups(run: Path) -> Iterator[GroupRewards]:
             yield GroupRewards(place, prompt_id, tuple(reward for _, _, reward in members))
 
 
+def issued_groups(run: Path) -> Iterator[tuple[str, int, str]]:
+    """Iterate over the training groups on record in order of issue: id, place in the stream, and prompt."""
+    with reading(run) as connection:
+        yield from connection.execute(
+            "SELECT group_id, prompt_index, prompt_id FROM trajectory WHERE kind = ? AND sample_index = 0"
+            " ORDER BY number",
+            (Kind.TRAIN,),
+        )
+
+
 def last_start(connection: sqlite3.Connection) -> RunStarted | None:
     """Return the event of a run's last start, None without one."""
     bodies = connection.execute(
@@ -226,6 +236,13 @@ def checkpoints_on_record(connection: sqlite3.Connection) -> list[Checkpointed]:
     )
     events = [decode_event(body) for (body,) in rows]
     return [event for event in events if isinstance(event, Checkpointed)]
+
+
+def learner_steps(connection: sqlite3.Connection, step: int) -> int:
+    """Return how many of the steps up to `step` the learner made: all but those without a trajectory."""
+    counted = "SELECT count(*) FROM step WHERE NOT undone AND step <= ? AND num_trajectories > 0"
+    (steps,) = connection.execute(counted, (step,)).fetchone()
+    return int(steps)
 
 
 def newest_existing(

@@ -1,4 +1,4 @@
-"""Row files beside the ledger: `metrics.jsonl`, a row per step, and `fleet.jsonl`, a row per second.
+"""Row files beside the ledger: `metrics.jsonl`, a row per step, and `fleet.jsonl`, rows at equal intervals.
 
 The controller writes them; a resumed run, reports and benchmarks read them, also while they grow. Readers skip a
 line that a crash tore. A number that is not finite is null in the file, since JSON cannot express it, and NaN for
@@ -39,6 +39,14 @@ def append_row(file: BinaryIO, row: msgspec.Struct) -> None:
     known, own = _without_none(msgspec.to_builtins(row)), type(row).__annotations__
     ordered = sorted(known, key=lambda name: name not in own)
     file.write(msgspec.json.encode({name: known[name] for name in ordered}) + b"\n")
+
+
+def halve_rows(path: Path) -> None:
+    """Delete every other row of a file that nobody appends to; a reader sees all rows or half of them."""
+    kept = path.with_name(f"{path.name}.new")
+    with path.open("rb") as file:
+        kept.write_bytes(b"".join(list(file)[1::2]))
+    os.replace(kept, path)
 
 
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:

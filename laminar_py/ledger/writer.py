@@ -15,6 +15,7 @@ from laminar_py.ledger.pieces import INSERT, PieceRow
 from laminar_py.ledger.rows import TRAJECTORY_COLUMNS
 from laminar_py.records.codec import event_hash, prompt_digest
 from laminar_py.records.events import (
+    Alarmed,
     AnyEvent,
     Checkpointed,
     Consumed,
@@ -188,6 +189,8 @@ def _subject(event: AnyEvent) -> str:
             return event.part
         case VersionPublished() | Evaluated():
             return f"version-{event.version}"
+        case Alarmed():
+            return event.part
         case Stepped() | StepSkipped() | RefillStopped() | Checkpointed() | RolledBack():
             return f"step-{event.step}"
         case _:

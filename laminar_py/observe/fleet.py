@@ -1,11 +1,12 @@
-"""Watchers of the controller: `fleet.jsonl` with a row per second of RL, and the peak of memory.
+"""Watchers of the controller: `fleet.jsonl` with rows of RL at equal intervals, and the peak of memory.
 
-A row has the load of replicas and cores. Memory is the PSS of the controller and its descendants, plus shared
-memory.
+A row has the load of replicas and cores. The interval is a second; when the file is full, it loses every other
+row, and the interval doubles. Memory is the PSS of the controller and its descendants, plus shared memory.
 """
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from laminar_py.ledger.row_files import append_row, open_rows
+from laminar_py.ledger.row_files import append_row, halve_rows, open_rows, read_last
 from laminar_py.observe.stats import Stats
+from laminar_py.records.metrics import FleetRow
 
 MEMORY_EVERY_S = 10.0
 FLEET_EVERY_S = 1.0
+FLEET_BYTES = 1 << 25  # at which rows get rarer: nine hours of 48 replicas
 
 
 def processes() -> list[psutil.Process]:
@@ -88,17 +91,30 @@ class OwnCpu:
 async def watch_fleet(
     path: Path, stats: Stats, *, generated_tokens: Callable[[], int], has_processes: bool = True
 ) -> None:
-    """Append a row to the file `path` for each second of RL until cancelled."""
+    """Append a row to the file `path` at each interval of RL until cancelled; keep it below `FLEET_BYTES`."""
     cores, own = os.sched_getaffinity(0), OwnCpu()
     use = own_use = None
-    with open_rows(path) as file:
-        while True:
-            await asyncio.sleep(FLEET_EVERY_S)
-            if has_processes:
-                use = cpu_use(cores)  # also before RL, since each call measures since the previous call
-                own_use = await asyncio.to_thread(own.use, len(cores))
-            if stats.in_rl:
-                count = len(cores) if has_processes else 0
-                row = stats.fleet_row(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
-                append_row(file, row)
-                file.flush()
+    every_s = interval_s(path)
+    while True:
+        with open_rows(path) as file:
+            while file.tell() < FLEET_BYTES:
+                await asyncio.sleep(every_s)
+                if has_processes:
+                    use = cpu_use(cores)  # also before RL, since each call measures since the previous call
+                    own_use = await asyncio.to_thread(own.use, len(cores))
+                if stats.in_rl:
+                    count = len(cores) if has_processes else 0
+                    row = stats.fleet_row(generated_tokens(), cpu_use=use, own_cpu_use=own_use, cores=count)
+                    append_row(file, row)
+                    file.flush()
+        halve_rows(path)
+        every_s *= 2
+
+
+def interval_s(path: Path) -> float:
+    """Return the interval of the rows in a file, `FLEET_EVERY_S` times a power of two."""
+    last = read_last(path, FleetRow)
+    if last is None:
+        return FLEET_EVERY_S
+    mean_s = last.rl_s / max(1, path.read_bytes().count(b"\n"))
+    return FLEET_EVERY_S * 2.0 ** max(0, round(math.log2(max(mean_s, FLEET_EVERY_S) / FLEET_EVERY_S)))

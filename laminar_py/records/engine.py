@@ -12,6 +12,7 @@ import msgspec
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.pieces import RoutedExperts, SamplingMask
+from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 
@@ -135,8 +136,8 @@ class InferenceEngine(Protocol):
         """
         ...
 
-    async def checksum(self) -> str:
-        """Return a hash of the tensors that the engine serves, equal for equal weights and layout."""
+    async def checksum(self) -> WeightsChecksum:
+        """Return hashes of the tensors that the engine serves."""
         ...
 
     async def watch(self) -> None:

@@ -237,6 +237,7 @@ class VersionLoaded(Event, frozen=True, kw_only=True):
     digest: str
     elapsed_s: float
     checksum: str | None = None  # of the engine's tensors; None: not verified
+    stale: tuple[str, ...] = ()  # tensors of the engine that did not follow the published ones
 
 
 class Relayed(Event, frozen=True, kw_only=True):
@@ -329,6 +330,15 @@ class StepSkipped(Event, frozen=True):
     trajectory_ids: tuple[str, ...]
 
 
+class Alarmed(Event, frozen=True):
+    """A check found a silent failure, e.g. `Alarmed(9, "weights", "replica-1", "serves version 8 with ...")`."""
+
+    step: int  # of the learner when the alarm came
+    check: str  # field of the section `alarms`
+    part: str
+    message: str  # version and remedy included
+
+
 class RefillStopped(Event, frozen=True, kw_only=True):
     """A step got fewer groups than it wanted, since too many groups had no signal.
 
@@ -413,6 +423,7 @@ AnyEvent = (
     | Reattached
     | Stepped
     | StepSkipped
+    | Alarmed
     | RefillStopped
     | Checkpointed
     | RolledBack

@@ -7,6 +7,8 @@ import math
 
 import msgspec
 
+from laminar_py.records.proofs import StepProof
+
 
 class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Means over trained tokens with their loss weights, e.g. `TokenFigures(entropy=1.2, ratio=1.01)`.
@@ -81,6 +83,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int = 0  # updates with a loss or gradient that was not finite; the other figures leave them out
     reference_s: float = 0.0  # part of `elapsed_s` that the reference model took
     work: Work = Work()
+    proof: StepProof | None = None  # None of a learner that a backend brings
 
     @property
     def tokens_per_s(self) -> float:
@@ -165,7 +168,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
 
 
 class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Line of `fleet.jsonl`, written once a second: load of the replicas, e.g. of two:
+    """Line of `fleet.jsonl`, written at equal intervals: load of the replicas, e.g. of two:
 
     `FleetRow(rl_s=81.0, generated_tokens=640_000, kv_s=40.5, versions=[8, 9], running=[64, 60], waiting=[0, 3],
     ...)`. Sums are over the RL phase so far.
@@ -189,13 +192,18 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.replicas or list(range(len(self.running)))
 
 
-class LearnerStarted(msgspec.Struct, frozen=True):
-    """The learner is ready, e.g. `LearnerStarted(7_600_000_000, "sdpa", 3584, 28)`; sizes are of the model."""
+class LearnerStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """The learner is ready; sizes are of the model.
+
+    E.g. `LearnerStarted(num_parameters=7_600_000_000, attention="sdpa", hidden_size=3584, num_layers=28)`.
+    """
 
     num_parameters: int
     attention: str  # the attention function in use
     hidden_size: int
     num_layers: int
+    steps_taken: int = 0  # by the checkpoint that was loaded
+    fault: str = ""  # how a rank differs from that checkpoint; "" if none does
 
 
 class LearnerProgress(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from laminar_py.records.engine import EngineStatus, SamplingParams
 from laminar_py.records.environment import Problem
 from laminar_py.records.events import VersionLoaded
 from laminar_py.records.pieces import TokensRef
+from laminar_py.records.proofs import ProbeAnswer
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 
@@ -113,6 +114,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     progress: tuple[Progress, ...] = ()
     loads: tuple[VersionLoaded, ...] = ()
     lost: tuple[str, ...] = ()  # assigned trajectories whose version no relay has any more
+    probes: tuple[ProbeAnswer, ...] = ()  # tokens that the engine drew after the run's probes
 
 
 @dataclass(frozen=True, slots=True)

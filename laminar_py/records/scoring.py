@@ -122,6 +122,9 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     at_once: float = 1.0  # responses of this kind that the scorer works on at the same time
     failure: DropReason | None = None
     detail: str = ""  # of `failure`
+    raised: bool = False  # a reward function raised or was late
+    response_digest: int = 0  # CRC-32 of the response's ids
+    response_logprob: float = 0.0  # sum over its sampled tokens
 
     @property
     def answer(self) -> str:

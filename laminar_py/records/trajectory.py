@@ -199,6 +199,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, Array] = msgspec.field(default_factory=dict)  # inputs of the loss by name, each [T]
     support: SamplingMask | None = None  # T rows: ids that the label was drawn from; empty row: whole vocabulary
     experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] of input tokens, -1 where not recorded
+    id_sum: int = 0  # of the trajectories' ids, see `records.proofs.id_sum`
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,8 @@ config in them names the base model by path and digest, so an engine with other 
 version (`tests/engines/engine_conformance.py`).
 """
 
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -92,6 +94,29 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         return msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=AdapterConfig)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RefusedError(f"weights={folder}: {ADAPTER_CONFIG}: {error}; publish plain LoRA adapters") from None
+
+
+SAMPLE_BYTES = 16 * 2**10  # of a tensor: a bf16 version changes a hundred of 8,000 numbers
+_OF_ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
+
+
+def tensor_samples(folder: Path) -> dict[str, str]:
+    """Return, for each tensor in a version, a hash of its first bytes, by its name in the base model.
+
+    Other bytes of a tensor may differ between versions with equal samples.
+    """
+    found: dict[str, str] = defaultdict(str)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            for name, entry in sorted(msgspec.json.decode(file.read(size)).items()):
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    file.seek(8 + size + begin)
+                    sample = file.read(min(SAMPLE_BYTES, end - begin))
+                    own = _OF_ADAPTER.sub(".weight", name.removeprefix(PREFIX))
+                    found[own] += blake3(sample).hexdigest(length=8)
+    return found
 
 
 def base_digest(folder: Path) -> str:

@@ -50,6 +50,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     failure: DropReason | None = None
     detail: str = ""
     transient: bool = False  # another call may succeed
+    raised: bool = False  # the function raised or was late, whatever else the outcome says
 
 
 def failed(detail: str, reason: DropReason = DropReason.REWARD_FAILED, *, transient: bool = False) -> Outcome:

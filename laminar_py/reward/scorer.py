@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -343,6 +344,12 @@ class Scorer:
             length=len(request.response_ids),
             concurrency=self._concurrency(outcomes),
         )
+        score = msgspec.structs.replace(
+            score,
+            raised=any(outcome.raised for _, outcome in outcomes),
+            response_digest=crc32(request.response_ids.tobytes()),
+            response_logprob=float(request.logprobs.sum(dtype=np.float64)),
+        )
         if not columns or self._payload is None:
             return score
         stored = await self._payload.store(request.trajectory_id, columns)
@@ -405,19 +412,20 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
     async def call(request: ScoringRequest) -> Outcome:
         """Call the served function within its limits; declared errors and timeouts become failed outcomes."""
         async with room:
-            start = time.perf_counter()
+            start, raised = time.perf_counter(), True
             with REWARDS.naming_package(term.kind):
                 try:
                     async with asyncio.timeout(limit_s + OWN_LIMITS_S):
                         returned = await function(request)
                     outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
+                    raised = False
                 except TimeoutError:
                     outcome = late(limit_s)
                 except NoValueError as error:
                     outcome = failed(str(error), error.reason)
                 except (TryAgainError, ColumnError) as error:
                     outcome = failed(str(error), transient=isinstance(error, TryAgainError))
-            return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
+            return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start, raised=raised)
 
     return call
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from laminar_py.records.engine import EngineStatus
 from laminar_py.records.events import VersionLoaded
 from laminar_py.records.host import Clock
+from laminar_py.records.proofs import ProbeAnswer
 from laminar_py.records.replica import Assignment, Progress, ReplicaReport
 
 GATHER_S = 0.1
@@ -25,6 +26,7 @@ class Outbox:
     gather_s: float = GATHER_S  # least time between two reports, except after `flush_now`
     progress: list[Progress] = field(default_factory=list)
     loads: list[VersionLoaded] = field(default_factory=list)
+    probes: list[ProbeAnswer] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # ids of trajectories whose version no relay has
     generated: int = 0  # training tokens
     urgent: asyncio.Event = field(default_factory=asyncio.Event)  # there is news to report
@@ -71,9 +73,10 @@ class Outbox:
             progress=tuple(self.progress),
             loads=tuple(self.loads),
             lost=tuple(self.lost),
+            probes=tuple(self.probes),
             generated=self.generated,
         )
-        self.progress, self.loads, self.lost, self.generated = [], [], [], 0
+        self.progress, self.loads, self.lost, self.probes, self.generated = [], [], [], [], 0
         return report
 
 

@@ -44,6 +44,7 @@ from laminar_py.rollout.outbox import GATHER_S, Outbox
 from laminar_py.rollout.running import RunningTrajectory
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
+from laminar_py.rollout.verifying import Prober, TensorWatch
 
 PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
 log = logging.getLogger(__name__)
@@ -53,7 +54,13 @@ class WeightLoader:
     """Loads versions from `weights` into `engine`; reports the hash of every `verify_every`-th (0: of none)."""
 
     def __init__(
-        self, engine: InferenceEngine, weights: WeightSource, streams: Streams, out: Outbox, *, verify_every: int
+        self,
+        engine: InferenceEngine,
+        weights: WeightSource,
+        streams: Streams,
+        out: Outbox,
+        verify_every: int,
+        prober: Prober | None,
     ) -> None:
         self.version = -1  # that the engine serves; -1 before the first load
         self._engine = engine
@@ -62,6 +69,8 @@ class WeightLoader:
         self._out = out
         self._verify_every = verify_every
         self._next_verified = 0  # the first version from here on is hashed
+        self._tensors = TensorWatch()
+        self._prober = prober
 
     async def load(self, version: int | None) -> None:
         """Pull and load a version, or the newest for None, while no request runs. Raises `VersionLostError`."""
@@ -74,6 +83,7 @@ class WeightLoader:
                 self._streams.serving.set()
             raise
         await self._install(pulled, began)
+        await self._probe()
 
     async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
         """Pull the newest version while trajectories generate; then pause them as `policy` says, load, and resume.
@@ -92,6 +102,13 @@ class WeightLoader:
         await self._engine.resume()
         self._streams.resume_interrupted(interrupted)
         self._out.urgent.set()
+        await self._probe()
+
+    async def _probe(self) -> None:
+        """Report the engine's answers to the run's probes."""
+        if self._prober is not None:
+            self._out.probes += await self._prober.answers(self.version)
+            self._out.urgent.set()
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
         """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
@@ -99,9 +116,11 @@ class WeightLoader:
         Among each `_verify_every` consecutive versions, the first that is loaded is hashed.
         """
         await self._engine.load_weights(Path(pulled.path), pulled.version)
-        checksum = None
+        checksum: str | None = None
+        stale: tuple[str, ...] = ()
         if self._verify_every and pulled.version >= self._next_verified:
-            checksum = await self._engine.checksum()
+            found = await self._engine.checksum()
+            checksum, stale = found.total, await self._tensors.stale(Path(pulled.path), found)
             self._next_verified = (pulled.version // self._verify_every + 1) * self._verify_every
         self.version = pulled.version
         self._streams.serving.set()
@@ -113,6 +132,7 @@ class WeightLoader:
                 digest=pulled.digest,
                 elapsed_s=elapsed,
                 checksum=checksum,
+                stale=stale,
             )
         )
         log.info("replica %d serves version %d after %.3f s", self._out.index, pulled.version, elapsed)
@@ -135,6 +155,7 @@ class Replica:
         partial_interval_s: float,  # between writes to the journal
         max_seconds: float | None = None,  # cap on the time of a response
         verify_every: int = 0,  # versions, of which one is hashed; 0: none
+        prober: Prober | None = None,
         initial: Sequence[Assignment] = (),  # to start with
         gather_s: float = GATHER_S,  # least time between reports
         environments: Environments | None = None,
@@ -144,8 +165,7 @@ class Replica:
         self._engine = engine
         self._weights = weights
         self._policy = on_new_weights
-        self._max_batch = max_batch
-        self._store = store
+        self._max_batch, self._store = max_batch, store
         self._partial_interval_s = partial_interval_s
         self._max_seconds, self._initial = max_seconds, initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
@@ -160,7 +180,7 @@ class Replica:
         self._streams = Streams(
             engine, self._out, store, environments, decode, on_ended=self._on_ended, on_lost=self._lose
         )
-        self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every=verify_every)
+        self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every, prober)
 
     # ---- called by the controller
 

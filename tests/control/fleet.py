@@ -6,10 +6,12 @@ import msgspec
 import numpy as np
 
 from laminar_py.config.algorithm import Advantage
+from laminar_py.config.data import DataConfig
 from laminar_py.config.rollout import Schedule, WithoutSignal
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
+from laminar_py.data.draws import Draws
 from laminar_py.learner.losses.advantages import group_advantages
 from laminar_py.ledger.machine import Machine
 from laminar_py.ledger.segments.salvage import Salvaged
@@ -23,6 +25,22 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, InterruptReason
 from tests.builders import make_prompt, make_ref
+
+ROWS = 1 << 20  # of the endless source
+
+
+class Endless:
+    """A source whose row at each place is the place, e.g. "p7"."""
+
+    def __len__(self):
+        return ROWS
+
+    def find(self, id):
+        return int(id[1:])
+
+    def id(self, place):
+        return f"p{place}"
+
 
 REFERENCE = "reference-0-1-0.1"  # segment of the reference model's columns
 
@@ -152,6 +170,7 @@ class Fleet:
                 **options,
             ),
             prompt_at=make_prompt,
+            on_issued=self._check_draw,
             on_rewards=self.told.append,
             recorder=self.log,
             submit_for_scoring=lambda trajectory, prompt: self.unscored.append(trajectory),
@@ -159,8 +178,18 @@ class Fleet:
             credit=Credit(group_advantages(Advantage.GROUP_STD), length_cost),
             clock=self.clock,
         )
+        self.draws = None
         self.scheduler.admit()
         self.scheduler.published(0)
+
+    def _check_draw(self, group, prompt):
+        """No group that a sound scheduler issues is a fault; a resumed one continues where it was restored."""
+        if self.draws is None:
+            self.draws = Draws(
+                [Endless()], DataConfig.model_validate({"train": "a"}), num_open=lambda source: ROWS
+            )
+            self.draws.replay((f"g{place}", place, f"p{place}") for place in range(prompt.index))
+        assert self.draws.issued(group, prompt.index, prompt.id) == ""
 
     def learned(self, version):
         """The learner makes a step before each version up to this one."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from msgspec.structs import replace
 from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.stored import stored_pieces
 from laminar_lab.audit.verify import verify
-from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading, segments_path
+from laminar_py.ledger import database
+from laminar_py.ledger.database import LEDGER_NAME, logs_of, open_writer, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.machine import IllegalEventError, Machine
 from laminar_py.ledger.pieces import piece_rows
@@ -292,3 +294,17 @@ async def test_a_trajectory_knows_when_it_was_where_by_the_monotonic_clock(tmp_p
     times = query(tmp_path, "SELECT issued_s, started_s, finished_s, scored_s, ready_s, ended_s FROM trajectory")
     assert times == [(1002.0, 1003.0, 1004.0, 1005.0, 1006.0, 1008.0)]
     assert verify(tmp_path) == []
+
+
+def test_the_log_shrinks_after_a_long_reader(tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "_LOG_BYTES", 1 << 20)
+    path = tmp_path / LEDGER_NAME
+    with closing(open_writer(path)) as writer:
+        with reading(tmp_path) as reader:
+            reader.execute("SELECT count(*) FROM event").fetchone()
+            for number in range(4):
+                writer.execute("INSERT INTO head VALUES (?, zeroblob(?))", (number, 1 << 20))
+            assert logs_of(path)[0].stat().st_size > 4 << 20
+        for _ in range(3):
+            writer.execute("INSERT INTO head VALUES (9, x'')")
+        assert logs_of(path)[0].stat().st_size <= 1 << 20

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from laminar_lab.audit.verify import verify
@@ -19,8 +20,14 @@ from laminar_py.learner.marker import MARKER, Architecture, complete_checkpoint
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import RolledBack, Undone
+from laminar_py.records.metrics import LearnerStarted
 from laminar_py.runtime.cluster.errors import PartCrashedError
-from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, find_checkpoint
+from laminar_py.runtime.orchestrator.checkpoints import (
+    Checkpoints,
+    checkpoint_name,
+    find_checkpoint,
+    restored_fault,
+)
 from laminar_py.runtime.orchestrator.resume import print_fallback
 from tests.control.fleet import settle
 from tests.ledger.runs import Ticks, begin, checkpoint, consume, make_ready, open_ledger
@@ -42,11 +49,11 @@ class Disk:
         self.begun, self.answer = folder, asyncio.get_running_loop().create_future()
 
     async def saved(self):
-        await self.answer
+        return await self.answer
 
-    def complete(self):
+    def complete(self, fault=""):
         write_checkpoint(self.begun)
-        self.answer.set_result(None)
+        self.answer.set_result(fault)
 
 
 async def on_record(version):
@@ -80,14 +87,17 @@ async def running(path, disk, *, keep=2, recorded=on_record):
         yield made, ledger, checkpointed
 
 
-def make_checkpoints(path, disk, ledger, *, keep, recorded=on_record, checkpointed=lambda step: None, last=None):
+def make_checkpoints(path, disk, ledger, *, keep, recorded=on_record, checkpointed=lambda step: None, **kwargs):
     config = load_config(REPO / "configs/quickstart.yaml", [f"learner.keep_checkpoints={keep}"])
     return Checkpoints(
-        make_incarnation(config=config, run=RunFolder(path), ledger=ledger, clock=Ticks(), checkpoint=last),
+        make_incarnation(
+            config=config, run=RunFolder(path), ledger=ledger, clock=Ticks(), checkpoint=kwargs.pop("last", None)
+        ),
         save=disk.save,
         saved=disk.saved,
         recorded=recorded,
         checkpointed=checkpointed,
+        **kwargs,
     )
 
 
@@ -105,6 +115,45 @@ async def save(checkpoints, disk, step):
     await checkpoints.begin(name(step), step=step, version=step)
     disk.complete()
     await checkpoints.finish()
+
+
+async def test_a_faulty_one_is_named_and_the_one_before_stays_the_last(tmp_path):
+    disk, faults, checkpointed = Disk(), [], []
+    (tmp_path / "checkpoints").mkdir()
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=range(STEPS + 1))
+        checkpoints = make_checkpoints(
+            tmp_path, disk, ledger, keep=1, checkpointed=checkpointed.append, on_fault=faults.append
+        )
+        for step, fault in enumerate(["", "checkpoint step-2: differs", ""], 1):
+            step_once(ledger, step)
+            await checkpoints.begin(name(step), step=step, version=step)
+            disk.complete(fault)
+            await checkpoints.finish()
+            expected = 1 if fault else step
+            assert (checkpoints.last.step, find_checkpoint(RunFolder(tmp_path)).step) == (expected, expected)
+        assert checkpointed == [1, 3]
+        (text,) = faults
+        assert text.startswith(f"checkpoint step-2: differs; checkpoints/{name(1)} is kept in its place; look at")
+        assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [name(3)]
+
+
+async def test_a_learner_that_starts_with_other_steps_than_the_record_is_named(tmp_path):
+    disk = Disk()
+    async with running(tmp_path, disk) as (checkpoints, ledger, _):
+        for step in (1, 2):
+            step_once(ledger, step)
+        await save(checkpoints, disk, 2)
+        await ledger.commit()
+        run, last = RunFolder(tmp_path), checkpoints.last
+        started = LearnerStarted(num_parameters=7, attention="sdpa", hidden_size=8, num_layers=2, steps_taken=2)
+        assert restored_fault(run, last, started) == ""
+        assert restored_fault(run, None, replace(started, steps_taken=0)) == ""
+        fault = restored_fault(run, last, replace(started, steps_taken=0))
+        assert fault.startswith(
+            "the learner starts with 0 steps taken, and the record has 2 for step 2, checkpoints/"
+        )
+        assert restored_fault(run, last, replace(started, fault="x differs")).startswith("x differs; the learner")
 
 
 async def test_it_counts_once_it_is_on_disk_whatever_steps_went_on_meanwhile(tmp_path):

@@ -9,7 +9,7 @@ from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.evaluations import pass_number, set_of
 from laminar_py.records.host import SystemClock
 from laminar_py.records.trajectory import Kind
-from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
+from laminar_py.runtime.orchestrator.evaluator import POINTS_KEPT, EvalPoint, Evaluator
 from tests.builders import make_evaluated, make_prompt
 from tests.control.fleet import Fleet, settle
 from tests.runs.runs import REPO
@@ -204,3 +204,10 @@ async def test_a_pass_of_a_set_that_is_asked_otherwise_now_is_left():
     passes = [OpenPass(id=f"e{place}-{name}", version=0, step=4, answers={}) for place, name in enumerate(before)]
     evaluator.restore(passes, results=[], sampling=before, now=EvalPoint(-1, 4, 40.0), passed_s={4: 40.0})
     assert await evaluate_all(fleet) == ["rare"]
+
+
+def test_steps_of_old_versions_are_forgotten():
+    evaluator, _, _ = make_evaluator(Fleet(replicas=1))
+    for version in range(3 * POINTS_KEPT):
+        evaluator.note_version(EvalPoint(version, version, float(version)))
+    assert list(evaluator._points_by_version) == list(range(2 * POINTS_KEPT, 3 * POINTS_KEPT))

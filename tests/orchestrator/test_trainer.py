@@ -13,6 +13,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.settings import control_settings
 from laminar_py.control.steps import MIN_EMPTY
+from laminar_py.learner.marker import read_marker
 from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
@@ -66,7 +67,10 @@ class Learner:
         pass
 
     async def start(self, checkpoint):
-        return LearnerStarted(1, "eager", 8, 1)
+        self._taken = 0 if checkpoint is None else read_marker(checkpoint).step
+        return LearnerStarted(
+            num_parameters=1, attention="eager", hidden_size=8, num_layers=1, steps_taken=self._taken
+        )
 
     async def replace(self, death):
         self._supervisor.crashed(death)
@@ -79,6 +83,7 @@ class Learner:
 
     async def step(self, terms, *, version):
         self.steps += 1
+        self._taken += 1
         self.trained.append(self.fetched)
         return StepOutcome(StepMetrics(loss=0.1, grad_norm=0.2, elapsed_s=0.0), version, 0.0)
 
@@ -93,14 +98,15 @@ class Learner:
 
     async def save(self, folder):
         self.saves += 1
-        self._folder = folder
+        self._folder, self._saved = folder, self._taken
         self.on_save()
 
     async def saved(self):
         if self.saves in self._fails:
             raise self._fails[self.saves]
         await self.disk.wait()
-        write_checkpoint(self._folder)
+        write_checkpoint(self._folder, step=self._saved)
+        return ""
 
 
 @asynccontextmanager
@@ -161,6 +167,7 @@ async def training(path, *settings, fails, admission, **options):
             versions=versions,
             stop=stop,
             show=lambda row: None,
+            on_fault=pytest.fail,
         )
         recording = asyncio.create_task(versions.run())
         await trainer.start()

@@ -5,13 +5,17 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import pairwise
 
 from laminar_lab.report.snapshot import read_samples
-from laminar_py.ledger.row_files import append_row
+from laminar_py.ledger.row_files import append_row, read_rows
 from laminar_py.observe import fleet
 from laminar_py.observe.fleet import OwnCpu, cpu_use, watch_fleet
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import SystemClock
+from laminar_py.records.metrics import FleetRow
+from tests.control.fleet import ManualClock
 
 
 def test_cores_that_a_loop_fills_are_busy():
@@ -62,3 +66,27 @@ async def test_every_sample_has_the_use_of_the_cores(tmp_path, monkeypatch):
     first = read_samples(tmp_path).fleet[0]
     assert (first.cpu_use, first.cores, first.generated_tokens) == (0.97, len(os.sched_getaffinity(0)), 7)
     assert first.own_cpu_use is not None
+
+
+async def test_a_long_run_keeps_rows_at_equal_intervals_in_a_bounded_file(tmp_path, monkeypatch):
+    path, clock, largest, ends_s = tmp_path / "fleet.jsonl", ManualClock(), 0, [3000.0, 6000.0]
+    monkeypatch.setattr(fleet, "FLEET_BYTES", 10_000)
+
+    async def sleep(seconds):
+        nonlocal largest
+        largest = max(largest, path.stat().st_size)
+        if clock.now() > ends_s[0]:
+            raise asyncio.CancelledError
+        clock.time += seconds
+
+    monkeypatch.setattr(fleet.asyncio, "sleep", sleep)
+    stats = Stats(clock, replicas=2, totals=Totals())
+    stats.set_rl_phase(True)
+    while ends_s:  # the second is a resumed run
+        with suppress(asyncio.CancelledError):
+            await watch_fleet(path, stats, generated_tokens=lambda: 7, has_processes=False)
+        ends_s.pop(0)
+    rows = list(read_rows(path, FleetRow))
+    assert largest < 10_200
+    assert {after.rl_s - before.rl_s for before, after in pairwise(rows)} == {128.0}
+    assert rows[-1].rl_s > 6000.0 - 128.0

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from dataclasses import fields
 from itertools import count
+from types import SimpleNamespace
 
 from laminar_py.ledger.segments.salvage import Salvage
 from laminar_py.runtime.cluster.calls import as_scalar
@@ -17,7 +18,7 @@ def make_incarnation(**given):
     """What is not given is not there."""
     absent = dict.fromkeys((field.name for field in fields(Incarnation)), None)
     supervisor = Supervisor(record=lambda event: None, max_restarts=9)
-    own = {"supervisor": supervisor, "number": 1}
+    own = {"supervisor": supervisor, "number": 1, "inputs": SimpleNamespace(probes=())}
     return Incarnation(**(absent | own | given))
 
 

@@ -1,5 +1,6 @@
 """Processes of parts by themselves: threads, and the start of a relay."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from laminar_py.children import hosted
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
 from laminar_py.relay.sockets import generate_keys
@@ -81,7 +83,7 @@ def test_an_error_of_the_compute_thread_is_the_callers():
 
 
 async def test_a_started_relay_answers_and_its_folder_in_shared_memory_names_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "log_to", lambda run_dir, part: None)
+    monkeypatch.setattr(base, "log_to", lambda log, force: None)
     actor = RelayActor()
     spec = RelaySpec(
         config=load_config(REPO / "configs/quickstart.yaml", []).model_dump_json(),
@@ -97,3 +99,14 @@ async def test_a_started_relay_answers_and_its_folder_in_shared_memory_names_the
     assert await actor.ping(()) == []
     assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
     await actor._node.close()
+
+
+def test_a_process_that_logs_much_keeps_its_newest_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosted, "LOG_BYTES", 10_000)
+    log, root = tmp_path / "replica-0.log", logging.Logger("root")
+    monkeypatch.setattr(logging, "root", root)
+    hosted.log_to(log, force=True)
+    for number in range(1000):
+        root.warning("line %d", number)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 20_000
+    assert log.read_text().endswith("line 999\n")

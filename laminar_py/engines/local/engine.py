@@ -24,6 +24,7 @@ from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import EngineLostError, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.pieces import Recording
+from laminar_py.records.proofs import WeightsChecksum
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +89,9 @@ class LocalEngine(StreamingEngine[Scheduler]):
         """Load the version in `path`. `RuntimeError` while requests run unpaused, `RefusedError` for bad files."""
         await self._run(partial(self._scheduler.load_weights, path, version))
 
-    async def checksum(self) -> str:
+    async def checksum(self) -> WeightsChecksum:
         """Hash the loaded weights in the engine's thread."""
-        answer: list[str] = []
+        answer: list[WeightsChecksum] = []
         await self._run(lambda: answer.append(self._scheduler.checksum()))
         return answer[0]
 

@@ -16,6 +16,7 @@ from laminar_py.engines.local.adapter import Adapter, AdapterBase
 from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, PrefillAttention
 from laminar_py.engines.local.spec import Mixture, ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
+from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import holds_adapter
 
 
@@ -108,9 +109,9 @@ class LocalModel:
         else:
             self._weights.copy_(weights)  # in place: the traced step holds these tensors
 
-    def checksum(self) -> str:
-        """Hash of the served weights; "unloaded" before the first load."""
-        return "unloaded" if self._weights is None else self._weights.checksum()
+    def checksum(self) -> WeightsChecksum:
+        """Hashes of the served weights; "unloaded" before the first load."""
+        return WeightsChecksum("unloaded") if self._weights is None else self._weights.checksum(self._spec)
 
     def decode(self, ids: Tensor, positions: Tensor, *, plan: DecodePlan) -> tuple[Tensor, Tensor | None]:
         """Feed one token of each of B sequences: `ids [B]` at `positions [B]`.

@@ -23,6 +23,7 @@ from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.engine import EngineLostError, GenerateRequest
 from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, join_experts
+from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.trajectory import FinishReason
 
 ADMISSION_HEADROOM = 16  # steps that all running requests can grow after an admission, against thrashing
@@ -80,8 +81,8 @@ class Scheduler(RequestScheduler[Job]):
         if not self._running:
             self._pool.reset()
 
-    def checksum(self) -> str:
-        """Hash of the served weights; "unloaded" before the first load."""
+    def checksum(self) -> WeightsChecksum:
+        """Hashes of the served weights; "unloaded" before the first load."""
         return self._model.checksum()
 
     def step(self) -> None:

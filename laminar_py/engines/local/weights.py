@@ -20,6 +20,7 @@ from torch import Tensor
 
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import RefusedError
+from laminar_py.records.proofs import WeightsChecksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,39 @@ class Weights:
         for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
             mine.copy_(theirs)
 
-    def checksum(self) -> str:
-        """BLAKE3 over name, type, shape and bytes of every tensor, in a fixed order."""
-        digest = blake3()
-        for name, tensor in self._tensors():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.cpu().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+    def checksum(self, spec: ModelSpec) -> WeightsChecksum:
+        """BLAKE3 of every matrix of the model, by its Hugging Face name, over type, shape and packed bytes."""
+        hashes = {}
+        for name, tensor in self._named(spec):
+            digest = blake3(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+            hashes[name] = digest.hexdigest(length=16)
+        return WeightsChecksum(blake3("\n".join(hashes.values()).encode()).hexdigest(), hashes)
+
+    def _named(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+        """Yield each matrix of the model from its place in the packed weights, in a fixed order."""
+        yield "model.embed_tokens.weight", self.embedding
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            yield prefix + "input_layernorm.weight", layer.attention_norm.scale
+            yield prefix + "post_attention_layernorm.weight", layer.mlp_norm.scale
+            if layer.qk_norm is not None:
+                yield prefix + "self_attn.q_norm.weight", layer.qk_norm.scale[: spec.num_heads]
+                yield prefix + "self_attn.k_norm.weight", layer.qk_norm.scale[spec.num_heads :]
+            for name, place in projections(spec).items():
+                columns = slice(place.start, place.start + place.size)
+                yield f"{prefix}{place.block}.{name}.weight", getattr(layer, place.field)[:, columns]
+                bias: Tensor | None = getattr(layer, f"{place.field}_bias", None)
+                if bias is not None:
+                    yield f"{prefix}{place.block}.{name}.bias", bias[columns]
+            if layer.router is not None:
+                yield prefix + "mlp.gate.weight", layer.router
+                for expert, (up_gate, down) in enumerate(zip(layer.up_gate, layer.down, strict=True)):
+                    up, gate = up_gate.chunk(2, dim=1)
+                    for name, tensor in (("up_proj", up), ("gate_proj", gate), ("down_proj", down)):
+                        yield f"{prefix}mlp.experts.{expert}.{name}.weight", tensor
+        yield "model.norm.weight", self.norm.scale
+        yield "lm_head.weight", self.head
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of all weights, in a fixed order; of a norm only its scale."""

@@ -30,6 +30,7 @@ from laminar_py.records.engine import (
     RefusedError,
 )
 from laminar_py.records.pieces import Recording
+from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.records.weights import holds_adapter
 
@@ -334,13 +335,17 @@ class SGLangEngine:
         except TimeoutError:
             raise self._connection.lose(f"did not flush its cache in {self._connection.timeout_s:g} s") from None
 
-    async def checksum(self) -> str:
-        """Have the server hash its own tensors. Returns one hash for each GPU, joined by dashes."""
+    async def checksum(self) -> WeightsChecksum:
+        """Have the server hash its own tensors, without adapters."""
         limit_s = self._load_timeout_s
         answer = await self._connection.post_and_decode(
             "weights_checker", WeightsChecksums, limit_s=limit_s, action="checksum"
         )
-        return "-".join(rank.per_gpu_checksum for rank in answer.ranks)
+        names = [f"{number}/" if number else "" for number in range(len(answer.ranks))]
+        pairs = zip(names, answer.ranks, strict=True)
+        hashes = {prefix + name: value for prefix, rank in pairs for name, value in rank.checksums.items()}
+        total = "-".join(rank.per_gpu_checksum for rank in answer.ranks)
+        return WeightsChecksum(total, hashes if self._adapters.current is None else {})
 
     # ---- state
 

@@ -20,6 +20,7 @@ from typing import BinaryIO, Self
 import aiohttp
 import psutil
 
+from laminar_py.children.hosted import trim_log
 from laminar_py.engines.sglang.guard import GuardRequest
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.launch import LOOPBACK, ServerSpec
@@ -28,6 +29,7 @@ from laminar_py.records.engine import EngineLostError
 GUARD_SCRIPT = str(Path(__file__).with_name("guard.py"))
 LOOK_S = 0.2
 ANSWER_S = 10.0
+TRIM_EVERY_S = 60.0
 TAIL_BYTES = 65536
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NUM_PORTS = 8192  # number of ports to choose from
@@ -90,8 +92,12 @@ class SGLangServer:
         await guard.wait()
 
     async def watch(self) -> None:
-        """Wait for the end of the server, then raise `EngineLostError`."""
-        raise EngineLostError(self._explain(await self._ended()))
+        """Keep the server's log bounded until the server ends, then raise `EngineLostError`."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TRIM_EVERY_S):
+                    raise EngineLostError(self._explain(await self._ended()))
+            trim_log(self.spec.log)
 
     async def _ended(self) -> str:
         """Wait for the end of the server, and describe it by its exit code."""
@@ -160,7 +166,8 @@ class SGLangServer:
         """Build the message of the failure `what`, with the line of the log that best explains it."""
         log = self.spec.log
         with log.open("rb") as file:
-            file.seek(max(self._log_start, log.stat().st_size - TAIL_BYTES))
+            size = log.stat().st_size
+            file.seek(max(self._log_start if self._log_start < size else 0, size - TAIL_BYTES))  # a log is trimmed
             tail = file.read().decode(errors="replace")
         return f"SGLang server on port {self._port}: {what}; it last said: {last_words(tail)} (log: {log})"
 

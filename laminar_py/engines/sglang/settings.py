@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Annotated, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -23,6 +23,8 @@ Flags: TypeAlias = Mapping[str, Flag]  # by name, without dashes
 class SGLangConfig(EngineConfig):
     """SGLang servers, which the run launches or attaches to."""
 
+    verify_every: Annotated[int, Field(ge=0)] = 20
+    """As for every backend; a server stands still while it hashes."""
     urls: tuple[str, ...] = ()
     """Servers that are already running, one per replica, e.g. `[http://10.0.0.5:30000]`; none: launch them. They
     must see `relay.shm` under the same path. Their key is in the environment variable SGLANG_API_KEY; without one

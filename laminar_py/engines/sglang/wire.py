@@ -89,6 +89,7 @@ class RankChecksum(msgspec.Struct):
     """Hash of the weights on one GPU."""
 
     per_gpu_checksum: str
+    checksums: dict[str, str] = {}  # by tensor
 
 
 class WeightsChecksums(msgspec.Struct):

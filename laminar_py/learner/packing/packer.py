@@ -25,6 +25,7 @@ from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
 from laminar_py.records.credit import earlier_rewards, returns_of, role_advantages, role_returns
 from laminar_py.records.pieces import SamplingMask
+from laminar_py.records.proofs import id_sum
 from laminar_py.records.spans import TokenPath, is_tree, sequences_of, versions_of
 from laminar_py.records.trajectory import MicroBatch, Trajectory
 
@@ -310,6 +311,7 @@ def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
         columns={column.name: _column(bundle, layout, column) for column in weights.columns},
         support=_support(bundle, layout, counts),
         experts=_experts(bundle, layout),
+        id_sum=id_sum(trajectory.id for trajectory in bundle),
     )
 
 

@@ -172,7 +172,7 @@ class LimitedFunction:
 
     def call(self, request: ScoringRequest) -> Outcome:
         """Call the function for one response, and return its outcome. Only the main thread may call this."""
-        start = time.perf_counter()
+        start, raised = time.perf_counter(), True
         try:
             with _alarm(self._timeout_s):
                 given = read_reward(self._function(request))
@@ -181,12 +181,12 @@ class LimitedFunction:
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
             outcome = self._failed(error)
         else:
-            outcome = self._checked(given, request)
-        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
+            outcome, raised = self._checked(given, request), False
+        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start, raised=raised)
 
     async def call_async(self, request: ScoringRequest) -> Outcome:
         """Call an `async` function while other calls of it run, and return its outcome."""
-        start = time.perf_counter()
+        start, raised = time.perf_counter(), True
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 given = read_reward(await self._function(request))  # type: ignore[misc]
@@ -194,8 +194,8 @@ class LimitedFunction:
             is_late = limit.expired()
             outcome = late(self._timeout_s, self._place(error.__cause__)) if is_late else self._failed(error)
         else:
-            outcome = self._checked(given, request)
-        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start)
+            outcome, raised = self._checked(given, request), False
+        return msgspec.structs.replace(outcome, elapsed_s=time.perf_counter() - start, raised=raised)
 
     def _checked(self, given: GivenReward, request: ScoringRequest) -> Outcome:
         """Check a reward that the function returned, and return its outcome."""

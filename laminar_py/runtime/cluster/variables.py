@@ -3,7 +3,8 @@
 Ray reads its variables when it is imported. The variables say: token authentication, no usage reports (trackers
 send none either), no visible GPU for a part that has none, no second OpenMP thread in any worker, an allocator
 that keeps its pages (a learner step allocates and frees tensors of megabytes all the time, which otherwise takes 6
-to 14 % of the step), and a folder for Ray's sockets if the path of TMPDIR is too long for them.
+to 14 % of the step), a bound on the output of each worker, and a folder for Ray's sockets if the path of TMPDIR is
+too long for them.
 """
 
 import os
@@ -22,4 +23,4 @@ os.environ.setdefault(
 )
 WORKERS_READ = {
     name: os.environ[name] for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
-}
+} | {"RAY_ROTATION_MAX_BYTES": str(1 << 24), "RAY_ROTATION_BACKUP_COUNT": "1"}

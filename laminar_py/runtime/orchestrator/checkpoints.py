@@ -4,6 +4,8 @@ Owned by the trainer. States of a checkpoint: the learner copies its state (`beg
 complete on disk -> on record -> older ones are deleted. At most one checkpoint is unfinished. The ledger
 records a checkpoint when all its files are on disk, and older ones are deleted when that record is on disk too. So
 a crash or a power cut at any moment leaves a usable checkpoint, and the steps since then can be undone (law 1).
+A checkpoint whose files differ from the learner is no checkpoint: `on_fault` gets the fault, the one before stays
+the last, and the files of the faulty one stay until the next sound one (law 13).
 """
 
 import asyncio
@@ -16,9 +18,10 @@ from pathlib import Path
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.marker import read_marker
 from laminar_py.ledger.database import reading
-from laminar_py.ledger.recovery import checkpoints_on_record, newest_existing
+from laminar_py.ledger.recovery import checkpoints_on_record, learner_steps, newest_existing
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Checkpointed
+from laminar_py.records.metrics import LearnerStarted
 from laminar_py.runtime.workers.incarnation import Incarnation
 
 log = logging.getLogger(__name__)
@@ -56,10 +59,26 @@ def find_checkpoint(run: RunFolder) -> Checkpointed | None:
     return newest
 
 
+def restored_fault(run: RunFolder, checkpoint: Checkpointed | None, started: LearnerStarted) -> str:
+    """Return how a started learner differs from its checkpoint and from the record, "" if it does not (law 13)."""
+    if started.fault:
+        return f"{started.fault}; the learner does not continue from {checkpoint and checkpoint.path}"
+    with reading(run.ledger) as connection:
+        expected = learner_steps(connection, checkpoint.step) if checkpoint else 0
+    if started.steps_taken == expected:
+        return ""
+    from_ = f"step {checkpoint.step}, {checkpoint.path}," if checkpoint else "its initial weights"
+    return (
+        f"the learner starts with {started.steps_taken} steps taken, and the record has {expected} for {from_};"
+        " restore the folder of that checkpoint, or resume from an older one"
+    )
+
+
 class Checkpoints:
     """Makes checkpoints: the learner saves (`save`), completes the files (`saved`), the version is `recorded`.
 
-    `checkpointed(step)` is called when steps up to `step` can no longer be undone.
+    `saved` returns the fault of the files, "" for none; `on_fault` gets it. `checkpointed(step)` is called when
+    steps up to `step` can no longer be undone.
     """
 
     def __init__(
@@ -67,9 +86,10 @@ class Checkpoints:
         incarnation: Incarnation,
         *,
         save: Callable[[Path], Awaitable[None]],
-        saved: Callable[[], Awaitable[None]],
+        saved: Callable[[], Awaitable[str]],
         recorded: Callable[[int], Awaitable[None]],
         checkpointed: Callable[[int], None],
+        on_fault: Callable[[str], None] = log.error,
     ) -> None:
         self.last = incarnation.checkpoint  # the newest on record
         self._run = incarnation.run
@@ -80,6 +100,7 @@ class Checkpoints:
         self._saved = saved
         self._recorded = recorded
         self._checkpointed = checkpointed
+        self._on_fault = on_fault
         known = on_record(self._run) if self.last else []
         self._kept = [one for one in reversed(known) if self._run.has(one)]  # the oldest first
         self._writing: asyncio.Task[None] | None = None
@@ -122,9 +143,17 @@ class Checkpoints:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _complete(self, folder: Path, step: int, version: int, *, began: float, stall_s: float) -> None:
-        """Wait until the files and the version are complete, record the checkpoint, and delete old checkpoints."""
-        await self._saved()
+        """Wait until the files and the version are complete, record the checkpoint, and delete old checkpoints.
+
+        A faulty checkpoint is not recorded, unless it is the first of its run, to which a crash must go back.
+        """
+        fault = await self._saved()
         await self._recorded(version)
+        if fault:
+            kept = "it is the run's first" if self.last is None else f"{self.last.path} is kept in its place"
+            self._on_fault(f"{fault}; {kept}; look at the disk of {folder.parent}")
+            if self.last is not None:
+                return
         path = str(folder.relative_to(self._run.path))
         elapsed_s = self._clock.now() - began
         done = Checkpointed(step=step, version=version, path=path, stall_s=stall_s, elapsed_s=elapsed_s)

@@ -42,6 +42,7 @@ process of `laminar train` or `laminar eval`; each part in a process of its own 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from laminar_py.control.dispatcher import DISPATCH_S, Throttle
@@ -63,6 +64,7 @@ from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
+from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.scoring import Scoring
@@ -222,6 +224,7 @@ class Controller:
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
         self._source, self.view = source, view
         self._stop = StopRequest()
+        self._alarms = Alarms(incarnation, self._recovered, stop=self._stop.alarm, show_line=view.notice)
         self._reports: Handoff[Reports] = Handoff()
         self._scores: Handoff[Sequence[Score]] = Handoff()
         self._dispatch_loop = Throttle(self._dispatch, every_s=DISPATCH_S)
@@ -236,6 +239,7 @@ class Controller:
             reference=self._reference,
             versions_return=source is not None,
             fail=self._stop.fail,
+            on_fault=partial(self._alarms.tell, "draws", "controller"),
         )
         self._relays = relays = Relays(incarnation)
         self._environments = EnvironmentProcesses(incarnation, relays.keys)
@@ -247,7 +251,8 @@ class Controller:
             dispatch_loop=self._dispatch_loop,
             on_reports=self._reports.hand_over,
         )
-        self._scoring = self._make_scoring()
+        self._replicas.check, self._scoring = self._alarms.reported, self._make_scoring()
+        self._scoring.check = self._alarms.scored
         self._evaluator = self._make_evaluator()
         self._learning = self._make_learning() if source is None else None
 
@@ -286,6 +291,7 @@ class Controller:
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
         learner = LearnerKeeper(incarnation, relays=self._relays, show=self.view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
+        versions.check = partial(self._alarms.published, learner)
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,
@@ -294,6 +300,8 @@ class Controller:
             versions=versions,
             stop=self._stop,
             show=self._show_step,
+            on_fault=partial(self._alarms.tell, "checkpoint", "learner"),
+            check_step=self._alarms.stepped,
         )
         migration = Migration(
             MigrationSettings.from_config(incarnation.config),
@@ -317,6 +325,7 @@ class Controller:
     async def lead(self) -> Result:
         """Lead the run through all its phases, or to a stop after `interrupt`; return the summary."""
         await self._incarnation.ledger.start()
+        self._alarms.start()
         self._trackers.start()
         summary: Result | None = None
         try:
@@ -399,6 +408,7 @@ class Controller:
         await learning.trainer.start()
         if self._reference is not None:
             await self._stop.unless_asked(self._reference.bring_up())  # after a warm start, which it may load
+            self._reference.check = self._alarms.referred
             yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks:

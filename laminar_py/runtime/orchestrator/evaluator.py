@@ -22,6 +22,8 @@ from laminar_py.runtime.workers.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
+POINTS_KEPT = 1000  # newest versions whose step is known; a pass ends before so many more are published
+
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
@@ -106,6 +108,8 @@ class Evaluator:
     def note_version(self, point: EvalPoint) -> None:
         """Note the step and time of a new version; forget results of later steps, which a rollback has undone."""
         self._points_by_version.setdefault(point.version, point)
+        for version in list(self._points_by_version)[:-POINTS_KEPT]:
+            del self._points_by_version[version]
         self._results = {(step, name) for step, name in self._results if step <= point.step}
 
     async def stepped(self, point: EvalPoint, *, last: bool) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from laminar_py.children.hosted import log_to
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -160,11 +161,7 @@ def _lead_logged(start: RunStart, make: Callable[[RunStart], Controller]) -> Res
     """Run the controller that `make` returns, with a log in the run's folder; return its result."""
     run = start.run
     logging.raiseExceptions = False  # else a full disk prints an error for each line of the log
-    logging.basicConfig(
-        filename=run.logs / CONTROLLER_LOG,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    log_to(run.logs / CONTROLLER_LOG)
     try:
         return asyncio.run(_lead(make(start), run))
     except Exception as error:

@@ -69,6 +69,7 @@ class Scoring:
         self._show_line = show_line
         self._end = end
         self._on_scores = deliver
+        self.check: Callable[[Score, LiveTrajectory], None] = lambda score, trajectory: None  # for alarms
         encode, end_id = inputs.tokenizer.encode, inputs.tokenizer.eos_ids[0]
         tried = (prompt for prompt in inputs.first_of_tasks if config.reward.of_task(prompt.task))
         self._trials = deque(trials(tried, encode=encode, end=end_id))
@@ -164,6 +165,7 @@ class Scoring:
 
     def count_score(self, score: Score, trajectory: LiveTrajectory) -> None:
         """Count a response's score or failure; warn of a first failure or an outage, end the run for a fault."""
+        self.check(score, trajectory)
         line = self.failures.add_score(
             score,
             task=trajectory.prompt.task,

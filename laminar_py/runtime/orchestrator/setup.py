@@ -72,17 +72,28 @@ def make_scheduler(
     reference: ReferenceStage | None,
     versions_return: bool = False,
     fail: Callable[[str], None],
+    on_fault: Callable[[str], None] = log.error,
 ) -> TrajectoryScheduler:
     """Make the scheduler of trajectories; in a resumed run it waits for `restore`.
 
-    `fail` is called with a reason if all trajectories fail, so that the run ends.
+    `fail` is called with a reason if all trajectories fail, so that the run ends. `on_fault` gets the fault of the
+    draws on record, and of the first group that is drawn wrongly (law 13).
     """
     config, inputs = incarnation.config, incarnation.inputs
     algorithm, sampling = config.algorithm, config.rollout.sampling
     settings = control_settings(config, stop_ids=inputs.tokenizer.eos_ids)
+    draws = incarnation.draws
+    if draws is not None and draws.fault:
+        on_fault(draws.fault)
+
+    def check_draw(group: str, prompt: Prompt) -> None:
+        if draws is not None and (fault := draws.issued(group, prompt.index, prompt.id)):
+            on_fault(fault)
+
     scheduler = TrajectoryScheduler(
         replace(settings, versions_return=versions_return),
         prompt_at=inputs.stream.prompt,
+        on_issued=check_draw,
         on_rewards=inputs.stream.record_group,
         on_failing=fail,
         recorder=incarnation.ledger,

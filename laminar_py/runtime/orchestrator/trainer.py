@@ -21,11 +21,11 @@ from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import read_totals
 from laminar_py.records.events import RolledBack
-from laminar_py.records.metrics import StepRow
+from laminar_py.records.metrics import StepMetrics, StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import watched
-from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name
+from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, restored_fault
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.versions import Versions
@@ -58,12 +58,18 @@ class StopRequest:
         self.asked = asyncio.Event()  # set when the run must stop
         self.failed = asyncio.Event()  # set when the run must stop as failed
         self.fault: str | None = None  # first line given to `fail`
+        self.unsound = False  # the learner's state may be wrong, so no checkpoint of it is kept
 
     def fail(self, fault: str) -> None:
         """End the run after the present step and its checkpoint, as failed with this line."""
         self.fault = self.fault or fault
         self.asked.set()
         self.failed.set()
+
+    def alarm(self, line: str) -> None:
+        """End the run as failed with this line, without another checkpoint."""
+        self.unsound = True
+        self.fail(line)
 
     async def unless_asked(self, work: Coroutine[object, object, T]) -> T:
         """Return the result of `work`; cancel it and raise StoppedError if the run must stop first."""
@@ -87,13 +93,15 @@ class Trainer:
         versions: Versions,
         stop: StopRequest,
         show: Callable[[StepRow], None],
+        on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
+        check_step: Callable[[StepBatch, StepMetrics, int], None] = lambda batch, metrics, step: None,
     ) -> None:
         self.step = 0
+        self._check_step = check_step
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream = incarnation.inputs.stream
-        self._ledger = incarnation.ledger
-        self._stats = incarnation.stats
+        self._ledger, self._stats = incarnation.ledger, incarnation.stats
         self._supervisor = incarnation.supervisor
         self._incarnation_number = incarnation.number
         self._scheduler = scheduler
@@ -106,14 +114,15 @@ class Trainer:
             saved=learner.saved,
             recorded=versions.on_record,
             checkpointed=scheduler.consumption.checkpointed,
+            on_fault=on_fault,
         )
+        self._on_fault = on_fault
         self._show = show
         self._attention_share = 0.0
         self._refill = RefillWatch(
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
         )
-        self._num_skipped = 0  # steps in a row without a finite gradient
-        self._saved_step = -1  # step of the newest checkpoint, which may be unfinished
+        self._num_skipped, self._saved_step = 0, -1  # steps without a finite gradient in a row; newest checkpoint
 
     @property
     def version(self) -> int:
@@ -235,6 +244,8 @@ class Trainer:
     async def commit(self, batch: StepBatch, outcome: StepOutcome | None) -> None:
         """Record a step, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
         self.step += 1
+        if outcome is not None:
+            self._check_step(batch, outcome.metrics, self.step)
         row = self._stats.step_row(
             step=self.step,
             version=batch.version,
@@ -293,7 +304,8 @@ class Trainer:
 
     async def save_if_due(self) -> None:
         """Begin a checkpoint every `learner.checkpoint_every` steps and after the last step; wait for the last."""
-        if self.step % self._config.learner.checkpoint_every and not self.is_done:
+        is_due = self.is_done or not self.step % self._config.learner.checkpoint_every
+        if self._stop.unsound or not is_due:
             return
         try:
             await self._save()
@@ -306,7 +318,7 @@ class Trainer:
         """Save a checkpoint at the end of the run; if the learner crashes meanwhile, keep the one before."""
         SIGNALS.enter(f"the checkpoint of step {self.step}")
         try:
-            if self._saved_step != self.step:
+            if self._saved_step != self.step and not self._stop.unsound:
                 await self._save()
             await self._checkpoints.finish()
         except PartCrashedError as error:
@@ -330,6 +342,8 @@ class Trainer:
         checkpoint = self._checkpoints.last
         folder = self._run.path / checkpoint.path if checkpoint else None
         started = await self._stop.unless_asked(self._learner.start(folder))
+        if fault := await asyncio.to_thread(restored_fault, self._run, checkpoint, started):
+            self._on_fault(fault)
         SIGNALS.enter("the first version and its checkpoint")
         # the learner counts only optimizer steps, so the step comes from the checkpoint
         self.step = self._saved_step = checkpoint.step if checkpoint else 0

@@ -44,6 +44,7 @@ class Versions:
         self._ledger = incarnation.ledger
         self._completed = completed
         self._stored = stored
+        self.check: Callable[[int], Awaitable[None]] | None = None  # for alarms
         self._incarnation = incarnation
         self._last_number = -1
         self._copied: deque[_Copied] = deque()  # at most one: the learner completes a version before the next
@@ -67,6 +68,8 @@ class Versions:
             first = self._copied[0]
             try:
                 published = await self._completed(first.version)
+                if self.check is not None:
+                    await self.check(first.version)
                 record_version(self._incarnation, published, step=first.step, parent=first.parent)
                 self._copied.popleft()
             except PartCrashedError as error:

@@ -9,8 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from laminar_py.config.cluster import Device
 from laminar_py.config.data import SourceConfig
@@ -28,6 +31,7 @@ from laminar_py.engines.model_sizes import read_sizes
 from laminar_py.engines.sglang.launch import check_pool
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
 from laminar_py.ledger.segments.writer import LEAST_FREE
+from laminar_py.records.codec import IntArray
 from laminar_py.records.host import visible
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import Prompt
@@ -36,6 +40,7 @@ from laminar_py.reward.calls.child import WriteFence
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600  # limit of the script `data.prepare`
+PROBES, PROBE_TOKENS = 8, 512  # of each kind, and the longest
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 SHOWN_CHARS = 2000  # of the prompt that a run shows at its start
 
@@ -109,6 +114,7 @@ class Inputs:
     first_of_tasks: list[Prompt]  # one prompt of each task, from the training data if possible
     digests: dict[str, str]  # of problems and demonstrations, by field of the config
     messages: bool = False  # True if the chat template writes some of the prompts
+    probes: Sequence[IntArray] = ()  # prompts by which engines are compared with the learner
 
     @property
     def example(self) -> str:
@@ -152,14 +158,31 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         check_shared_memory(config)
         if (fault := room_fault(config.runs)) is not None:
             raise ConfigError(fault)
+    stream = PromptStream(problems.train, config.data, seed=config.seed)
     return Inputs(
         tokenizer=encoder.tokenizer,  # with a chat template, the end of a turn also ends a response
-        stream=PromptStream(problems.train, config.data, seed=config.seed),
+        stream=stream,
+        probes=_probes(config, stream) if trains else (),
         sets={name: list(problem_set) for name, problem_set in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
         messages=encoder.uses_template,
         digests=digests,
     )
+
+
+def _probes(config: RunConfig, stream: PromptStream) -> list[IntArray]:
+    """Return prompts for probes: the first of the run, and random tokens, which touch more of the vocabulary.
+
+    None where an engine is emulated, or samples from a part of the vocabulary, whose probabilities it rescales.
+    """
+    rollout = config.rollout
+    if rollout.sampling.cuts_vocabulary or rollout.engine.emulates is not None:
+        return []
+    longest = min(PROBE_TOKENS, rollout.max_len - 1)
+    rng, vocab = np.random.default_rng(config.seed), read_sizes(config.model.path).vocab_size
+    real = [stream.prompt(place).ids[:longest] for place in range(PROBES)]
+    drawn = [rng.integers(0, vocab, min(16, longest)).astype(np.int32) for _ in range(PROBES)]
+    return [ids for ids in (*real, *drawn) if len(ids)]
 
 
 def stop_ids(config: RunConfig) -> tuple[int, ...]:

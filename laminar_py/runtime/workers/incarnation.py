@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar_py.config.run import RunConfig
+from laminar_py.data.draws import Draws
 from laminar_py.ledger.ledger import Ledger
-from laminar_py.ledger.recovery import Recovered, closed_groups
+from laminar_py.ledger.recovery import Recovered, closed_groups, issued_groups
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, read_totals
 from laminar_py.records.events import AnyEvent, Checkpointed, PartCrashed, PartStarted
@@ -77,6 +78,7 @@ class Incarnation:
     supervisor: Supervisor
     number: int = 1
     checkpoint: Checkpointed | None = None  # from which the learner continues
+    draws: Draws | None = None  # check of the groups that are issued, which knows those on record
 
 
 def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarnation:
@@ -88,6 +90,9 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
     if recovered is not None and inputs.stream.learns:
         for group in closed_groups(run.ledger):
             inputs.stream.record_group(group)
+    draws = Draws(inputs.stream.problems, config.data, num_open=inputs.stream.num_open)
+    if recovered is not None:
+        draws.replay(issued_groups(run.ledger))
     clock = SystemClock()
     checkpoint = recovered.checkpoint if recovered else None
     ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)
@@ -103,4 +108,5 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,
+        draws=draws,
     )

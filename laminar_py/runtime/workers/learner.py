@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepWeights
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
+from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.records.weights import Published
 from laminar_py.runtime.cluster.backend import free_port, on_node
@@ -92,12 +95,16 @@ class LearnerKeeper(Keeper):
                     store=str(self._relays.store(0)),
                     chunk_bytes=self._relays.chunk_bytes,
                     ranks_here=ranks_on[part.place.node],
+                    probes=list(self._incarnation.inputs.probes),
                     checkpoint=None if self._checkpoint is None else str(self._checkpoint),
                 )
             )
             for rank, part in enumerate(parts)
         ]
-        self._started = await self._call_first(LearnerStarted, "start", requests)
+        answers = await self._call_all("start", requests)
+        started = [decode(LearnerStarted, answer) for answer in answers if isinstance(answer, bytes)]
+        fault = _first_fault([answer.fault for answer in started])
+        self._started = msgspec.structs.replace(started[0], fault=fault)
 
     async def _rendezvous(self, parts: Sequence[Part]) -> str:
         """Return the ranks' rendezvous: a new file if they are on one node, else a port on rank 0's node."""
@@ -142,13 +149,20 @@ class LearnerKeeper(Keeper):
         """Wait until a published version is complete, and return it. Raises PartCrashedError."""
         return await self._call_first(Published, "completed", [version])
 
+    async def next_tokens(self, version: int) -> list[NextToken]:
+        """Return the learner's distribution after each probe under `version`. Raises PartCrashedError."""
+        return await self._call_first(list[NextToken], "next_tokens", [version])
+
     async def save(self, path: Path) -> None:
         """Begin a checkpoint in `path`; return when the state is copied. Raises PartCrashedError."""
         await self._call_all("save", [str(path)] * len(self.parts))
 
-    async def saved(self) -> None:
-        """Wait until the newest checkpoint is complete on disk. Raises PartCrashedError."""
-        await self._call_all("saved", [None] * len(self.parts))
+    async def saved(self) -> str:
+        """Wait until the newest checkpoint is complete on disk and read back; return its fault, or "".
+
+        Raises PartCrashedError.
+        """
+        return _first_fault(await self._call_all("saved", [None] * len(self.parts)))
 
     async def _watch_progress(self, *, starting: bool) -> None:
         """Ask ranks for progress until cancelled; if `starting`, show rank 0's. Raises PartCrashedError."""
@@ -186,6 +200,14 @@ class LearnerKeeper(Keeper):
             raise
 
 
+def _first_fault(faults: Sequence[object]) -> str:
+    """Return the first fault that a rank found, with the rank's number if there are several; "" without any."""
+    found = [(rank, fault) for rank, fault in enumerate(faults) if fault]
+    if not found or len(faults) == 1:
+        return "".join(str(fault) for _, fault in found)
+    return f"{found[0][1]} (rank {found[0][0]}; {len(found)} of {len(faults)} ranks found a fault)"
+
+
 # ---- the reference model
 
 
@@ -199,6 +221,7 @@ class ReferenceStage(Keeper):
     def __init__(self, incarnation: Incarnation, *, segments: RunSegments) -> None:
         super().__init__(incarnation, REFERENCE)
         self._segments = segments
+        self.check: Callable[[str], None] = lambda fingerprint: None  # for alarms
         self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
         self._starts = 0
 
@@ -224,6 +247,7 @@ class ReferenceStage(Keeper):
 
         answer = await self.call_with_restarts(call)
         self._incarnation.stats.add_reference_time(answer.elapsed_s)
+        self.check(answer.fingerprint)
         return answer
 
     async def start_parts(self, parts: Sequence[Part]) -> None:

@@ -118,6 +118,7 @@ class ReplicaKeeper(Keeper):
             pace=pace_of(len(self._placement.plan.replicas), config.supervisor.heartbeat_timeout_s),
             keys=fleet.relays.keys,
             assignments=fleet.scheduler.dispatcher.for_starting(self.index),
+            probes=list(self._incarnation.inputs.probes),
             secret=config.rollout.engine.secret(),
             server=fleet.servers.get(self.index, ""),
         )
@@ -202,6 +203,7 @@ class Replicas:
         self._stats = incarnation.stats
         self._plan: Plan | None = None  # the plan that the scheduler knows
         self._on_reports = on_reports
+        self.check: Callable[[ReplicaReport], None] = lambda report: None  # for alarms
         self._running_hub: ReplicaHub | None = None
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum, its replica
         self._keepers = [ReplicaKeeper(self, index) for index in range(self.config.rollout.replicas)]
@@ -253,6 +255,7 @@ class Replicas:
 
         Otherwise send it the endpoint of its relay, if that has changed.
         """
+        self.check(report)
         self._compare_weights(connection, report.loads)
         try:
             relay = self.relays.endpoint_for(connection.replica)

@@ -4,6 +4,7 @@ import msgspec
 
 from laminar_py.config.tracking import Opening
 from laminar_py.learner.packing.packer import StepWeights
+from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
@@ -52,6 +53,7 @@ class ReplicaSpec(WriterStart, frozen=True, kw_only=True):
     pace: ReportPace
     keys: RelayKeys
     assignments: list[Assignment] = []
+    probes: list[IntArray] = []  # prompts after which its engine draws a token with each version
     secret: str | None = None  # of its engine
     server: str = ""  # URL that it attaches to; empty if it starts its engine
 
@@ -64,6 +66,7 @@ class LearnerSpec(PartStart, frozen=True, kw_only=True):
     store: str  # the root relay's
     chunk_bytes: int  # of a version
     ranks_here: int  # ranks on its node, with itself
+    probes: list[IntArray] = []  # prompts after which it gives its distribution with each version
     checkpoint: str | None = None
 
 
@@ -136,6 +139,7 @@ class ReferenceAnswer(msgspec.Struct, frozen=True):
     logprobs: dict[str, ColumnRef]  # by trajectory
     lost: dict[str, str]  # lost trajectory -> reason
     elapsed_s: float
+    fingerprint: str = ""  # over sampled weights
 
 
 class TrackerSpec(msgspec.Struct, frozen=True):

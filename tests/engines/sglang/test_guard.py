@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from laminar_py.children import hosted
 from laminar_py.config.cluster import Device
 from laminar_py.config.section import ConfigError
+from laminar_py.engines.sglang import server as server_module
 from laminar_py.engines.sglang.launch import ServerSpec, replica_server
 from laminar_py.engines.sglang.server import EPHEMERAL_PORTS, SGLangServer, _free_port, last_words
 from laminar_py.records.engine import EngineLostError
@@ -260,3 +262,19 @@ def test_last_words_are_the_last_error():
     )
     assert last_words("one\ntwo\n") == "two"
     assert last_words("") == "nothing"
+
+
+async def test_the_log_of_a_server_is_bounded_and_still_explains_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosted, "LOG_BYTES", 100_000)
+    monkeypatch.setattr(server_module, "TRIM_EVERY_S", 0.05)
+    async with running(spec(tmp_path, "print('x' * 299_999, flush=True)\n" + STUBBORN)) as server:
+        watching, log = asyncio.create_task(server.watch()), tmp_path / "logs/0.log"
+        for _ in range(100):
+            if log.stat().st_size < 100_000:
+                break
+            await asyncio.sleep(0.05)
+        assert log.stat().st_size < 100_000
+        with log.open("a") as file:
+            file.write("ValueError: the last word\n")
+        assert "it last said: ValueError: the last word" in server._explain("it ended")
+        watching.cancel()

@@ -6,7 +6,6 @@ call, and its keeper decides what follows. The controller names an actor as "mod
 it, so these modules import all libraries that their process needs.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from laminar_py.children import kernel
+from laminar_py.children.hosted import log_to
 from laminar_py.config.loading import read_config
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.database import segments_path
@@ -69,7 +69,7 @@ def on_compute_thread(method: Callable[Concatenate[Actor, P], T]) -> Callable[Co
 
 def read_run_config(spec: PartStart, name: str) -> RunConfig:
     """Return the run's config from `spec`; from now on the process logs into `<run>/logs/<name>.log`."""
-    log_to(spec.run_dir, name)
+    log_to(log_of(spec.run_dir, name), force=True)
     return read_config(spec.config)
 
 
@@ -93,14 +93,9 @@ def has_several_hosts(config: RunConfig) -> bool:
     return config.cluster.address is not None
 
 
-def log_to(run_dir: str, part: str) -> None:
-    """Have the process log into `<run>/logs/<part>.log`."""
-    logging.basicConfig(
-        filename=Path(run_dir) / "logs" / f"{part}.log",
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        force=True,
-    )
+def log_of(run_dir: str, part: str) -> Path:
+    """Return the log of a part, `<run>/logs/<part>.log`."""
+    return Path(run_dir) / "logs" / f"{part}.log"
 
 
 def compute_on(num_threads: int) -> None:

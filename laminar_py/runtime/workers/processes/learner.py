@@ -23,9 +23,11 @@ from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
+from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted
 from laminar_py.records.pieces import ColumnPiece, ColumnRef
+from laminar_py.records.proofs import NextToken
 from laminar_py.records.weights import Published
 from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import Manifest
@@ -65,6 +67,8 @@ class LearnerActor(ComputingActor):
         self._bundles: list[Bundle] = []  # of the next step
         self._learner: Learner | LearnerStandIn
         self._publisher: Publisher | None = None
+        self._probes: list[IntArray] = []
+        self._next_tokens: dict[int, list[NextToken]] = {}  # of the newest version
 
     def progress(self) -> LearnerProgress:
         """Return how far `start` is."""
@@ -80,7 +84,7 @@ class LearnerActor(ComputingActor):
 
     def load(self, config: RunConfig, spec: LearnerSpec, reader: PayloadReader) -> LearnerStarted:
         """Make learner and publisher, restore the checkpoint if any; `reader` reads the tokens of each step."""
-        self._reader = reader
+        self._reader, self._probes = reader, spec.probes
         kind = config.rollout.engine.kind
         stand_in = BACKENDS.get(kind).open_learner
         if stand_in is None:
@@ -89,7 +93,8 @@ class LearnerActor(ComputingActor):
             with BACKENDS.naming_package(kind):
                 self._learner, started = stand_in(config)
         if spec.checkpoint is not None:
-            self._learner.load(Path(spec.checkpoint))
+            fault = self._learner.load(Path(spec.checkpoint))
+            started = msgspec.structs.replace(started, steps_taken=self._learner.steps_taken, fault=fault)
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
         if spec.rank == 0:
             adapter = self._learner.adapter_config() if isinstance(self._learner, Learner) else None
@@ -126,25 +131,33 @@ class LearnerActor(ComputingActor):
     def _publish(self, version: int) -> float:
         """Write the version on rank 0, while all ranks gather each tensor; return the seconds of stall."""
         tensors: Iterable[tuple[str, torch.Tensor]] = self._learner.named_tensors(dtype=self._dtype)
+        stall_s = 0.0
         if self._publisher is not None:
-            return self._publisher.publish(version, tensors)
-        for _ in tensors:
-            continue
-        return 0.0
+            stall_s = self._publisher.publish(version, tensors)
+        else:
+            for _ in tensors:
+                continue
+        if self._probes and isinstance(self._learner, Learner):
+            self._next_tokens = {version: self._learner.probe(self._probes)}
+        return stall_s
 
     def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it; the controller calls only rank 0."""
         assert self._publisher is not None, "rank 0 publishes"
         return self._publisher.completed(version)
 
+    def next_tokens(self, version: int) -> list[NextToken]:
+        """Return the learner's distribution after each probe under its newest version; [] for another version."""
+        return self._next_tokens.pop(version, [])
+
     @on_compute_thread
     def save(self, path: str) -> None:
         """Begin a checkpoint in the folder `path`; return when the state is copied and the next step may begin."""
         self._learner.begin_save(Path(path))
 
-    def saved(self) -> None:
-        """Return when the checkpoint is complete on disk."""
-        self._learner.finish_save()
+    def saved(self) -> str:
+        """Return when the checkpoint is complete on disk and read back: its fault, or ""."""
+        return self._learner.finish_save()
 
 
 def _real_learner(
@@ -176,7 +189,12 @@ def _real_learner(
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
-    return learner, LearnerStarted(num_parameters, kernel, sizes.hidden_size, sizes.num_hidden_layers)
+    return learner, LearnerStarted(
+        num_parameters=num_parameters,
+        attention=kernel,
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_hidden_layers,
+    )
 
 
 # ---- in place of a learner, where weights are evaluated
@@ -244,4 +262,4 @@ class ReferenceActor(ComputingActor):
         columns = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
         if self._writer.shared:
             self._writer.sync()
-        return ReferenceAnswer(columns, lost, time.perf_counter() - started)
+        return ReferenceAnswer(columns, lost, time.perf_counter() - started, self._model.fingerprint)

@@ -27,6 +27,7 @@ from laminar_py.relay.subscriber import Subscriber
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
+from laminar_py.rollout.verifying import Prober
 from laminar_py.runtime.cluster.errors import bug_in
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.link.turns import RemoteEnvironments
@@ -55,15 +56,11 @@ class ReplicaActor(PartActor):
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
-        launch = EngineLaunch(
-            model_dir=Path(spec.model_dir),
-            logs=Path(spec.run_dir) / "logs",
-            index=spec.index,
-            secret=spec.secret,
-            server=spec.server,
-        )
+        model, logs = Path(spec.model_dir), Path(spec.run_dir) / "logs"
+        launch = EngineLaunch(model_dir=model, logs=logs, index=spec.index, secret=spec.secret, server=spec.server)
         with _unwrapping_bugs(config):
             engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
+        prober = Prober(engine, spec.probes, rollout.sampling.params(), replica=spec.index)
         wire = peer_sockets(spec.keys)
 
         @cache
@@ -88,6 +85,7 @@ class ReplicaActor(PartActor):
             partial_interval_s=rollout.partial_interval_s,
             max_seconds=rollout.max_seconds,
             verify_every=rollout.engine.verify_every,
+            prober=prober if spec.probes else None,
             initial=spec.assignments,
             gather_s=spec.pace.gather_s,
             environments=_environments(config, spec, wire),

@@ -4,13 +4,13 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
+from laminar_py.children.hosted import log_to
 from laminar_py.config.reward import server_name
 from laminar_py.config.tracking import TRACKERS
 from laminar_py.observe.trackers import Ending, Message, Rewound, Values
 from laminar_py.records.scoring import ServerAddress
-from laminar_py.runtime.workers.processes.base import PartActor, log_to, read_run_config
+from laminar_py.runtime.workers.processes.base import PartActor, log_of, read_run_config
 from laminar_py.runtime.workers.specs import ServerStart, TrackerSpec
 
 NICENESS = 10  # of a tracker
@@ -28,7 +28,7 @@ class ServerActor(PartActor):
 
         name = server_name(spec.pool, spec.index)
         settings = read_run_config(spec, name).reward.servers[spec.pool]
-        log = Path(spec.run_dir) / "logs" / f"sglang-{name}.log"
+        log = log_of(spec.run_dir, f"sglang-{name}")
         self._server = SGLangServer(pool_server(spec.pool, settings, log, host=spec.host))
         await self._server.start()
         return ServerAddress(self._server.url, self._server.api_key)
@@ -51,7 +51,7 @@ class TrackerActor(PartActor):
         """Open the tracker's run, or continue it."""
         os.nice(NICENESS)
         os.environ.update(spec.environment)
-        log_to(spec.opening.folder, f"tracker-{spec.opening.kind}")
+        log_to(log_of(spec.opening.folder, f"tracker-{spec.opening.kind}"), force=True)
         with _tracker_errors():
             self._tracker = TRACKERS.get(spec.opening.kind).open(spec.opening)
 

@@ -1,0 +1,316 @@
+"""Alarms on data: groups of copies, rewards without information, uneven drops, batches in part. Pure."""
+
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.events import (
+    AnyEvent,
+    Assigned,
+    Consumed,
+    Dropped,
+    Evaluated,
+    Issued,
+    Scored,
+    Stepped,
+    Undone,
+)
+from laminar_py.records.proofs import Alarm
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import DropReason, Kind, Prompt
+
+ODDS = 1e9  # at which a test decides: in a sound run it errs after a billion observations or more
+LIVE_GROUPS = 100_000  # most groups whose responses are compared
+
+
+class GroupCheck:
+    """Tests whether the `size` samples of a group are draws of their own, or copies of each other.
+
+    A test by betting: a sample that equals its group's sample 0, whose probability is p, multiplies the odds by
+    (1/2 + p/2) / p, any other sample by 1/2. For draws of their own the mean of a factor is 1. Odds below 1 begin
+    again at 1, so that a failure that begins late is found as soon. A group counts once it is whole, since equal
+    samples end at the same time.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._open: OrderedDict[str, dict[int, tuple[int, float]]] = (
+            OrderedDict()
+        )  # group -> sample -> digest, log p
+        self._odds = 0.0  # in logs
+
+    def observe(self, score: Score, row: LiveTrajectory) -> Iterator[Alarm]:
+        """Take the score of a training response."""
+        if row.kind is not Kind.TRAIN or not score.response_digest:
+            return
+        group = self._open.setdefault(row.group_id, {})
+        group[row.sample_index] = (score.response_digest, score.response_logprob)
+        if len(self._open) > LIVE_GROUPS:
+            self._open.popitem(last=False)
+        if len(group) < self._size:
+            return
+        del self._open[row.group_id]
+        (digest, logprob), *others = (group[sample] for sample in sorted(group))
+        copies = sum(other == digest for other, _ in others)
+        of_copy = math.log(0.5 + 0.5 * math.exp(logprob)) - logprob
+        self._odds = max(0.0, self._odds + copies * of_copy + (len(others) - copies) * math.log(0.5))
+        if self._odds > math.log(ODDS):
+            self._odds = 0.0
+            yield Alarm(
+                "groups",
+                f"replica-{row.replica}",
+                f"the samples of a group are copies, up to {row.group_id} (version {row.last_version}): one seed"
+                " draws all; look at the engine's seeds",
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rewards:
+    """Rewards of a task so far."""
+
+    count: int = 0
+    least: float = math.inf
+    largest: float = -math.inf
+    groups: int = 0  # in which both rewards and lengths differ
+    products: float = 0.0  # of centred rewards and lengths within groups
+    rewards: float = 0.0  # squares
+    lengths: float = 0.0
+
+
+class RewardsCheck:
+    """Names a task whose reward never varied, or that follows the length of responses alone."""
+
+    LEAST = 256  # responses of a task
+    LEAST_GROUPS = 32
+    ALONE = 0.98  # correlation with length within groups
+
+    def __init__(self, task_of: Callable[[LiveTrajectory], str]) -> None:
+        self._task_of = task_of
+        self._by_task: defaultdict[str, _Rewards] = defaultdict(_Rewards)
+        self._open: OrderedDict[str, list[tuple[float, int]]] = OrderedDict()  # group -> (reward, length)
+        self._varied: set[str] = set()  # of these, groups in which rewards and lengths differ
+        self._told: set[tuple[str, str]] = set()
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log."""
+        if not isinstance(event, Scored) or row is None or row.kind is not Kind.TRAIN:
+            return
+        task = self._task_of(row)
+        seen = self._by_task[task]
+        seen.count += 1
+        seen.least, seen.largest = min(seen.least, event.reward), max(seen.largest, event.reward)
+        self._group(seen, row, event.reward)
+        named = f"of task {task!r} " if task else ""
+        if seen.count >= self.LEAST and seen.least == seen.largest:
+            yield from self._once(
+                task,
+                "constant",
+                f"the reward {named}is {seen.least:g} for each of {seen.count}"
+                " responses; look at the reward, or leave the source out",
+            )
+        if seen.groups >= self.LEAST_GROUPS:
+            correlation = seen.products / math.sqrt(seen.rewards * seen.lengths)
+            if abs(correlation) > self.ALONE:
+                ways = "rises" if correlation > 0 else "falls"
+                yield from self._once(
+                    task,
+                    "length",
+                    f"the reward {named}{ways} with the length of responses alone"
+                    f" (correlation {correlation:.3f} within {seen.groups} groups); look at the reward",
+                )
+
+    def _once(self, task: str, what: str, message: str) -> Iterator[Alarm]:
+        if (task, what) not in self._told:
+            self._told.add((task, what))
+            yield Alarm("rewards", "reward", message)
+
+    def _group(self, seen: _Rewards, row: LiveTrajectory, reward: float) -> None:
+        """Add the newest pair of a group to the sums within groups."""
+        members = self._open.setdefault(row.group_id, [])
+        if len(self._open) > LIVE_GROUPS:
+            self._varied.discard(self._open.popitem(last=False)[0])
+        members.append((reward, row.length))
+        count = len(members)
+        if count < 2:
+            return
+        # Welford's update: what the newest member adds to the centred sums of its group
+        mean_reward = sum(value for value, _ in members[:-1]) / (count - 1)
+        mean_length = sum(length for _, length in members[:-1]) / (count - 1)
+        share = (count - 1) / count
+        by_reward, by_length = reward - mean_reward, row.length - mean_length
+        seen.products += share * by_reward * by_length
+        seen.rewards += share * by_reward * by_reward
+        seen.lengths += share * by_length * by_length
+        if row.group_id not in self._varied and all(len(set(values)) > 1 for values in zip(*members, strict=True)):
+            self._varied.add(row.group_id)
+            seen.groups += 1
+
+
+NOT_COUNTED = frozenset({DropReason.NO_SIGNAL, DropReason.RUN_ENDED, DropReason.GROUP_LOST})
+
+
+class CoverageCheck:
+    """Tests whether drops take one task, or long responses, more than others.
+
+    Every `EVERY` ended trajectories it compares shares of drops by task, and between responses above and below the
+    median length, with a normal test of two shares at `SIGMAS`. A difference must also be large (`FACTOR`).
+    """
+
+    EVERY = 256
+    SIGMAS = 7.0
+    FACTOR = 2.0
+    LEAST_SHARE = 0.05  # of drops, below which nothing is starved
+
+    def __init__(self, task_of: Callable[[LiveTrajectory], str]) -> None:
+        self._task_of = task_of
+        self._ended: Counter[tuple[str, bool]] = Counter()  # (task, dropped) -> trajectories
+        self._lengths: list[tuple[int, bool]] = []  # since the last test
+        self._told: set[str] = set()
+        self._reasons: Counter[DropReason] = Counter()
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log."""
+        if not isinstance(event, Consumed | Dropped) or row is None or row.kind is not Kind.TRAIN:
+            return
+        dropped = isinstance(event, Dropped)
+        if isinstance(event, Dropped):
+            if event.reason in NOT_COUNTED:
+                return
+            self._reasons[event.reason] += 1
+        self._ended[self._task_of(row), dropped] += 1
+        self._lengths.append((row.length, dropped))
+        if len(self._lengths) >= self.EVERY:
+            yield from self._test()
+
+    def _test(self) -> Iterator[Alarm]:
+        tasks = {task for task, _ in self._ended}
+        all_kept = sum(number for (_, dropped), number in self._ended.items() if not dropped)
+        all_dropped = sum(self._ended.values()) - all_kept
+        for task in tasks if len(tasks) > 1 else ():
+            mine = (self._ended[task, True], self._ended[task, False])
+            others = (all_dropped - mine[0], all_kept - mine[1])
+            if self._differs(mine, others):
+                yield from self._once(f"task {task!r}", mine, others)
+        lengths, self._lengths = sorted(self._lengths), []
+        middle = lengths[len(lengths) // 2][0]
+        longer = [dropped for length, dropped in lengths if length > middle]
+        shorter = [dropped for length, dropped in lengths if length <= middle]
+        long, short = ((sum(them), len(them) - sum(them)) for them in (longer, shorter))
+        if self._differs(long, short):
+            yield from self._once(f"responses of more than {middle} tokens", long, short)
+
+    def _differs(self, mine: tuple[int, int], others: tuple[int, int]) -> bool:
+        """Whether the first share of drops is surely and much above the second."""
+        count, other = sum(mine), sum(others)
+        if not count or not other:
+            return False
+        share, of_others = mine[0] / count, others[0] / other
+        pooled = (mine[0] + others[0]) / (count + other)
+        deviation = math.sqrt(pooled * (1 - pooled) * (1 / count + 1 / other))
+        is_much = share > max(self.FACTOR * of_others, self.LEAST_SHARE)
+        return is_much and share - of_others > self.SIGMAS * deviation
+
+    def _once(self, who: str, mine: tuple[int, int], others: tuple[int, int]) -> Iterator[Alarm]:
+        kind = who.partition(" of")[0]
+        if kind in self._told:
+            return
+        self._told.add(kind)
+        reason = self._reasons.most_common(1)[0][0]
+        yield Alarm(
+            "coverage",
+            "controller",
+            f"{who}: {mine[0]} of {sum(mine)} dropped, of others {others[0]} of {sum(others)}, most of them for"
+            f" {reason}; raise that limit, or the run trains on the rest alone",
+        )
+
+
+class BatchCheck:
+    """Names a step that consumed a group with members still under way, or a failed reward that counts."""
+
+    def __init__(self) -> None:
+        self._open: defaultdict[str, set[str]] = defaultdict(set)  # group -> members neither consumed nor dropped
+        self._step: set[str] = set()  # groups of the present step
+
+    def restore(self, live: Iterable[LiveTrajectory]) -> None:
+        """Take the live trajectories of a run that resumes."""
+        for row in live:
+            if row.kind is Kind.TRAIN:
+                self._open[row.group_id].add(row.id)
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log."""
+        if isinstance(event, Stepped):
+            parts = sorted(group for group in self._step if self._open[group])
+            for group in self._step:
+                self._open.pop(group, None)
+            self._step.clear()
+            if parts:
+                yield Alarm(
+                    "scores",
+                    "controller",
+                    f"step {event.step} trained on a part of group {parts[0]} and of {len(parts) - 1} more, as if"
+                    " they were whole; --resume",
+                )
+        if row is None or row.kind is not Kind.TRAIN:
+            return
+        if isinstance(event, Issued | Undone):
+            self._open[row.group_id].add(row.id)
+        elif isinstance(event, Consumed | Dropped):
+            self._open[row.group_id].discard(row.id)
+            if isinstance(event, Consumed):
+                self._step.add(row.group_id)
+            elif not self._open[row.group_id] and row.group_id not in self._step:
+                del self._open[row.group_id]
+
+
+def score_alarm(score: Score) -> Iterator[Alarm]:
+    """Alarm on a score whose reward function raised or was late, and that has a value all the same."""
+    if score.raised and score.failure is None:
+        yield Alarm(
+            "scores",
+            "scorer",
+            f"{score.trajectory_id}: a reward function failed, and its response counts as {score.value:g}; let it"
+            " fail",
+        )
+
+
+@dataclass(slots=True)
+class EvaluationCheck:
+    """Names an evaluation whose answers have another version than it says, or whose problem is trained on."""
+
+    prompt_of: Callable[[LiveTrajectory], Prompt | None]
+    _held_out: dict[bytes, str] = field(default_factory=dict)  # ids of evaluated prompts -> pass
+    _versions: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by pass
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log."""
+        if isinstance(event, Evaluated):
+            versions = self._versions.pop(event.pass_id, set())
+            if versions - {event.version}:
+                yield Alarm(
+                    "evaluation",
+                    f"pass {event.pass_id}",
+                    f"says version {event.version}, and its answers have {sorted(versions)}; evaluate again with"
+                    " `laminar eval`",
+                )
+        elif isinstance(event, Consumed) and row is not None and row.kind is Kind.EVAL:
+            self._versions[row.group_id].add(event.version)
+        elif isinstance(event, Assigned) and row is not None:
+            prompt = self.prompt_of(row)
+            if prompt is not None and len(prompt.ids):
+                yield from self._assigned(row, prompt)
+
+    def _assigned(self, row: LiveTrajectory, prompt: Prompt) -> Iterator[Alarm]:
+        """Note a prompt of an evaluation or of training, and name a prompt of both."""
+        key = b"\0".join((prompt.ids.tobytes(), prompt.answer.encode(), prompt.fields_json))
+        if row.kind is Kind.EVAL:
+            self._held_out.setdefault(key, row.group_id)
+        elif of_pass := self._held_out.get(key):
+            self._held_out[key] = ""
+            yield Alarm(
+                "evaluation",
+                f"pass {of_pass}",
+                f"its problem {prompt.id} is trained on, too (group {row.group_id}); take it out of one of them",
+            )

@@ -1,0 +1,42 @@
+"""All checks of events, for a running run and for the audit."""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from laminar_py.control.alarms.data import BatchCheck, CoverageCheck, EvaluationCheck, RewardsCheck
+from laminar_py.control.alarms.weights import WeightsCheck
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.events import AnyEvent
+from laminar_py.records.proofs import Alarm
+from laminar_py.records.trajectory import Prompt
+
+
+class EventCheck(Protocol):
+    """A check that reads events."""
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log, with the row that it changed."""
+        ...
+
+
+class EventChecks:
+    """All checks of events; `prompt_of` gives a trajectory's prompt, None if it is unknown."""
+
+    def __init__(self, prompt_of: Callable[[LiveTrajectory], Prompt | None]) -> None:
+        def task_of(row: LiveTrajectory) -> str:
+            prompt = prompt_of(row)
+            return "" if prompt is None else prompt.task
+
+        self.batches = BatchCheck()
+        self._checks: tuple[EventCheck, ...] = (
+            WeightsCheck(),
+            self.batches,
+            RewardsCheck(task_of),
+            CoverageCheck(task_of),
+            EvaluationCheck(prompt_of),
+        )
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log, with the row that it changed."""
+        for check in self._checks:
+            yield from check.observe(event, row)

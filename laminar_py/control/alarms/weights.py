@@ -1,0 +1,225 @@
+"""Alarms on weights: published versions, the tensors of engines, and their probabilities. Pure."""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.events import AnyEvent, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.proofs import POWERS, Alarm, NextToken, ProbeAnswer
+
+Odds: TypeAlias = npt.NDArray[np.float64]  # [len(WRONG)] in logs
+
+RESTART = "restart the engine's server, or set rollout.engine otherwise, and --resume"
+
+
+class WeightsCheck:
+    """Compares digests of published versions with the hashes of the tensors that engines then serve."""
+
+    def __init__(self) -> None:
+        self._published: VersionPublished | None = None
+        self._learned = 0  # steps that changed weights since the last version
+        self._loaded: dict[int, VersionLoaded] = {}  # replica -> last load with a hash
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log."""
+        if isinstance(event, Stepped):
+            self._learned += event.num_trajectories > 0 and event.grad_norm > 0
+        elif isinstance(event, VersionPublished):
+            before, self._published = self._published, event
+            if before is not None and before.digest == event.digest and self._learned and event.parent is not None:
+                yield Alarm(
+                    "weights",
+                    "learner",
+                    f"version {event.version} has the bytes of version {before.version}, after {self._learned}"
+                    " steps with gradients: the updates are lost, or smaller than the published type can hold;"
+                    " raise learner.lr",
+                )
+            self._learned = 0
+        elif isinstance(event, VersionLoaded) and event.checksum is not None:
+            earlier, self._loaded[event.replica] = self._loaded.get(event.replica), event
+            yield from _compare(event, earlier)
+
+
+def _compare(load: VersionLoaded, before: VersionLoaded | None) -> Iterator[Alarm]:
+    """Compare a load with an earlier load of the same replica."""
+    part = f"replica-{load.replica}"
+    if load.stale:
+        more = f" and {len(load.stale) - 1} more" if len(load.stale) > 1 else ""
+        yield Alarm(
+            "weights", part, f"version {load.version} did not reach {load.stale[0]}{more} of its engine; {RESTART}"
+        )
+    if before is None:
+        return
+    same_bytes, same_tensors = load.digest == before.digest, load.checksum == before.checksum
+    if same_tensors and not same_bytes:
+        yield Alarm(
+            "weights",
+            part,
+            f"loaded version {load.version}, and its engine still has the tensors of version {before.version};"
+            f" {RESTART}",
+        )
+
+
+# ---- probes
+
+ODDS = 1e8  # at which a test decides: in a sound run it errs after a hundred million answers or more
+KEPT = 64  # versions whose distributions are kept
+FOLLOWED = 0.5  # share of the learner's movement that an engine must show
+SIGMAS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest difference of log-probabilities between engine and learner, in nats."""
+
+    single: float  # of one answer
+    mean: float  # over the answers to a version
+
+
+EXACT = Tolerance(0.02, 0.01)  # engine and learner in fp32
+ROUNDED = Tolerance(0.75, 0.2)  # either in bf16
+
+
+@dataclass(slots=True)
+class _Movement:
+    """Sums by which an engine's movement since the first version is compared with the learner's."""
+
+    xx: float = 0.0  # squares of the learner's movement
+    xy: float = 0.0  # products with the engine's
+    yy: float = 0.0
+    count: int = 0
+
+    def add(self, learner: float, engine: float) -> None:
+        self.xx += learner * learner
+        self.xy += learner * engine
+        self.yy += engine * engine
+        self.count += 1
+
+    @property
+    def lags(self) -> bool:
+        """Whether the engine surely follows less than half of the learner's movement."""
+        if self.count < 16 or not self.xx:
+            return False
+        slope = self.xy / self.xx
+        noise = math.sqrt(max(self.yy - slope * self.xy, 0.0) / self.count / self.xx)
+        return slope < FOLLOWED and 1.0 - slope > SIGMAS * noise
+
+
+class ProbeCheck:
+    """Compares engines' answers to probes with the learner's distributions of the same version.
+
+    - Each log-probability must agree within `tolerance`, alone and in the mean over a version.
+    - The log-probabilities must move as the learner's do (`_Movement`).
+    - The drawn tokens must follow the distribution: a test by betting. For each wrong setting that a server could
+      have (`_bets`), the odds of the tokens under it against the learner's distribution are multiplied. Under the
+      right settings the mean of a factor is 1. Odds below 1 begin again at 1, so that a late failure is found as
+      soon.
+    """
+
+    def __init__(self, *, tolerance: Tolerance) -> None:
+        self._tolerance = tolerance
+        self._known: dict[int, Sequence[NextToken]] = {}  # by version
+        self._first: Sequence[NextToken] | None = None
+        self._waiting: defaultdict[int, list[tuple[int, ProbeAnswer]]] = defaultdict(list)  # by version
+        self._movement: defaultdict[int, _Movement] = defaultdict(_Movement)  # by replica
+        self._odds: dict[int, Odds] = {}  # by replica, in logs
+        self._gaps: dict[int, deque[float]] = {}  # by replica: of its last answers
+
+    def computed(self, version: int, tokens: Sequence[NextToken]) -> Iterator[Alarm]:
+        """Take the learner's distributions of a version, and judge the answers that came before them."""
+        self._known[version] = tokens
+        self._first = self._first or tokens
+        for old in sorted(self._known)[:-KEPT]:
+            del self._known[old]
+        for old in [waiting for waiting in self._waiting if waiting < version - KEPT]:
+            del self._waiting[old]
+        for replica, answer in self._waiting.pop(version, []):
+            yield from self._judge(replica, answer, tokens[answer.probe])
+
+    def answered(self, replica: int, answer: ProbeAnswer) -> Iterator[Alarm]:
+        """Take an answer of a replica."""
+        tokens = self._known.get(answer.version)
+        if tokens is None:
+            self._waiting[answer.version].append((replica, answer))
+        else:
+            yield from self._judge(replica, answer, tokens[answer.probe])
+
+    def _judge(self, replica: int, answer: ProbeAnswer, expected: NextToken) -> Iterator[Alarm]:
+        part = f"replica-{replica}"
+        logprob = _logprob(expected, answer.token)
+        gap = abs(answer.logprob - logprob) if math.isfinite(answer.logprob) else math.inf
+        gaps = self._gaps.setdefault(replica, deque(maxlen=len(self._known[answer.version])))
+        gaps.append(gap)
+        full = len(gaps) == gaps.maxlen
+        if gap > self._tolerance.single or (full and sum(gaps) / len(gaps) > self._tolerance.mean):
+            gaps.clear()
+            yield Alarm(
+                "probes",
+                part,
+                f"gives a token log-probability {answer.logprob:.3f} under version {answer.version}, the learner"
+                f" {logprob:.3f}{self._as_version(answer)}; compare model.path, the engine's flags and adapters",
+            )
+        if self._first is not None:
+            start = _logprob(self._first[answer.probe], answer.token)
+            movement = self._movement[replica]
+            movement.add(logprob - start, answer.logprob - start)
+            if movement.lags:
+                self._movement[replica] = _Movement()
+                yield Alarm(
+                    "probes",
+                    part,
+                    f"its log-probabilities do not move with the versions, up to {answer.version}; {RESTART}",
+                )
+        odds = np.maximum(self._odds.get(replica, 0.0), 0.0) + _bets(expected, answer.token)
+        self._odds[replica] = odds
+        if odds.max() > math.log(ODDS * len(WRONG)):
+            self._odds[replica] = np.zeros(len(WRONG))
+            likely = WRONG[int(odds.argmax())]
+            yield Alarm(
+                "sampling",
+                part,
+                f"draws tokens as with {likely}, up to version {answer.version}, not as rollout.sampling says;"
+                " look at the server's defaults",
+            )
+
+    def _as_version(self, answer: ProbeAnswer) -> str:
+        """Words on an older version whose log-probability the answer has, "" without one."""
+        for version in sorted(self._known, reverse=True):
+            near = abs(_logprob(self._known[version][answer.probe], answer.token) - answer.logprob)
+            if version != answer.version and near < 1e-3:
+                return f", as of version {version}"
+        return ""
+
+
+TEMPERATURES = tuple(f"temperature {1 / power:g} times the run's" for power in POWERS)
+NUCLEI = (0.5, 0.8, 0.9, 0.95)
+COUNTS = (1, 5, 20, 50)
+WRONG = (*TEMPERATURES, *(f"top_p={share:g}" for share in NUCLEI), *(f"top_k={count}" for count in COUNTS))
+_HEDGE = 0.01  # share of a bet that stays with the right distribution, so that no token ends it
+
+
+def _bets(expected: NextToken, token: int) -> Odds:
+    """Return log-odds of a token: each wrong setting against the right setting."""
+    logprob = _logprob(expected, token)
+    place = np.flatnonzero(expected.ids == token)
+    rank = int(place[0]) if len(place) else len(expected.ids)
+    powers = [(power - 1) * logprob - total for power, total in zip(POWERS, expected.normalizers, strict=True)]
+    masses = np.cumsum(np.exp(expected.logprobs.astype(np.float64)))
+    kept = [int(np.searchsorted(masses, share)) + 1 for share in NUCLEI]
+    cut = [
+        -math.log(masses[min(count, len(masses)) - 1]) if rank < count else -math.inf for count in (*kept, *COUNTS)
+    ]
+    bets: Odds = np.logaddexp(np.log1p(-_HEDGE) + np.array([*powers, *cut]), math.log(_HEDGE))
+    return bets
+
+
+def _logprob(expected: NextToken, token: int) -> float:
+    """Return the learner's log-probability of a token; a token below all known tokens has the last value."""
+    place = np.flatnonzero(expected.ids == token)
+    return float(expected.logprobs[place[0]] if len(place) else expected.logprobs[-1])

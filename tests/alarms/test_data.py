@@ -1,0 +1,188 @@
+"""Alarms on data: copies in groups, rewards without information, uneven drops, part groups, evaluations."""
+
+import numpy as np
+import pytest
+
+from laminar_py.control.alarms.data import (
+    BatchCheck,
+    CoverageCheck,
+    EvaluationCheck,
+    GroupCheck,
+    RewardsCheck,
+    score_alarm,
+)
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.events import Assigned, Consumed, Dropped, Issued, Scored, Stepped, Undone
+from laminar_py.records.scoring import Score
+from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
+
+SIZE = 8
+
+
+def row(group: int, sample: int = 0, *, length: int = 10, task: str = "", kind: Kind = Kind.TRAIN, ids=(1, 2)):
+    prompt = Prompt(id=f"p{group}", index=group, text="", ids=np.array(ids, np.int32), task=task)
+    return LiveTrajectory(
+        id=f"g{group}.{sample}",
+        number=1,
+        status=Status.QUEUED,
+        first_seq=1,
+        last_seq=1,
+        group_id=f"g{group}",
+        prompt_id=prompt.id,
+        prompt_index=group,
+        sample_index=sample,
+        kind=kind,
+        prompt=prompt,
+        length=length,
+        replica=0,
+    )
+
+
+def task_of(live: LiveTrajectory) -> str:
+    return live.prompt.task
+
+
+def groups(check: GroupCheck, draw, num_groups: int) -> list:
+    """Alarms on groups whose responses `draw(rng)` gives as (digest, log-probability)."""
+    rng, alarms = np.random.default_rng(0), []
+    for group in range(num_groups):
+        for sample in range(SIZE):
+            digest, logprob = draw(rng, group, sample)
+            score = Score(
+                trajectory_id=f"g{group}.{sample}", value=0.0, response_digest=digest, response_logprob=logprob
+            )
+            alarms += check.observe(score, row(group, sample))
+    return alarms
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
+def test_samples_of_their_own_are_no_copies_however_sure_the_policy_is(sharpness: float) -> None:
+    p = np.exp(-sharpness * np.arange(50.0))
+    p /= p.sum()
+
+    def draw(rng, group, sample):
+        place = int(rng.choice(50, p=p))
+        return place + 1, float(np.log(p[place]))
+
+    assert not groups(GroupCheck(SIZE), draw, 3000)
+
+
+def test_copies_are_named_within_a_step() -> None:
+    def draw(rng, group, sample):
+        return group + 1, -3.0
+
+    (alarm, *_) = groups(GroupCheck(SIZE), draw, 32)
+    assert alarm.check == "groups"
+
+
+def scored(check: RewardsCheck, reward_of, *, count: int, task: str = "") -> list:
+    rng, alarms = np.random.default_rng(0), []
+    for number in range(count):
+        live = row(number // SIZE, number % SIZE, length=int(rng.integers(5, 300)), task=task)
+        event = Scored(trajectory_id=live.id, reward=reward_of(rng, live), elapsed_s=0.1)
+        alarms += check.observe(event, live)
+    return alarms
+
+
+def test_a_reward_that_never_varies_or_follows_length_is_named_once() -> None:
+    (alarm,) = scored(RewardsCheck(task_of), lambda rng, live: 1.0, count=1000, task="proofs")
+    assert alarm.message.startswith("the reward of task 'proofs' is 1 for each of 256 responses;")
+    (alarm,) = scored(RewardsCheck(task_of), lambda rng, live: live.length / 300, count=1000)
+    assert "rises with the length of responses alone (correlation 1.000 within 32 groups)" in alarm.message
+    (alarm,) = scored(RewardsCheck(task_of), lambda rng, live: -(live.length**1.1), count=1000)
+    assert "falls with the length" in alarm.message
+
+
+def test_rewards_that_vary_or_only_lean_to_length_are_not_named() -> None:
+    assert not scored(RewardsCheck(task_of), lambda rng, live: float(rng.random() < 0.01), count=5000)
+    lean = lambda rng, live: live.length / 300 + rng.normal(0, 0.2)  # noqa: E731
+    assert not scored(RewardsCheck(task_of), lean, count=5000)
+
+
+def ended(check: CoverageCheck, dropped, *, count: int = 5000) -> list:
+    rng, alarms = np.random.default_rng(0), []
+    for number in range(count):
+        live = row(number, length=int(rng.integers(5, 300)), task="ab"[number % 2])
+        if rng.random() < dropped(live):
+            event = Dropped(live.id, DropReason.STALE)
+        else:
+            event = Consumed(trajectory_id=live.id, step=1, version=1, staleness=0, weight=1.0)
+        alarms += check.observe(event, live)
+    return alarms
+
+
+def test_drops_that_prefer_a_task_or_long_responses_are_named_and_even_drops_are_not() -> None:
+    (alarm,) = ended(CoverageCheck(task_of), lambda live: 0.3 if live.prompt.task == "b" else 0.02)
+    assert alarm.message.startswith("task 'b': ")
+    (alarm,) = ended(CoverageCheck(task_of), lambda live: 0.5 if live.length > 200 else 0.02)
+    assert alarm.message.startswith("responses of more than ")
+    assert not ended(CoverageCheck(task_of), lambda live: 0.3)
+    assert not ended(CoverageCheck(task_of), lambda live: 0.02 if live.length > 200 else 0.0)
+
+
+def issue(check: BatchCheck, group: int, members: int) -> list[LiveTrajectory]:
+    rows = [row(group, sample) for sample in range(members)]
+    for live in rows:
+        event = Issued(
+            trajectory_id=live.id,
+            group_id=live.group_id,
+            prompt_id="p",
+            prompt_index=0,
+            sample_index=live.sample_index,
+            kind=Kind.TRAIN,
+        )
+        assert not list(check.observe(event, live))
+    return rows
+
+
+def consume(check: BatchCheck, live: LiveTrajectory) -> list:
+    return list(check.observe(Consumed(trajectory_id=live.id, step=1, version=0, staleness=0, weight=1.0), live))
+
+
+def stepped() -> Stepped:
+    return Stepped(
+        step=1, incarnation=1, num_trajectories=2, num_tokens=9, loss=0.1, grad_norm=1.0, reward=0.0, elapsed_s=1.0
+    )
+
+
+def test_a_step_on_part_of_a_group_is_named_and_drops_and_rollbacks_are_not() -> None:
+    check = BatchCheck()
+    first, second, third = issue(check, 1, 3)
+    assert not consume(check, first) + consume(check, second)
+    assert not list(check.observe(Dropped(third.id, DropReason.REWARD_FAILED), third))
+    assert not list(check.observe(stepped(), None))
+    for live in (first, second):  # a rollback, and the step again
+        assert not list(check.observe(Undone(live.id, 1), live))
+    assert not consume(check, first) + consume(check, second)
+    assert not list(check.observe(stepped(), None))
+    first, *_ = issue(check, 2, 2)
+    assert not consume(check, first)
+    (alarm,) = check.observe(stepped(), None)
+    assert "trained on a part of group g2" in alarm.message
+
+
+def test_a_resumed_run_knows_the_members_that_are_under_way() -> None:
+    check, rows = BatchCheck(), [row(1, sample) for sample in range(2)]
+    check.restore(rows)
+    assert not consume(check, rows[0]) + consume(check, rows[1]) + list(check.observe(stepped(), None))
+    check.restore(rows)
+    assert not consume(check, rows[0])
+    assert list(check.observe(stepped(), None))
+
+
+def test_a_failed_reward_with_a_value_is_named() -> None:
+    failed = Score(trajectory_id="g1.0", value=None, failure=DropReason.REWARD_FAILED, raised=True)
+    assert not list(score_alarm(failed))
+    (alarm,) = score_alarm(Score(trajectory_id="g1.0", value=0.0, raised=True))
+    assert alarm.check == "scores"
+
+
+def test_a_problem_of_an_evaluation_that_is_trained_on_is_named_once() -> None:
+    check = EvaluationCheck(lambda live: live.prompt)
+    held_out, other = row(1, kind=Kind.EVAL, ids=(7, 8)), row(2, ids=(7, 9))
+    for live in (held_out, other):
+        assert not list(check.observe(Assigned(live.id, 0, 1, 0), live))
+    leaked = row(3, ids=(7, 8))
+    (alarm,) = check.observe(Assigned(leaked.id, 0, 1, 0), leaked)
+    assert alarm.part == "pass g1"
+    assert not list(check.observe(Assigned(leaked.id, 0, 2, 0), leaked))
