@@ -63,7 +63,7 @@ def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, mon
     for title in titles:
         files += install(title, tmp_path)
         (command,) = blocks(title, "console")
-        laminar, train, config, *chosen = shlex.split(command)
+        laminar, train, config, *chosen = shlex.split(command.replace("\\\n", " "))
         assert (laminar, train) == ("laminar", "train")
         configs.add(config)
         for name in files:  # a setting may name a file of the example, or of the one that it goes on from

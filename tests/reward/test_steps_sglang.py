@@ -121,7 +121,7 @@ async def test_scores_of_steps_are_those_of_a_plain_forward(prm, tmp_path, steps
 
 
 def retries(run: Path) -> int:
-    return (run / "logs/scorer-0.log").read_text().count(": retry: ")
+    return (run / "logs/scorer-0.log").read_text().count(" is called again: ")
 
 
 async def test_a_run_trains_on_scores_of_steps_though_their_server_is_killed_twice(prm, tmp_path, monkeypatch):
