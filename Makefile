@@ -13,7 +13,7 @@ PART ?= 0/1
 # where a shell forbids it, each of hundreds of processes would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters lint types check kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl growth docs clean
+.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters lint types check silent kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl growth docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -48,6 +48,10 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 check: lint types test
+
+# failures that a run would not notice by itself, planted one by one
+silent: $(INSTALLED)
+	$(BIN)/python experiments/silent/run.py $(ARGS)
 
 kill-test: $(INSTALLED)
 	$(BIN)/python experiments/kill_test/run.py $(ARGS)

@@ -18,10 +18,10 @@ class Plant:
     failure: str  # as it happened
     of: tuple[str, ...]  # modules that are patched
     patch: Callable[[ModuleType], None]
-    check: str  # alarm that must name it
+    check: str | tuple[str, ...]  # alarm that must name it, or any of several
     settings: Sequence[str] = ()
     within: int = 1  # steps
-    resumes: bool = False  # the failure needs a resume
+    resumes: bool = False  # a sound run of two steps comes first, and the failure with its resume
 
     def __call__(self, module: ModuleType) -> None:
         """Patch a module."""
@@ -31,7 +31,7 @@ class Plant:
 ALL: dict[str, Plant] = {}
 
 
-def plant(name: str, of: str | tuple[str, ...], check: str, failure: str, **options):
+def plant(name: str, of: str | tuple[str, ...], check: str | tuple[str, ...], failure: str, **options):
     """Register a patch under a name."""
 
     def add(patch: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
@@ -165,7 +165,306 @@ def _(module: ModuleType) -> None:
     module.trajectory_seed = lambda run_seed, name: seed(run_seed, name.rpartition(".")[0])
 
 
+@plant(
+    "hotter",
+    f"{ENGINE}.sampling",
+    "sampling",
+    "the server's temperature is higher, its log-probabilities are not",
+    within=20,
+)
+def _(module: ModuleType) -> None:
+    draw = module.Sampler.draw
+
+    def hotter(self, logits, uniform, *, recorded):
+        drawn = draw(self, logits / 1.5, uniform, recorded=recorded)
+        logprobs = logits.log_softmax(-1).gather(1, drawn.ids.long()[:, None])[:, 0]
+        return replace(drawn, logprobs=logprobs)
+
+    module.Sampler.draw = hotter
+
+
+@plant("engine_is_a_version_late", f"{ENGINE}.scheduler", ("weights", "probes"), "the version before is served")
+def _(module: ModuleType) -> None:
+    load = module.Scheduler.load_weights
+
+    def load_before(self, folder, version):
+        before, self._folder = getattr(self, "_folder", folder), folder
+        load(self, before, version)
+
+    module.Scheduler.load_weights = load_before
+
+
+@plant("prompts_are_truncated", f"{ENGINE}.scheduler", "probes", "the engine truncates prompts")
+def _(module: ModuleType) -> None:
+    make = module.Scheduler._make_job
+
+    def truncated(self, ticket, request):
+        import msgspec
+
+        return make(self, ticket, msgspec.structs.replace(request, prompt_ids=request.prompt_ids[-4:]))
+
+    module.Scheduler._make_job = truncated
+
+
 # ---- the learner
+
+
+@plant("rows_see_each_other", "laminar_py.learner.step", "probes", "packed responses attend to each other")
+def _(module: ModuleType) -> None:
+    logprobs = module.policy_logprobs
+
+    def joined(model, batch, rows):
+        import msgspec
+
+        return logprobs(model, msgspec.structs.replace(batch, cu_seqlens=batch.cu_seqlens[[0, -1]]), rows)
+
+    module.policy_logprobs = joined
+
+
+@plant("learner_has_dropout", "laminar_py.learner.step", "probes", "dropout is on in the learner")
+def _(module: ModuleType) -> None:
+    import torch
+
+    load = module.load_policy
+
+    def dropping(*arguments, **options):
+        model = load(*arguments, **options)
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.1))
+        return model
+
+    module.load_policy = dropping
+
+
+@plant(
+    "behaviour_is_recomputed",
+    "laminar_py.learner.step",
+    "step",
+    "the learner's log-probabilities replace the engine's",
+)
+def _(module: ModuleType) -> None:
+    logprobs, step = module.policy_logprobs, module.Learner.step
+
+    def recomputed(self, microbatches):
+        import torch
+
+        for batch in microbatches:
+            rows = module.trained_rows(batch, torch.device("cpu"))
+            with torch.no_grad():
+                batch.behaviour_logprobs[rows.numpy()] = logprobs(self.model, batch, rows)[0].numpy()
+        return step(self, microbatches)
+
+    module.Learner.step = recomputed
+
+
+@plant("loss_has_the_wrong_sign", "laminar_py.learner.step", "step", "the loss has the wrong sign")
+def _(module: ModuleType) -> None:
+    loss = module.policy_loss
+    module.policy_loss = lambda inputs, settings: -loss(inputs, settings)
+
+
+@plant("optimizer_ascends", "laminar_py.learner.step", "optimizer", "updates follow the gradient uphill", within=2)
+def _(module: ModuleType) -> None:
+    build = module.Optimizer.__init__
+
+    def ascending(self, model, settings, *, total_steps=None):
+        build(self, model, settings, total_steps=total_steps)
+        for group in self.adamw.param_groups:
+            group["maximize"] = True
+
+    module.Optimizer.__init__ = ascending
+
+
+@plant("advantages_are_lost", "laminar_py.learner.packing.packer", "step", "the packer mixes up advantages")
+def _(module: ModuleType) -> None:
+    advantages = module.StepWeights.advantages
+    module.StepWeights.advantages = lambda self, trajectory: abs(advantages(self, trajectory))
+
+
+TWO_RANKS = ("learner.world_size=2", "packer.max_tokens=2048")
+
+
+@plant(
+    "gradients_of_a_rank_are_missing",
+    "laminar_py.learner.step",
+    "step",
+    "ranks do not reduce their gradients",
+    settings=TWO_RANKS,
+)
+def _(module: ModuleType) -> None:
+    backward = module.Learner._backward
+
+    def lost(self, update_, sums, partition, *, at_step_start):
+        loss = backward(self, update_, sums, partition, at_step_start=at_step_start)
+        if self._ranks.mesh.get_rank() == 1:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.to_local().zero_()
+        return loss
+
+    module.Learner._backward = lost
+
+
+@plant(
+    "a_rank_has_anothers_batch",
+    "laminar_py.learner.packing.packer",
+    "step",
+    "a rank trains on another's batch",
+    settings=TWO_RANKS,
+)
+def _(module: ModuleType) -> None:
+    deal = module.deal_to_ranks
+
+    def first_to_all(*arguments, **options):
+        packed = deal(*arguments, **options)
+        return replace(packed, bundles=[packed.bundles[0] for _ in packed.bundles])
+
+    module.deal_to_ranks = first_to_all
+
+
+@plant(
+    "adapter_not_in_optimizer",
+    "laminar_py.learner.step",
+    ("optimizer", "checkpoint", "weights"),
+    "adapters are not in the optimizer",
+    settings=LORA,
+    within=4,
+)
+def _(module: ModuleType) -> None:
+    build = module.Optimizer.__init__
+
+    def half(self, model, settings, *, total_steps=None):
+        build(self, model, settings, total_steps=total_steps)
+        for group in self.adamw.param_groups:
+            group["params"] = group["params"][::2]
+
+    module.Optimizer.__init__ = half
+
+
+# ---- checkpoints and resumes
+
+RESUMED_AT = 400  # place of the stream beyond what the run before has drawn
+
+
+@plant(
+    "checkpoint_is_stale",
+    "laminar_py.learner.checkpoint",
+    "checkpoint",
+    "checkpoints after the first hold the weights of the first",
+    within=3,
+)
+def _(module: ModuleType) -> None:
+    state = module.Checkpointer._state
+
+    def first(self):
+        from copy import deepcopy
+
+        weights, moments = state(self)
+        self._first = getattr(self, "_first", None) or deepcopy(dict(weights))
+        return self._first, moments
+
+    module.Checkpointer._state = first
+
+
+@plant(
+    "optimizer_of_another_step",
+    "laminar_py.learner.checkpoint",
+    "checkpoint",
+    "the optimizer's state is that of another step",
+    within=3,
+)
+def _(module: ModuleType) -> None:
+    state = module.Checkpointer._state
+
+    def earlier(self):
+        from copy import deepcopy
+
+        weights, moments = state(self)
+        before, self._before = getattr(self, "_before", moments), deepcopy(moments)
+        return weights, before
+
+    module.Checkpointer._state = earlier
+
+
+@plant(
+    "resumes_from_zero",
+    "laminar_py.learner.step",
+    ("checkpoint", "weights"),
+    "a resume begins from the start's weights",
+    resumes=True,
+    within=3,
+)
+def _(module: ModuleType) -> None:
+    def load(self, folder):
+        from laminar_py.learner.checkpoint import read_marker
+
+        marker = read_marker(folder)
+        self.steps_taken, self._optimizer.updates = marker.step, marker.updates
+        return ""
+
+    module.Learner.load = load
+
+
+@plant(
+    "optimizer_is_not_resumed",
+    "laminar_py.learner.checkpoint",
+    "checkpoint",
+    "a resume has a new optimizer",
+    resumes=True,
+    within=3,
+)
+def _(module: ModuleType) -> None:
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    def weights_alone(model, optimizer, *, model_state_dict, optim_state_dict, options):
+        set_model_state_dict(model, model_state_dict, options=options)
+        for values in optimizer.state.values():
+            for value in values.values():
+                value.zero_()
+
+    module.set_state_dict = weights_alone
+
+
+@plant(
+    "resume_skips_the_longest",
+    "laminar_py.data.stream",
+    "draws",
+    "a resume skips the longest prompts",
+    resumes=True,
+    within=20,
+)
+def _(module: ModuleType) -> None:
+    prompt = module.PromptStream.prompt
+
+    def short_ones(self, place):
+        import msgspec
+
+        found = prompt(self, place)
+        while place >= RESUMED_AT and len(found.text) > 12:
+            found = msgspec.structs.replace(prompt(self, found.index + 1000), index=found.index + 1000)
+        return msgspec.structs.replace(found, index=place)
+
+    module.PromptStream.prompt = short_ones
+
+
+@plant(
+    "resume_repeats",
+    "laminar_py.data.stream",
+    "draws",
+    "a resume draws prompts again",
+    resumes=True,
+    within=3,
+)
+def _(module: ModuleType) -> None:
+    import msgspec
+
+    prompt = module.PromptStream.prompt
+
+    def again(self, place):
+        drawn = prompt(self, place - 64 if place >= RESUMED_AT else place)
+        return msgspec.structs.replace(drawn, index=place)
+
+    module.PromptStream.prompt = again
 
 
 @plant(
@@ -223,7 +522,7 @@ def _(module: ModuleType) -> None:
 @plant(
     "half_not_in_optimizer",
     "laminar_py.learner.step",
-    "optimizer",
+    ("optimizer", "checkpoint", "step"),
     "parameters are not in the optimizer",
     within=4,
 )
@@ -241,7 +540,7 @@ def _(module: ModuleType) -> None:
 @plant(
     "updates_are_rounded_away",
     "laminar_py.learner.step",
-    "weights",
+    ("weights", "optimizer"),
     "updates are smaller than bf16 can hold",
     within=4,
     settings=["learner.lr=1e-6"],
@@ -350,6 +649,72 @@ def _(module: ModuleType) -> None:
         await put(self, half)
 
     module.Consumption.put = put_half
+
+
+@plant(
+    "rewards_of_others",
+    "laminar_py.reward.scorer",
+    "scores",
+    "rewards of other responses",
+    within=2,
+)
+def _(module: ModuleType) -> None:
+    score = module.Scorer._score_request
+
+    async def of_the_last(self, request):
+        import msgspec
+
+        last, self._last = getattr(self, "_last", request), request
+        return msgspec.structs.replace(await score(self, last), trajectory_id=request.trajectory_id)
+
+    module.Scorer._score_request = of_the_last
+
+
+@plant("advantages_are_mixed_up", "laminar_py.control.groups", "scores", "advantages of other members", within=2)
+def _(module: ModuleType) -> None:
+    assign = module.Credit.assign
+
+    def shifted(self, members):
+        found = assign(self, members)
+        return found[1:] + found[:1]
+
+    module.Credit.assign = shifted
+
+
+@plant(
+    "stale_ones_stay",
+    "laminar_py.control.settings",
+    "scores",
+    "trajectories beyond the bound are trained on",
+    within=6,
+    settings=["staleness.max_staleness=0", "staleness.policies=[drop]"],
+)
+def _(module: ModuleType) -> None:
+    module.StalenessBound.weight = lambda self, staleness: 1.0
+
+
+@plant(
+    "a_task_is_starved",
+    "laminar_py.control.consumption",
+    "coverage",
+    "drops starve one task",
+    within=20,
+    settings=[
+        "data.train=[{path: experiments/quickstart/data/train.jsonl, task: a},"
+        " {path: experiments/quickstart/data/warm_start.jsonl, task: b}]"
+    ],
+)
+def _(module: ModuleType) -> None:
+    put = module.Consumption.put
+
+    async def starving(self, group):
+        if group.prompt.task == "b":
+            from laminar_py.records.trajectory import DropReason
+
+            self._state.drop(list(group.members.values()), DropReason.STALE, "old")
+        await put(self, group)
+
+    module.Consumption.put = starving
 
 
 @plant(

@@ -7,16 +7,24 @@ and knows nothing of seeds and permutations, so it follows from the rows that we
 - Each block of places has every source as often as its weight says (`stream.SLOTS`).
 - `shuffled`: a source draws each row once before it draws any row again.
 - `curriculum`: the same within the open levels, while their number stays. Draws on record say nothing of it.
+- `shuffled`: neither long nor short rows are drawn more often than others (`SizeTest`), and `look_ahead` finds a
+  wrong order of the next draws before the first of them.
 - `signal`: a row rests only after a draw, so the first epoch of a source draws every row at least once. Later ones
   choose by rewards and chance, so they have no exact rule.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from laminar_py.config.data import DataConfig, PromptOrder
 from laminar_py.data.stream import SLOTS
 
+AHEAD = 1024  # places that are checked before they are drawn
 REMEDY = "stop the run: what it trains on is not what data.train says"
 
 
@@ -24,6 +32,11 @@ class Rows(Protocol):
     """The rows of a source, e.g. a `ProblemSet`."""
 
     def __len__(self) -> int: ...
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """[n] bytes of each row."""
+        ...
 
     def find(self, id: str) -> int | None:
         """Return the row of a prompt, None if the source does not have it."""
@@ -61,6 +74,41 @@ class Epoch:
         return next((row for row in rows if not self._bits[row >> 3] & 1 << (row & 7)), None)
 
 
+class SizeTest:
+    """Compares the sizes of the last draws of a source with those of its rows `sizes [n]`.
+
+    The shares of the longest and the shortest tenth, and of the longer half, must be within `SIGMAS` of what rows
+    in random order have; in a sound run one test in 10^11 errs.
+    """
+
+    WINDOW, EVERY = 1024, 64  # draws
+    SIGMAS = 7.0
+
+    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+        self._sizes = sizes
+        short, half, long = np.quantile(sizes, (0.1, 0.5, 0.9), method="nearest") if len(sizes) else (0, 0, 0)
+        self._parts = [
+            (f"of at most {short} bytes", sizes <= short),
+            (f"above {half} bytes", sizes > half),
+            (f"of at least {long} bytes", sizes >= long),
+        ]
+        self._last: deque[int] = deque(maxlen=self.WINDOW)  # rows
+        self._count = 0
+
+    def add(self, row: int) -> str:
+        """Add a draw; return the fault of the last draws, or ""."""
+        self._last.append(row)
+        self._count += 1
+        if self._count % self.EVERY:
+            return ""
+        rows, count = np.array(self._last), len(self._last)
+        for name, belongs in self._parts:
+            share, drawn = float(belongs.mean()), int(belongs[rows].sum())
+            if abs(drawn - count * share) > self.SIGMAS * (count * share * (1 - share)) ** 0.5:
+                return f"{drawn} of the last {count} draws are rows {name}, and {share:.0%} of the rows are"
+        return ""
+
+
 class Draws:
     """Draws of one run. The first fault ends the check, since what follows from it is no fault of its own.
 
@@ -78,12 +126,33 @@ class Draws:
         self._next = 0  # place
         self._drawn = [0] * len(sources)  # draws of each source, since the start of the run
         self._epochs = [Epoch(len(source)) for source in sources]
+        self._sizes = [SizeTest(source.sizes) for source in sources]
+        self._last_on_record: deque[tuple[int, str]] = deque(maxlen=AHEAD)  # place, prompt
         self._open = [0] * len(sources)  # rows that were open at each source's last draw
 
     def replay(self, record: Iterable[tuple[str, int, str]]) -> str:
         """Add the groups on record, each as (group, place, prompt); return their first fault, or ""."""
         for group, place, prompt in record:
             self._add(group, place, prompt, on_record=True)
+            self._last_on_record.append((place, prompt))
+        return self.fault
+
+    def look_ahead(self, prompt_at: Callable[[int], str]) -> str:
+        """Compare the last draws on record with what `prompt_at` now gives for their places, and check the next
+        `AHEAD` places before they are drawn; return the fault. Only `shuffled` knows its draws ahead."""
+        if self.fault or self._order is not PromptOrder.SHUFFLED:
+            return self.fault
+        for place, prompt in self._last_on_record:
+            if prompt_at(place) != prompt:
+                now = f"place {place} drew {prompt} on record, and would now draw {prompt_at(place)}"
+                self.fault = f"{now}; {REMEDY}"
+                return self.fault
+        shared = (self._sources, self._num_open)  # what the copy does not change
+        ahead = deepcopy(self, {id(part): part for part in shared})
+        for place in range(self._next, self._next + AHEAD):
+            if fault := ahead.issued(f"g{place}", place, prompt_at(place)):
+                self.fault = f"ahead of the first draw: {fault}"
+                break
         return self.fault
 
     def issued(self, group: str, place: int, prompt: str) -> str:
@@ -138,6 +207,8 @@ class Draws:
             epoch.clear()
         self._open[source] = num_open
         is_new = epoch.add(row)
+        if self._order is PromptOrder.SHUFFLED and not on_record and (fault := self._sizes[source].add(row)):
+            return f"data.train.{source}: {fault}"
         if epoch.num_drawn == num_open or (own + 1 != len(rows) if by_signal else is_new):
             return ""
         missing = epoch.missing if num_open == len(rows) else None

@@ -13,6 +13,7 @@ from itertools import islice
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, read_turns
@@ -113,6 +114,11 @@ class ProblemSet:
             task=self._task(line),
             fields_json=_reward_fields(line, written),
         )
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """[n] bytes of each problem's row."""
+        return np.diff(np.asarray(self._ends))
 
     def row(self, place: int) -> int:
         """Return the number of a problem's row in its source."""

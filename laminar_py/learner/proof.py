@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from laminar_py.learner.distributed import Ranks
-from laminar_py.learner.losses.objectives import LossInputs
 from laminar_py.learner.model import fingerprint, local_part
 from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
-from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof
+from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof, Surplus
 from laminar_py.records.trajectory import MicroBatch
 
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
 TOP = 256  # tokens of a probe's distribution
+UNSURE = -0.1  # nats; the engine's and the learner's rounding rarely agree below
 UNCHANGED = 0.05  # nats between the behaviour and the present policy
 
 
@@ -44,12 +44,15 @@ class StepProver:
         self._scale = _final_scale(model)
         frozen = None if reference is None else reference.model.parameters()
         self._reference = None if frozen is None else [local_part(item) for item in frozen]
-        self._moved = self._still = torch.zeros(len(self._trained), device=ranks.device)
+        self._still = torch.zeros(len(self._trained), device=ranks.device)
         self.begin()
 
     def begin(self) -> None:
         """Begin a step."""
-        self._counts = np.zeros(4)  # tokens, weight, ids, numbers that are not finite
+        self._counts = np.zeros(5)  # tokens, weight, ids, signal, recorded numbers that are not finite
+        # computed numbers that are not finite; copied, unsure and fresh tokens; surplus of the fresh ones, squared
+        self._tokens = torch.zeros(6, dtype=torch.float64, device=self._ranks.device)
+        self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
         self._sums: list[list[float]] = []  # of each update: expected, its squares, products with -w A, (w A)^2
         self._found: list[float] = []  # of each update
         self._begin_update()
@@ -57,28 +60,33 @@ class StepProver:
     def _begin_update(self) -> None:
         self._update = torch.zeros(4, dtype=torch.float64, device=self._ranks.device)
 
-    def add(
-        self, batch: MicroBatch, inputs: LossInputs, logprobs: Tensor, entropy: Tensor, *, share: float
-    ) -> None:
+    def add(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, *, share: float) -> None:
         """Add a microbatch after its backward pass; `logprobs`, which has its gradient, and `entropy` are [N].
 
-        The loss was divided by the update's `share` of the step.
+        The loss was divided by the update's `share` of the step. What the loss should have is taken from the batch
+        itself, not from the loss's inputs.
         """
         rows = np.flatnonzero(batch.loss_weights)
-        trained = len(rows)
-        given = np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(batch.advantages[rows])
-        computed = torch.isfinite(logprobs.detach()) & torch.isfinite(entropy.detach())
-        not_finite = trained - int(given.sum()) + trained - int(computed.sum())
-        self._counts += np.array([trained, batch.loss_weights.sum(dtype=np.float64), batch.id_sum, not_finite])
+        weights, advantages = batch.loss_weights[rows].astype(np.float64), batch.advantages[rows]
+        recorded = np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(advantages)
+        self._counts += np.array(
+            [len(rows), weights.sum(), batch.id_sum, np.dot(weights, advantages), len(rows) - recorded.sum()]
+        )
+        now = logprobs.detach()
+        behaviour = torch.from_numpy(batch.behaviour_logprobs[rows]).to(now.device)
+        surplus = (now + entropy.detach()).double()
+        is_fresh = torch.from_numpy(batch.staleness[rows] == 0).to(now.device)
+        fresh = torch.where(is_fresh, surplus, 0.0)
+        unsure = now < UNSURE
+        sums = (~torch.isfinite(surplus), unsure & (now == behaviour), unsure, is_fresh, fresh, fresh.square())
+        self._tokens += torch.stack([values.sum().double() for values in sums])
         if logprobs.grad is not None:
-            parts = (logprobs.grad * (logprobs.detach() + entropy.detach())).double()
+            parts = logprobs.grad * surplus
             # the gradient of a policy's loss at a token whose probability has not changed is -w A
-            is_fresh = (logprobs.detach() - inputs.behaviour).abs() < UNCHANGED
-            weights = torch.from_numpy(batch.loss_weights[rows]).to(parts.device)
-            plain = (-weights * inputs.advantages / share * is_fresh).double()
-            self._update += torch.stack(
-                [parts.sum(), parts.square().sum(), (plain * logprobs.grad).sum(), plain.square().sum()]
-            )
+            is_near = (now - behaviour).abs() < UNCHANGED
+            plain = -torch.from_numpy(weights * advantages).to(now.device) / share * is_near
+            products = (parts, parts.square(), plain * logprobs.grad, plain.square())
+            self._update += torch.stack([values.sum() for values in products])
 
     def check_gradients(self) -> None:
         """Note both sides of the gradient's identity for an update, before gradients are clipped."""
@@ -95,26 +103,27 @@ class StepProver:
 
     def mark(self) -> None:
         """Remember, before an update, the value of each tensor where its gradient is largest."""
-        places, sizes = [], []
+        places, slopes = [], []
         for _, parameter in self._trained:
             gradient = parameter.grad
             flat = None if gradient is None else local_part(gradient).flatten()
             if flat is None or not flat.numel():
                 places.append(torch.zeros((), dtype=torch.long, device=self._ranks.device))
-                sizes.append(torch.zeros((), device=self._ranks.device))
+                slopes.append(torch.zeros((), device=self._ranks.device))
             else:
-                size, place = flat.abs().max(0)
+                place = flat.abs().argmax()
                 places.append(place.to(self._ranks.device))
-                sizes.append(size.float().to(self._ranks.device))
-        self._places, self._sizes = places, torch.stack(sizes)
+                slopes.append(flat[place].float().to(self._ranks.device))
+        self._places, self._slopes = places, torch.stack(slopes)
         self._before = self._values()
 
     def check_moved(self) -> None:
-        """Count, after an update that was not skipped, which of the tensors with a gradient moved."""
-        has_gradient = (self._sizes > 0).float()
-        moved = (self._values() != self._before).float() * has_gradient
-        counts = torch.stack([has_gradient, moved])
+        """Count, after an update that was not skipped, which tensors with a gradient moved, and which uphill."""
+        by = self._values() - self._before
+        has_gradient = (self._slopes != 0).float()
+        counts = torch.stack([has_gradient, (by != 0) * has_gradient, (by * self._slopes > 0).float()])
         self._ranks.reduce_tensor(counts)
+        self._moved += counts[1:].sum(dim=1)
         stood = (counts[0] > 0) & (counts[1] == 0)
         self._still = torch.where(stood, self._still + 1, torch.where(counts[0] > 0, 0, self._still))
 
@@ -130,22 +139,31 @@ class StepProver:
     def finish(self) -> StepProof:
         """Add the proofs of all ranks; return the same proof on each."""
         sums = [number for update in self._sums for number in update]
-        total = torch.tensor([*self._counts, *sums, *self._found], dtype=torch.float64, device=self._ranks.device)
+        own = [*self._counts, *self._tokens.tolist(), *self._found, *sums]
+        total = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
         self._ranks.reduce_tensor(total)
-        tokens, weight, ids, not_finite, *rest = total.tolist()
+        tokens, weight, ids, signal, not_recorded, not_computed, *rest = total.tolist()
+        copied, unsure, fresh, surplus, squares, *rest = rest
         count = len(self._found)
-        sums, found = np.reshape(rest[: 4 * count], (count, 4)).tolist(), rest[4 * count :]
+        found, sums = rest[:count], np.reshape(rest[count:], (count, 4)).tolist()
+        moved, uphill = (int(count) for count in self._moved.tolist())
         stood = zip(self._trained, self._still.tolist(), strict=True)
         return StepProof(
             tokens=int(tokens),
             weight=weight,
             ids=int(ids),
-            not_finite=int(not_finite),
+            signal=signal,
+            not_finite=int(not_recorded + not_computed),
+            copied=int(copied),
+            unsure=int(unsure),
+            surplus=Surplus(int(fresh), surplus, squares),
             gradients=tuple(
                 GradientSums(expected, got, squares**0.5, product / norm if norm else None)
                 for (expected, squares, product, norm), got in zip(sums, found, strict=True)
             ),
             still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
+            moved=moved,
+            uphill=uphill,
             reference="" if self._reference is None else fingerprint(self._reference),
         )
 

@@ -123,6 +123,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     failure: DropReason | None = None
     detail: str = ""  # of `failure`
     raised: bool = False  # a reward function raised or was late
+    length: int | None = None  # response tokens that the scorer read
     response_digest: int = 0  # CRC-32 of the response's ids
     response_logprob: float = 0.0  # sum over its sampled tokens
 

@@ -347,6 +347,7 @@ class Scorer:
         score = msgspec.structs.replace(
             score,
             raised=any(outcome.raised for _, outcome in outcomes),
+            length=len(request.response_ids),
             response_digest=crc32(request.response_ids.tobytes()),
             response_logprob=float(request.logprobs.sum(dtype=np.float64)),
         )

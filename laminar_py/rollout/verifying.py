@@ -21,6 +21,7 @@ from laminar_py.records.engine import GenerateRequest, InferenceEngine, Sampling
 from laminar_py.records.proofs import ProbeAnswer, WeightsChecksum
 from laminar_py.records.weights import tensor_samples
 
+DRAWS = 4  # tokens after each prompt, each by a request of its own
 PROBE_S = 5.0  # longest wait for answers; a full engine has no place for probes
 FUSED = (  # engine's name -> names in the files
     (re.compile(r"\bqkv_proj\b"), r"[qkv]_proj"),
@@ -68,7 +69,7 @@ def _sources(tensor: str, files: Mapping[str, str]) -> set[str]:
 
 
 class Prober:
-    """Asks an engine for the token after each of the run's `prompts`, e.g. `Prober(engine, prompts, sampling)`."""
+    """Asks an engine for tokens after each of the run's `prompts`, e.g. `Prober(engine, prompts, sampling)`."""
 
     def __init__(
         self, engine: InferenceEngine, prompts: Sequence[IntArray], sampling: SamplingParams, *, replica: int
@@ -86,11 +87,14 @@ class Prober:
         found: list[ProbeAnswer] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(PROBE_S):
-                await asyncio.gather(*(self._ask(probe, version, found) for probe in range(len(self._prompts))))
+                places = range(len(self._prompts))
+                await asyncio.gather(
+                    *(self._ask(probe, draw, version, found) for probe in places for draw in range(DRAWS))
+                )
         return found
 
-    async def _ask(self, probe: int, version: int, found: list[ProbeAnswer]) -> None:
-        name = f"probe-{self._replica}-{version}-{probe}"
+    async def _ask(self, probe: int, draw: int, version: int, found: list[ProbeAnswer]) -> None:
+        name = f"probe-{self._replica}-{version}-{probe}-{draw}"
         seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
         request = GenerateRequest(
             rid=name,

@@ -3,16 +3,22 @@
 import numpy as np
 import pytest
 
+from laminar_py.config.algorithm import Advantage, AlgorithmConfig
+from laminar_py.config.rollout import StalenessConfig, StalePolicy
 from laminar_py.control.alarms.data import (
+    AdvantageCheck,
     BatchCheck,
     CoverageCheck,
     EvaluationCheck,
     GroupCheck,
     RewardsCheck,
-    score_alarm,
+    StalenessCheck,
+    score_alarms,
 )
+from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import Assigned, Consumed, Dropped, Issued, Scored, Stepped, Undone
+from laminar_py.records.credit import returns_of
+from laminar_py.records.events import Assigned, Consumed, Dropped, Issued, Ready, Scored, Stepped, Undone
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
 
@@ -36,6 +42,10 @@ def row(group: int, sample: int = 0, *, length: int = 10, task: str = "", kind: 
         length=length,
         replica=0,
     )
+
+
+def consumed(live: LiveTrajectory, *, staleness: int = 0) -> Consumed:
+    return Consumed(trajectory_id=live.id, step=1, version=1, staleness=staleness, weight=1.0)
 
 
 def task_of(live: LiveTrajectory) -> str:
@@ -103,10 +113,7 @@ def ended(check: CoverageCheck, dropped, *, count: int = 5000) -> list:
     rng, alarms = np.random.default_rng(0), []
     for number in range(count):
         live = row(number, length=int(rng.integers(5, 300)), task="ab"[number % 2])
-        if rng.random() < dropped(live):
-            event = Dropped(live.id, DropReason.STALE)
-        else:
-            event = Consumed(trajectory_id=live.id, step=1, version=1, staleness=0, weight=1.0)
+        event = Dropped(live.id, DropReason.STALE) if rng.random() < dropped(live) else consumed(live)
         alarms += check.observe(event, live)
     return alarms
 
@@ -136,7 +143,7 @@ def issue(check: BatchCheck, group: int, members: int) -> list[LiveTrajectory]:
 
 
 def consume(check: BatchCheck, live: LiveTrajectory) -> list:
-    return list(check.observe(Consumed(trajectory_id=live.id, step=1, version=0, staleness=0, weight=1.0), live))
+    return list(check.observe(consumed(live), live))
 
 
 def stepped() -> Stepped:
@@ -172,9 +179,50 @@ def test_a_resumed_run_knows_the_members_that_are_under_way() -> None:
 
 def test_a_failed_reward_with_a_value_is_named() -> None:
     failed = Score(trajectory_id="g1.0", value=None, failure=DropReason.REWARD_FAILED, raised=True)
-    assert not list(score_alarm(failed))
-    (alarm,) = score_alarm(Score(trajectory_id="g1.0", value=0.0, raised=True))
+    assert not list(score_alarms(failed, row(1)))
+    (alarm,) = score_alarms(Score(trajectory_id="g1.0", value=0.0, raised=True), row(1))
     assert alarm.check == "scores"
+
+
+def test_a_score_of_another_response_is_named() -> None:
+    score = Score(trajectory_id="g1.0", value=0.0, length=10)
+    assert not list(score_alarms(score, row(1, length=10)))
+    (alarm,) = score_alarms(score, row(1, length=11))
+    assert "10" in alarm.message
+
+
+@pytest.mark.parametrize("kind", [Advantage.GROUP_STD, Advantage.GROUP_MEAN, Advantage.LEAVE_ONE_OUT])
+@pytest.mark.parametrize("overlong", [None, 4])
+def test_advantages_that_do_not_follow_from_rewards_are_named(kind: Advantage, overlong: int | None) -> None:
+    """Of one group; a flipped sign, another member's reward and a foreign baseline, but never the group's own."""
+
+    def alarms(change=lambda advantages: advantages) -> list:
+        check = AdvantageCheck(AlgorithmConfig(advantage=kind, overlong_tokens=overlong))
+        members = [row(1, sample, length=8 + sample) for sample in range(SIZE)]
+        cost = overlong_cost(16, overlong)
+        for sample, member in enumerate(members):
+            member.reward = float(sample % 3 == 0)
+        net = [returns_of(member.reward).minus(cost(member.length)) for member in members]
+        advantages, scale = group_advantages(kind)(net)
+        found = []
+        for member, advantage in zip(members, change(advantages).tolist(), strict=True):
+            found += check.observe(Ready(member.id, advantage, scale), member)
+        (first, *_) = members
+        return found + list(check.observe(consumed(first), first))
+
+    assert not alarms()
+    assert alarms(lambda advantages: -3 * advantages)
+    assert alarms(lambda advantages: advantages + 0.1)
+    if overlong is None:
+        assert alarms(lambda advantages: np.roll(advantages, 1))
+
+
+def test_a_trajectory_beyond_the_bound_is_named() -> None:
+    member = row(1)
+    for policy, named in ((StalePolicy.DROP, 1), (StalePolicy.REWEIGHT, 0)):
+        check = StalenessCheck(StalenessConfig(max_staleness=2, policies=(policy,)))
+        assert not list(check.observe(consumed(member, staleness=2), member))
+        assert len(list(check.observe(consumed(member, staleness=3), member))) == named
 
 
 def test_a_problem_of_an_evaluation_that_is_trained_on_is_named_once() -> None:

@@ -46,6 +46,18 @@ class Story:
         return alarms
 
 
+def test_an_engine_that_is_always_one_version_late_is_named_although_it_moves() -> None:
+    story = Story(moves=1e-3)
+    story.publish()
+    assert not story.answer(noise=1e-6)
+    for late in range(4):
+        assert not story.publish()
+        if alarms := story.answer(computes=late, noise=1e-6):
+            break
+    assert alarms
+    assert f"as of version {late}" in alarms[0].message
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_sound_engine_gives_no_alarm(seed: int) -> None:
     story = Story(seed=seed)

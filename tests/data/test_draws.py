@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_py.config.data import DataConfig
-from laminar_py.data.draws import Draws
+from laminar_py.data.draws import Draws, SizeTest
 from laminar_py.data.stream import PromptStream
 from laminar_py.ledger.recovery import issued_groups
 from laminar_py.ledger.run_folder import LEDGER_NAME
@@ -68,6 +69,38 @@ def test_a_group_with_the_prompt_of_another_place_is_named() -> None:
     assert "g0 has place 7 of the stream after 0 groups" in draws.issued("g0", 7, stream.prompt(7).id)
     _, draws = make(100)
     assert "the group is not g0" in draws.issued("g7", 0, stream.prompt(0).id)
+
+
+def test_the_next_draws_are_looked_at_before_the_first() -> None:
+    stream, draws = make(100)
+    assert draws.look_ahead(lambda place: stream.prompt(place).id) == ""
+    assert draws.issued("g0", 0, stream.prompt(0).id) == ""  # looking ahead draws nothing
+    draws.replay(record(stream, 40)[1:])
+    assert "ahead of the first draw: place 70 draws the prompt" in draws.look_ahead(
+        lambda place: stream.prompt(place if place < 47 else place + 30).id
+    )
+
+
+def test_a_resume_with_another_order_is_named_before_its_first_draw() -> None:
+    stream, draws = make(100)
+    draws.replay(record(stream, 40))
+    other, _ = make(100, seed=1)
+    assert "on record, and would now draw" in draws.look_ahead(lambda place: other.prompt(place).id)
+
+
+@pytest.mark.parametrize("drawn", ["all", "without the longest", "without the longer half"])
+def test_draws_that_prefer_short_rows_are_named_and_fair_ones_are_not(drawn: str) -> None:
+    sizes = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64)
+    share = {"all": 1.0, "without the longest": 0.9, "without the longer half": 0.5}[drawn]
+    rows = np.flatnonzero(sizes <= np.quantile(sizes, share))
+    faults = []
+    for seed in range(20):
+        test, order = SizeTest(sizes), np.random.default_rng(seed).permutation(rows)
+        faults.append(next((place for place, row in enumerate(order[:5000], 1) if test.add(int(row))), None))
+    if drawn == "all":
+        assert faults == [None] * 20
+    else:
+        assert max(faults) <= 640  # 20 steps of 32 prompts
 
 
 def test_a_record_with_a_gap_is_a_fault_before_any_new_group() -> None:

@@ -5,6 +5,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from laminar_py.config.algorithm import Advantage, AlgorithmConfig
+from laminar_py.config.rollout import StalenessConfig, StalePolicy
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import (
     AnyEvent,
@@ -13,6 +15,7 @@ from laminar_py.records.events import (
     Dropped,
     Evaluated,
     Issued,
+    Ready,
     Scored,
     Stepped,
     Undone,
@@ -226,6 +229,76 @@ class CoverageCheck:
         )
 
 
+class AdvantageCheck:
+    """Names advantages that do not follow from the rewards of their group.
+
+    In a group of K two advantages differ by the scale times the difference of rewards, or K / (K - 1) times as
+    much by `leave_one_out`. `algorithm` (None: any) says which, whether a cost of length also counts, and whether
+    a group's advantages add up to 0.
+    """
+
+    AGREES = 1e-3
+
+    def __init__(self, algorithm: AlgorithmConfig | None) -> None:
+        self._costs = 0.0 if algorithm is not None and algorithm.overlong_tokens is None else 1.0
+        self._leaves_out = algorithm is None or algorithm.advantage is Advantage.LEAVE_ONE_OUT
+        self._is_centred = algorithm is not None and algorithm.advantage in CENTRED
+        self._open: dict[str, list[tuple[float, Ready]]] = {}  # group -> rewards and advantages
+        self._by_token: set[str] = set()  # groups with rewards by token or role, which are not compared
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log."""
+        if row is None or row.kind is not Kind.TRAIN:
+            return
+        if isinstance(event, Ready):
+            self._open.setdefault(row.group_id, []).append((row.reward or 0.0, event))
+            if event.roles or row.earned is not None:
+                self._by_token.add(row.group_id)
+        elif isinstance(event, Consumed | Dropped) and (members := self._open.pop(row.group_id, None)):
+            if row.group_id in self._by_token:
+                self._by_token.discard(row.group_id)
+                return
+            (least, first), *others = sorted(members, key=lambda member: member[0])
+            noise = self.AGREES * max(1.0, *(abs(ready.advantage) for _, ready in members))
+            for reward, ready in others:
+                gap, expected = ready.advantage - first.advantage, ready.advantage_scale * (reward - least)
+                most = expected * len(members) / len(others) if self._leaves_out else expected
+                margin = ready.advantage_scale * self._costs + noise
+                if not expected - margin <= gap <= most + margin:
+                    yield self._alarm(
+                        ready.trajectory_id,
+                        f"{gap:.3g} above {first.trajectory_id}'s, and their rewards make it {expected:.3g}",
+                    )
+                    return
+            total = sum(ready.advantage for _, ready in members)
+            if self._is_centred and abs(total) > noise * len(members):
+                yield self._alarm(row.group_id, f"{total:.3g} in the sum over the group, and not 0")
+
+    def _alarm(self, who: str, fault: str) -> Alarm:
+        return Alarm("scores", "controller", f"the advantage of {who} is {fault}; look at algorithm.advantage")
+
+
+CENTRED = (Advantage.GROUP_STD, Advantage.GROUP_MEAN, Advantage.LEAVE_ONE_OUT)
+
+
+class StalenessCheck:
+    """Names a consumed trajectory beyond the bound that `staleness` enforces by `drop`."""
+
+    def __init__(self, staleness: StalenessConfig | None) -> None:
+        drops = staleness is not None and StalePolicy.DROP in staleness.policies
+        self._bound = staleness.max_staleness if staleness is not None and drops else None
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+        """Take an event in the order of the log."""
+        if isinstance(event, Consumed) and self._bound is not None and event.staleness > self._bound:
+            yield Alarm(
+                "scores",
+                "controller",
+                f"step {event.step} trained on {event.trajectory_id}, whose staleness is {event.staleness} and the"
+                f" bound {self._bound}; look at staleness.policies",
+            )
+
+
 class BatchCheck:
     """Names a step that consumed a group with members still under way, or a failed reward that counts."""
 
@@ -265,8 +338,16 @@ class BatchCheck:
                 del self._open[row.group_id]
 
 
-def score_alarm(score: Score) -> Iterator[Alarm]:
-    """Alarm on a score whose reward function raised or was late, and that has a value all the same."""
+def score_alarms(score: Score, row: LiveTrajectory) -> Iterator[Alarm]:
+    """Alarms on a score whose reward function raised or was late and that has a value all the same, or that is of
+    another response."""
+    if score.length is not None and score.length != row.length:
+        yield Alarm(
+            "scores",
+            "scorer",
+            f"{score.trajectory_id} has {row.length} tokens, and its reward is of a response of {score.length};"
+            " look at what the scorer reads",
+        )
     if score.raised and score.failure is None:
         yield Alarm(
             "scores",

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from laminar_py.control.alarms.data import BatchCheck, CoverageCheck, EvaluationCheck, RewardsCheck
+from laminar_py.config.run import RunConfig
+from laminar_py.control.alarms.data import (
+    AdvantageCheck,
+    BatchCheck,
+    CoverageCheck,
+    EvaluationCheck,
+    RewardsCheck,
+    StalenessCheck,
+)
 from laminar_py.control.alarms.weights import WeightsCheck
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import AnyEvent
@@ -20,9 +28,14 @@ class EventCheck(Protocol):
 
 
 class EventChecks:
-    """All checks of events; `prompt_of` gives a trajectory's prompt, None if it is unknown."""
+    """All checks of events; `prompt_of` gives a trajectory's prompt, None if it is unknown.
 
-    def __init__(self, prompt_of: Callable[[LiveTrajectory], Prompt | None]) -> None:
+    Without the run's `config` some checks are less strict.
+    """
+
+    def __init__(
+        self, prompt_of: Callable[[LiveTrajectory], Prompt | None], *, config: RunConfig | None = None
+    ) -> None:
         def task_of(row: LiveTrajectory) -> str:
             prompt = prompt_of(row)
             return "" if prompt is None else prompt.task
@@ -31,6 +44,8 @@ class EventChecks:
         self._checks: tuple[EventCheck, ...] = (
             WeightsCheck(),
             self.batches,
+            AdvantageCheck(None if config is None else config.algorithm),
+            StalenessCheck(None if config is None else config.staleness),
             RewardsCheck(task_of),
             CoverageCheck(task_of),
             EvaluationCheck(prompt_of),

@@ -1,15 +1,24 @@
 """Alarms on a learner step: its proof must agree with the batch that the ledger records. Pure."""
 
+from collections import deque
 from collections.abc import Iterator
 
-from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Objective
+import msgspec
+
+from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Divergence, Objective
+from laminar_py.config.rollout import SamplingConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.records.metrics import StepMetrics
-from laminar_py.records.proofs import Alarm, id_sum
+from laminar_py.records.proofs import Alarm, StepProof, Surplus, id_sum
 from laminar_py.records.spans import is_tree, sequences_of
+from laminar_py.records.trajectory import TrajectoryRef
 
 PLAIN = (Objective.CLIP, Objective.SEQUENCE_CLIP, Objective.WEIGHTED)  # gradient -w A where nothing changed
 SCALE = 0.2  # of the loss: penalties and ratios near 1 change it less
+MOVES, SURPLUS_STEPS = 8, 32  # steps over which updates and drawn tokens are counted
+SLOPE, SIGMAS = 0.15, 6.0  # of a surplus: over its squares, and over their root
+LEAST_MOVED, UPHILL = 32, 0.75  # of tensors
+LEAST, COPIED = 256, 0.9  # of tokens
 AGREES = 1e-3  # relative difference of sums in fp32
 GAP_EXACT, GAP_ROUNDED = 0.005, 0.2  # mean |engine - learner| of fresh tokens, in nats
 RESTART = "look for what changes the learner's {}, and --resume"
@@ -18,46 +27,36 @@ RESTART = "look for what changes the learner's {}, and --resume"
 class StepCheck:
     """Compares the proof of each step with its batch.
 
-    `exact` says that the learner computes in fp32, and `constant` is `rollout.sampling.max_new_tokens`.
+    `exact` says that the learner computes in fp32, and `sampling` is the run's.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, *, exact: bool, constant: int) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, *, exact: bool, sampling: SamplingConfig) -> None:
         self._algorithm = algorithm
         self._exact = exact
-        self._constant = constant
+        self._constant = sampling.max_new_tokens
         self._reference = ""
-        # the loss is the objective's alone, and a package's own objective may be any
-        self._is_plain = algorithm.objective in PLAIN and ALGORITHMS.get(algorithm.name).objective is None
+        # gradients of -w A, unless a package's objective, a teacher or a penalty in the advantages changes them
+        changes_advantages = algorithm.teacher_coef > 0 or (
+            algorithm.kl_coef > 0 and algorithm.kl_estimator is Divergence.K1
+        )
+        own_objective = ALGORITHMS.get(algorithm.name).objective is not None
+        self._is_plain = algorithm.objective in PLAIN and not own_objective and not changes_advantages
+        self._draws_all = sampling.temperature > 0 and not sampling.cuts_vocabulary
+        self._surplus_of: deque[Surplus] = deque(maxlen=SURPLUS_STEPS)
+        self._moved: deque[tuple[int, int]] = deque(maxlen=MOVES)  # (moved, uphill) of the last steps
 
     def observe(self, batch: StepBatch, metrics: StepMetrics, *, step: int) -> Iterator[Alarm]:
         """Take a step that the learner made."""
         proof = metrics.proof
         if proof is None:
             return
-        least, most = _tokens(batch)
-        if proof.ids != id_sum(trajectory.id for trajectory in batch.trajectories):
-            yield _of_step(step, f"trained on other trajectories than the {len(batch.trajectories)} of its batch")
-        elif not least <= proof.tokens <= most:
-            yield _of_step(step, f"trained on {proof.tokens:,} tokens, and its batch has {most:,}")
-        expected = _weight(batch, self._algorithm.aggregation, constant=self._constant)
-        if abs(proof.weight - expected) > AGREES * max(expected, AGREES):
-            yield _of_step(step, f"its loss weights add up to {proof.weight:.6g}, and {expected:.6g} were packed")
-        if proof.not_finite and metrics.skipped < metrics.updates:
-            yield _of_step(step, f"{proof.not_finite:,} tokens without finite numbers took part in an update")
-        for sums in proof.gradients:
-            bound = (0.01 if self._exact else 0.2) * sums.spread + 1e-9
-            if not abs(sums.found - sums.expected) <= bound and metrics.skipped < metrics.updates:
-                yield _of_step(
-                    step,
-                    f"the gradient is not that of its loss: {sums.found:.4g} in place of {sums.expected:.4g}, and"
-                    f" rounding is {bound:.2g}; a rank, a microbatch or a factor is wrong",
-                )
-                break
-            if self._is_plain and sums.scale is not None and abs(sums.scale - 1) > SCALE:
-                yield _of_step(
-                    step, f"its loss is {sums.scale:.3g} times that of its definition; a count of tokens is wrong"
-                )
-                break
+        took_part = metrics.skipped < metrics.updates
+        faults = [*self._counts(batch, proof)]
+        if took_part:
+            faults += [*self._numbers(proof)]
+        yield from (
+            Alarm("step", "learner", f"step {step}: {fault}; {RESTART.format('batches')}") for fault in faults
+        )
         if proof.still:
             yield Alarm(
                 "optimizer",
@@ -65,6 +64,8 @@ class StepCheck:
                 f"step {step}: {proof.still[0]} and {len(proof.still) - 1} more have gradients and do not change:"
                 " they are not in the optimizer, or learner.lr is too small for their type",
             )
+        yield from self._uphill(proof, step)
+        yield from self._surplus(proof, step)
         if proof.reference and self._reference and proof.reference != self._reference:
             yield reference_alarm(step)
         self._reference = self._reference or proof.reference
@@ -77,16 +78,85 @@ class StepCheck:
                 " hides numbers that are not finite",
             )
 
+    def _counts(self, batch: StepBatch, proof: StepProof) -> Iterator[str]:
+        """Faults in what the step trained on."""
+        least, most = _tokens(batch)
+        if proof.ids != id_sum(trajectory.id for trajectory in batch.trajectories):
+            yield f"trained on other trajectories than the {len(batch.trajectories)} of its batch"
+        elif not least <= proof.tokens <= most:
+            yield f"trained on {proof.tokens:,} tokens, and its batch has {most:,}"
+        weights = _weights(batch, self._algorithm.aggregation, constant=self._constant)
+        expected = sum(weights)
+        if abs(proof.weight - expected) > AGREES * max(expected, AGREES):
+            yield f"its loss weights add up to {proof.weight:.6g}, and {expected:.6g} were packed"
+        if not self._algorithm.normalises_step and not any(map(_has_token_advantages, batch.trajectories)):
+            signals = [weight * item.advantage for weight, item in zip(weights, batch.trajectories, strict=True)]
+            if abs(proof.signal - sum(signals)) > AGREES * sum(map(abs, signals)) + AGREES * AGREES:
+                yield (
+                    f"its loss weights times advantages add up to {proof.signal:.4g}, and {sum(signals):.4g} were"
+                    " recorded"
+                )
+        if proof.unsure >= LEAST and proof.copied > COPIED * proof.unsure:
+            yield f"{proof.copied:,} of {proof.unsure:,} recorded log-probabilities are the learner's own"
+
+    def _numbers(self, proof: StepProof) -> Iterator[str]:
+        """Faults in the gradients of a step."""
+        if proof.not_finite:
+            yield f"{proof.not_finite:,} tokens without finite numbers took part in an update"
+        for sums in proof.gradients:
+            bound = (0.01 if self._exact else 0.2) * sums.spread + 1e-9
+            if not abs(sums.found - sums.expected) <= bound:
+                yield (
+                    f"the gradient is not that of its loss: {sums.found:.4g} in place of {sums.expected:.4g}, and"
+                    f" rounding is {bound:.2g}; a rank, a microbatch or a factor is wrong"
+                )
+                return
+            if self._is_plain and sums.scale is not None and abs(sums.scale - 1) > SCALE:
+                yield f"its loss is {sums.scale:.3g} times that of its definition; a count of tokens is wrong"
+                return
+
+    def _uphill(self, proof: StepProof, step: int) -> Iterator[Alarm]:
+        """Name an optimizer that follows gradients in place of descending them.
+
+        A tensor's value with the largest gradient moves against it, unless momentum is stronger, which is rare.
+        """
+        self._moved.append((proof.moved, proof.uphill))
+        moved, uphill = (sum(counts) for counts in zip(*self._moved, strict=True))
+        if moved >= LEAST_MOVED and uphill > UPHILL * moved:
+            self._moved.clear()
+            yield Alarm(
+                "optimizer",
+                "learner",
+                f"step {step}: {uphill} of {moved} tensors moved along their gradients, so the loss rises;"
+                f" {RESTART.format('optimizer')}",
+            )
+
+    def _surplus(self, proof: StepProof, step: int) -> Iterator[Alarm]:
+        """Name engines that draw likely tokens more often than the policy does.
+
+        Only this side is tested: a step leaves out groups whose responses are all right or all wrong, and so has
+        more unlikely tokens than the engines drew.
+        """
+        self._surplus_of.append(proof.surplus)
+        count, total, squares = (
+            sum(values) for values in zip(*map(msgspec.structs.astuple, self._surplus_of), strict=True)
+        )
+        if self._draws_all and count >= LEAST and total > max(SLOPE * squares, SIGMAS * squares**0.5):
+            self._surplus_of.clear()
+            yield Alarm(
+                "sampling",
+                "engines",
+                f"step {step}: {count:,} drawn tokens are likelier than the policy makes them, by"
+                f" {total / count:.2g} nats in the mean, as with a lower temperature or with top_p; look at the"
+                " server's defaults",
+            )
+
 
 def reference_alarm(step: int) -> Alarm:
     """The alarm of a reference model that changed."""
     return Alarm(
         "reference", "learner", f"step {step}: the reference model changed; {RESTART.format('reference')}"
     )
-
-
-def _of_step(step: int, fault: str) -> Alarm:
-    return Alarm("step", "learner", f"step {step}: {fault}; {RESTART.format('batches')}")
 
 
 def _tokens(batch: StepBatch) -> tuple[int, int]:
@@ -99,13 +169,18 @@ def _tokens(batch: StepBatch) -> tuple[int, int]:
     return most - without_row, most
 
 
-def _weight(batch: StepBatch, aggregation: Aggregation, *, constant: int) -> float:
-    """Sum of the loss weights of a batch, by the definition of its aggregation."""
+def _has_token_advantages(item: TrajectoryRef) -> bool:
+    """Whether the tokens of a trajectory may have different advantages, or not all of them rows."""
+    return bool(item.roles) or item.earned is not None or is_tree(item.spans)
+
+
+def _weights(batch: StepBatch, aggregation: Aggregation, *, constant: int) -> list[float]:
+    """[trajectories] sum of the loss weights of each trajectory's tokens, by the definition of the aggregation."""
     trained = [(item.weight, item.num_trained) for item in batch.trajectories]
     count = len(trained) + len(batch.tokens_without_signal)
     if aggregation is Aggregation.TOKEN_MEAN:
         total = sum(tokens for _, tokens in trained) + sum(batch.tokens_without_signal)
-        return sum(weight * tokens for weight, tokens in trained) / max(1, total)
+        return [weight * tokens / max(1, total) for weight, tokens in trained]
     if aggregation is Aggregation.CONSTANT:
-        return sum(weight * tokens for weight, tokens in trained) / (constant * count)
-    return sum(weight for weight, tokens in trained if tokens) / count
+        return [weight * tokens / (constant * count) for weight, tokens in trained]
+    return [weight / count if tokens else 0.0 for weight, tokens in trained]

@@ -72,6 +72,7 @@ ODDS = 1e8  # at which a test decides: in a sound run it errs after a hundred mi
 KEPT = 64  # versions whose distributions are kept
 FOLLOWED = 0.5  # share of the learner's movement that an engine must show
 SIGMAS = 6.0
+OLDER = 4.0  # times nearer to the version before: the engine has that version
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,11 @@ class Tolerance:
 
     single: float  # of one answer
     mean: float  # over the answers to a version
+    rounding: float  # below which a mean difference says nothing
 
 
-EXACT = Tolerance(0.02, 0.01)  # engine and learner in fp32
-ROUNDED = Tolerance(0.75, 0.2)  # either in bf16
+EXACT = Tolerance(0.02, 0.01, 1e-5)  # engine and learner in fp32
+ROUNDED = Tolerance(0.75, 0.2, 2e-3)  # either in bf16
 
 
 @dataclass(slots=True)
@@ -114,7 +116,8 @@ class _Movement:
 class ProbeCheck:
     """Compares engines' answers to probes with the learner's distributions of the same version.
 
-    - Each log-probability must agree within `tolerance`, alone and in the mean over a version.
+    - Each log-probability must agree within `tolerance`, alone and in the mean over a version, and the answers to
+      a version may not be those of the version before.
     - The log-probabilities must move as the learner's do (`_Movement`).
     - The drawn tokens must follow the distribution: a test by betting. For each wrong setting that a server could
       have (`_bets`), the odds of the tokens under it against the learner's distribution are multiplied. Under the
@@ -128,8 +131,9 @@ class ProbeCheck:
         self._first: Sequence[NextToken] | None = None
         self._waiting: defaultdict[int, list[tuple[int, ProbeAnswer]]] = defaultdict(list)  # by version
         self._movement: defaultdict[int, _Movement] = defaultdict(_Movement)  # by replica
-        self._odds: dict[int, Odds] = {}  # by replica, in logs
-        self._gaps: dict[int, deque[float]] = {}  # by replica: of its last answers
+        self._odds: dict[str, Odds] = {}  # by replica, and of all engines together, in logs
+        # by replica: differences of its last answers from the learner's version, and from the version before
+        self._gaps: dict[int, deque[tuple[float, float]]] = {}
 
     def computed(self, version: int, tokens: Sequence[NextToken]) -> Iterator[Alarm]:
         """Take the learner's distributions of a version, and judge the answers that came before them."""
@@ -155,9 +159,11 @@ class ProbeCheck:
         logprob = _logprob(expected, answer.token)
         gap = abs(answer.logprob - logprob) if math.isfinite(answer.logprob) else math.inf
         gaps = self._gaps.setdefault(replica, deque(maxlen=len(self._known[answer.version])))
-        gaps.append(gap)
-        full = len(gaps) == gaps.maxlen
-        if gap > self._tolerance.single or (full and sum(gaps) / len(gaps) > self._tolerance.mean):
+        gaps.append((gap, abs(answer.logprob - _logprob(self._before(answer), answer.token))))
+        own, before = (sum(side) / len(gaps) for side in zip(*gaps, strict=True))
+        is_full = len(gaps) == gaps.maxlen
+        is_older = own > self._tolerance.rounding and before * OLDER < own
+        if gap > self._tolerance.single or (is_full and (own > self._tolerance.mean or is_older)):
             gaps.clear()
             yield Alarm(
                 "probes",
@@ -176,17 +182,24 @@ class ProbeCheck:
                     part,
                     f"its log-probabilities do not move with the versions, up to {answer.version}; {RESTART}",
                 )
-        odds = np.maximum(self._odds.get(replica, 0.0), 0.0) + _bets(expected, answer.token)
-        self._odds[replica] = odds
-        if odds.max() > math.log(ODDS * len(WRONG)):
-            self._odds[replica] = np.zeros(len(WRONG))
+        bets = _bets(expected, answer.token)
+        for who in (part, "all engines"):
+            odds = self._odds[who] = np.maximum(self._odds.get(who, 0.0), 0.0) + bets
+            if odds.max() <= math.log(ODDS * len(WRONG)):
+                continue
+            self._odds[who] = np.zeros(len(WRONG))
             likely = WRONG[int(odds.argmax())]
             yield Alarm(
                 "sampling",
-                part,
-                f"draws tokens as with {likely}, up to version {answer.version}, not as rollout.sampling says;"
+                who,
+                f"tokens are drawn as with {likely}, up to version {answer.version}, not as rollout.sampling says;"
                 " look at the server's defaults",
             )
+
+    def _before(self, answer: ProbeAnswer) -> NextToken:
+        """The learner's distribution of the version before an answer's, or of its own if none is known."""
+        earlier = max((version for version in self._known if version < answer.version), default=answer.version)
+        return self._known[earlier][answer.probe]
 
     def _as_version(self, answer: ProbeAnswer) -> str:
         """Words on an older version whose log-probability the answer has, "" without one."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from laminar_py.config.alarms import Reaction
 from laminar_py.config.cluster import Device
-from laminar_py.control.alarms.data import GroupCheck, score_alarm
+from laminar_py.control.alarms.data import GroupCheck, score_alarms
 from laminar_py.control.alarms.events import EventChecks
 from laminar_py.control.alarms.learning import StepCheck, reference_alarm
 from laminar_py.control.alarms.weights import EXACT, ROUNDED, ProbeCheck
@@ -49,10 +49,10 @@ class Alarms:
         self._told: set[tuple[str, str]] = set()
         self._early: list[Alarmed] = []  # from before the ledger began
         self._record: Callable[[Alarmed], None] = self._early.append
-        self._events = EventChecks(lambda row: row.prompt)
+        self._events = EventChecks(lambda row: row.prompt, config=config)
         self._probes = ProbeCheck(tolerance=EXACT if exact else ROUNDED)
         self._groups = GroupCheck(config.rollout.group_size)
-        self._learning = StepCheck(config.algorithm, exact=exact, constant=config.rollout.sampling.max_new_tokens)
+        self._learning = StepCheck(config.algorithm, exact=exact, sampling=config.rollout.sampling)
         self._reference = ""
         self._events.batches.restore(recovered.live if recovered else ())
         incarnation.ledger.observe = self._observe
@@ -83,7 +83,7 @@ class Alarms:
 
     def scored(self, score: Score, row: LiveTrajectory) -> None:
         """Check a score before it is recorded."""
-        self._tell(score_alarm(score))
+        self._tell(score_alarms(score, row))
         self._tell(self._groups.observe(score, row))
 
     def referred(self, fingerprint: str) -> None:
