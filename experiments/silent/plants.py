@@ -701,7 +701,7 @@ def _(module: ModuleType) -> None:
     within=20,
     settings=[
         "data.train=[{path: experiments/quickstart/data/train.jsonl, task: a},"
-        " {path: experiments/quickstart/data/warm_start.jsonl, task: b}]"
+        " {path: experiments/quickstart/data/train.jsonl, task: b}]"
     ],
 )
 def _(module: ModuleType) -> None:

@@ -74,6 +74,23 @@ def restored_fault(run: RunFolder, checkpoint: Checkpointed | None, started: Lea
     )
 
 
+def republished_fault(run: RunFolder, checkpoint: Checkpointed, version: int) -> str:
+    """Return how `version`, which a started learner published, differs from the version that the checkpoint's step
+    published before, "" if it does not or if that step published none (law 13)."""
+    with reading(run.ledger) as connection:
+        rows = connection.execute(
+            "SELECT version, digest FROM version WHERE version = ? OR (version = ? AND step = ?)",
+            (version, checkpoint.version, checkpoint.step),
+        )
+        digests = dict(rows.fetchall())
+    if len(set(digests.values())) < 2:
+        return ""
+    return (
+        f"version {version} has other bytes than version {checkpoint.version} of the same step {checkpoint.step}: the"
+        f" learner did not take the weights of {checkpoint.path}; restore that folder, and --resume"
+    )
+
+
 class Checkpoints:
     """Makes checkpoints: the learner saves (`save`), completes the files (`saved`), the version is `recorded`.
 

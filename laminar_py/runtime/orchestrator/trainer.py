@@ -25,7 +25,12 @@ from laminar_py.records.metrics import StepMetrics, StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import watched
-from laminar_py.runtime.orchestrator.checkpoints import Checkpoints, checkpoint_name, restored_fault
+from laminar_py.runtime.orchestrator.checkpoints import (
+    Checkpoints,
+    checkpoint_name,
+    republished_fault,
+    restored_fault,
+)
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.signals import SIGNALS
 from laminar_py.runtime.orchestrator.versions import Versions
@@ -364,6 +369,8 @@ class Trainer:
         if checkpoint is None:
             await self._save()
             await self._checkpoints.finish()
+        elif fault := await asyncio.to_thread(republished_fault, self._run, checkpoint, version):
+            self._on_fault(fault)
 
     async def _adopt(self) -> None:
         """Record versions that a crashed learner completed but did not report; the scheduler learns their ages."""

@@ -1,0 +1,120 @@
+"""A step's proof against its batch: what is wrong is named, and what is right is not."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.rollout import SamplingConfig
+from laminar_py.control.alarms.learning import StepCheck
+from laminar_py.control.consumption import StepBatch
+from laminar_py.records.metrics import Mismatch, StepMetrics
+from laminar_py.records.proofs import GradientSums, StepProof, Surplus, id_sum
+from laminar_py.records.spans import Span
+from laminar_py.records.trajectory import FinishReason, Kind, TrajectoryRef
+
+CAP = 100
+
+
+def trajectory(name: str, tokens: int, advantage: float, *, weight: float = 1.0) -> TrajectoryRef:
+    return TrajectoryRef(
+        id=name,
+        prompt_id="p",
+        group_id="g",
+        sample_index=0,
+        kind=Kind.TRAIN,
+        prompt_ids=np.array([1], np.int32),
+        spans=(Span(0, 0, tokens),),
+        finish_reason=FinishReason.STOP,
+        tokens=(),
+        num_trained=tokens,
+        advantage=advantage,
+        weight=weight,
+    )
+
+
+BATCH = StepBatch(
+    version=1,
+    trajectories=[trajectory("a", 10, 1.0), trajectory("b", 30, -0.5), trajectory("c", 20, -0.5, weight=0.5)],
+)
+SUMS = {  # sum of the loss weights, and of weights times advantages
+    Aggregation.TOKEN_MEAN: ((10 + 30 + 10) / 60, (10 - 15 - 5) / 60),
+    Aggregation.SEQUENCE_MEAN: ((1 + 1 + 0.5) / 3, (1 - 0.5 - 0.25) / 3),
+    Aggregation.CONSTANT: ((10 + 30 + 10) / (3 * CAP), (10 - 15 - 5) / (3 * CAP)),
+}
+
+
+def right(aggregation: Aggregation = Aggregation.TOKEN_MEAN) -> StepProof:
+    weight, signal = SUMS[aggregation]
+    return StepProof(
+        tokens=60,
+        weight=weight,
+        ids=id_sum("abc"),
+        signal=signal,
+        copied=3,
+        unsure=300,
+        surplus=Surplus(1000, -5.0, 400.0),
+        gradients=(GradientSums(0.1, 0.1001, 0.05, 1.02),),
+        moved=40,
+        uphill=4,
+        reference="r",
+    )
+
+
+def names(*proofs: StepProof, aggregation: Aggregation = Aggregation.TOKEN_MEAN, **changes: object) -> list[str]:
+    check = StepCheck(
+        AlgorithmConfig(aggregation=aggregation), exact=True, sampling=SamplingConfig(max_new_tokens=CAP)
+    )
+    found = []
+    for number, proof in enumerate(proofs):
+        metrics = StepMetrics(**{"loss": 0.1, "grad_norm": 1.0, "elapsed_s": 1.0, "proof": proof} | changes)
+        found += [f"{alarm.check}: {alarm.message}" for alarm in check.observe(BATCH, metrics, step=number + 1)]
+    return found
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_a_sound_step_is_not_named(aggregation: Aggregation) -> None:
+    assert not names(right(aggregation), right(aggregation), aggregation=aggregation)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ids": id_sum("abx")}, "step: step 1: trained on other trajectories than the 3 of its batch"),
+        ({"tokens": 59}, "trained on 59 tokens, and its batch has 60"),
+        ({"weight": 1.0}, "its loss weights add up to 1, and 0.833333 were packed"),
+        ({"signal": 10 / 60}, "advantages add up to 0.1667, and -0.1667 were recorded"),
+        ({"not_finite": 2}, "2 tokens without finite numbers took part in an update"),
+        ({"copied": 299}, "299 of 300 recorded log-probabilities are the learner's own"),
+        ({"gradients": (GradientSums(0.1, 0.05, 0.05, 1.0),)}, "the gradient is not that of its loss"),
+        ({"gradients": (GradientSums(0.1, float("nan"), 0.05, 1.0),)}, "the gradient is not that of its loss"),
+        ({"gradients": (GradientSums(0.1, 0.1, 0.05, 0.25),)}, "its loss is 0.25 times that of its definition"),
+        ({"gradients": (GradientSums(0.1, 0.1, 0.05, -1.0),)}, "its loss is -1 times that of its definition"),
+        ({"still": ("a.weight", "b.weight")}, "optimizer: learner: step 1: a.weight and 1 more"),
+        ({"uphill": 38}, "optimizer: learner: step 1: 38 of 40 tensors moved along their gradients"),
+        ({"surplus": Surplus(1000, 200.0, 400.0)}, "sampling: engines: step 1: 1,000 drawn tokens are likelier"),
+    ],
+)
+def test_a_step_that_is_not_its_batchs_is_named(change: dict[str, object], words: str) -> None:
+    (found,) = names(msgspec.structs.replace(right(), **change))
+    assert (
+        words.removeprefix("step: ").replace("optimizer: learner: ", "").replace("sampling: engines: ", "")
+        in found
+    )
+    assert found.startswith(
+        words.partition(":")[0] if words.split(":")[0] in ("optimizer", "sampling") else "step: "
+    )
+
+
+def test_a_reference_that_changes_and_a_mismatch_are_named() -> None:
+    (found,) = names(right(), msgspec.structs.replace(right(), reference="s"))
+    assert "step 2: the reference model changed" in found
+    (found,) = names(right(), mismatch=Mismatch(0.1, 0.2, 0.3))
+    assert found.startswith("probes: ")
+
+
+def test_a_skipped_update_says_nothing_about_gradients() -> None:
+    proof = msgspec.structs.replace(
+        right(), not_finite=2, gradients=(GradientSums(0.1, float("nan"), 0.05, None),)
+    )
+    assert not names(proof, updates=1, skipped=1)
