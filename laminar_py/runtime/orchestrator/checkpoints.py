@@ -86,8 +86,8 @@ def republished_fault(run: RunFolder, checkpoint: Checkpointed, version: int) ->
     if len(set(digests.values())) < 2:
         return ""
     return (
-        f"version {version} has other bytes than version {checkpoint.version} of the same step {checkpoint.step}: the"
-        f" learner did not take the weights of {checkpoint.path}; restore that folder, and --resume"
+        f"version {version} has other bytes than version {checkpoint.version} of the same step {checkpoint.step}:"
+        f" the learner did not take the weights of {checkpoint.path}; restore that folder, and --resume"
     )
 
 
