@@ -46,7 +46,7 @@ class AgentConfig(EnvironmentConfig):
     """Let agents run code of the model in the `sandbox`, by `POST /v1/python` at the endpoint. Each has a session
     of its own, which holds one of `sandbox.slots` from its first code until its trajectory ends."""
     keep_folders: bool = False
-    """Keep the working folder of an agent that has ended; else its log alone."""
+    """Keep the working folder of each agent that has ended; else the logs of the last 1,000 in each process."""
     family: CallFamily = CallFamily.HERMES
     """How the model writes calls of the agent's tools: `hermes` or `llama`."""
     deterministic: bool = True

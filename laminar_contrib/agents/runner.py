@@ -11,7 +11,9 @@ import asyncio
 import os
 import secrets
 import shutil
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -22,6 +24,7 @@ from laminar_py.environment import Problem
 
 KEY_BYTES = 24  # of the run's key
 LOG = "agent.log"
+KEPT = 1000  # folders of agents in each environment process
 LAUNCHER_LOG = "launcher.log"
 PROBLEM = "problem.json"
 NO_KEY = "each-agent-has-its-own"  # for clients that the user's file creates at import
@@ -86,6 +89,7 @@ class AgentRunner:
         self._launcher: HostedProcess | None = None
         self._starting = asyncio.Lock()
         self._agents: WeakValueDictionary[Path, RunningAgent] = WeakValueDictionary()  # by folder
+        self._kept: OrderedDict[Path, None] = OrderedDict()  # folders that this process made, the oldest first
 
     async def start(
         self, problem: Problem, *, key: str, exited: Callable[[str], None]
@@ -95,6 +99,8 @@ class AgentRunner:
         if (before := self._agents.get(folder)) is not None:
             await before.end()
         await asyncio.to_thread(_make, folder, msgspec.json.encode(problem))
+        if not self._keep_folders:
+            await asyncio.to_thread(self._forget_oldest, folder)
         launcher = await self.ensure_launcher()
         variables = {"OPENAI_API_KEY": key, "LAMINAR_PROBLEM": str(folder / PROBLEM), "PWD": str(folder)}
         order = {"folder": str(folder), "log": str(folder / LOG), "variables": variables}
@@ -102,6 +108,15 @@ class AgentRunner:
         agent = RunningAgent(folder, call, keep_folder=self._keep_folders, exited=exited)
         self._agents[folder] = agent
         return agent.end
+
+    def _forget_oldest(self, newest: Path) -> None:
+        """Delete the oldest folders beyond `KEPT`, but none of an agent that runs."""
+        self._kept[newest] = None
+        self._kept.move_to_end(newest)
+        ended = (path for path in self._kept if path not in self._agents)
+        for path in list(islice(ended, max(0, len(self._kept) - KEPT))):
+            shutil.rmtree(path, ignore_errors=True)
+            del self._kept[path]
 
     async def ensure_launcher(self) -> HostedProcess:
         """Return the launcher; start one if there is none or it has crashed. Raises `LauncherError`."""

@@ -55,6 +55,7 @@ class RayCluster:
             num_cpus=0,
             num_gpus=place.gpus,
             max_restarts=0,
+            enable_task_events=False,  # the head node would keep half a kilobyte of each of the last 100,000 calls
             max_concurrency=concurrency,
             scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False)
             if place.node

@@ -46,13 +46,13 @@ def escapes(count):
 class Started:
     """An agent of a file below a runner."""
 
-    def __init__(self, folder, agent, *, is_function=False):
+    def __init__(self, folder, agent, *, is_function=False, keep_folders=True):
         (folder / "agent.py").write_text(HEAD + agent)
         program = {"command": [sys.executable, str(folder / "agent.py")], "function": ""}
         if is_function:
             program = {"command": [], "function": f"{folder / 'agent.py'}:run"}
         self.folder = folder / "agents"
-        self.runner = AgentRunner(**program, url="", folder=self.folder, model=folder, keep_folders=True)
+        self.runner = AgentRunner(**program, url="", folder=self.folder, model=folder, keep_folders=keep_folders)
         self.faults = asyncio.Queue()
 
     async def start(self, name="t"):
@@ -104,6 +104,25 @@ async def test_they_end_with_an_agent_that_is_ended_and_others_keep_running(tmp_
         assert all(map(runs, others))
         await end_other()
         assert not any(map(runs, others))
+    finally:
+        await started.runner.close()
+
+
+async def test_folders_of_the_oldest_agents_are_deleted_but_not_of_one_that_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "KEPT", 2)
+    started = Started(tmp_path, "time.sleep(1000 * os.getcwd().endswith('a'))\n", keep_folders=False)
+    try:
+        ends = []  # an agent runs until its end is forgotten
+        for name in "abcd":
+            end = await started.start(name)
+            if name == "a":
+                ends.append(end)
+            else:
+                await started.faults.get()
+                await end()
+                del end
+        assert sorted(path.name for path in started.folder.iterdir() if path.is_dir()) == ["a", "d"]
+        await ends.pop()()
     finally:
         await started.runner.close()
 
