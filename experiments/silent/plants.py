@@ -4,9 +4,17 @@ A plant is called with its module after the import, in every process of the run.
 are: a copy that does not happen, a wrong factor, a value that hides a failure.
 """
 
+import json
+import os
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from inspect import iscoroutinefunction
+from pathlib import Path
 from types import ModuleType
+
+from laminar_py.records.proofs import WeightsChecksum
 
 ENGINE = "laminar_py.engines.local"
 
@@ -783,3 +791,74 @@ def _(module: ModuleType) -> None:
 def _(module: ModuleType) -> None:
     evaluated = module.Evaluated
     module.Evaluated = lambda **fields: evaluated(**fields | {"version": fields["version"] + (fields["step"] > 0)})
+
+
+# ---- no failure: a run without the checks, whose cost is compared
+
+CHECKS = {  # module -> names that a run without checks replaces, and what they then return
+    "laminar_py.learner.proof": {
+        "StepProver.add": None,
+        "StepProver.check_gradients": None,
+        "StepProver.mark": None,
+        "StepProver.check_moved": None,
+        "StepProver.finish": None,
+    },
+    "laminar_py.learner.step": {"Learner.probe": []},
+    "laminar_py.learner.checkpoint": {"sample_learner": [], "saved_fault": "", "stored_fault": ""},
+    "laminar_py.rollout.verifying": {"tensor_samples": {}, "Prober.answers": []},
+    "laminar_py.engines.local.scheduler": {"Scheduler.checksum": WeightsChecksum("")},
+    "laminar_py.runtime.orchestrator.alarms": {
+        "Alarms._observe": None,
+        "Alarms.stepped": None,
+        "Alarms.reported": None,
+        "Alarms.scored": None,
+    },
+    "laminar_py.data.draws": {"Draws.issued": "", "Draws.replay": "", "Draws.look_ahead": ""},
+}
+ASYNC = ("Prober.answers",)
+
+
+def _each_check(module: ModuleType):
+    """Yield owner, name, function and result of each check in a module."""
+    for path, value in CHECKS[module.__name__].items():
+        owner, _, name = path.rpartition(".")
+        holder = getattr(module, owner) if owner else module
+        yield holder, name, getattr(holder, name), value
+
+
+def _without_checks(module: ModuleType) -> None:
+    for holder, name, function, value in _each_check(module):
+
+        def nothing(*arguments, value=value, **options):
+            return value
+
+        async def nothing_async(*arguments, value=value, **options):
+            return value
+
+        setattr(holder, name, nothing_async if iscoroutinefunction(function) else nothing)
+
+
+spent: Counter[str] = Counter()  # CPU seconds in this process, by check, and when they were written
+
+
+def _timed(module: ModuleType) -> None:
+    """Add up the CPU seconds of each check; a file for each process in `SILENT_COST` has them."""
+    for holder, name, function, _ in _each_check(module):
+        if iscoroutinefunction(function):
+            continue  # it waits for the engine, whose time is measured apart
+
+        def timed(*arguments, function=function, name=f"{module.__name__}:{name}", **options):
+            began = time.thread_time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                spent[name] += time.thread_time() - began
+                if time.monotonic() > spent["written"] + 1:
+                    spent["written"] = time.monotonic()
+                    Path(os.environ["SILENT_COST"], str(os.getpid())).write_text(json.dumps(spent))
+
+        setattr(holder, name, timed)
+
+
+UNCHECKED = Plant(failure="", of=tuple(CHECKS), patch=_without_checks, check="")
+TIMED = Plant(failure="", of=tuple(CHECKS), patch=_timed, check="")

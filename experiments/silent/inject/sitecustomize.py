@@ -1,6 +1,7 @@
 """Plants a failure in each process of a run: Python imports this file at its start if its folder is on the path.
 
 `SILENT_PLANT` names a plant of `plants.py`, which is called with each module that it patches, after the import.
+Two more are no failures: `unchecked` takes the checks away, and `timed` measures them.
 """
 
 import importlib.abc
@@ -37,4 +38,5 @@ if name := os.environ.get("SILENT_PLANT"):
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import plants
 
-    sys.meta_path.insert(0, _Planting(plants.ALL[name]))
+    others = {"unchecked": plants.UNCHECKED, "timed": plants.TIMED}
+    sys.meta_path.insert(0, _Planting((plants.ALL | others)[name]))

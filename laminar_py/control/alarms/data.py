@@ -4,6 +4,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig
 from laminar_py.config.rollout import StalenessConfig, StalePolicy
@@ -85,6 +86,8 @@ class _Rewards:
 class RewardsCheck:
     """Names a task whose reward never varied, or that follows the length of responses alone."""
 
+    takes: ClassVar[tuple[type, ...]] = (Scored,)
+
     LEAST = 256  # responses of a task
     LEAST_GROUPS = 32
     ALONE = 0.98  # correlation with length within groups
@@ -160,6 +163,8 @@ class CoverageCheck:
     Every `EVERY` ended trajectories it compares shares of drops by task, and between responses above and below the
     median length, with a normal test of two shares at `SIGMAS`. A difference must also be large (`FACTOR`).
     """
+
+    takes: ClassVar[tuple[type, ...]] = (Consumed, Dropped)
 
     EVERY = 256
     SIGMAS = 7.0
@@ -237,6 +242,8 @@ class AdvantageCheck:
     a group's advantages add up to 0.
     """
 
+    takes: ClassVar[tuple[type, ...]] = (Ready, Consumed, Dropped)
+
     AGREES = 1e-3
 
     def __init__(self, algorithm: AlgorithmConfig | None) -> None:
@@ -284,6 +291,8 @@ CENTRED = (Advantage.GROUP_STD, Advantage.GROUP_MEAN, Advantage.LEAVE_ONE_OUT)
 class StalenessCheck:
     """Names a consumed trajectory beyond the bound that `staleness` enforces by `drop`."""
 
+    takes: ClassVar[tuple[type, ...]] = (Consumed,)
+
     def __init__(self, staleness: StalenessConfig | None) -> None:
         drops = staleness is not None and StalePolicy.DROP in staleness.policies
         self._bound = staleness.max_staleness if staleness is not None and drops else None
@@ -301,6 +310,8 @@ class StalenessCheck:
 
 class BatchCheck:
     """Names a step that consumed a group with members still under way, or a failed reward that counts."""
+
+    takes: ClassVar[tuple[type, ...]] = (Issued, Undone, Consumed, Dropped, Stepped)
 
     def __init__(self) -> None:
         self._open: defaultdict[str, set[str]] = defaultdict(set)  # group -> members neither consumed nor dropped
@@ -360,6 +371,8 @@ def score_alarms(score: Score, row: LiveTrajectory) -> Iterator[Alarm]:
 @dataclass(slots=True)
 class EvaluationCheck:
     """Names an evaluation whose answers have another version than it says, or whose problem is trained on."""
+
+    takes: ClassVar[tuple[type, ...]] = (Assigned, Consumed, Evaluated)
 
     prompt_of: Callable[[LiveTrajectory], Prompt | None]
     _held_out: dict[bytes, str] = field(default_factory=dict)  # ids of evaluated prompts -> pass

@@ -1,7 +1,7 @@
 """All checks of events, for a running run and for the audit."""
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from laminar_py.config.run import RunConfig
 from laminar_py.control.alarms.data import (
@@ -20,7 +20,9 @@ from laminar_py.records.trajectory import Prompt
 
 
 class EventCheck(Protocol):
-    """A check that reads events."""
+    """A check that reads events of the types `takes`."""
+
+    takes: ClassVar[tuple[type, ...]]
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
         """Take an event in the order of the log, with the row that it changed."""
@@ -41,7 +43,7 @@ class EventChecks:
             return "" if prompt is None else prompt.task
 
         self.batches = BatchCheck()
-        self._checks: tuple[EventCheck, ...] = (
+        checks: tuple[EventCheck, ...] = (
             WeightsCheck(),
             self.batches,
             AdvantageCheck(None if config is None else config.algorithm),
@@ -51,7 +53,12 @@ class EventChecks:
             EvaluationCheck(prompt_of),
         )
 
+        self._by_type: dict[type, list[EventCheck]] = {}
+        for check in checks:
+            for kind in check.takes:
+                self._by_type.setdefault(kind, []).append(check)
+
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
         """Take an event in the order of the log, with the row that it changed."""
-        for check in self._checks:
+        for check in self._by_type.get(type(event), ()):
             yield from check.observe(event, row)

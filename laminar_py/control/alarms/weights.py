@@ -4,7 +4,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ RESTART = "restart the engine's server, or set rollout.engine otherwise, and --r
 
 class WeightsCheck:
     """Compares digests of published versions with the hashes of the tensors that engines then serve."""
+
+    takes: ClassVar[tuple[type, ...]] = (Stepped, VersionPublished, VersionLoaded)
 
     def __init__(self) -> None:
         self._published: VersionPublished | None = None
