@@ -21,7 +21,9 @@ from laminar_py.records.engine import GenerateRequest, InferenceEngine, Sampling
 from laminar_py.records.proofs import ProbeAnswer, WeightsChecksum
 from laminar_py.records.weights import tensor_samples
 
-DRAWS = 4  # tokens after each prompt, each by a request of its own
+# tokens after each prompt, each by a request of its own: many after the first loads, since wrong sampling settings
+# are wrong from the start and only many draws show them; later as many as the weights need
+DRAWS, LATER_DRAWS, FIRST_LOADS = 16, 4, 16
 PROBE_S = 5.0  # longest wait for answers; a full engine has no place for probes
 FUSED = (  # engine's name -> names in the files
     (re.compile(r"\bqkv_proj\b"), r"[qkv]_proj"),
@@ -78,6 +80,7 @@ class Prober:
         self._prompts = prompts
         self._sampling = sampling
         self._replica = replica
+        self._loads = 0
 
     async def answers(self, version: int) -> list[ProbeAnswer]:
         """Return the answers under the weights that the engine serves; fewer if it has no place for `PROBE_S`.
@@ -85,11 +88,13 @@ class Prober:
         Raises `EngineLostError`.
         """
         found: list[ProbeAnswer] = []
+        self._loads += 1
+        draws = range(DRAWS if self._loads <= FIRST_LOADS else LATER_DRAWS)
         with suppress(TimeoutError):
             async with asyncio.timeout(PROBE_S):
                 places = range(len(self._prompts))
                 await asyncio.gather(
-                    *(self._ask(probe, draw, version, found) for probe in places for draw in range(DRAWS))
+                    *(self._ask(probe, draw, version, found) for probe in places for draw in draws)
                 )
         return found
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from laminar_py.control.alarms.weights import EXACT, ROUNDED, WRONG, ProbeCheck, _bets
+from laminar_py.control.alarms.weights import EXACT, ROUNDED, WRONG, ProbeCheck, ProbeDistribution
 from laminar_py.records.proofs import POWERS, NextToken, ProbeAnswer
 
 VOCAB, PROBES = 64, 16
@@ -118,9 +118,9 @@ def nucleus(logprobs: np.ndarray, share: float) -> np.ndarray:
 def test_a_bet_on_each_wrong_setting_is_fair_under_the_right_one() -> None:
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 2, VOCAB)
-    expected = next_token(logits)
+    expected = ProbeDistribution(next_token(logits))
     logprobs = logits - np.log(np.exp(logits).sum())
-    mean = sum(np.exp(logprobs[token]) * np.exp(_bets(expected, token)) for token in range(VOCAB))
+    mean = sum(np.exp(logprobs[token]) * np.exp(expected.bets(token)) for token in range(VOCAB))
     np.testing.assert_allclose(mean, np.ones(len(WRONG)), rtol=1e-4)
 
 

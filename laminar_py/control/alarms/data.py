@@ -26,6 +26,7 @@ from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind, Prompt
 
 ODDS = 1e9  # at which a test decides: in a sound run it errs after a billion observations or more
+ENDED, OPENED = (Consumed, Dropped), (Issued, Undone)
 LIVE_GROUPS = 100_000  # most groups whose responses are compared
 
 
@@ -83,6 +84,20 @@ class _Rewards:
     lengths: float = 0.0
 
 
+DIFFERS = 3  # of a group: rewards (1) and lengths (2)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Means of a group's rewards and lengths so far, before its first member: those of this member."""
+
+    reward: float
+    length: float
+    count: int = 0
+    differs: int = 0
+    counted: bool = False  # among `_Rewards.groups`
+
+
 class RewardsCheck:
     """Names a task whose reward never varied, or that follows the length of responses alone."""
 
@@ -95,8 +110,7 @@ class RewardsCheck:
     def __init__(self, task_of: Callable[[LiveTrajectory], str]) -> None:
         self._task_of = task_of
         self._by_task: defaultdict[str, _Rewards] = defaultdict(_Rewards)
-        self._open: OrderedDict[str, list[tuple[float, int]]] = OrderedDict()  # group -> (reward, length)
-        self._varied: set[str] = set()  # of these, groups in which rewards and lengths differ
+        self._open: OrderedDict[str, _Group] = OrderedDict()
         self._told: set[tuple[str, str]] = set()
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
@@ -133,24 +147,21 @@ class RewardsCheck:
             yield Alarm("rewards", "reward", message)
 
     def _group(self, seen: _Rewards, row: LiveTrajectory, reward: float) -> None:
-        """Add the newest pair of a group to the sums within groups."""
-        members = self._open.setdefault(row.group_id, [])
+        """Add the newest pair of a group to the sums within groups, by Welford's update."""
+        group = self._open.setdefault(row.group_id, _Group(reward, row.length))
         if len(self._open) > LIVE_GROUPS:
-            self._varied.discard(self._open.popitem(last=False)[0])
-        members.append((reward, row.length))
-        count = len(members)
-        if count < 2:
-            return
-        # Welford's update: what the newest member adds to the centred sums of its group
-        mean_reward = sum(value for value, _ in members[:-1]) / (count - 1)
-        mean_length = sum(length for _, length in members[:-1]) / (count - 1)
-        share = (count - 1) / count
-        by_reward, by_length = reward - mean_reward, row.length - mean_length
+            self._open.popitem(last=False)
+        by_reward, by_length = reward - group.reward, row.length - group.length
+        share = group.count / (group.count + 1)
         seen.products += share * by_reward * by_length
         seen.rewards += share * by_reward * by_reward
         seen.lengths += share * by_length * by_length
-        if row.group_id not in self._varied and all(len(set(values)) > 1 for values in zip(*members, strict=True)):
-            self._varied.add(row.group_id)
+        group.count += 1
+        group.reward += by_reward / group.count
+        group.length += by_length / group.count
+        group.differs |= (by_reward != 0) + 2 * (by_length != 0)
+        if group.differs == DIFFERS and not group.counted:
+            group.counted = True
             seen.groups += 1
 
 
@@ -180,7 +191,7 @@ class CoverageCheck:
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
         """Take an event in the order of the log."""
-        if not isinstance(event, Consumed | Dropped) or row is None or row.kind is not Kind.TRAIN:
+        if not isinstance(event, ENDED) or row is None or row.kind is not Kind.TRAIN:
             return
         dropped = isinstance(event, Dropped)
         if isinstance(event, Dropped):
@@ -261,7 +272,7 @@ class AdvantageCheck:
             self._open.setdefault(row.group_id, []).append((row.reward or 0.0, event))
             if event.roles or row.earned is not None:
                 self._by_token.add(row.group_id)
-        elif isinstance(event, Consumed | Dropped) and (members := self._open.pop(row.group_id, None)):
+        elif isinstance(event, ENDED) and (members := self._open.pop(row.group_id, None)):
             if row.group_id in self._by_token:
                 self._by_token.discard(row.group_id)
                 return
@@ -339,9 +350,9 @@ class BatchCheck:
                 )
         if row is None or row.kind is not Kind.TRAIN:
             return
-        if isinstance(event, Issued | Undone):
+        if isinstance(event, OPENED):
             self._open[row.group_id].add(row.id)
-        elif isinstance(event, Consumed | Dropped):
+        elif isinstance(event, ENDED):
             self._open[row.group_id].discard(row.id)
             if isinstance(event, Consumed):
                 self._step.add(row.group_id)
@@ -391,7 +402,7 @@ class EvaluationCheck:
                 )
         elif isinstance(event, Consumed) and row is not None and row.kind is Kind.EVAL:
             self._versions[row.group_id].add(event.version)
-        elif isinstance(event, Assigned) and row is not None:
+        elif isinstance(event, Assigned) and row is not None and row.sample_index == 0:
             prompt = self.prompt_of(row)
             if prompt is not None and len(prompt.ids):
                 yield from self._assigned(row, prompt)

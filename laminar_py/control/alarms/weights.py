@@ -74,6 +74,7 @@ ODDS = 1e8  # at which a test decides: in a sound run it errs after a hundred mi
 KEPT = 64  # versions whose distributions are kept
 FOLLOWED = 0.5  # share of the learner's movement that an engine must show
 SIGMAS = 6.0
+GAPS = 16  # answers over which differences are averaged
 OLDER = 4.0  # times nearer to the version before: the engine has that version
 
 
@@ -82,7 +83,7 @@ class Tolerance:
     """Largest difference of log-probabilities between engine and learner, in nats."""
 
     single: float  # of one answer
-    mean: float  # over the answers to a version
+    mean: float  # over `GAPS` answers
     rounding: float  # below which a mean difference says nothing
 
 
@@ -115,11 +116,45 @@ class _Movement:
         return slope < FOLLOWED and 1.0 - slope > SIGMAS * noise
 
 
+TEMPERATURES = tuple(f"temperature {1 / power:g} times the run's" for power in POWERS)
+NUCLEI = (0.5, 0.8, 0.9, 0.95)
+COUNTS = (1, 5, 20, 50)
+WRONG = (*TEMPERATURES, *(f"top_p={share:g}" for share in NUCLEI), *(f"top_k={count}" for count in COUNTS))
+_HEDGE = 0.01  # share of a bet that stays with the right distribution, so that no token ends it
+_STAYS, _HEDGED = math.log1p(-_HEDGE), math.log(_HEDGE)
+EXPONENTS = np.array(POWERS) - 1.0
+
+
+class ProbeDistribution:
+    """The learner's distribution after a probe, ready to be compared with answers."""
+
+    def __init__(self, told: NextToken) -> None:
+        self._ranks = {int(token): rank for rank, token in enumerate(told.ids)}
+        self._logprobs = [float(value) for value in told.logprobs]
+        self._normalizers = told.normalizers.astype(np.float64)
+        masses = np.cumsum(np.exp(told.logprobs.astype(np.float64)))
+        nuclei = [int(np.searchsorted(masses, share)) + 1 for share in NUCLEI]
+        self._counts = np.array([*nuclei, *COUNTS])  # tokens that each cut keeps
+        self._gains = -np.log(masses[np.minimum(self._counts, len(masses)) - 1])  # of a kept token
+
+    def logprob(self, token: int) -> float:
+        """Log-probability of a token; a token below all known tokens has the last value."""
+        return self._logprobs[self._ranks.get(token, -1)]
+
+    def bets(self, token: int) -> Odds:
+        """Log-odds of a token: each wrong setting against the right setting."""
+        rank = self._ranks.get(token, len(self._logprobs))
+        powers = EXPONENTS * self.logprob(token) - self._normalizers
+        cuts = np.where(rank < self._counts, self._gains, -np.inf)
+        odds: Odds = np.logaddexp(_STAYS + np.concatenate([powers, cuts]), _HEDGED)
+        return odds
+
+
 class ProbeCheck:
     """Compares engines' answers to probes with the learner's distributions of the same version.
 
-    - Each log-probability must agree within `tolerance`, alone and in the mean over a version, and the answers to
-      a version may not be those of the version before.
+    - Each log-probability must agree within `tolerance`, alone and in the mean over `GAPS` answers, and answers
+      may not be those of the version before.
     - The log-probabilities must move as the learner's do (`_Movement`).
     - The drawn tokens must follow the distribution: a test by betting. For each wrong setting that a server could
       have (`_bets`), the odds of the tokens under it against the learner's distribution are multiplied. Under the
@@ -129,8 +164,9 @@ class ProbeCheck:
 
     def __init__(self, *, tolerance: Tolerance) -> None:
         self._tolerance = tolerance
-        self._known: dict[int, Sequence[NextToken]] = {}  # by version
-        self._first: Sequence[NextToken] | None = None
+        self._known: dict[int, Sequence[ProbeDistribution]] = {}  # by version, in order
+        self._before: dict[int, Sequence[ProbeDistribution]] = {}  # the version before
+        self._first: Sequence[ProbeDistribution] | None = None
         self._waiting: defaultdict[int, list[tuple[int, ProbeAnswer]]] = defaultdict(list)  # by version
         self._movement: defaultdict[int, _Movement] = defaultdict(_Movement)  # by replica
         self._odds: dict[str, Odds] = {}  # by replica, and of all engines together, in logs
@@ -139,29 +175,30 @@ class ProbeCheck:
 
     def computed(self, version: int, tokens: Sequence[NextToken]) -> Iterator[Alarm]:
         """Take the learner's distributions of a version, and judge the answers that came before them."""
-        self._known[version] = tokens
-        self._first = self._first or tokens
-        for old in sorted(self._known)[:-KEPT]:
-            del self._known[old]
+        expected = [ProbeDistribution(told) for told in tokens]
+        self._before[version] = next(reversed(self._known.values()), expected)
+        self._known[version] = expected
+        self._first = self._first or expected
+        for old in list(self._known)[:-KEPT]:
+            del self._known[old], self._before[old]
         for old in [waiting for waiting in self._waiting if waiting < version - KEPT]:
             del self._waiting[old]
         for replica, answer in self._waiting.pop(version, []):
-            yield from self._judge(replica, answer, tokens[answer.probe])
+            yield from self._judge(replica, answer)
 
     def answered(self, replica: int, answer: ProbeAnswer) -> Iterator[Alarm]:
         """Take an answer of a replica."""
-        tokens = self._known.get(answer.version)
-        if tokens is None:
-            self._waiting[answer.version].append((replica, answer))
+        if answer.version in self._known:
+            yield from self._judge(replica, answer)
         else:
-            yield from self._judge(replica, answer, tokens[answer.probe])
+            self._waiting[answer.version].append((replica, answer))
 
-    def _judge(self, replica: int, answer: ProbeAnswer, expected: NextToken) -> Iterator[Alarm]:
-        part = f"replica-{replica}"
-        logprob = _logprob(expected, answer.token)
+    def _judge(self, replica: int, answer: ProbeAnswer) -> Iterator[Alarm]:
+        part, expected = f"replica-{replica}", self._known[answer.version][answer.probe]
+        logprob = expected.logprob(answer.token)
         gap = abs(answer.logprob - logprob) if math.isfinite(answer.logprob) else math.inf
-        gaps = self._gaps.setdefault(replica, deque(maxlen=len(self._known[answer.version])))
-        gaps.append((gap, abs(answer.logprob - _logprob(self._before(answer), answer.token))))
+        gaps = self._gaps.setdefault(replica, deque(maxlen=GAPS))
+        gaps.append((gap, abs(answer.logprob - self._before[answer.version][answer.probe].logprob(answer.token))))
         own, before = (sum(side) / len(gaps) for side in zip(*gaps, strict=True))
         is_full = len(gaps) == gaps.maxlen
         is_older = own > self._tolerance.rounding and before * OLDER < own
@@ -174,7 +211,7 @@ class ProbeCheck:
                 f" {logprob:.3f}{self._as_version(answer)}; compare model.path, the engine's flags and adapters",
             )
         if self._first is not None:
-            start = _logprob(self._first[answer.probe], answer.token)
+            start = self._first[answer.probe].logprob(answer.token)
             movement = self._movement[replica]
             movement.add(logprob - start, answer.logprob - start)
             if movement.lags:
@@ -184,7 +221,7 @@ class ProbeCheck:
                     part,
                     f"its log-probabilities do not move with the versions, up to {answer.version}; {RESTART}",
                 )
-        bets = _bets(expected, answer.token)
+        bets = expected.bets(answer.token)
         for who in (part, "all engines"):
             odds = self._odds[who] = np.maximum(self._odds.get(who, 0.0), 0.0) + bets
             if odds.max() <= math.log(ODDS * len(WRONG)):
@@ -198,43 +235,10 @@ class ProbeCheck:
                 " look at the server's defaults",
             )
 
-    def _before(self, answer: ProbeAnswer) -> NextToken:
-        """The learner's distribution of the version before an answer's, or of its own if none is known."""
-        earlier = max((version for version in self._known if version < answer.version), default=answer.version)
-        return self._known[earlier][answer.probe]
-
     def _as_version(self, answer: ProbeAnswer) -> str:
         """Words on an older version whose log-probability the answer has, "" without one."""
         for version in sorted(self._known, reverse=True):
-            near = abs(_logprob(self._known[version][answer.probe], answer.token) - answer.logprob)
+            near = abs(self._known[version][answer.probe].logprob(answer.token) - answer.logprob)
             if version != answer.version and near < 1e-3:
                 return f", as of version {version}"
         return ""
-
-
-TEMPERATURES = tuple(f"temperature {1 / power:g} times the run's" for power in POWERS)
-NUCLEI = (0.5, 0.8, 0.9, 0.95)
-COUNTS = (1, 5, 20, 50)
-WRONG = (*TEMPERATURES, *(f"top_p={share:g}" for share in NUCLEI), *(f"top_k={count}" for count in COUNTS))
-_HEDGE = 0.01  # share of a bet that stays with the right distribution, so that no token ends it
-
-
-def _bets(expected: NextToken, token: int) -> Odds:
-    """Return log-odds of a token: each wrong setting against the right setting."""
-    logprob = _logprob(expected, token)
-    place = np.flatnonzero(expected.ids == token)
-    rank = int(place[0]) if len(place) else len(expected.ids)
-    powers = [(power - 1) * logprob - total for power, total in zip(POWERS, expected.normalizers, strict=True)]
-    masses = np.cumsum(np.exp(expected.logprobs.astype(np.float64)))
-    kept = [int(np.searchsorted(masses, share)) + 1 for share in NUCLEI]
-    cut = [
-        -math.log(masses[min(count, len(masses)) - 1]) if rank < count else -math.inf for count in (*kept, *COUNTS)
-    ]
-    bets: Odds = np.logaddexp(np.log1p(-_HEDGE) + np.array([*powers, *cut]), math.log(_HEDGE))
-    return bets
-
-
-def _logprob(expected: NextToken, token: int) -> float:
-    """Return the learner's log-probability of a token; a token below all known tokens has the last value."""
-    place = np.flatnonzero(expected.ids == token)
-    return float(expected.logprobs[place[0]] if len(place) else expected.logprobs[-1])

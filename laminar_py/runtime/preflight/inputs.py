@@ -40,7 +40,7 @@ from laminar_py.reward.calls.child import WriteFence
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600  # limit of the script `data.prepare`
-PROBES, PROBE_TOKENS = 8, 512  # of each kind, and the longest
+PROBES, PROBE_TOKENS = 2, 512  # of each kind, and the longest
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 SHOWN_CHARS = 2000  # of the prompt that a run shows at its start
 
