@@ -16,6 +16,7 @@ and knows nothing of seeds and permutations, so it follows from the rows that we
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -75,7 +76,7 @@ class Epoch:
 
 
 class SizeTest:
-    """Compares the sizes of the last draws of a source with those of its rows `sizes [n]`.
+    """Compares the sizes of a source's last draws with the sizes [n] of all its rows.
 
     The shares of the longest and the shortest tenth, and of the longer half, must be within `SIGMAS` of what rows
     in random order have; in a sound run one test in 10^11 errs.
@@ -86,14 +87,19 @@ class SizeTest:
 
     def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
         self._sizes = sizes
-        short, half, long = np.quantile(sizes, (0.1, 0.5, 0.9), method="nearest") if len(sizes) else (0, 0, 0)
-        self._parts = [
-            (f"of at most {short} bytes", sizes <= short),
-            (f"above {half} bytes", sizes > half),
-            (f"of at least {long} bytes", sizes >= long),
-        ]
         self._last: deque[int] = deque(maxlen=self.WINDOW)  # rows
         self._count = 0
+
+    @cached_property
+    def _parts(self) -> list[tuple[str, npt.NDArray[np.bool_], float]]:
+        """Words on each part of the rows, which rows are in it, and their share."""
+        short, half, long = np.quantile(self._sizes, (0.1, 0.5, 0.9), method="nearest")
+        parts = {
+            f"of at most {short} bytes": self._sizes <= short,
+            f"above {half} bytes": self._sizes > half,
+            f"of at least {long} bytes": self._sizes >= long,
+        }
+        return [(name, belongs, float(belongs.mean())) for name, belongs in parts.items()]
 
     def add(self, row: int) -> str:
         """Add a draw; return the fault of the last draws, or ""."""
@@ -102,8 +108,8 @@ class SizeTest:
         if self._count % self.EVERY:
             return ""
         rows, count = np.array(self._last), len(self._last)
-        for name, belongs in self._parts:
-            share, drawn = float(belongs.mean()), int(belongs[rows].sum())
+        for name, belongs, share in self._parts:
+            drawn = int(belongs[rows].sum())
             if abs(drawn - count * share) > self.SIGMAS * (count * share * (1 - share)) ** 0.5:
                 return f"{drawn} of the last {count} draws are rows {name}, and {share:.0%} of the rows are"
         return ""
@@ -140,7 +146,9 @@ class Draws:
     def look_ahead(self, prompt_at: Callable[[int], str]) -> str:
         """Compare the last draws on record with what `prompt_at` now gives for their places, and check the next
         `AHEAD` places before they are drawn; return the fault. Only `shuffled` knows its draws ahead."""
-        if self.fault or self._order is not PromptOrder.SHUFFLED:
+        if (
+            self.fault or not self._sources or self._order is not PromptOrder.SHUFFLED
+        ):  # an evaluation has no source
             return self.fault
         for place, prompt in self._last_on_record:
             if prompt_at(place) != prompt:

@@ -22,6 +22,7 @@ from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.model import fingerprint, local_part
 from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof, Surplus
 from laminar_py.records.trajectory import MicroBatch
 
@@ -50,8 +51,9 @@ class StepProver:
     def begin(self) -> None:
         """Begin a step."""
         self._counts = np.zeros(5)  # tokens, weight, ids, signal, recorded numbers that are not finite
-        # computed numbers that are not finite; copied, unsure and fresh tokens; surplus of the fresh ones, squared
-        self._tokens = torch.zeros(6, dtype=torch.float64, device=self._ranks.device)
+        # computed numbers that are not finite; copied, unsure and fresh tokens; of the fresh tokens the surplus,
+        # its squares, and differences from the reference
+        self._tokens = torch.zeros(7, dtype=torch.float64, device=self._ranks.device)
         self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
         self._sums: list[list[float]] = []  # of each update: expected, its squares, products with -w A, (w A)^2
         self._found: list[float] = []  # of each update
@@ -63,8 +65,8 @@ class StepProver:
     def add(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, *, share: float) -> None:
         """Add a microbatch after its backward pass; `logprobs`, which has its gradient, and `entropy` are [N].
 
-        The loss was divided by the update's `share` of the step. What the loss should have is taken from the batch
-        itself, not from the loss's inputs.
+        The loss was divided by the update's `share` of the step. The proof reads the batch itself,
+        not the inputs of the loss.
         """
         rows = np.flatnonzero(batch.loss_weights)
         weights, advantages = batch.loss_weights[rows].astype(np.float64), batch.advantages[rows]
@@ -78,7 +80,10 @@ class StepProver:
         is_fresh = torch.from_numpy(batch.staleness[rows] == 0).to(now.device)
         fresh = torch.where(is_fresh, surplus, 0.0)
         unsure = now < UNSURE
-        sums = (~torch.isfinite(surplus), unsure & (now == behaviour), unsure, is_fresh, fresh, fresh.square())
+        sums = [~torch.isfinite(surplus), unsure & (now == behaviour), unsure, is_fresh, fresh, fresh.square()]
+        reference = batch.columns.get(REFERENCE_LOGPROBS)
+        apart = 0.0 * fresh if reference is None else now - torch.from_numpy(reference[rows]).to(now.device)
+        sums.append(torch.where(is_fresh, apart.abs(), 0.0))
         self._tokens += torch.stack([values.sum().double() for values in sums])
         if logprobs.grad is not None:
             parts = logprobs.grad * surplus
@@ -143,7 +148,7 @@ class StepProver:
         total = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
         self._ranks.reduce_tensor(total)
         tokens, weight, ids, signal, not_recorded, not_computed, *rest = total.tolist()
-        copied, unsure, fresh, surplus, squares, *rest = rest
+        copied, unsure, fresh, surplus, squares, apart, *rest = rest
         count = len(self._found)
         found, sums = rest[:count], np.reshape(rest[count:], (count, 4)).tolist()
         moved, uphill = (int(count) for count in self._moved.tolist())
@@ -157,6 +162,7 @@ class StepProver:
             copied=int(copied),
             unsure=int(unsure),
             surplus=Surplus(int(fresh), surplus, squares),
+            reference_gap=apart / max(1.0, fresh),
             gradients=tuple(
                 GradientSums(expected, got, squares**0.5, product / norm if norm else None)
                 for (expected, squares, product, norm), got in zip(sums, found, strict=True)

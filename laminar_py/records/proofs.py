@@ -73,9 +73,10 @@ class StepProof(msgspec.Struct, frozen=True, kw_only=True):
     ids: int = 0  # `id_sum` of the trajectories
     signal: float = 0.0  # sum over these tokens of loss weight times advantage
     not_finite: int = 0  # log-probabilities, entropies and advantages of these tokens
-    copied: int = 0  # of the `unsure` tokens, those whose recorded log-probability is the learner's, bit for bit
+    copied: int = 0  # `unsure` tokens whose recorded log-probability is the learner's, bit for bit
     unsure: int = 0  # tokens to which the learner gives less than nine tenths
     surplus: Surplus = Surplus()
+    reference_gap: float = 0.0  # mean |policy - reference| log-probability, of the newest version's tokens
     gradients: tuple[GradientSums, ...] = ()  # of each update; empty where the final norm is not trained
     still: tuple[str, ...] = ()  # tensors that had gradients in three updates in a row and did not change
     moved: int = 0  # tensors with gradients that an update changed, over the updates

@@ -196,24 +196,26 @@ def test_a_score_of_another_response_is_named() -> None:
 def test_advantages_that_do_not_follow_from_rewards_are_named(kind: Advantage, overlong: int | None) -> None:
     """Of one group; a flipped sign, another member's reward and a foreign baseline, but never the group's own."""
 
-    def alarms(change=lambda advantages: advantages) -> list:
+    def alarms(change=lambda advantages: advantages, *, scale: float = 1.0) -> list:
         check = AdvantageCheck(AlgorithmConfig(advantage=kind, overlong_tokens=overlong))
         members = [row(1, sample, length=8 + sample) for sample in range(SIZE)]
         cost = overlong_cost(16, overlong)
         for sample, member in enumerate(members):
             member.reward = float(sample % 3 == 0)
         net = [returns_of(member.reward).minus(cost(member.length)) for member in members]
-        advantages, scale = group_advantages(kind)(net)
+        advantages, unit = group_advantages(kind)(net)
         found = []
         for member, advantage in zip(members, change(advantages).tolist(), strict=True):
-            found += check.observe(Ready(member.id, advantage, scale), member)
+            found += check.observe(Ready(member.id, advantage, scale * unit), member)
         (first, *_) = members
         return found + list(check.observe(consumed(first), first))
 
     assert not alarms()
     assert alarms(lambda advantages: -3 * advantages)
     assert alarms(lambda advantages: advantages + 0.1)
+    assert not alarms(scale=1.0)
     if overlong is None:
+        assert alarms(lambda advantages: 0.5 * advantages, scale=0.5)
         assert alarms(lambda advantages: np.roll(advantages, 1))
 
 

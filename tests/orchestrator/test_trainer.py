@@ -54,6 +54,7 @@ class Learner:
         self.trained = []  # ids of each step
         self.lost = {}  # what is lost of trajectories, by id
         self.steps = self.saves = 0
+        self._published = {}  # version -> steps taken
         self._fails = fails
         self._folder = None
         self.disk = asyncio.Event()  # cleared where it writes no checkpoint for now
@@ -85,13 +86,14 @@ class Learner:
         self.steps += 1
         self._taken += 1
         self.trained.append(self.fetched)
+        self._published[version] = self._taken
         return StepOutcome(StepMetrics(loss=0.1, grad_norm=0.2, elapsed_s=0.0), version, 0.0)
 
     async def publish(self, version):
-        pass
+        self._published[version] = self._taken
 
     async def completed(self, version):
-        return Published(version, f"digest{version}", 10, 0.0)
+        return Published(version, f"weights{self._published[version]}", 10, 0.0)
 
     async def stored(self):
         return []

@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import stdev
 from typing import ClassVar
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig
 from laminar_py.config.rollout import StalenessConfig, StalePolicy
+from laminar_py.learner.losses.advantages import STD_FLOOR
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import (
     AnyEvent,
@@ -87,9 +89,9 @@ class _Rewards:
 DIFFERS = 3  # of a group: rewards (1) and lengths (2)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Group:
-    """Means of a group's rewards and lengths so far, before its first member: those of this member."""
+    """Means over the members of a group so far; they begin with the values of the first member."""
 
     reward: float
     length: float
@@ -148,7 +150,7 @@ class RewardsCheck:
 
     def _group(self, seen: _Rewards, row: LiveTrajectory, reward: float) -> None:
         """Add the newest pair of a group to the sums within groups, by Welford's update."""
-        group = self._open.setdefault(row.group_id, _Group(reward, row.length))
+        group = self._open.setdefault(row.group_id, _Group(reward=reward, length=row.length))
         if len(self._open) > LIVE_GROUPS:
             self._open.popitem(last=False)
         by_reward, by_length = reward - group.reward, row.length - group.length
@@ -260,6 +262,7 @@ class AdvantageCheck:
     def __init__(self, algorithm: AlgorithmConfig | None) -> None:
         self._costs = 0.0 if algorithm is not None and algorithm.overlong_tokens is None else 1.0
         self._leaves_out = algorithm is None or algorithm.advantage is Advantage.LEAVE_ONE_OUT
+        self._divides = algorithm is not None and algorithm.advantage is Advantage.GROUP_STD
         self._is_centred = algorithm is not None and algorithm.advantage in CENTRED
         self._open: dict[str, list[tuple[float, Ready]]] = {}  # group -> rewards and advantages
         self._by_token: set[str] = set()  # groups with rewards by token or role, which are not compared
@@ -275,25 +278,36 @@ class AdvantageCheck:
         elif isinstance(event, ENDED) and (members := self._open.pop(row.group_id, None)):
             if row.group_id in self._by_token:
                 self._by_token.discard(row.group_id)
-                return
-            (least, first), *others = sorted(members, key=lambda member: member[0])
-            noise = self.AGREES * max(1.0, *(abs(ready.advantage) for _, ready in members))
-            for reward, ready in others:
-                gap, expected = ready.advantage - first.advantage, ready.advantage_scale * (reward - least)
-                most = expected * len(members) / len(others) if self._leaves_out else expected
-                margin = ready.advantage_scale * self._costs + noise
-                if not expected - margin <= gap <= most + margin:
-                    yield self._alarm(
-                        ready.trajectory_id,
-                        f"{gap:.3g} above {first.trajectory_id}'s, and their rewards make it {expected:.3g}",
-                    )
-                    return
-            total = sum(ready.advantage for _, ready in members)
-            if self._is_centred and abs(total) > noise * len(members):
-                yield self._alarm(row.group_id, f"{total:.3g} in the sum over the group, and not 0")
+            elif fault := self._fault(members, row.group_id):
+                who, what = fault
+                yield Alarm(
+                    "scores", "controller", f"the advantage of {who} is {what}; look at algorithm.advantage"
+                )
 
-    def _alarm(self, who: str, fault: str) -> Alarm:
-        return Alarm("scores", "controller", f"the advantage of {who} is {fault}; look at algorithm.advantage")
+    def _fault(self, members: Sequence[tuple[float, Ready]], group: str) -> tuple[str, str] | None:
+        """Return a member or group whose advantage does not follow from the rewards, and words on it."""
+        (least, first), *others = sorted(members, key=lambda member: member[0])
+        noise = self.AGREES * max(1.0, *(abs(ready.advantage) for _, ready in members))
+        for reward, ready in others:
+            gap, expected = ready.advantage - first.advantage, ready.advantage_scale * (reward - least)
+            most = expected * len(members) / len(others) if self._leaves_out else expected
+            margin = ready.advantage_scale * self._costs + noise
+            if not expected - margin <= gap <= most + margin:
+                words = f"{gap:.3g} above {first.trajectory_id}'s, and their rewards make it {expected:.3g}"
+                return ready.trajectory_id, words
+        unit, scale = self._unit([reward for reward, _ in members]), first.advantage_scale
+        if unit is not None and scale and abs(scale / unit - 1) > self.AGREES:
+            return group, f"{scale:.4g} times its reward, and not {unit:.4g}"
+        total = sum(ready.advantage for _, ready in members)
+        if self._is_centred and abs(total) > noise * len(members):
+            return group, f"{total:.3g} in the sum over the group, and not 0"
+        return None
+
+    def _unit(self, rewards: Sequence[float]) -> float | None:
+        """Return the advantage of one unit of reward by definition, None if it is not known here."""
+        if self._costs or not self._is_centred or len(rewards) < 2:
+            return None
+        return 1 / (stdev(rewards) + STD_FLOOR) if self._divides else 1.0
 
 
 CENTRED = (Advantage.GROUP_STD, Advantage.GROUP_MEAN, Advantage.LEAVE_ONE_OUT)

@@ -41,6 +41,7 @@ class StepCheck:
         )
         own_objective = ALGORITHMS.get(algorithm.name).objective is not None
         self._is_plain = algorithm.objective in PLAIN and not own_objective and not changes_advantages
+        self._refers_to_start = algorithm.has_reference and algorithm.reference is None
         self._draws_all = sampling.temperature > 0 and not sampling.cuts_vocabulary
         self._surplus_of: deque[Surplus] = deque(maxlen=SURPLUS_STEPS)
         self._moved: deque[tuple[int, int]] = deque(maxlen=MOVES)  # (moved, uphill) of the last steps
@@ -69,7 +70,15 @@ class StepCheck:
         if proof.reference and self._reference and proof.reference != self._reference:
             yield reference_alarm(step)
         self._reference = self._reference or proof.reference
-        if metrics.mismatch.mean > (GAP_EXACT if self._exact else GAP_ROUNDED):
+        gap = GAP_EXACT if self._exact else GAP_ROUNDED
+        if step == 1 and self._refers_to_start and proof.reference_gap > gap:
+            yield Alarm(
+                "reference",
+                "learner",
+                f"step 1: the reference model is the policy's start, and its log-probabilities differ by"
+                f" {proof.reference_gap:.3g} from the policy's; compare both models",
+            )
+        if metrics.mismatch.mean > gap:
             yield Alarm(
                 "probes",
                 "learner",

@@ -154,7 +154,7 @@ class ProbeCheck:
     """Compares engines' answers to probes with the learner's distributions of the same version.
 
     - Each log-probability must agree within `tolerance`, alone and in the mean over `GAPS` answers, and answers
-      may not be those of the version before.
+      may not have been computed by the version before.
     - The log-probabilities must move as the learner's do (`_Movement`).
     - The drawn tokens must follow the distribution: a test by betting. For each wrong setting that a server could
       have (`_bets`), the odds of the tokens under it against the learner's distribution are multiplied. Under the
