@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -206,6 +206,7 @@ def _check_events(run: Path) -> Proof:
     return Proof(violations=violations + replay.violations, notes=notes)
 
 
+PROMPTS = 4096  # that are kept in memory
 EXACT = ("weights",)  # checks whose findings the run must have said
 
 
@@ -213,16 +214,13 @@ class SilentFailures:
     """Repeats the checks of events, and compares their findings with the alarms on record."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
         self._checks = EventChecks(self._prompt_of)
-        self._prompts: dict[str, Prompt | None] = {}
+        self._read_prompt: Callable[..., Prompt | None] = lru_cache(PROMPTS)(partial(read_prompt, connection))
         self._found: list[Alarm] = []
         self._told: list[Alarmed] = []
 
     def _prompt_of(self, row: LiveTrajectory) -> Prompt | None:
-        if row.prompt_id not in self._prompts:
-            self._prompts[row.prompt_id] = read_prompt(self._connection, row.prompt_id, index=row.prompt_index)
-        return self._prompts[row.prompt_id]
+        return self._read_prompt(row.prompt_id, index=row.prompt_index)
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> None:
         """Take an event in the order of the log, with the row that it changed."""

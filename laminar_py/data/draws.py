@@ -26,6 +26,7 @@ from laminar_py.config.data import DataConfig, PromptOrder
 from laminar_py.data.stream import SLOTS
 
 AHEAD = 1024  # places that are checked before they are drawn
+LEAST_EXPECTED = 20  # draws below which a normal test does not hold
 REMEDY = "stop the run: what it trains on is not what data.train says"
 
 
@@ -109,6 +110,8 @@ class SizeTest:
             return ""
         rows, count = np.array(self._last), len(self._last)
         for name, belongs, share in self._parts:
+            if count * min(share, 1 - share) < LEAST_EXPECTED:
+                continue
             drawn = int(belongs[rows].sum())
             if abs(drawn - count * share) > self.SIGMAS * (count * share * (1 - share)) ** 0.5:
                 return f"{drawn} of the last {count} draws are rows {name}, and {share:.0%} of the rows are"

@@ -233,8 +233,8 @@ def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def fingerprint(tensors: Sequence[Tensor]) -> str:
     """Hash over a few values of each tensor: the first, the last and one between."""
     flat = [tensor.detach().flatten() for tensor in tensors if tensor.numel()]
-    values = torch.cat([values[:: max(1, len(values) // SAMPLED)].float().cpu() for values in flat])
-    digest: str = blake3(values.numpy().tobytes()).hexdigest(length=8)
+    values = torch.cat([values[:: max(1, len(values) // SAMPLED)].float() for values in flat])
+    digest: str = blake3(values.cpu().numpy().tobytes()).hexdigest(length=8)
     return digest
 
 

@@ -23,11 +23,12 @@ from laminar_py.learner.model import fingerprint, local_part
 from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
-from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof, Surplus
+from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof
 from laminar_py.records.trajectory import MicroBatch
 
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
-TOP = 256  # tokens of a probe's distribution
+VISIBLE = 16 * 2.0**-23  # a value's size times this is 16 of its steps in fp32, the least `lr` that must show
+TOP = 1024  # tokens of a probe's distribution
 UNSURE = -0.1  # nats; the engine's and the learner's rounding rarely agree below
 UNCHANGED = 0.05  # nats between the behaviour and the present policy
 
@@ -36,7 +37,8 @@ class StepProver:
     """Collects the proof of one step after the other, e.g. `StepProver(model, ranks, None)`.
 
     Every method but `add` is a collective. The order of a step: `begin`, then for each update `add` for its
-    microbatches, `check_gradients`, `mark`, the optimizer's update, `check_moved`; at last `finish`.
+    microbatches, `check_gradients`, `mark`, the optimizer's update, `check_moved` unless it was skipped,
+    `end_update`; at last `finish`.
     """
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks, reference: InnerReference | None) -> None:
@@ -50,17 +52,22 @@ class StepProver:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._counts = np.zeros(5)  # tokens, weight, ids, signal, recorded numbers that are not finite
-        # computed numbers that are not finite; copied, unsure and fresh tokens; of the fresh tokens the surplus,
-        # its squares, and differences from the reference
-        self._tokens = torch.zeros(7, dtype=torch.float64, device=self._ranks.device)
+        self._counts = np.zeros(4)  # tokens, weight, ids, signal
+        self._tokens = self._zeros(
+            4
+        )  # copied, unsure and fresh tokens; differences of the fresh ones from the reference
+        self._not_finite = self._zeros(1)  # numbers in updates that were not skipped
         self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
-        self._sums: list[list[float]] = []  # of each update: expected, its squares, products with -w A, (w A)^2
-        self._found: list[float] = []  # of each update
+        self._sums: list[list[float]] = []  # of each update that was not skipped: see `_update`
+        self._found: list[float] = []  # likewise
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._update = torch.zeros(4, dtype=torch.float64, device=self._ranks.device)
+        self._update = self._zeros(4)  # expected, its squares, products with -w A, (w A)^2
+        self._faulty = self._zeros(1)  # numbers that are not finite
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=self._ranks.device)
 
     def add(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, *, share: float) -> None:
         """Add a microbatch after its backward pass; `logprobs`, which has its gradient, and `entropy` are [N].
@@ -70,85 +77,91 @@ class StepProver:
         """
         rows = np.flatnonzero(batch.loss_weights)
         weights, advantages = batch.loss_weights[rows].astype(np.float64), batch.advantages[rows]
-        recorded = np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(advantages)
-        self._counts += np.array(
-            [len(rows), weights.sum(), batch.id_sum, np.dot(weights, advantages), len(rows) - recorded.sum()]
-        )
-        now = logprobs.detach()
-        behaviour = torch.from_numpy(batch.behaviour_logprobs[rows]).to(now.device)
+        self._counts += np.array([len(rows), weights.sum(), batch.id_sum, np.dot(weights, advantages)])
+        now, device = logprobs.detach(), logprobs.device
+        behaviour = torch.from_numpy(batch.behaviour_logprobs[rows]).to(device)
         surplus = (now + entropy.detach()).double()
-        is_fresh = torch.from_numpy(batch.staleness[rows] == 0).to(now.device)
-        fresh = torch.where(is_fresh, surplus, 0.0)
+        is_fresh = torch.from_numpy(batch.staleness[rows] == 0).to(device)
         unsure = now < UNSURE
-        sums = [~torch.isfinite(surplus), unsure & (now == behaviour), unsure, is_fresh, fresh, fresh.square()]
         reference = batch.columns.get(REFERENCE_LOGPROBS)
-        apart = 0.0 * fresh if reference is None else now - torch.from_numpy(reference[rows]).to(now.device)
-        sums.append(torch.where(is_fresh, apart.abs(), 0.0))
+        apart = torch.zeros_like(now) if reference is None else now - torch.from_numpy(reference[rows]).to(device)
+        sums = (unsure & (now == behaviour), unsure, is_fresh, torch.where(is_fresh, apart.abs(), 0.0))
         self._tokens += torch.stack([values.sum().double() for values in sums])
+        not_recorded = len(rows) - int(
+            (np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(advantages)).sum()
+        )
+        self._faulty += not_recorded + (~torch.isfinite(surplus)).sum()
         if logprobs.grad is not None:
             parts = logprobs.grad * surplus
             # the gradient of a policy's loss at a token whose probability has not changed is -w A
             is_near = (now - behaviour).abs() < UNCHANGED
-            plain = -torch.from_numpy(weights * advantages).to(now.device) / share * is_near
+            plain = -torch.from_numpy(weights * advantages).to(device) / share * is_near
             products = (parts, parts.square(), plain * logprobs.grad, plain.square())
             self._update += torch.stack([values.sum() for values in products])
 
     def check_gradients(self) -> None:
-        """Note both sides of the gradient's identity for an update, before gradients are clipped."""
-        if self._scale is not None:
-            gradient = self._scale.grad
-            found = (
-                0.0
-                if gradient is None
-                else float((local_part(gradient) * local_part(self._scale.detach())).double().sum())
-            )
-            self._found.append(found)
-            self._sums.append(self._update.tolist())
-        self._begin_update()
+        """Note the gradient's side of the identity for an update, before gradients are clipped."""
+        gradient = None if self._scale is None else self._scale.grad
+        self._gradient = 0.0
+        if self._scale is not None and gradient is not None:
+            self._gradient = float((local_part(gradient) * local_part(self._scale.detach())).double().sum())
 
     def mark(self) -> None:
         """Remember, before an update, the value of each tensor where its gradient is largest."""
-        places, slopes = [], []
+        self._places: list[Tensor | None] = []  # [1] each; None where this rank has no gradient
+        slopes = []
         for _, parameter in self._trained:
             gradient = parameter.grad
             flat = None if gradient is None else local_part(gradient).flatten()
-            if flat is None or not flat.numel():
-                places.append(torch.zeros((), dtype=torch.long, device=self._ranks.device))
-                slopes.append(torch.zeros((), device=self._ranks.device))
-            else:
-                place = flat.abs().argmax()
-                places.append(place.to(self._ranks.device))
-                slopes.append(flat[place].float().to(self._ranks.device))
-        self._places, self._slopes = places, torch.stack(slopes)
+            place = flat.abs().argmax(dim=0, keepdim=True) if flat is not None and flat.numel() else None
+            self._places.append(place)
+            slopes.append(None if flat is None or place is None else flat.take(place))
+        self._slopes = self._stack(slopes)
         self._before = self._values()
 
-    def check_moved(self) -> None:
-        """Count, after an update that was not skipped, which tensors with a gradient moved, and which uphill."""
+    def check_moved(self, *, lr: float) -> None:
+        """Count, after an update with rate `lr` that was not skipped, which tensors moved, and which uphill.
+
+        Keeps the sums of the update. A value so large that fp32 may not show an update of `lr` does not count.
+        """
         by = self._values() - self._before
         has_gradient = (self._slopes != 0).float()
-        counts = torch.stack([has_gradient, (by != 0) * has_gradient, (by * self._slopes > 0).float()])
+        could_move = has_gradient * (self._before.abs() * VISIBLE < lr)
+        counts = torch.stack([could_move, (by != 0) * has_gradient, (by * self._slopes > 0).float()])
         self._ranks.reduce_tensor(counts)
         self._moved += counts[1:].sum(dim=1)
         stood = (counts[0] > 0) & (counts[1] == 0)
-        self._still = torch.where(stood, self._still + 1, torch.where(counts[0] > 0, 0, self._still))
+        self._still = torch.where(stood, self._still + 1, torch.where(counts[1] > 0, 0, self._still))
+        self._not_finite += self._faulty
+        if self._scale is not None:
+            self._found.append(self._gradient)
+            self._sums.append(self._update.tolist())
+
+    def end_update(self) -> None:
+        """Forget the sums of an update, which may have been skipped."""
+        self._begin_update()
 
     def _values(self) -> Tensor:
         """[tensors] values at the marked places; 0 where this rank has no part of a tensor."""
-        values = []
-        for (_, parameter), place in zip(self._trained, self._places, strict=True):
-            flat = local_part(parameter).detach().flatten()
-            found = flat[place.to(flat.device)] if flat.numel() else flat.new_zeros(())
-            values.append(found.float().to(self._ranks.device))
-        return torch.stack(values)
+        return self._stack(
+            [
+                None if place is None else local_part(parameter).detach().flatten().take(place)
+                for (_, parameter), place in zip(self._trained, self._places, strict=True)
+            ]
+        )
+
+    def _stack(self, values: Sequence[Tensor | None]) -> Tensor:
+        """[tensors] single values [1], which may be on the host; 0 for None."""
+        zero = torch.zeros(1, device=next((one.device for one in values if one is not None), self._ranks.device))
+        return torch.cat([zero if one is None else one.float() for one in values]).to(self._ranks.device)
 
     def finish(self) -> StepProof:
-        """Add the proofs of all ranks; return the same proof on each."""
+        """Add the proofs of all ranks; the hash of the reference is of this rank's part."""
         sums = [number for update in self._sums for number in update]
-        own = [*self._counts, *self._tokens.tolist(), *self._found, *sums]
+        own = [*self._counts, *self._tokens.tolist(), *self._not_finite.tolist(), *self._found, *sums]
         total = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
         self._ranks.reduce_tensor(total)
-        tokens, weight, ids, signal, not_recorded, not_computed, *rest = total.tolist()
-        copied, unsure, fresh, surplus, squares, apart, *rest = rest
+        tokens, weight, ids, signal, copied, unsure, fresh, apart, not_finite, *rest = total.tolist()
         count = len(self._found)
         found, sums = rest[:count], np.reshape(rest[count:], (count, 4)).tolist()
         moved, uphill = (int(count) for count in self._moved.tolist())
@@ -158,10 +171,10 @@ class StepProver:
             weight=weight,
             ids=int(ids),
             signal=signal,
-            not_finite=int(not_recorded + not_computed),
+            not_finite=int(not_finite),
             copied=int(copied),
             unsure=int(unsure),
-            surplus=Surplus(int(fresh), surplus, squares),
+            fresh=int(fresh),
             reference_gap=apart / max(1.0, fresh),
             gradients=tuple(
                 GradientSums(expected, got, squares**0.5, product / norm if norm else None)

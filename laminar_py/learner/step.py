@@ -59,6 +59,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(
             self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
+        self.lr = 0.0  # of the last update
         self.updates = 0  # since the start of the run, without skipped ones
 
     def update(self, step: int, *, loss: float) -> float | None:
@@ -73,9 +74,9 @@ class Optimizer:
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total_norm)
-            factor = lr_factor(step, self._settings, total_steps=self._total_steps)
+            self.lr = self._settings.lr * lr_factor(step, self._settings, total_steps=self._total_steps)
             for group in self.adamw.param_groups:
-                group["lr"] = self._settings.lr * factor
+                group["lr"] = self.lr
             self.adamw.step()
             self.updates += 1
         self.adamw.zero_grad()
@@ -188,10 +189,11 @@ class Learner:
             self._prover.mark()
             norm = self._optimizer.update(self.steps_taken, loss=loss)
             if norm is not None:
-                self._prover.check_moved()
+                self._prover.check_moved(lr=self._optimizer.lr)
                 losses.append(loss)
                 norms.append(norm)
                 sums.merge(of_update)
+            self._prover.end_update()
         self.steps_taken += 1
         sums.reduce(self._ranks)
         work = self._measure_work(microbatches)  # on CUDA this waits for all kernels of the step
@@ -211,7 +213,10 @@ class Learner:
 
     def probe(self, prompts: Sequence[IntArray]) -> list[NextToken]:
         """Return the present distribution of the token after each prompt."""
-        return next_tokens(next_logprobs(self.model, probe_batch(prompts)))
+        found = next_tokens(next_logprobs(self.model, probe_batch(prompts)))
+        if self._ranks.mesh:
+            self.model.reshard()  # without a backward pass FSDP keeps the root's own parameters whole
+        return found
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) to publish: adapters under peft's names, or weights under Hugging Face's."""

@@ -16,7 +16,7 @@ class WeightsChecksum(msgspec.Struct, frozen=True):
     They are equal for equal weights and layout. A name begins with "1/" for the second GPU of an engine.
     """
 
-    total: str  # one hash for each GPU, joined by dashes
+    total: str  # one hash for each GPU, joined by dashes; "": the engine cannot tell
     tensors: dict[str, str] = {}  # by the engine's name; empty: the engine tells the total alone
 
 
@@ -54,17 +54,6 @@ class GradientSums(msgspec.Struct, frozen=True):
     scale: float | None  # of the loss, 1 by definition; None: no token tells it
 
 
-class Surplus(msgspec.Struct, frozen=True):
-    """log p + entropy at the trained tokens of the newest version, e.g. `Surplus(3_500, 2.1, 2_300.0)`.
-
-    Its mean is 0 if engines draw from the policy, and above 0 if they draw likely tokens more often.
-    """
-
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-
 class StepProof(msgspec.Struct, frozen=True, kw_only=True):
     """Counts and changes of a learner step, over all ranks, e.g. `StepProof(tokens=57, weight=1.0, ids=91)`."""
 
@@ -72,12 +61,12 @@ class StepProof(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 0.0  # sum of their loss weights
     ids: int = 0  # `id_sum` of the trajectories
     signal: float = 0.0  # sum over these tokens of loss weight times advantage
-    not_finite: int = 0  # log-probabilities, entropies and advantages of these tokens
+    not_finite: int = 0  # numbers of these tokens, in updates that were not skipped
     copied: int = 0  # `unsure` tokens whose recorded log-probability is the learner's, bit for bit
     unsure: int = 0  # tokens to which the learner gives less than nine tenths
-    surplus: Surplus = Surplus()
+    fresh: int = 0  # tokens of the newest version
     reference_gap: float = 0.0  # mean |policy - reference| log-probability, of the newest version's tokens
-    gradients: tuple[GradientSums, ...] = ()  # of each update; empty where the final norm is not trained
+    gradients: tuple[GradientSums, ...] = ()  # of each update that was not skipped; empty if the norm is frozen
     still: tuple[str, ...] = ()  # tensors that had gradients in three updates in a row and did not change
     moved: int = 0  # tensors with gradients that an update changed, over the updates
     uphill: int = 0  # of these, the tensors whose value moved along its gradient, and not against it

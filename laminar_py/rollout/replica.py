@@ -71,6 +71,7 @@ class WeightLoader:
         self._next_verified = 0  # the first version from here on is hashed
         self._tensors = TensorWatch()
         self._prober = prober
+        self._probing: asyncio.Task[None] | None = None
 
     async def load(self, version: int | None) -> None:
         """Pull and load a version, or the newest for None, while no request runs. Raises `VersionLostError`."""
@@ -83,7 +84,7 @@ class WeightLoader:
                 self._streams.serving.set()
             raise
         await self._install(pulled, began)
-        await self._probe()
+        self._begin_probe()
 
     async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
         """Pull the newest version while trajectories generate; then pause them as `policy` says, load, and resume.
@@ -102,25 +103,36 @@ class WeightLoader:
         await self._engine.resume()
         self._streams.resume_interrupted(interrupted)
         self._out.urgent.set()
-        await self._probe()
+        self._begin_probe()
 
-    async def _probe(self) -> None:
-        """Report the engine's answers to the run's probes."""
+    def _begin_probe(self) -> None:
+        """Ask the engine the run's probes beside its other work."""
         if self._prober is not None:
-            self._out.probes += await self._prober.answers(self.version)
+            self._probing = asyncio.create_task(self._probe(self._prober), name="probe")
+
+    async def _probe(self, prober: Prober) -> None:
+        """Report the engine's answers; a lost engine gives none, and its replica notices the loss by itself."""
+        with contextlib.suppress(EngineLostError):
+            self._out.probes += await prober.answers(self.version)
             self._out.urgent.set()
+
+    def end_probe(self) -> None:
+        """Cancel the probes that are under way."""
+        if self._probing is not None:
+            self._probing.cancel()
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
         """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
 
         Among each `_verify_every` consecutive versions, the first that is loaded is hashed.
         """
+        self.end_probe()
         await self._engine.load_weights(Path(pulled.path), pulled.version)
         checksum: str | None = None
         stale: tuple[str, ...] = ()
         if self._verify_every and pulled.version >= self._next_verified:
             found = await self._engine.checksum()
-            checksum, stale = found.total, await self._tensors.stale(Path(pulled.path), found)
+            checksum, stale = found.total or None, await self._tensors.stale(Path(pulled.path), found)
             self._next_verified = (pulled.version // self._verify_every + 1) * self._verify_every
         self.version = pulled.version
         self._streams.serving.set()
@@ -348,6 +360,7 @@ class Replica:
                 tasks.create_task(self._watch_partials(), name="watch-partials")
                 tasks.create_task(self._until_lost(self._store.keep_synced()), name="keep-synced")
         finally:
+            self._loader.end_probe()
             self._streams.close()
 
     async def _until_lost(self, work: Awaitable[None]) -> None:

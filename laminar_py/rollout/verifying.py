@@ -91,11 +91,13 @@ class Prober:
         self._loads += 1
         draws = range(DRAWS if self._loads <= FIRST_LOADS else LATER_DRAWS)
         with suppress(TimeoutError):
-            async with asyncio.timeout(PROBE_S):
-                places = range(len(self._prompts))
-                await asyncio.gather(
-                    *(self._ask(probe, draw, version, found) for probe in places for draw in draws)
-                )
+            try:
+                async with asyncio.timeout(PROBE_S), asyncio.TaskGroup() as requests:
+                    for probe in range(len(self._prompts)):
+                        for draw in draws:
+                            requests.create_task(self._ask(probe, draw, version, found))
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
         return found
 
     async def _ask(self, probe: int, draw: int, version: int, found: list[ProbeAnswer]) -> None:

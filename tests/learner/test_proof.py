@@ -55,7 +55,7 @@ def test_a_sound_step_proves_its_counts_and_its_gradient(tmp_path: Path, kind: s
     assert proof.weight == pytest.approx(1.0)
     assert proof.signal == pytest.approx(sum(float(batch.loss_weights @ batch.advantages) for batch in packed))
     assert proof.copied < proof.unsure == trained
-    assert proof.surplus.count == trained
+    assert proof.fresh == trained
     assert len(proof.gradients) == updates
     assert all(gap(sums) < 1e-4 for sums in proof.gradients)
     assert proof.gradients[0].scale == pytest.approx(1.0, abs=1e-3)
@@ -94,14 +94,27 @@ def test_other_trajectories_cut_responses_and_masked_numbers_show(model_folder: 
     proof = learner.step([packed[0], cut]).proof
     assert proof.tokens < sound.tokens
     assert proof.weight < sound.weight
-    behaviour = packed[1].behaviour_logprobs.copy()
-    behaviour[np.flatnonzero(packed[1].loss_weights)[:2]] = np.nan
-    assert (
-        learner.step(
-            [packed[0], msgspec.structs.replace(packed[1], behaviour_logprobs=behaviour)]
-        ).proof.not_finite
-        == 2
-    )
+
+
+def test_hidden_numbers_show_and_a_skipped_update_leaves_nothing(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(model_folder)
+    first, second = batches(learner)
+    behaviour = second.behaviour_logprobs.copy()
+    behaviour[np.flatnonzero(second.loss_weights)[:2]] = np.nan
+    faulty = [first, msgspec.structs.replace(second, behaviour_logprobs=behaviour)]
+    skipped = learner.step(faulty)
+    assert (skipped.skipped, skipped.proof.not_finite, skipped.proof.gradients) == (1, 0, ())
+    make = step_module.make_loss_inputs
+
+    def hidden(*arguments, **options):
+        inputs = make(*arguments, **options)
+        fresh = {"behaviour": inputs.logprobs.detach(), "proximal": inputs.logprobs.detach()}
+        return dataclasses.replace(inputs, **fresh)
+
+    monkeypatch.setattr(step_module, "make_loss_inputs", hidden)
+    assert learner.step(faulty).proof.not_finite == 2
 
 
 def test_copied_log_probabilities_show(model_folder: Path) -> None:
@@ -141,11 +154,20 @@ def test_a_reference_that_changes_shows(model_folder: Path) -> None:
     assert prove(learner).reference != first
 
 
-def test_a_learning_rate_of_nothing_moves_nothing(model_folder: Path) -> None:
-    learner = make_learner(model_folder, settings=LearnerConfig(lr=1e-30, weight_decay=0.0))
+@pytest.mark.parametrize("lr", [1e-3, 1e-30])
+def test_updates_that_are_lost_show_unless_fp32_cannot_hold_them(model_folder: Path, lr: float) -> None:
+    learner = make_learner(model_folder, settings=LearnerConfig(lr=lr, weight_decay=0.0))
+    kept = [parameter.detach().clone() for parameter in learner.model.parameters()]
+
+    def restore(*_: object) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(learner.model.parameters(), kept, strict=True):
+                parameter.copy_(value)
+
+    learner._optimizer.adamw.register_step_post_hook(restore)
     proofs = [prove(learner) for _ in range(STILL_UPDATES)]
     assert proofs[-1].moved == 0
-    assert len(proofs[-1].still) == len(list(learner.model.parameters()))
+    assert len(proofs[-1].still) == (len(kept) if lr == 1e-3 else 0)
 
 
 def test_probes_have_the_distribution_of_a_plain_forward(model_folder: Path) -> None:

@@ -3,21 +3,19 @@
 from collections import deque
 from collections.abc import Iterator
 
-import msgspec
-
-from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Divergence, Objective
+from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Objective
 from laminar_py.config.rollout import SamplingConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.records.metrics import StepMetrics
-from laminar_py.records.proofs import Alarm, StepProof, Surplus, id_sum
+from laminar_py.records.proofs import Alarm, StepProof, id_sum
 from laminar_py.records.spans import is_tree, sequences_of
 from laminar_py.records.trajectory import TrajectoryRef
 
-PLAIN = (Objective.CLIP, Objective.SEQUENCE_CLIP, Objective.WEIGHTED)  # gradient -w A where nothing changed
+PLAIN = (Objective.CLIP, Objective.WEIGHTED)  # gradient -w A where nothing changed
 SCALE = 0.2  # of the loss: penalties and ratios near 1 change it less
-MOVES, SURPLUS_STEPS = 8, 32  # steps over which updates and drawn tokens are counted
-SLOPE, SIGMAS = 0.15, 6.0  # of a surplus: over its squares, and over their root
+MOVES = 8  # steps over which updates are counted
 LEAST_MOVED, UPHILL = 32, 0.75  # of tensors
+LEAST_FRESH = 64  # tokens of the newest version whose mean is compared
 LEAST, COPIED = 256, 0.9  # of tokens
 AGREES = 1e-3  # relative difference of sums in fp32
 GAP_EXACT, GAP_ROUNDED = 0.005, 0.2  # mean |engine - learner| of fresh tokens, in nats
@@ -36,14 +34,10 @@ class StepCheck:
         self._constant = sampling.max_new_tokens
         self._reference = ""
         # gradients of -w A, unless a package's objective, a teacher or a penalty in the advantages changes them
-        changes_advantages = algorithm.teacher_coef > 0 or (
-            algorithm.kl_coef > 0 and algorithm.kl_estimator is Divergence.K1
-        )
+        has_more = algorithm.teacher_coef > 0 or algorithm.kl_coef > 0
         own_objective = ALGORITHMS.get(algorithm.name).objective is not None
-        self._is_plain = algorithm.objective in PLAIN and not own_objective and not changes_advantages
+        self._is_plain = algorithm.objective in PLAIN and not own_objective and not has_more
         self._refers_to_start = algorithm.has_reference and algorithm.reference is None
-        self._draws_all = sampling.temperature > 0 and not sampling.cuts_vocabulary
-        self._surplus_of: deque[Surplus] = deque(maxlen=SURPLUS_STEPS)
         self._moved: deque[tuple[int, int]] = deque(maxlen=MOVES)  # (moved, uphill) of the last steps
 
     def observe(self, batch: StepBatch, metrics: StepMetrics, *, step: int) -> Iterator[Alarm]:
@@ -51,10 +45,7 @@ class StepCheck:
         proof = metrics.proof
         if proof is None:
             return
-        took_part = metrics.skipped < metrics.updates
-        faults = [*self._counts(batch, proof)]
-        if took_part:
-            faults += [*self._numbers(proof)]
+        faults = [*self._counts(batch, proof), *self._numbers(proof)]
         yield from (
             Alarm("step", "learner", f"step {step}: {fault}; {RESTART.format('batches')}") for fault in faults
         )
@@ -66,11 +57,12 @@ class StepCheck:
                 " they are not in the optimizer, or learner.lr is too small for their type",
             )
         yield from self._uphill(proof, step)
-        yield from self._surplus(proof, step)
         if proof.reference and self._reference and proof.reference != self._reference:
             yield reference_alarm(step)
         self._reference = self._reference or proof.reference
         gap = GAP_EXACT if self._exact else GAP_ROUNDED
+        if proof.fresh < LEAST_FRESH:
+            return
         if step == 1 and self._refers_to_start and proof.reference_gap > gap:
             yield Alarm(
                 "reference",
@@ -138,26 +130,6 @@ class StepCheck:
                 "learner",
                 f"step {step}: {uphill} of {moved} tensors moved along their gradients, so the loss rises;"
                 f" {RESTART.format('optimizer')}",
-            )
-
-    def _surplus(self, proof: StepProof, step: int) -> Iterator[Alarm]:
-        """Name engines that draw likely tokens more often than the policy does.
-
-        Only this side is tested: a step leaves out groups whose responses are all right or all wrong, and so has
-        more unlikely tokens than the engines drew.
-        """
-        self._surplus_of.append(proof.surplus)
-        count, total, squares = (
-            sum(values) for values in zip(*map(msgspec.structs.astuple, self._surplus_of), strict=True)
-        )
-        if self._draws_all and count >= LEAST and total > max(SLOPE * squares, SIGMAS * squares**0.5):
-            self._surplus_of.clear()
-            yield Alarm(
-                "sampling",
-                "engines",
-                f"step {step}: {count:,} drawn tokens are likelier than the policy makes them, by"
-                f" {total / count:.2g} nats in the mean, as with a lower temperature or with top_p; look at the"
-                " server's defaults",
             )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import AnyEvent, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.events import AnyEvent, RolledBack, Stepped, VersionLoaded, VersionPublished
 from laminar_py.records.proofs import POWERS, Alarm, NextToken, ProbeAnswer
 
 Odds: TypeAlias = npt.NDArray[np.float64]  # [len(WRONG)] in logs
@@ -21,28 +21,32 @@ RESTART = "restart the engine's server, or set rollout.engine otherwise, and --r
 class WeightsCheck:
     """Compares digests of published versions with the hashes of the tensors that engines then serve."""
 
-    takes: ClassVar[tuple[type, ...]] = (Stepped, VersionPublished, VersionLoaded)
+    takes: ClassVar[tuple[type, ...]] = (Stepped, RolledBack, VersionPublished, VersionLoaded)
 
     def __init__(self) -> None:
         self._published: VersionPublished | None = None
-        self._learned = 0  # steps that changed weights since the last version
+        self._learned: set[int] = set()  # steps with gradients since the step of the last version
         self._loaded: dict[int, VersionLoaded] = {}  # replica -> last load with a hash
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
         """Take an event in the order of the log."""
         if isinstance(event, Stepped):
-            self._learned += event.num_trajectories > 0 and event.grad_norm > 0
+            if event.num_trajectories > 0 and event.grad_norm > 0:
+                self._learned.add(event.step)
+        elif isinstance(event, RolledBack):
+            self._learned = {step for step in self._learned if step <= event.step}
         elif isinstance(event, VersionPublished):
             before, self._published = self._published, event
-            if before is not None and before.digest == event.digest and self._learned and event.parent is not None:
+            learned = sum(step <= event.step for step in self._learned)
+            self._learned = {step for step in self._learned if step > event.step}
+            if before is not None and before.step < event.step and before.digest == event.digest and learned:
                 yield Alarm(
                     "weights",
                     "learner",
-                    f"version {event.version} has the bytes of version {before.version}, after {self._learned}"
-                    " steps with gradients: the updates are lost, or smaller than the published type can hold;"
-                    " raise learner.lr",
+                    f"version {event.version} has the bytes of version {before.version}, after {learned} steps"
+                    " with gradients: the updates are lost, or smaller than the published type can hold; raise"
+                    " learner.lr",
                 )
-            self._learned = 0
         elif isinstance(event, VersionLoaded) and event.checksum is not None:
             earlier, self._loaded[event.replica] = self._loaded.get(event.replica), event
             yield from _compare(event, earlier)
@@ -78,17 +82,19 @@ GAPS = 16  # answers over which differences are averaged
 OLDER = 4.0  # times nearer to the version before: the engine has that version
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
     """Largest difference of log-probabilities between engine and learner, in nats."""
 
     single: float  # of one answer
     mean: float  # over `GAPS` answers
     rounding: float  # below which a mean difference says nothing
+    movement: float  # of the learner, below which an engine need not be seen to follow
+    several: int  # answers with a `single` difference among the last `GAPS` that are too many
 
 
-EXACT = Tolerance(0.02, 0.01, 1e-5)  # engine and learner in fp32
-ROUNDED = Tolerance(0.75, 0.2, 2e-3)  # either in bf16
+EXACT = Tolerance(single=0.02, mean=0.01, rounding=1e-5, movement=1e-4, several=1)  # engine and learner in fp32
+ROUNDED = Tolerance(single=0.75, mean=0.2, rounding=2e-3, movement=0.1, several=3)  # either in bf16
 
 
 @dataclass(slots=True)
@@ -106,10 +112,10 @@ class _Movement:
         self.yy += engine * engine
         self.count += 1
 
-    @property
-    def lags(self) -> bool:
-        """Whether the engine surely follows less than half of the learner's movement."""
-        if self.count < 16 or not self.xx:
+    def lags(self, least: float) -> bool:
+        """Whether the learner moved by `least` nats or more (root of the mean square), and the engine surely
+        follows less than half of it."""
+        if self.count < 16 or self.xx < least * least * self.count:
             return False
         slope = self.xy / self.xx
         noise = math.sqrt(max(self.yy - slope * self.xy, 0.0) / self.count / self.xx)
@@ -123,6 +129,7 @@ WRONG = (*TEMPERATURES, *(f"top_p={share:g}" for share in NUCLEI), *(f"top_k={co
 _HEDGE = 0.01  # share of a bet that stays with the right distribution, so that no token ends it
 _STAYS, _HEDGED = math.log1p(-_HEDGE), math.log(_HEDGE)
 EXPONENTS = np.array(POWERS) - 1.0
+LEAST_MASS = 1e-4  # of tokens that are not known; rounding hides less
 
 
 class ProbeDistribution:
@@ -131,21 +138,31 @@ class ProbeDistribution:
     def __init__(self, told: NextToken) -> None:
         self._ranks = {int(token): rank for rank, token in enumerate(told.ids)}
         self._logprobs = [float(value) for value in told.logprobs]
-        self._normalizers = told.normalizers.astype(np.float64)
-        masses = np.cumsum(np.exp(told.logprobs.astype(np.float64)))
+        normalizers, known = told.normalizers.astype(np.float64), told.logprobs.astype(np.float64)
+        self._normalizers = normalizers
+        masses = np.cumsum(np.exp(known))
         nuclei = [int(np.searchsorted(masses, share)) + 1 for share in NUCLEI]
         self._counts = np.array([*nuclei, *COUNTS])  # tokens that each cut keeps
-        self._gains = -np.log(masses[np.minimum(self._counts, len(masses)) - 1])  # of a kept token
+        gains = -np.log(np.minimum(masses[np.minimum(self._counts, len(masses)) - 1], 1.0))
+        # a cut beyond the known tokens is never bet on
+        self._is_known = self._counts <= len(known)
+        self._gains = np.where(self._is_known, gains, 0.0)  # of a kept token
+        others = 1.0 - masses[-1]  # mass of all tokens that are not known
+        wrong = 1.0 - np.exp(np.outer(POWERS, known) - normalizers[:, None]).sum(axis=1)
+        is_large = (wrong > LEAST_MASS) & (others > LEAST_MASS)
+        ratios = np.where(is_large, wrong, 1.0) / np.where(is_large, others, 1.0)
+        self._others = np.log(ratios)  # log-odds of a token that is not known, by power
 
-    def logprob(self, token: int) -> float:
-        """Log-probability of a token; a token below all known tokens has the last value."""
-        return self._logprobs[self._ranks.get(token, -1)]
+    def logprob(self, token: int) -> float | None:
+        """Log-probability of a token, None for a token that is not among the most probable."""
+        rank = self._ranks.get(token)
+        return None if rank is None else self._logprobs[rank]
 
     def bets(self, token: int) -> Odds:
         """Log-odds of a token: each wrong setting against the right setting."""
-        rank = self._ranks.get(token, len(self._logprobs))
-        powers = EXPONENTS * self.logprob(token) - self._normalizers
-        cuts = np.where(rank < self._counts, self._gains, -np.inf)
+        rank, logprob = self._ranks.get(token, len(self._logprobs)), self.logprob(token)
+        powers = self._others if logprob is None else EXPONENTS * logprob - self._normalizers
+        cuts = np.where((rank < self._counts) | ~self._is_known, self._gains, -np.inf)
         odds: Odds = np.logaddexp(_STAYS + np.concatenate([powers, cuts]), _HEDGED)
         return odds
 
@@ -157,9 +174,9 @@ class ProbeCheck:
       may not have been computed by the version before.
     - The log-probabilities must move as the learner's do (`_Movement`).
     - The drawn tokens must follow the distribution: a test by betting. For each wrong setting that a server could
-      have (`_bets`), the odds of the tokens under it against the learner's distribution are multiplied. Under the
-      right settings the mean of a factor is 1. Odds below 1 begin again at 1, so that a late failure is found as
-      soon.
+      have, the odds of the tokens under it against the learner's distribution are multiplied
+      (`ProbeDistribution.bets`). Under the right settings the mean of a factor is 1. Odds below 1 begin again at
+      1, so that a late failure is found as soon.
     """
 
     def __init__(self, *, tolerance: Tolerance) -> None:
@@ -169,9 +186,11 @@ class ProbeCheck:
         self._first: Sequence[ProbeDistribution] | None = None
         self._waiting: defaultdict[int, list[tuple[int, ProbeAnswer]]] = defaultdict(list)  # by version
         self._movement: defaultdict[int, _Movement] = defaultdict(_Movement)  # by replica
+        # by replica: version, probe and token of the answers to its last version
+        self._moved: defaultdict[int, set[tuple[int, int, int]]] = defaultdict(set)
         self._odds: dict[str, Odds] = {}  # by replica, and of all engines together, in logs
         # by replica: differences of its last answers from the learner's version, and from the version before
-        self._gaps: dict[int, deque[tuple[float, float]]] = {}
+        self._gaps: dict[str, deque[tuple[float, float]]] = {}
 
     def computed(self, version: int, tokens: Sequence[NextToken]) -> Iterator[Alarm]:
         """Take the learner's distributions of a version, and judge the answers that came before them."""
@@ -192,29 +211,23 @@ class ProbeCheck:
             yield from self._judge(replica, answer)
         else:
             self._waiting[answer.version].append((replica, answer))
+            if len(self._waiting) > KEPT:
+                del self._waiting[min(self._waiting)]
 
     def _judge(self, replica: int, answer: ProbeAnswer) -> Iterator[Alarm]:
         part, expected = f"replica-{replica}", self._known[answer.version][answer.probe]
         logprob = expected.logprob(answer.token)
-        gap = abs(answer.logprob - logprob) if math.isfinite(answer.logprob) else math.inf
-        gaps = self._gaps.setdefault(replica, deque(maxlen=GAPS))
-        gaps.append((gap, abs(answer.logprob - self._before[answer.version][answer.probe].logprob(answer.token))))
-        own, before = (sum(side) / len(gaps) for side in zip(*gaps, strict=True))
-        is_full = len(gaps) == gaps.maxlen
-        is_older = own > self._tolerance.rounding and before * OLDER < own
-        if gap > self._tolerance.single or (is_full and (own > self._tolerance.mean or is_older)):
-            gaps.clear()
-            yield Alarm(
-                "probes",
-                part,
-                f"gives a token log-probability {answer.logprob:.3f} under version {answer.version}, the learner"
-                f" {logprob:.3f}{self._as_version(answer)}; compare model.path, the engine's flags and adapters",
-            )
-        if self._first is not None:
-            start = self._first[answer.probe].logprob(answer.token)
+        if logprob is not None or not math.isfinite(answer.logprob):
+            yield from self._compare(part, answer, logprob or 0.0)
+        key = (answer.version, answer.probe, answer.token)  # equal answers are one observation
+        start = None if self._first is None else self._first[answer.probe].logprob(answer.token)
+        if logprob is not None and start is not None and key not in self._moved[replica]:
+            if self._moved[replica] and next(iter(self._moved[replica]))[0] != answer.version:
+                self._moved[replica].clear()
+            self._moved[replica].add(key)
             movement = self._movement[replica]
             movement.add(logprob - start, answer.logprob - start)
-            if movement.lags:
+            if movement.lags(self._tolerance.movement):
                 self._movement[replica] = _Movement()
                 yield Alarm(
                     "probes",
@@ -235,10 +248,28 @@ class ProbeCheck:
                 " look at the server's defaults",
             )
 
+    def _compare(self, part: str, answer: ProbeAnswer, logprob: float) -> Iterator[Alarm]:
+        """Compare an answer with the learner's `logprob`."""
+        gap = abs(answer.logprob - logprob) if math.isfinite(answer.logprob) else math.inf
+        gaps = self._gaps.setdefault(part, deque(maxlen=GAPS))
+        before = self._before[answer.version][answer.probe].logprob(answer.token)
+        gaps.append((gap, gap if before is None else abs(answer.logprob - before)))
+        own, older = (sum(side) / len(gaps) for side in zip(*gaps, strict=True))
+        is_older = own > self._tolerance.rounding and older * OLDER < own
+        is_apart = sum(one > self._tolerance.single for one, _ in gaps) >= self._tolerance.several
+        if is_apart or not gap < math.inf or (len(gaps) == GAPS and (own > self._tolerance.mean or is_older)):
+            gaps.clear()
+            yield Alarm(
+                "probes",
+                part,
+                f"gives a token log-probability {answer.logprob:.3f} under version {answer.version}, the learner"
+                f" {logprob:.3f}{self._as_version(answer)}; compare model.path, the engine's flags and adapters",
+            )
+
     def _as_version(self, answer: ProbeAnswer) -> str:
         """Words on an older version whose log-probability the answer has, "" without one."""
         for version in sorted(self._known, reverse=True):
-            near = abs(self._known[version][answer.probe].logprob(answer.token) - answer.logprob)
-            if version != answer.version and near < 1e-3:
+            logprob = self._known[version][answer.probe].logprob(answer.token)
+            if version != answer.version and logprob is not None and abs(logprob - answer.logprob) < 1e-3:
                 return f", as of version {version}"
         return ""
