@@ -111,10 +111,9 @@ class WeightLoader:
             self._probing = asyncio.create_task(self._probe(self._prober), name="probe")
 
     async def _probe(self, prober: Prober) -> None:
-        """Report the engine's answers; a lost engine gives none, and its replica notices the loss by itself."""
-        with contextlib.suppress(EngineLostError):
-            self._out.probes += await prober.answers(self.version)
-            self._out.urgent.set()
+        """Report the engine's answers."""
+        self._out.probes += await prober.answers(self.version)
+        self._out.urgent.set()
 
     def end_probe(self) -> None:
         """Cancel the probes that are under way."""
