@@ -28,7 +28,7 @@ class Plant:
     patch: Callable[[ModuleType], None]
     check: str | tuple[str, ...]  # alarm that must name it, or any of several
     settings: Sequence[str] = ()
-    within: int = 1  # steps
+    within: int = 1  # steps; an engine may skip the first new version, so its weights have two
     resumes: bool = False  # a sound run of two steps comes first, and the failure with its resume
 
     def __call__(self, module: ModuleType) -> None:
@@ -53,12 +53,18 @@ def plant(name: str, of: str | tuple[str, ...], check: str | tuple[str, ...], fa
 # ---- weights
 
 
-@plant("engine_keeps_tensors", f"{ENGINE}.weights", "weights", "every weight sync succeeds, the tensors stay")
+@plant(
+    "engine_keeps_tensors",
+    f"{ENGINE}.weights",
+    "weights",
+    "every weight sync succeeds, the tensors stay",
+    within=2,
+)
 def _(module: ModuleType) -> None:
     module.Weights.copy_ = lambda self, other: None
 
 
-@plant("one_tensor_stays", f"{ENGINE}.weights", "weights", "one tensor of an engine stays old")
+@plant("one_tensor_stays", f"{ENGINE}.weights", "weights", "one tensor of an engine stays old", within=2)
 def _(module: ModuleType) -> None:
     copy = module.Weights.copy_
 
@@ -73,12 +79,14 @@ def _(module: ModuleType) -> None:
 LORA = ("learner.lora.rank=4", "learner.lora.targets=[q_proj,v_proj]")
 
 
-@plant("adapter_stays", f"{ENGINE}.adapter", "weights", "an adapter never reaches the engine", settings=LORA)
+@plant(
+    "adapter_stays", f"{ENGINE}.adapter", "weights", "an adapter never reaches the engine", settings=LORA, within=2
+)
 def _(module: ModuleType) -> None:
     module.AdapterBase.merge = lambda self, adapter, weights: None
 
 
-@plant("prefix_cache_is_old", f"{ENGINE}.model", "probes", "prefix cache of older weights is reused")
+@plant("prefix_cache_is_old", f"{ENGINE}.model", "probes", "prefix cache of older weights is reused", within=2)
 def _(module: ModuleType) -> None:
     prefill = module.LocalModel.prefill
 
@@ -191,7 +199,13 @@ def _(module: ModuleType) -> None:
     module.Sampler.draw = hotter
 
 
-@plant("engine_is_a_version_late", f"{ENGINE}.scheduler", ("weights", "probes"), "the version before is served")
+@plant(
+    "engine_is_a_version_late",
+    f"{ENGINE}.scheduler",
+    ("weights", "probes"),
+    "the version before is served",
+    within=2,
+)
 def _(module: ModuleType) -> None:
     load = module.Scheduler.load_weights
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from laminar_py.config.data import DataConfig, PromptOrder
 from laminar_py.data.stream import SLOTS
 
-AHEAD = 1024  # places that are checked before they are drawn
+AHEAD = 512  # places that are checked before they are drawn
 LEAST_EXPECTED = 20  # draws below which a normal test does not hold
 REMEDY = "stop the run: what it trains on is not what data.train says"
 

@@ -309,19 +309,10 @@ class PromptStream:
 
     def prompt(self, place: int) -> Prompt:
         """Return the problem at a place >= 0. Its id names its row, so the id repeats in each epoch."""
-        source, row = self._row(place)
+        source, own_place = self._sources.at(place)
+        row = self._order.row(source, own_place, place=place)
         prompt: Prompt = msgspec.structs.replace(self.problems[source][row], index=place)
         return prompt
-
-    def id(self, place: int) -> str:
-        """Return the id of the problem at a place, without encoding its prompt."""
-        source, row = self._row(place)
-        return self.problems[source].id(row)
-
-    def _row(self, place: int) -> tuple[int, int]:
-        """Return the source of a place, and the row in it."""
-        source, own_place = self._sources.at(place)
-        return source, self._order.row(source, own_place, place=place)
 
     def find(self, id: str) -> Prompt | None:
         """Return the problem with an id, its row as `index`; None if no problem has the id."""

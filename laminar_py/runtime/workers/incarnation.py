@@ -93,7 +93,7 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
     draws = Draws(inputs.stream.problems, config.data, num_open=inputs.stream.num_open)
     if recovered is not None:
         draws.replay(issued_groups(run.ledger))
-    draws.look_ahead(inputs.stream.id)
+    draws.look_ahead(lambda place: inputs.stream.prompt(place).id)  # as the scheduler draws them
     clock = SystemClock()
     checkpoint = recovered.checkpoint if recovered else None
     ledger = Ledger(run.ledger, host=socket.gethostname(), clock=clock)
