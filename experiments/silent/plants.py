@@ -620,6 +620,9 @@ def _(module: ModuleType) -> None:
 
     open_reference = module.open_reference
 
+    def local(tensor):
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
     def follows(policy, *arguments, **options):
         reference = open_reference(policy, *arguments, **options)
         add = reference.add_logprobs
@@ -627,7 +630,7 @@ def _(module: ModuleType) -> None:
         def copied(batches):
             with torch.no_grad():
                 for mine, theirs in zip(reference.model.parameters(), policy.parameters(), strict=True):
-                    mine.copy_(theirs)
+                    local(mine).copy_(local(theirs))
             return add(batches)
 
         reference.add_logprobs = copied

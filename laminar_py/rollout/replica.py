@@ -115,17 +115,18 @@ class WeightLoader:
         self._out.probes += await prober.answers(self.version)
         self._out.urgent.set()
 
-    def end_probe(self) -> None:
-        """Cancel the probes that are under way."""
+    async def end_probe(self) -> None:
+        """Cancel the probes that are under way, and wait until their requests have ended."""
         if self._probing is not None:
             self._probing.cancel()
+            await asyncio.wait([self._probing])
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
         """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
 
         Among each `_verify_every` consecutive versions, the first that is loaded is hashed.
         """
-        self.end_probe()
+        await self.end_probe()
         await self._engine.load_weights(Path(pulled.path), pulled.version)
         checksum: str | None = None
         stale: tuple[str, ...] = ()
@@ -359,7 +360,7 @@ class Replica:
                 tasks.create_task(self._watch_partials(), name="watch-partials")
                 tasks.create_task(self._until_lost(self._store.keep_synced()), name="keep-synced")
         finally:
-            self._loader.end_probe()
+            await self._loader.end_probe()
             self._streams.close()
 
     async def _until_lost(self, work: Awaitable[None]) -> None:
