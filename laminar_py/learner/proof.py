@@ -53,9 +53,8 @@ class StepProver:
     def begin(self) -> None:
         """Begin a step."""
         self._counts = np.zeros(4)  # tokens, weight, ids, signal
-        self._tokens = self._zeros(
-            4
-        )  # copied, unsure and fresh tokens; differences of the fresh ones from the reference
+        # copied, unsure and fresh tokens; sum of |policy - reference| over the fresh ones
+        self._tokens = self._zeros(4)
         self._not_finite = self._zeros(1)  # numbers in updates that were not skipped
         self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
         self._sums: list[list[float]] = []  # of each update that was not skipped: see `_update`
@@ -87,10 +86,8 @@ class StepProver:
         apart = torch.zeros_like(now) if reference is None else now - torch.from_numpy(reference[rows]).to(device)
         sums = (unsure & (now == behaviour), unsure, is_fresh, torch.where(is_fresh, apart.abs(), 0.0))
         self._tokens += torch.stack([values.sum().double() for values in sums])
-        not_recorded = len(rows) - int(
-            (np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(advantages)).sum()
-        )
-        self._faulty += not_recorded + (~torch.isfinite(surplus)).sum()
+        is_recorded = np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(advantages)
+        self._faulty += int((~is_recorded).sum()) + (~torch.isfinite(surplus)).sum()
         if logprobs.grad is not None:
             parts = logprobs.grad * surplus
             # the gradient of a policy's loss at a token whose probability has not changed is -w A

@@ -112,14 +112,20 @@ class WeightLoader:
 
     async def _probe(self, prober: Prober) -> None:
         """Report the engine's answers."""
-        self._out.probes += await prober.answers(self.version)
+        found = await prober.answers(self.version)  # a report may leave meanwhile
+        self._out.probes += found
         self._out.urgent.set()
+
+    async def finish_probe(self) -> None:
+        """Wait until the probes that are under way have ended."""
+        if self._probing is not None:
+            await asyncio.wait([self._probing])
 
     async def end_probe(self) -> None:
         """Cancel the probes that are under way, and wait until their requests have ended."""
         if self._probing is not None:
             self._probing.cancel()
-            await asyncio.wait([self._probing])
+            await self.finish_probe()
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
         """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
@@ -256,6 +262,7 @@ class Replica:
         await self._streams.serving.wait()
         try:
             async with self._weights_lock:
+                await self._loader.finish_probe()
                 bounds = EngineBounds(
                     vocab=vocab,
                     slots=self._max_batch,
