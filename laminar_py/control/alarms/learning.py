@@ -33,7 +33,7 @@ class StepCheck:
         self._exact = exact
         self._constant = sampling.max_new_tokens
         self._reference = ""
-        # gradients are those of -w A, unless a package's objective, a teacher or a penalty changes them
+        # each token's gradient is -w A, unless a package's objective, a teacher or a penalty changes them
         has_more = algorithm.teacher_coef > 0 or algorithm.kl_coef > 0
         own_objective = ALGORITHMS.get(algorithm.name).objective is not None
         self._is_plain = algorithm.objective in PLAIN and not own_objective and not has_more
