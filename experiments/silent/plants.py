@@ -104,7 +104,7 @@ def _(module: ModuleType) -> None:
     module.LocalModel.prefill = prefill_with_first
 
 
-@plant("publishes_first_weights", "laminar_py.learner.step", "weights", "the learner publishes what it began with")
+@plant("publishes_first_weights", "laminar_py.learner.step", "weights", "the learner publishes its first weights")
 def _(module: ModuleType) -> None:
     tensors = module.Learner.named_tensors
 
@@ -372,7 +372,7 @@ RESUMED_AT = 400  # place of the stream beyond what the run before has drawn
     "checkpoint_is_stale",
     "laminar_py.learner.checkpoint",
     "checkpoint",
-    "checkpoints after the first hold the weights of the first",
+    "later checkpoints hold the first weights",
     within=3,
 )
 def _(module: ModuleType) -> None:
@@ -392,7 +392,7 @@ def _(module: ModuleType) -> None:
     "optimizer_of_another_step",
     "laminar_py.learner.checkpoint",
     "checkpoint",
-    "the optimizer's state is that of another step",
+    "the optimizer has the state of another step",
     within=3,
 )
 def _(module: ModuleType) -> None:
