@@ -62,7 +62,7 @@ class StepProver:
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._update = self._zeros(4)  # expected, its squares, products with -w A, (w A)^2
+        self._update = self._zeros(5)  # expected, its squares, sizes, products with -w A, (w A)^2
         self._faulty = self._zeros(1)  # numbers that are not finite
 
     def _zeros(self, count: int) -> Tensor:
@@ -93,7 +93,7 @@ class StepProver:
             # the gradient of a policy's loss at a token whose probability has not changed is -w A
             is_near = (now - behaviour).abs() < UNCHANGED
             plain = -torch.from_numpy(weights * advantages).to(device) / share * is_near
-            products = (parts, parts.square(), plain * logprobs.grad, plain.square())
+            products = (parts, parts.square(), logprobs.grad.abs(), plain * logprobs.grad, plain.square())
             self._update += torch.stack([values.sum() for values in products])
 
     def check_gradients(self) -> None:
@@ -160,7 +160,7 @@ class StepProver:
         self._ranks.reduce_tensor(total)
         tokens, weight, ids, signal, copied, unsure, fresh, apart, not_finite, *rest = total.tolist()
         count = len(self._found)
-        found, sums = rest[:count], np.reshape(rest[count:], (count, 4)).tolist()
+        found, sums = rest[:count], np.reshape(rest[count:], (count, 5)).tolist()
         moved, uphill = (int(count) for count in self._moved.tolist())
         stood = zip(self._trained, self._still.tolist(), strict=True)
         return StepProof(
@@ -174,8 +174,14 @@ class StepProver:
             fresh=int(fresh),
             reference_gap=apart / max(1.0, fresh),
             gradients=tuple(
-                GradientSums(expected, got, squares**0.5, product / norm if norm else None)
-                for (expected, squares, product, norm), got in zip(sums, found, strict=True)
+                GradientSums(
+                    expected=expected,
+                    found=got,
+                    spread=squares**0.5,
+                    size=size,
+                    scale=product / norm if norm else None,
+                )
+                for (expected, squares, size, product, norm), got in zip(sums, found, strict=True)
             ),
             still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
             moved=moved,

@@ -40,10 +40,10 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
     logprob: float  # that the engine reports
 
 
-class GradientSums(msgspec.Struct, frozen=True):
+class GradientSums(msgspec.Struct, frozen=True, kw_only=True):
     """Two ways to one number: how the loss of an update changes with the scale of the final norm.
 
-    E.g. `GradientSums(0.109, 0.109, 0.05, 1.0)`.
+    E.g. `GradientSums(expected=0.109, found=0.109, spread=0.05, size=0.2, scale=1.0)`.
 
     All ranks' tokens give `expected`; the gradient that the optimizer gets gives `found`.
     """
@@ -51,6 +51,7 @@ class GradientSums(msgspec.Struct, frozen=True):
     expected: float
     found: float
     spread: float  # root of the summed squares of each token's part in `expected`
+    size: float  # sum of the sizes of the loss's derivatives by each token's log-probability
     scale: float | None  # of the loss, 1 by definition; None: no token tells it
 
 

@@ -109,6 +109,12 @@ def test_rewards_that_vary_or_only_lean_to_length_are_not_named() -> None:
     assert not scored(RewardsCheck(task_of), lean, count=5000)
 
 
+def test_a_resumed_run_that_has_learned_its_task_is_quiet() -> None:
+    check = RewardsCheck(task_of)
+    check.restore((0.0, 1.0))
+    assert not scored(check, lambda rng, live: 1.0, count=1000)
+
+
 def ended(check: CoverageCheck, dropped, *, count: int = 5000) -> list:
     rng, alarms = np.random.default_rng(0), []
     for number in range(count):

@@ -114,6 +114,11 @@ class RewardsCheck:
         self._by_task: defaultdict[str, _Rewards] = defaultdict(_Rewards)
         self._open: OrderedDict[str, _Group] = OrderedDict()
         self._told: set[tuple[str, str]] = set()
+        self._varied = False  # before the run was resumed
+
+    def restore(self, rewards: tuple[float, float]) -> None:
+        """Take the worst and the best training reward of a run that resumes."""
+        self._varied = rewards[0] < rewards[1]
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
         """Take an event in the order of the log."""
@@ -125,7 +130,7 @@ class RewardsCheck:
         seen.least, seen.largest = min(seen.least, event.reward), max(seen.largest, event.reward)
         self._group(seen, row, event.reward)
         named = f"of task {task!r} " if task else ""
-        if seen.count >= self.LEAST and seen.least == seen.largest:
+        if seen.count >= self.LEAST and seen.least == seen.largest and not self._varied:
             yield from self._once(
                 task,
                 "constant",

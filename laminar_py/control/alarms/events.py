@@ -42,13 +42,13 @@ class EventChecks:
             prompt = prompt_of(row)
             return "" if prompt is None else prompt.task
 
-        self.batches = BatchCheck()
+        self.batches, self.rewards = BatchCheck(), RewardsCheck(task_of)
         checks: tuple[EventCheck, ...] = (
             WeightsCheck(),
             self.batches,
             AdvantageCheck(None if config is None else config.algorithm),
             StalenessCheck(None if config is None else config.staleness),
-            RewardsCheck(task_of),
+            self.rewards,
             CoverageCheck(task_of),
             EvaluationCheck(prompt_of),
         )

@@ -18,6 +18,7 @@ LEAST_MOVED, UPHILL = 32, 0.75  # of tensors
 LEAST_FRESH = 64  # tokens of the newest version whose mean is compared
 LEAST, COPIED = 256, 0.9  # of tokens
 AGREES = 1e-3  # relative difference of sums in fp32
+ROUNDING = 2.0**-16  # of log p + H in fp32: where the policy is sure, both are near 0, and logits are not
 GAP_EXACT, GAP_ROUNDED = 0.005, 0.2  # mean |engine - learner| of fresh tokens, in nats
 RESTART = "look for what changes the learner's {}, and --resume"
 
@@ -105,7 +106,7 @@ class StepCheck:
         if proof.not_finite:
             yield f"{proof.not_finite:,} tokens without finite numbers took part in an update"
         for sums in proof.gradients:
-            bound = (0.01 if self._exact else 0.2) * sums.spread + 1e-9
+            bound = (0.01 if self._exact else 0.2) * sums.spread + ROUNDING * sums.size + 1e-9
             if not abs(sums.found - sums.expected) <= bound:
                 yield (
                     f"the gradient is not that of its loss: {sums.found:.4g} in place of {sums.expected:.4g}, and"

@@ -54,7 +54,9 @@ class Alarms:
         self._groups = GroupCheck(config.rollout.group_size)
         self._learning = StepCheck(config.algorithm, exact=exact, sampling=config.rollout.sampling)
         self._reference = ""
-        self._events.batches.restore(recovered.live if recovered else ())
+        if recovered is not None:
+            self._events.batches.restore(recovered.live)
+            self._events.rewards.restore(recovered.rewards)
         incarnation.ledger.observe = self._observe
 
     def start(self) -> None:
