@@ -37,7 +37,7 @@ class HashIndex:
 
     def places(self, hash: int) -> IntArray:
         """Return the [m] places with this hash, ascending."""
-        begin, end = (np.searchsorted(self._hashes, hash, side=side) for side in ("left", "right"))
+        begin, end = (self._hashes.searchsorted(hash, side=side) for side in ("left", "right"))
         return self._order[begin:end]
 
     def repeats(self) -> IntArray:

@@ -4,7 +4,6 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import stdev
 from typing import ClassVar
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig
@@ -48,29 +47,30 @@ class GroupCheck:
         )  # group -> sample -> digest, log p
         self._odds = 0.0  # in logs
 
-    def observe(self, score: Score, row: LiveTrajectory) -> Iterator[Alarm]:
+    def observe(self, score: Score, row: LiveTrajectory) -> Iterable[Alarm]:
         """Take the score of a training response."""
         if row.kind is not Kind.TRAIN or not score.response_digest:
-            return
-        group = self._open.setdefault(row.group_id, {})
+            return ()
+        if (group := self._open.get(row.group_id)) is None:
+            group = self._open[row.group_id] = {}
+            if len(self._open) > LIVE_GROUPS:
+                self._open.popitem(last=False)
         group[row.sample_index] = (score.response_digest, score.response_logprob)
-        if len(self._open) > LIVE_GROUPS:
-            self._open.popitem(last=False)
         if len(group) < self._size:
-            return
+            return ()
         del self._open[row.group_id]
         (digest, logprob), *others = (group[sample] for sample in sorted(group))
         copies = sum(other == digest for other, _ in others)
         of_copy = math.log(0.5 + 0.5 * math.exp(logprob)) - logprob
         self._odds = max(0.0, self._odds + copies * of_copy + (len(others) - copies) * math.log(0.5))
-        if self._odds > math.log(ODDS):
-            self._odds = 0.0
-            yield Alarm(
-                "groups",
-                f"replica-{row.replica}",
-                f"the samples of a group are copies, up to {row.group_id} (version {row.last_version}): one seed"
-                " draws all; look at the engine's seeds",
-            )
+        if self._odds <= math.log(ODDS):
+            return ()
+        self._odds = 0.0
+        words = (
+            f"the samples of a group are copies, up to {row.group_id} (version {row.last_version}): one seed draws"
+            " all; look at the engine's seeds"
+        )
+        return (Alarm("groups", f"replica-{row.replica}", words),)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class _Group:
 
     reward: float
     length: float
-    count: int = 0
+    count: int = 1
     differs: int = 0
     counted: bool = False  # among `_Rewards.groups`
 
@@ -107,6 +107,7 @@ class RewardsCheck:
 
     LEAST = 256  # responses of a task
     LEAST_GROUPS = 32
+    EVERY = 32  # responses of a task between tests
     ALONE = 0.98  # correlation with length within groups
 
     def __init__(self, task_of: Callable[[LiveTrajectory], str]) -> None:
@@ -120,15 +121,21 @@ class RewardsCheck:
         """Take the worst and the best training reward of a run that resumes."""
         self._varied = rewards[0] < rewards[1]
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log."""
         if not isinstance(event, Scored) or row is None or row.kind is not Kind.TRAIN:
-            return
-        task = self._task_of(row)
+            return ()
+        task, reward = self._task_of(row), event.reward
         seen = self._by_task[task]
         seen.count += 1
-        seen.least, seen.largest = min(seen.least, event.reward), max(seen.largest, event.reward)
-        self._group(seen, row, event.reward)
+        if reward < seen.least:
+            seen.least = reward
+        if reward > seen.largest:
+            seen.largest = reward
+        self._group(seen, row, reward)
+        return self._test(task, seen) if seen.count % self.EVERY == 0 else ()
+
+    def _test(self, task: str, seen: _Rewards) -> Iterator[Alarm]:
         named = f"of task {task!r} " if task else ""
         if seen.count >= self.LEAST and seen.least == seen.largest and not self._varied:
             yield from self._once(
@@ -155,21 +162,25 @@ class RewardsCheck:
 
     def _group(self, seen: _Rewards, row: LiveTrajectory, reward: float) -> None:
         """Add the newest pair of a group to the sums within groups, by Welford's update."""
-        group = self._open.setdefault(row.group_id, _Group(reward=reward, length=row.length))
-        if len(self._open) > LIVE_GROUPS:
-            self._open.popitem(last=False)
+        if (group := self._open.get(row.group_id)) is None:
+            self._open[row.group_id] = _Group(reward=reward, length=row.length)
+            if len(self._open) > LIVE_GROUPS:
+                self._open.popitem(last=False)
+            return
         by_reward, by_length = reward - group.reward, row.length - group.length
-        share = group.count / (group.count + 1)
+        count = group.count + 1
+        share = group.count / count
         seen.products += share * by_reward * by_length
         seen.rewards += share * by_reward * by_reward
         seen.lengths += share * by_length * by_length
-        group.count += 1
-        group.reward += by_reward / group.count
-        group.length += by_length / group.count
-        group.differs |= (by_reward != 0) + 2 * (by_length != 0)
-        if group.differs == DIFFERS and not group.counted:
-            group.counted = True
-            seen.groups += 1
+        group.count = count
+        group.reward += by_reward / count
+        group.length += by_length / count
+        if not group.counted:
+            group.differs |= (by_reward != 0) + 2 * (by_length != 0)
+            if group.differs == DIFFERS:
+                group.counted = True
+                seen.groups += 1
 
 
 NOT_COUNTED = frozenset({DropReason.NO_SIGNAL, DropReason.RUN_ENDED, DropReason.GROUP_LOST})
@@ -196,19 +207,17 @@ class CoverageCheck:
         self._told: set[str] = set()
         self._reasons: Counter[DropReason] = Counter()
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log."""
-        if not isinstance(event, ENDED) or row is None or row.kind is not Kind.TRAIN:
-            return
-        dropped = isinstance(event, Dropped)
-        if isinstance(event, Dropped):
+        if row is None or row.kind is not Kind.TRAIN:
+            return ()
+        if dropped := isinstance(event, Dropped):
             if event.reason in NOT_COUNTED:
-                return
+                return ()
             self._reasons[event.reason] += 1
         self._ended[self._task_of(row), dropped] += 1
         self._lengths.append((row.length, dropped))
-        if len(self._lengths) >= self.EVERY:
-            yield from self._test()
+        return self._test() if len(self._lengths) >= self.EVERY else ()
 
     def _test(self) -> Iterator[Alarm]:
         tasks = {task for task, _ in self._ended}
@@ -272,22 +281,22 @@ class AdvantageCheck:
         self._open: dict[str, list[tuple[float, Ready]]] = {}  # group -> rewards and advantages
         self._by_token: set[str] = set()  # groups with rewards by token or role, which are not compared
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log."""
         if row is None or row.kind is not Kind.TRAIN:
-            return
+            return ()
         if isinstance(event, Ready):
             self._open.setdefault(row.group_id, []).append((row.reward or 0.0, event))
             if event.roles or row.earned is not None:
                 self._by_token.add(row.group_id)
-        elif isinstance(event, ENDED) and (members := self._open.pop(row.group_id, None)):
+        elif members := self._open.pop(row.group_id, None):
             if row.group_id in self._by_token:
                 self._by_token.discard(row.group_id)
             elif fault := self._fault(members, row.group_id):
                 who, what = fault
-                yield Alarm(
-                    "scores", "controller", f"the advantage of {who} is {what}; look at algorithm.advantage"
-                )
+                words = f"the advantage of {who} is {what}; look at algorithm.advantage"
+                return (Alarm("scores", "controller", words),)
+        return ()
 
     def _fault(self, members: Sequence[tuple[float, Ready]], group: str) -> tuple[str, str] | None:
         """Return a member or group whose advantage does not follow from the rewards, and words on it."""
@@ -312,7 +321,11 @@ class AdvantageCheck:
         """Return the advantage of one unit of reward by definition, None if it is not known here."""
         if self._costs or not self._is_centred or len(rewards) < 2:
             return None
-        return 1 / (stdev(rewards) + STD_FLOOR) if self._divides else 1.0
+        if not self._divides:
+            return 1.0
+        mean = sum(rewards) / len(rewards)
+        squares = sum((reward - mean) ** 2 for reward in rewards)
+        return 1 / (math.sqrt(squares / (len(rewards) - 1)) + STD_FLOOR)
 
 
 CENTRED = (Advantage.GROUP_STD, Advantage.GROUP_MEAN, Advantage.LEAVE_ONE_OUT)
@@ -327,15 +340,15 @@ class StalenessCheck:
         drops = staleness is not None and StalePolicy.DROP in staleness.policies
         self._bound = staleness.max_staleness if staleness is not None and drops else None
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log."""
-        if isinstance(event, Consumed) and self._bound is not None and event.staleness > self._bound:
-            yield Alarm(
-                "scores",
-                "controller",
-                f"step {event.step} trained on {event.trajectory_id}, whose staleness is {event.staleness} and the"
-                f" bound {self._bound}; look at staleness.policies",
-            )
+        if not isinstance(event, Consumed) or self._bound is None or event.staleness <= self._bound:
+            return ()
+        words = (
+            f"step {event.step} trained on {event.trajectory_id}, whose staleness is {event.staleness} and the"
+            f" bound {self._bound}; look at staleness.policies"
+        )
+        return (Alarm("scores", "controller", words),)
 
 
 class BatchCheck:
@@ -353,49 +366,48 @@ class BatchCheck:
             if row.kind is Kind.TRAIN:
                 self._open[row.group_id].add(row.id)
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log."""
         if isinstance(event, Stepped):
-            parts = sorted(group for group in self._step if self._open[group])
-            for group in self._step:
-                self._open.pop(group, None)
-            self._step.clear()
-            if parts:
-                yield Alarm(
-                    "scores",
-                    "controller",
-                    f"step {event.step} trained on a part of group {parts[0]} and of {len(parts) - 1} more, as if"
-                    " they were whole; --resume",
-                )
+            return self._stepped(event.step)
         if row is None or row.kind is not Kind.TRAIN:
-            return
+            return ()
+        members = self._open[row.group_id]
         if isinstance(event, OPENED):
-            self._open[row.group_id].add(row.id)
-        elif isinstance(event, ENDED):
-            self._open[row.group_id].discard(row.id)
-            if isinstance(event, Consumed):
-                self._step.add(row.group_id)
-            elif not self._open[row.group_id] and row.group_id not in self._step:
-                del self._open[row.group_id]
+            members.add(row.id)
+            return ()
+        members.discard(row.id)
+        if isinstance(event, Consumed):
+            self._step.add(row.group_id)
+        elif not members and row.group_id not in self._step:
+            del self._open[row.group_id]
+        return ()
+
+    def _stepped(self, step: int) -> Iterable[Alarm]:
+        """End a step."""
+        parts = sorted(group for group in self._step if self._open[group])
+        for group in self._step:
+            self._open.pop(group, None)
+        self._step.clear()
+        if not parts:
+            return ()
+        words = (
+            f"step {step} trained on a part of group {parts[0]} and of {len(parts) - 1} more, as if they were"
+            " whole; --resume"
+        )
+        return (Alarm("scores", "controller", words),)
 
 
-def score_alarms(score: Score, row: LiveTrajectory) -> Iterator[Alarm]:
+def score_alarms(score: Score, row: LiveTrajectory) -> list[Alarm]:
     """Alarms on a score whose reward function raised or was late and that has a value all the same, or that is of
     another response."""
+    found, who = [], score.trajectory_id
     if score.length is not None and score.length != row.length:
-        yield Alarm(
-            "scores",
-            "scorer",
-            f"{score.trajectory_id} has {row.length} tokens, and its reward is of a response of {score.length};"
-            " look at what the scorer reads",
-        )
+        of_another = f"has {row.length} tokens, and its reward is of a response of {score.length}"
+        found.append(f"{who} {of_another}; look at what the scorer reads")
     if score.raised and score.failure is None:
-        yield Alarm(
-            "scores",
-            "scorer",
-            f"{score.trajectory_id}: a reward function failed, and its response counts as {score.value:g}; let it"
-            " fail",
-        )
+        found.append(f"{who}: a reward function failed, and its response counts as {score.value:g}; let it fail")
+    return [Alarm("scores", "scorer", message) for message in found]
 
 
 @dataclass(slots=True)
@@ -408,33 +420,38 @@ class EvaluationCheck:
     _held_out: dict[bytes, str] = field(default_factory=dict)  # ids of evaluated prompts -> pass
     _versions: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by pass
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log."""
         if isinstance(event, Evaluated):
-            versions = self._versions.pop(event.pass_id, set())
-            if versions - {event.version}:
-                yield Alarm(
-                    "evaluation",
-                    f"pass {event.pass_id}",
-                    f"says version {event.version}, and its answers have {sorted(versions)}; evaluate again with"
-                    " `laminar eval`",
-                )
-        elif isinstance(event, Consumed) and row is not None and row.kind is Kind.EVAL:
-            self._versions[row.group_id].add(event.version)
-        elif isinstance(event, Assigned) and row is not None and row.sample_index == 0:
-            prompt = self.prompt_of(row)
-            if prompt is not None and len(prompt.ids):
-                yield from self._assigned(row, prompt)
+            return self._evaluated(event)
+        if row is None:
+            return ()
+        if isinstance(event, Consumed):
+            if row.kind is Kind.EVAL:
+                self._versions[row.group_id].add(event.version)
+        elif row.sample_index == 0 and (prompt := self.prompt_of(row)) is not None and len(prompt.ids):
+            return self._assigned(row, prompt)
+        return ()
 
-    def _assigned(self, row: LiveTrajectory, prompt: Prompt) -> Iterator[Alarm]:
+    def _evaluated(self, event: Evaluated) -> Iterable[Alarm]:
+        versions = self._versions.pop(event.pass_id, set())
+        if not versions - {event.version}:
+            return ()
+        words = (
+            f"says version {event.version}, and its answers have {sorted(versions)}; evaluate again with"
+            " `laminar eval`"
+        )
+        return (Alarm("evaluation", f"pass {event.pass_id}", words),)
+
+    def _assigned(self, row: LiveTrajectory, prompt: Prompt) -> Iterable[Alarm]:
         """Note a prompt of an evaluation or of training, and name a prompt of both."""
         key = b"\0".join((prompt.ids.tobytes(), prompt.answer.encode(), prompt.fields_json))
         if row.kind is Kind.EVAL:
             self._held_out.setdefault(key, row.group_id)
         elif of_pass := self._held_out.get(key):
             self._held_out[key] = ""
-            yield Alarm(
-                "evaluation",
-                f"pass {of_pass}",
-                f"its problem {prompt.id} is trained on, too (group {row.group_id}); take it out of one of them",
+            words = (
+                f"its problem {prompt.id} is trained on, too (group {row.group_id}); take it out of one of them"
             )
+            return (Alarm("evaluation", f"pass {of_pass}", words),)
+        return ()

@@ -1,6 +1,6 @@
 """All checks of events, for a running run and for the audit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Protocol
 
 from laminar_py.config.run import RunConfig
@@ -24,7 +24,7 @@ class EventCheck(Protocol):
 
     takes: ClassVar[tuple[type, ...]]
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log, with the row that it changed."""
         ...
 
@@ -53,12 +53,16 @@ class EventChecks:
             EvaluationCheck(prompt_of),
         )
 
-        self._by_type: dict[type, list[EventCheck]] = {}
+        self._by_type: dict[type, list[Callable[[AnyEvent, LiveTrajectory | None], Iterable[Alarm]]]] = {}
         for check in checks:
             for kind in check.takes:
-                self._by_type.setdefault(kind, []).append(check)
+                self._by_type.setdefault(kind, []).append(check.observe)
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
-        """Take an event in the order of the log, with the row that it changed."""
-        for check in self._by_type.get(type(event), ()):
-            yield from check.observe(event, row)
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Sequence[Alarm]:
+        """Take an event in the order of the log, with the row that it changed; return what it shows."""
+        if (observers := self._by_type.get(type(event))) is None:
+            return ()
+        found: list[Alarm] = []
+        for observe in observers:
+            found += observe(event, row)
+        return found

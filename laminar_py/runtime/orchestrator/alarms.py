@@ -66,7 +66,8 @@ class Alarms:
             self._record(event)
 
     def _observe(self, event: AnyEvent, row: LiveTrajectory | None) -> None:
-        self._tell(self._events.observe(event, row))
+        if found := self._events.observe(event, row):
+            self._tell(found)
 
     def stepped(self, batch: StepBatch, metrics: StepMetrics, step: int) -> None:
         """Check a step that the learner has made, before it is recorded."""
@@ -85,8 +86,7 @@ class Alarms:
 
     def scored(self, score: Score, row: LiveTrajectory) -> None:
         """Check a score before it is recorded."""
-        self._tell(score_alarms(score, row))
-        self._tell(self._groups.observe(score, row))
+        self._tell((*score_alarms(score, row), *self._groups.observe(score, row)))
 
     def referred(self, fingerprint: str) -> None:
         """Compare the weights of a reference model in a process of its own with its first."""
