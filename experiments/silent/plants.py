@@ -345,6 +345,13 @@ def _(module: ModuleType) -> None:
 
 
 @plant(
+    "half_not_in_optimizer",
+    "laminar_py.learner.step",
+    ("optimizer", "checkpoint", "step"),
+    "parameters are not in the optimizer",
+    within=4,
+)
+@plant(
     "adapter_not_in_optimizer",
     "laminar_py.learner.step",
     ("optimizer", "checkpoint", "weights"),
@@ -539,24 +546,6 @@ def _(module: ModuleType) -> None:
         return out
 
     module.StepWeights.token_weights = shorter
-
-
-@plant(
-    "half_not_in_optimizer",
-    "laminar_py.learner.step",
-    ("optimizer", "checkpoint", "step"),
-    "parameters are not in the optimizer",
-    within=4,
-)
-def _(module: ModuleType) -> None:
-    build = module.Optimizer.__init__
-
-    def half(self, model, settings, *, total_steps=None):
-        build(self, model, settings, total_steps=total_steps)
-        for group in self.adamw.param_groups:
-            group["params"] = group["params"][::2]
-
-    module.Optimizer.__init__ = half
 
 
 @plant(

@@ -9,7 +9,7 @@ import gc
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cache, lru_cache, partial
@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
+import yaml
 
 from laminar_lab.audit.checks import (
     Check,
@@ -30,6 +31,7 @@ from laminar_lab.audit.checks import (
 )
 from laminar_lab.audit.replay import Replay, check_hashes
 from laminar_lab.audit.responses import ResponseCheck
+from laminar_py.config.alarms import Reaction
 from laminar_py.control.alarms import EventChecks
 from laminar_py.ledger import (
     LedgerError,
@@ -190,7 +192,7 @@ def _check_events(run: Path) -> Proof:
             for kind in check.event_types:
                 by_type.setdefault(kind, []).append(check)
         violations: list[Violation] = []
-        replay, silent = Replay(connection), SilentFailures(connection)
+        replay, silent = Replay(connection), SilentFailures(connection, off=_checks_off(run))
         for stamped in replay.read_events():
             for check in by_type.get(type(stamped.event), ()):
                 violations += check.check_event(stamped.event, replay.row_before(stamped.event))
@@ -210,13 +212,23 @@ PROMPTS = 4096  # that are kept in memory
 EXACT = ("weights",)  # checks whose findings the run must have said
 
 
-class SilentFailures:
-    """Repeats the checks of events, and compares their findings with the alarms on record."""
+def _checks_off(run: Path) -> set[str]:
+    """Return the checks that the run's `alarms` turn off; none if its config cannot be read."""
+    try:
+        alarms = yaml.safe_load((run / "config.yaml").read_text()).get("alarms") or {}
+        return {check for check, reaction in alarms.items() if reaction == Reaction.OFF}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        return set()
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+
+class SilentFailures:
+    """Repeats the checks of events but those `off`, and compares their findings with the alarms on record."""
+
+    def __init__(self, connection: sqlite3.Connection, *, off: Container[str] = ()) -> None:
+        self._off = off
         self._checks = EventChecks(self._prompt_of)
         self._read_prompt: Callable[..., Prompt | None] = lru_cache(PROMPTS)(partial(read_prompt, connection))
-        self._found: list[Alarm] = []
+        self._found: dict[tuple[str, str], Alarm] = {}  # the first, by check and part
         self._told: list[Alarmed] = []
 
     def _prompt_of(self, row: LiveTrajectory) -> Prompt | None:
@@ -226,7 +238,9 @@ class SilentFailures:
         """Take an event in the order of the log, with the row that it changed."""
         if isinstance(event, Alarmed):
             self._told.append(event)
-        self._found += self._checks.observe(event, row)
+        for alarm in self._checks.observe(event, row):
+            if alarm.check not in self._off:
+                self._found.setdefault((alarm.check, alarm.part), alarm)
 
     @property
     def notes(self) -> list[str]:
@@ -243,7 +257,7 @@ class SilentFailures:
 
     def _unsaid(self) -> list[Alarm]:
         told = {(one.check, one.part) for one in self._told}
-        return [alarm for alarm in self._found if (alarm.check, alarm.part) not in told]
+        return [alarm for key, alarm in self._found.items() if key not in told]
 
 
 def _check_chain(run: Path, first: int, last: int | None) -> Proof:

@@ -8,6 +8,7 @@ a tensor is a zip archive of `torch.save` in a file of the checkpoint, whose mem
 
 import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from laminar_py.learner.marker import read_marker
+from laminar_py.learner.marker import MARKER, read_marker
 
 SAMPLES = 16  # values of each tensor
 HEADER_BYTES = 4096  # more than the archive has before the values
+VISIBLE_S, POLL_S = 60.0, 0.5  # NFS may show the files of another host that late
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 
 
@@ -58,6 +60,9 @@ def saved_fault(folder: Path, samples: Sequence[TensorSample], *, step: int, upd
 
     An error of the read is a fault too: a checkpoint that cannot be read is none.
     """
+    deadline = time.monotonic() + VISIBLE_S
+    while not (folder / MARKER).exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     counted = counted_updates(samples)
     if counted != updates:
         return _fault(folder, f"AdamW has counted {counted} updates, and the learner has made {updates}")

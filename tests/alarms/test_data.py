@@ -94,13 +94,14 @@ def scored(check: RewardsCheck, reward_of, *, count: int, task: str = "") -> lis
     return alarms
 
 
-def test_a_reward_that_never_varies_or_follows_length_is_named_once() -> None:
-    (alarm,) = scored(RewardsCheck(task_of), lambda rng, live: 1.0, count=1000, task="proofs")
-    assert alarm.message.startswith("the reward of task 'proofs' is 1 for each of 256 responses;")
-    (alarm,) = scored(RewardsCheck(task_of), lambda rng, live: live.length / 300, count=1000)
-    assert "rises with the length of responses alone (correlation 1.000 within 32 groups)" in alarm.message
-    (alarm,) = scored(RewardsCheck(task_of), lambda rng, live: -(live.length**1.1), count=1000)
-    assert "falls with the length" in alarm.message
+def test_a_reward_that_never_varies_or_follows_length_is_named() -> None:
+    first = scored(RewardsCheck(task_of), lambda rng, live: 1.0, count=1000, task="proofs")[0]
+    assert first.part == "task 'proofs'"
+    assert first.message.startswith("the reward is 1 for each of 256 responses;")
+    first = scored(RewardsCheck(task_of), lambda rng, live: live.length / 300, count=1000)[0]
+    assert "rises with the length of responses alone (correlation 1.000 within 32 groups)" in first.message
+    first = scored(RewardsCheck(task_of), lambda rng, live: -(live.length**1.1), count=1000)[0]
+    assert "falls with the length" in first.message
 
 
 def test_rewards_that_vary_or_only_lean_to_length_are_not_named() -> None:
@@ -125,10 +126,10 @@ def ended(check: CoverageCheck, dropped, *, count: int = 5000) -> list:
 
 
 def test_drops_that_prefer_a_task_or_long_responses_are_named_and_even_drops_are_not() -> None:
-    (alarm,) = ended(CoverageCheck(task_of), lambda live: 0.3 if live.prompt.task == "b" else 0.02)
-    assert alarm.message.startswith("task 'b': ")
-    (alarm,) = ended(CoverageCheck(task_of), lambda live: 0.5 if live.length > 200 else 0.02)
-    assert alarm.message.startswith("responses of more than ")
+    found = ended(CoverageCheck(task_of), lambda live: 0.3 if live.prompt.task == "b" else 0.02)
+    assert {alarm.part for alarm in found} == {"task 'b'"}
+    found = ended(CoverageCheck(task_of), lambda live: 0.5 if live.length > 200 else 0.02)
+    assert {alarm.part for alarm in found} == {"long responses"}
     assert not ended(CoverageCheck(task_of), lambda live: 0.3)
     assert not ended(CoverageCheck(task_of), lambda live: 0.02 if live.length > 200 else 0.0)
 

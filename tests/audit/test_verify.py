@@ -3,6 +3,7 @@
 import sqlite3
 
 import pytest
+import yaml
 
 from laminar_lab.audit.checks import Rule
 from laminar_lab.audit.verify import verify
@@ -10,6 +11,7 @@ from laminar_py.ledger.database import LEDGER_NAME, open_writer
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
+    Alarmed,
     Assigned,
     Consumed,
     Dropped,
@@ -262,6 +264,22 @@ async def test_a_breach_of_a_law_is_found_and_named(tmp_path, breach, law, subje
         begin(ledger, drain=drain, max_staleness=2, versions=(0, 1))
         breach(ledger)
     assert [(finding.rule, finding.subject) for finding in verify(tmp_path)] == [(law, subject)]
+
+
+@pytest.mark.parametrize(
+    ("reaction", "said", "silent"), [("stop", False, 1), ("stop", True, 0), ("off", False, 0)]
+)
+async def test_a_stale_engine_must_be_said_unless_its_check_is_off(tmp_path, reaction, said, silent):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"alarms": {"weights": reaction}}))
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1))
+        for version in (0, 1):
+            load = {"version": version, "digest": f"digest{version}", "elapsed_s": 0.1, "checksum": "aa"}
+            ledger.append(VersionLoaded(replica=0, **load))
+        if said:
+            ledger.append(Alarmed(1, "weights", "replica-0", "its engine still has the tensors of version 0"))
+    found = [finding for finding in verify(tmp_path) if finding.rule is Rule.SILENT]
+    assert [finding.subject for finding in found] == ["replica-0"] * silent
 
 
 async def test_what_the_rules_allow_is_no_finding(tmp_path):

@@ -1,13 +1,14 @@
 """A checkpoint that differs from its learner is named, with the tensor, and a sound one never is (law 13)."""
 
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 
 from laminar_py.config.learner import LoraConfig
-from laminar_py.learner import checkpoint
+from laminar_py.learner import checkpoint, readback
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.marker import complete_checkpoint
 from laminar_py.learner.readback import SAMPLES, sample_learner
@@ -137,6 +138,16 @@ def test_files_that_are_gone_are_a_fault_and_no_error(model_folder: Path, tmp_pa
     monkeypatch.setattr(checkpoint, "complete_checkpoint", lossy)
     fault, _ = saved_twice(model_folder, tmp_path)
     assert fault.startswith("checkpoint step-1: cannot be read back: ConfigError(")
+
+
+def test_a_checkpoint_that_another_host_completes_late_is_waited_for(model_folder, tmp_path, monkeypatch):
+    def late(partial, folder, **kwargs):
+        Timer(0.2, complete_checkpoint, (partial, folder), kwargs).start()
+
+    monkeypatch.setattr(checkpoint, "complete_checkpoint", late)
+    assert not make_learner(model_folder).save(tmp_path / "step-0")
+    monkeypatch.setattr(readback, "VISIBLE_S", 0.0)
+    assert "cannot be read back" in make_learner(model_folder).save(tmp_path / "step-1")
 
 
 def test_a_load_that_restores_nothing_is_named(model_folder: Path, tmp_path: Path, monkeypatch):

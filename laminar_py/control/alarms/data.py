@@ -114,7 +114,6 @@ class RewardsCheck:
         self._task_of = task_of
         self._by_task: defaultdict[str, _Rewards] = defaultdict(_Rewards)
         self._open: OrderedDict[str, _Group] = OrderedDict()
-        self._told: set[tuple[str, str]] = set()
         self._varied = False  # before the run was resumed
 
     def restore(self, rewards: tuple[float, float]) -> None:
@@ -135,30 +134,17 @@ class RewardsCheck:
         self._group(seen, row, reward)
         return self._test(task, seen) if seen.count % self.EVERY == 0 else ()
 
-    def _test(self, task: str, seen: _Rewards) -> Iterator[Alarm]:
-        named = f"of task {task!r} " if task else ""
+    def _test(self, task: str, seen: _Rewards) -> Iterable[Alarm]:
+        words = ""
         if seen.count >= self.LEAST and seen.least == seen.largest and not self._varied:
-            yield from self._once(
-                task,
-                "constant",
-                f"the reward {named}is {seen.least:g} for each of {seen.count}"
-                " responses; look at the reward, or leave the source out",
-            )
-        if seen.groups >= self.LEAST_GROUPS:
+            words = f"is {seen.least:g} for each of {seen.count} responses; look at it, or leave the source out"
+        elif seen.groups >= self.LEAST_GROUPS:
             correlation = seen.products / math.sqrt(seen.rewards * seen.lengths)
             if abs(correlation) > self.ALONE:
                 ways = "rises" if correlation > 0 else "falls"
-                yield from self._once(
-                    task,
-                    "length",
-                    f"the reward {named}{ways} with the length of responses alone"
-                    f" (correlation {correlation:.3f} within {seen.groups} groups); look at the reward",
-                )
-
-    def _once(self, task: str, what: str, message: str) -> Iterator[Alarm]:
-        if (task, what) not in self._told:
-            self._told.add((task, what))
-            yield Alarm("rewards", "reward", message)
+                within = f"(correlation {correlation:.3f} within {seen.groups} groups)"
+                words = f"{ways} with the length of responses alone {within}; look at it"
+        return (Alarm("rewards", f"task {task!r}" if task else "run", f"the reward {words}"),) if words else ()
 
     def _group(self, seen: _Rewards, row: LiveTrajectory, reward: float) -> None:
         """Add the newest pair of a group to the sums within groups, by Welford's update."""
@@ -204,7 +190,6 @@ class CoverageCheck:
         self._task_of = task_of
         self._ended: Counter[tuple[str, bool]] = Counter()  # (task, dropped) -> trajectories
         self._lengths: list[tuple[int, bool]] = []  # since the last test
-        self._told: set[str] = set()
         self._reasons: Counter[DropReason] = Counter()
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
@@ -227,14 +212,14 @@ class CoverageCheck:
             mine = (self._ended[task, True], self._ended[task, False])
             others = (all_dropped - mine[0], all_kept - mine[1])
             if self._differs(mine, others):
-                yield from self._once(f"task {task!r}", mine, others)
+                yield self._alarm(f"task {task!r}", "", mine, others)
         lengths, self._lengths = sorted(self._lengths), []
         middle = lengths[len(lengths) // 2][0]
         longer = [dropped for length, dropped in lengths if length > middle]
         shorter = [dropped for length, dropped in lengths if length <= middle]
         long, short = ((sum(them), len(them) - sum(them)) for them in (longer, shorter))
         if self._differs(long, short):
-            yield from self._once(f"responses of more than {middle} tokens", long, short)
+            yield self._alarm("long responses", f"above {middle} tokens ", long, short)
 
     def _differs(self, mine: tuple[int, int], others: tuple[int, int]) -> bool:
         """Whether the first share of drops is surely and much above the second."""
@@ -247,16 +232,12 @@ class CoverageCheck:
         is_much = share > max(self.FACTOR * of_others, self.LEAST_SHARE)
         return is_much and share - of_others > self.SIGMAS * deviation
 
-    def _once(self, who: str, mine: tuple[int, int], others: tuple[int, int]) -> Iterator[Alarm]:
-        kind = who.partition(" of")[0]
-        if kind in self._told:
-            return
-        self._told.add(kind)
+    def _alarm(self, who: str, where: str, mine: tuple[int, int], others: tuple[int, int]) -> Alarm:
         reason = self._reasons.most_common(1)[0][0]
-        yield Alarm(
+        return Alarm(
             "coverage",
-            "controller",
-            f"{who}: {mine[0]} of {sum(mine)} dropped, of others {others[0]} of {sum(others)}, most of them for"
+            who,
+            f"{where}{mine[0]} of {sum(mine)} dropped, of others {others[0]} of {sum(others)}, most of them for"
             f" {reason}; raise that limit, or the run trains on the rest alone",
         )
 
