@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 from pydantic import JsonValue
 
 from laminar_contrib.environments.turns import row_of
-from laminar_contrib.tools.call_formats import CallFamily, ToolCall, check_family
+from laminar_contrib.tools.call_formats import ToolCall, check_family
 from laminar_contrib.tools.kind import CallSettings
 from laminar_contrib.tools.tool import Tool, call_function, make_tool, run_call
 from laminar_contrib.tools.tool_environment import CallTurns
@@ -39,9 +39,12 @@ class TrlEnvironment(EnvironmentConfig):
     @property
     def definitions(self) -> Sequence[dict[str, JsonValue]]:
         """Methods as tools for the chat template; none for models that write tags."""
-        if self.tools.family is CallFamily.TAGS:
-            return ()
-        return [tool.definition for tool in load_tools(self).values()]
+        return self.tools.definitions(lambda: load_tools(self))
+
+    @property
+    def system_text(self) -> str:
+        """Text about the methods that ends the system message, if they are shown there."""
+        return self.tools.system_text(lambda: load_tools(self))
 
     def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
         """Raise `ConfigError` if `tools.family` does not read a call in `text`."""

@@ -59,6 +59,7 @@ class FoundCall:
 class CallFormat(Protocol):
     """Format of a family's tool calls."""
 
+    example: str  # a call, as a text about the tools shows it to the model
     result_form: str  # format of a tool's result, with `{}` for the result
     mark: re.Pattern[str]  # begins a call anywhere in a text
     bare: re.Pattern[str]  # begins a call where the model has written nothing before but its reasoning
@@ -120,6 +121,7 @@ def _at_or_behind(place: int, text: str, found: re.Match[str] | None) -> re.Matc
 class HermesCalls:
     """JSON between marks, with text around: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`."""
 
+    example = '<tool_call>{"name": "<tool>", "arguments": {"<argument>": <value>}}</tool_call>'
     result_form = "{}"
     mark, bare = re.compile("<tool_call>"), NEVER
     _close = "</tool_call>"
@@ -142,6 +144,7 @@ class LlamaCalls:
     Semicolons or line breaks separate several calls. No text follows them.
     """
 
+    example = '{"name": "<tool>", "parameters": {"<argument>": <value>}}'
     result_form = "{}"
     mark = re.compile(r"<\|python_tag\|>")
     bare = re.compile(r'\s*\{\s*"(?:name|type|parameters)"\s*:')  # other JSON may be an answer
@@ -179,6 +182,7 @@ class TagCalls:
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self._arguments = arguments
+        self.example = " or ".join(f"<{name}>{argument}</{name}>" for name, argument in arguments.items())
         self.mark = re.compile(f"<({'|'.join(map(re.escape, arguments))})>")
         self.bare = NEVER
 

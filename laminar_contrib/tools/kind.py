@@ -1,9 +1,10 @@
 """The kind `tools`: a model that calls typed functions, and ends with a turn without a call; and its settings."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -19,7 +20,18 @@ from laminar_py.config import (
 )
 from laminar_py.environment import Environment
 
+if TYPE_CHECKING:
+    from laminar_contrib.tools.tool import Tool
+
 PYTHON = "python"
+
+
+class ShownIn(StrEnum):
+    """Places where a model reads which tools there are."""
+
+    TEMPLATE = "template"
+    SYSTEM = "system"
+    PROMPT = "prompt"
 
 
 class CallSettings(Section):
@@ -28,6 +40,9 @@ class CallSettings(Section):
     family: CallFamily = CallFamily.HERMES
     """`hermes`: JSON in `<tool_call>`, of Qwen2.5, Qwen3 and Hermes. `llama`: JSON alone, of Llama 3. `tags`:
     `<calculator>12*3</calculator>`, for tiny models."""
+    shown_in: ShownIn = ShownIn.TEMPLATE
+    """Where the model reads which tools there are: `template`, as the chat template shows them; `system`, in the
+    system message, for a template that shows none; `prompt`, in your prompts alone."""
     most_calls: Count = 8
     """Most calls of one turn that are run; the model reads that further calls were not run."""
     result_chars: Annotated[int, Field(ge=200)] = 4000
@@ -41,6 +56,20 @@ class CallSettings(Section):
         if self.result_form is not None and self.result_form.count("{}") != 1:
             raise ConfigError(f"tools.result_form={self.result_form}: write {{}} once, where the result stands")
         return self
+
+    def definitions(self, load: "Callable[[], Mapping[str, Tool]]") -> Sequence[dict[str, JsonValue]]:
+        """Return the definitions of the tools that `load` gives, for the chat template."""
+        if self.family is CallFamily.TAGS or self.shown_in is not ShownIn.TEMPLATE:
+            return ()
+        return [tool.definition for tool in load().values()]
+
+    def system_text(self, load: "Callable[[], Mapping[str, Tool]]") -> str:
+        """Return a text about the tools that `load` gives for the system message, "" if it does not show them."""
+        if self.shown_in is not ShownIn.SYSTEM:
+            return ""
+        from laminar_contrib.tools.tool_environment import describe_tools
+
+        return describe_tools(self.family, load())
 
 
 class ToolSettings(CallSettings):
@@ -86,11 +115,17 @@ class ToolsEnvironment(EnvironmentConfig):
     @property
     def definitions(self) -> Sequence[dict[str, JsonValue]]:
         """Definitions of the tools for the chat template; none for models that write tags."""
+        return self.tools.definitions(self._load_tools)
+
+    @property
+    def system_text(self) -> str:
+        """Text about the tools that ends the system message, if they are shown there."""
+        return self.tools.system_text(self._load_tools)
+
+    def _load_tools(self) -> "Mapping[str, Tool]":
         from laminar_contrib.tools.tool_environment import load_tools
 
-        if self.tools.family is CallFamily.TAGS:
-            return ()
-        return [tool.definition for tool in load_tools(self.tools, only_declared=True).values()]
+        return load_tools(self.tools, only_declared=True)
 
     def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
         """Raise `ConfigError` if `tools.family` does not read a call in `text`."""

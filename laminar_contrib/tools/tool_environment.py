@@ -5,6 +5,7 @@ A turn without calls ends the trajectory. Each call that is run has one result, 
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -158,3 +159,10 @@ def _call_format(family: CallFamily, tools: Mapping[str, Tool]) -> CallFormat:
             raise ConfigError(f"tools.family=tags: {fault}; {remedy}")
         arguments[name] = tool.sole_argument
     return TagCalls(arguments)
+
+
+def describe_tools(family: CallFamily, tools: Mapping[str, Tool]) -> str:
+    """Return a text from which a model learns the tools and how to call them. Raises `ConfigError`."""
+    functions = (json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools.values())
+    lines = ["You can call these tools:", *functions, "Write a call as", _call_format(family, tools).example]
+    return "\n".join([*lines, "and stop. Then you read the result, and go on."])

@@ -51,6 +51,11 @@ class EnvironmentConfig(Section):
         """Definitions of tools for the chat template."""
         return ()
 
+    @property
+    def system_text(self) -> str:
+        """Text about tools that ends the system message of each prompt; "" adds nothing."""
+        return ""
+
     def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
         """Raise `ConfigError` if the environment reads no such call in `text`, which the chat template wrote."""
 

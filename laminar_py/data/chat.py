@@ -141,6 +141,7 @@ class PromptEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self.tools = [] if environment is None else list(environment.definitions)
+        self._about_tools = "" if environment is None else environment.system_text
         self._environment = environment
         self._opens_turn = environment is None  # else the environment's first text opens the assistant's turn
         self.uses_template = False
@@ -154,6 +155,7 @@ class PromptEncoder:
         With an environment it ends before the assistant's turn, unless `answered`. Raises `TemplateError`.
         """
         if isinstance(prompt, str) and (self._is_plain(prompt) or not prompt):
+            self._check_text()
             return prompt
         messages: list[Turn] = [user_turn(prompt)] if isinstance(prompt, str) else list(prompt)
         self._check(messages)
@@ -161,6 +163,7 @@ class PromptEncoder:
         if not self.uses_template:
             self.tokenizer = self.tokenizer.with_ends(self._turn_ends(messages))
             self.uses_template = True
+            self._check_shows_tools(messages)
             self._check_calls()
         return self.conversation(messages, answers=self._opens_turn or answered)
 
@@ -208,25 +211,31 @@ class PromptEncoder:
         return ()
 
     def with_system(self, messages: Sequence[Turn]) -> list[Turn]:
-        """Return the messages, behind `data.chat.system` if that is set and they have no system message."""
-        system: list[Turn] = [{"role": "system", "content": self._settings.system}]
-        lacks_system = self._settings.system is not None and messages[0]["role"] != "system"
-        return [*system, *messages] if lacks_system else list(messages)
+        """Return the messages, behind `data.chat.system` if that is set and they have no system message.
+
+        The environment's text about its tools ends the system message.
+        """
+        own, others = self._settings.system, list(messages)
+        if messages[0]["role"] == "system":
+            own, others = str(messages[0]["content"]), others[1:]
+        texts = [text for text in (own, self._about_tools) if text]
+        return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others
 
     def conversation(
-        self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] = ()
+        self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] | None = None
     ) -> str:
         """Return the text of a conversation; `answers` opens the assistant's next turn at its end.
 
-        The template gets `tools`, or the environment's tools if `tools` is empty. Raises `TemplateError`.
+        The template gets `tools`, by default the environment's. Raises `TemplateError`.
         """
+        tools = self.tools if tools is None else tools
         options: dict[str, Any] = {
             **self._settings.arguments,
             "tokenize": False,
             "add_generation_prompt": answers,
         }
-        if tools or self.tools:
-            options["tools"] = list(tools or self.tools)
+        if tools:
+            options["tools"] = list(tools)
         try:
             return str(self._template.apply_chat_template(list(messages), **options))
         except Exception as error:  # noqa: BLE001 - the model's template may raise anything
@@ -260,6 +269,24 @@ class PromptEncoder:
                 f"model.path={self._model_dir}: its tokenizer cannot be loaded ({words}); fix its files"
             ) from None
         return loaded if loaded.chat_template else None
+
+    def _check_text(self) -> None:
+        """Raise `ConfigError` if a prompt is a plain text, in which no tool is shown."""
+        if self.tools or self._about_tools:
+            raise ConfigError(
+                "environment.tools: the prompts are plain texts, to which no tool is added; write messages, or set"
+                " data.chat.texts=true, or set environment.tools.shown_in=prompt if your prompts tell of the tools"
+            )
+
+    def _check_shows_tools(self, messages: Sequence[Turn]) -> None:
+        """Raise `ConfigError` if the template writes the same text with the environment's tools as without."""
+        without = self.conversation(messages, answers=True, tools=())
+        if self.tools and self.conversation(messages, answers=True) == without:
+            raise ConfigError(
+                f"environment.tools: the chat template in model.path={self._model_dir} shows the model no tools;"
+                " set environment.tools.shown_in=system, which writes them into the system message, or prompt if"
+                " your prompts tell of them"
+            )
 
     def _check_calls(self) -> None:
         """Raise `ConfigError` if the environment does not read calls as the template writes them.

@@ -118,7 +118,7 @@ class ChatWriter(PlainWriter):
         hidden = HiddenWords(self._codec.special_texts)
         turns: list[Turn] = [hidden.hide(dict(turn)) for turn in rewrite.turns]
         tools = hidden.hide(list(rewrite.tools))
-        text = self._template.conversation(self._template.with_system(turns), answers=True, tools=tools)
+        text = self._template.conversation(self._template.with_system(turns), answers=True, tools=tools or None)
         (first, is_word), *others = [(word or piece, word is not None) for piece, word in hidden.parts(text)]
         begin = self._codec.encode_literal(first) if is_word else self._codec.encode(first)
         return self._join(others, before="" if is_word else first, begin=[begin])

@@ -223,8 +223,9 @@ ADD, SUB = ({"type": "function", "function": {"name": name}} for name in ("add",
     ],
 )
 def test_tools_of_a_demonstration_are_the_environments(tmp_path: Path, tools: object, fault: str | None) -> None:
-    made = make_chat_encoder(tmp_path / "model", TEMPLATES["chatml"].text)
-    encoder = PromptEncoder(made.tokenizer, tmp_path / "model", ChatConfig(), Tools())
+    shows_tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATES["chatml"].text
+    made = make_chat_encoder(tmp_path / "model", shows_tools)
+    encoder = PromptEncoder(made.tokenizer, tmp_path / "model", ChatConfig(texts=True), Tools())
     source = written(tmp_path / "w.jsonl", json.dumps({"prompt": "a", "response": "b", "tools": tools}))
     if fault is None:
         assert len(read_demonstrations(source, encoder=encoder)) == 1

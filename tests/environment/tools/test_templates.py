@@ -3,15 +3,20 @@
 import pytest
 
 from laminar_contrib.agents.kind import AgentConfig
-from laminar_contrib.tools.call_formats import CallFamily
-from laminar_contrib.tools.kind import ToolsEnvironment, ToolSettings
+from laminar_contrib.tools.call_formats import CallFamily, ToolCall
+from laminar_contrib.tools.kind import ShownIn, ToolsEnvironment, ToolSettings
+from laminar_contrib.tools.tool_environment import CallTurns, load_tools
 from laminar_py.config.data import ChatConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.tokenizer import load_tokenizer
 from tests.data.templates import TEMPLATES, make_chat_encoder
 
-HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+ASKED = [{"role": "user", "content": "2+2="}]
+SHOWN = "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+HEAD = (
+    SHOWN + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+)
 TAIL = "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALL = "{{ call.function.name }}"
 ARGUMENTS = "{{ call.function.arguments | tojson }}"
@@ -24,16 +29,17 @@ XML = (
 MISTRAL = f'[TOOL_CALLS][{{"name": "{CALL}", "arguments": {ARGUMENTS}}}]'
 
 
-def environment(kind, family):
+def environment(kind, family, shown_in="template"):
     if kind == "agent":
         return AgentConfig(command=["agent"], family=CallFamily(family))
-    return ToolsEnvironment(tools=ToolSettings(use=["calculator"], family=CallFamily(family)))
+    tools = ToolSettings(use=["calculator"], family=CallFamily(family), shown_in=ShownIn(shown_in))
+    return ToolsEnvironment(tools=tools)
 
 
-def write(folder, template, settings):
+def write(folder, template, settings, prompt=ASKED, **chat):
     make_chat_encoder(folder, template)
-    encoder = PromptEncoder(load_tokenizer(folder), folder, ChatConfig(), settings)
-    return encoder.write([{"role": "user", "content": "2+2="}])
+    encoder = PromptEncoder(load_tokenizer(folder), folder, ChatConfig(**chat), settings)
+    return encoder.write(prompt)
 
 
 @pytest.mark.parametrize("kind", ["tools", "agent"])
@@ -41,8 +47,7 @@ def write(folder, template, settings):
 def test_a_family_that_the_template_writes_is_taken_and_so_is_a_template_without_calls(
     tmp_path, kind, call, family
 ):
-    template = HEAD + call + TAIL if call else TEMPLATES["chatml"].text
-    assert "2+2=" in write(tmp_path, template, environment(kind, family))
+    assert "2+2=" in write(tmp_path, HEAD + call + TAIL, environment(kind, family))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,54 @@ def test_a_family_that_the_template_writes_is_taken_and_so_is_a_template_without
 def test_a_template_that_writes_another_format_is_refused(tmp_path, kind, field, call, remedy):
     with pytest.raises(ConfigError, match=f"{field}: the model's chat template writes a call as .*; {remedy}"):
         write(tmp_path, HEAD + call + TAIL, environment(kind, "hermes"))
+
+
+SILENT = TEMPLATES["chatml"].text  # shows no tools, as SmolLM2's
+
+
+def test_a_template_that_shows_no_tools_is_refused_and_the_system_message_shows_them_on_request(tmp_path):
+    with pytest.raises(ConfigError, match=r"shows the model no tools; set environment\.tools\.shown_in=system"):
+        write(tmp_path, SILENT, environment("tools", "hermes"))
+    text = write(tmp_path, SILENT, environment("tools", "hermes", "system"))
+    assert '"name": "calculator"' in text
+    assert "<tool_call>{" in text
+    assert "calculator" not in write(tmp_path, SILENT, environment("tools", "hermes", "prompt"))
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "calculator", "arguments": {"expression": "12*3"}}</tool_call>'),
+        ("llama", '{"name": "calculator", "parameters": {"expression": "12*3"}}'),
+        ("tags", "<calculator>12*3</calculator>"),
+    ],
+)
+def test_a_model_that_follows_the_system_message_is_understood(tmp_path, family, call):
+    settings = environment("tools", family, "system")
+    text = write(tmp_path, SILENT, settings)
+    shape = {"hermes": '<tool_call>{"name"', "llama": '{"name": "<tool>", "parameters"', "tags": "<calculator>exp"}
+    assert shape[family] in text
+    turns = CallTurns(settings.tools, load_tools(settings.tools))
+    assert turns.read_calls(call) == ([ToolCall("calculator", {"expression": "12*3"})], False)
+
+
+def test_the_tools_end_the_system_message_that_is_there(tmp_path):
+    settings = environment("tools", "hermes", "system")
+    asked = [{"role": "system", "content": "Be brief."}, *ASKED]
+    for text in (write(tmp_path, SILENT, settings, asked), write(tmp_path, SILENT, settings, system="Be brief.")):
+        assert text.count("<|im_start|>system") == 1
+        assert text.index("Be brief.") < text.index("calculator") < text.index("2+2=")
+
+
+@pytest.mark.parametrize(("shown_in", "refused"), [("template", True), ("system", True), ("prompt", False)])
+def test_plain_texts_show_no_tool(tmp_path, shown_in, refused):
+    settings = environment("tools", "hermes", shown_in)
+    if refused:
+        with pytest.raises(ConfigError, match="the prompts are plain texts, to which no tool is added"):
+            write(tmp_path, HEAD + HERMES + TAIL, settings, "2+2=")
+        assert "calculator" in write(tmp_path, HEAD + HERMES + TAIL, settings, "2+2=", texts=True)
+    else:
+        assert write(tmp_path, SILENT, settings, "2+2=") == "2+2="
 
 
 THOUGHTFUL = """{% if tools %}<tools>{{ tools | tojson }}</tools>
