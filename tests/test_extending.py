@@ -52,7 +52,7 @@ def test_an_example_is_short(title):
 
 @pytest.mark.parametrize(
     "titles",
-    [["An environment", "A reward", "A kind of reward"], ["An algorithm", "An engine", "A planner"]],
+    [["An environment", "A reward", "A kind of reward", "A loss"], ["An algorithm", "An engine", "A planner"]],
     ids=" and ".join,
 )
 def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, monkeypatch):
@@ -95,6 +95,7 @@ def test_every_example_is_tried():
         "A reward",
         "A kind of reward",
         "An environment",
+        "A loss",
         "An algorithm",
         "An engine",
         "A planner",

@@ -38,6 +38,18 @@ class Objective(StrEnum):
     BALANCE = "balance"
 
 
+def _as_objective(given: object) -> str:
+    """Return the objective of a name, or the place of a function. Raises `ConfigError`."""
+    if isinstance(given, str) and ".py:" in given:
+        return given
+    if given in list(Objective):
+        return Objective(str(given))
+    names = ", ".join(Objective)
+    raise ConfigError(
+        f"algorithm.objective={given}: no such objective; choose {names}, or path/to/file.py:function"
+    )
+
+
 class Aggregation(StrEnum):
     """How losses of tokens become one number; see `AlgorithmConfig.aggregation`."""
 
@@ -137,12 +149,12 @@ class AlgorithmConfig(Section):
     """Use of responses that `rollout.sampling.max_new_tokens` or `rollout.max_seconds` ended: `train` on
     them, or `mask` them from the loss (DAPO's overlong filtering). Masked responses count for the advantages of
     their group and are consumed with weight 0."""
-    objective: Objective = Objective.CLIP
+    objective: Annotated[str, PlainValidator(_as_objective), WithJsonSchema({"type": "string"})] = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
     log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
     squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`. It needs no importance
     weights for old responses. log Z of a prompt is estimated from its responses in the step, by one more forward
-    pass."""
+    pass. `path/to/file.py:function`: a function of your own ([extending.md](extending.md))."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """For `balance`: the optimal policy is the reference model's policy times exp(reward / beta)."""
     clip_low: Share = 0.2
@@ -211,6 +223,11 @@ class AlgorithmConfig(Section):
     def has_reference(self) -> bool:
         """True if the loss needs a reference model."""
         return any(column.source is Source.REFERENCE for column in self.columns)
+
+    @property
+    def objective_file(self) -> str | None:
+        """`path/to/file.py:function` of your objective, None for a built-in one."""
+        return None if self.objective in list(Objective) else self.objective
 
     @property
     def reference_in_own_process(self) -> bool:

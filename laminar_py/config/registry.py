@@ -170,16 +170,22 @@ def load_from_file(given: str, *, field: str) -> Callable[..., object]:
 
     Raises `ConfigError` if it does not exist or its import fails.
     """
+    path, name = find_file(given, field=field)
+    function: object = getattr(_import(given, path, field=field), name, None)
+    if not callable(function):
+        raise ConfigError(f"{field}={given}: {path} defines no function {name!r}; define it or correct the name")
+    return function
+
+
+def find_file(given: str, *, field: str) -> tuple[Path, str]:
+    """Return file and function of `path/to/file.py:function`. Raises `ConfigError` if there is no such file."""
     path, colon, name = given.rpartition(":")
     if not colon:
         raise ConfigError(f"{field}={given}: names no function; write path/to/file.py:function")
     if not Path(path).is_file():
         remedy = "name a Python file, relative to the working directory"
         raise ConfigError(f"{field}={given}: no such file as {path}; {remedy}")
-    function: object = getattr(_import(given, Path(path), field=field), name, None)
-    if not callable(function):
-        raise ConfigError(f"{field}={given}: {path} defines no function {name!r}; define it or correct the name")
-    return function
+    return Path(path), name
 
 
 def _import(given: str, path: Path, *, field: str) -> ModuleType:

@@ -51,7 +51,7 @@ class GradientSums(msgspec.Struct, frozen=True, kw_only=True):
     expected: float
     found: float
     spread: float  # root of the summed squares of each token's part in `expected`
-    size: float  # sum of the sizes of the loss's derivatives by each token's log-probability
+    size: float  # sum of absolute derivatives of the loss by each token's log-probability
     scale: float | None  # of the loss, 1 by definition; None: no token tells it
 
 

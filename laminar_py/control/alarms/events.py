@@ -59,7 +59,7 @@ class EventChecks:
                 self._by_type.setdefault(kind, []).append(check.observe)
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Sequence[Alarm]:
-        """Take an event in the order of the log, with the row that it changed; return what it shows."""
+        """Take an event in the order of the log, with the row that it changed; return its alarms."""
         if (observers := self._by_type.get(type(event))) is None:
             return ()
         found: list[Alarm] = []

@@ -36,8 +36,8 @@ class StepCheck:
         self._reference = ""
         # each token's gradient is -w A, unless a package's objective, a teacher or a penalty changes them
         has_more = algorithm.teacher_coef > 0 or algorithm.kl_coef > 0
-        own_objective = ALGORITHMS.get(algorithm.name).objective is not None
-        self._is_plain = algorithm.objective in PLAIN and not own_objective and not has_more
+        of_package = ALGORITHMS.get(algorithm.name).objective is not None
+        self._is_plain = algorithm.objective in PLAIN and not of_package and not has_more
         self._refers_to_start = algorithm.has_reference and algorithm.reference is None
         self._moved: deque[tuple[int, int]] = deque(maxlen=MOVES)  # (moved, uphill) of the last steps
 

@@ -9,12 +9,14 @@ log-probabilities is cut at `LARGEST`, so that one token cannot make the gradien
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from laminar_py.config.algorithm import ALGORITHMS, AlgorithmConfig, Correction, Divergence, Objective
+from laminar_py.config.registry import load_from_file
 from laminar_py.config.section import ConfigError
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 
@@ -125,7 +127,7 @@ def clipped_ratio(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 
 
 PolicyObjective: TypeAlias = Callable[[LossInputs, AlgorithmConfig], Tensor]
-OBJECTIVES: dict[Objective, PolicyObjective] = {
+OBJECTIVES: dict[str, PolicyObjective] = {
     Objective.CLIP: clip,
     Objective.SEQUENCE_CLIP: sequence_clip,
     Objective.WEIGHTED: weighted,
@@ -136,26 +138,66 @@ OBJECTIVES: dict[Objective, PolicyObjective] = {
 def objective_of(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
     """[N] values of the objective that the algorithm's package registered, else of `settings.objective`.
 
-    Raises `ConfigError` if a package's objective raises, or does not return [N] numbers.
+    Raises `ConfigError` if an objective of a package or file raises, or does not return [N] numbers.
     """
-    own = ALGORITHMS.get(settings.name).objective
+    own, where = own_objective(settings)
     if own is None:
         return OBJECTIVES[settings.objective](inputs, settings)
     try:
-        values: object = own(inputs, settings)
+        values = own(inputs, settings)
     except (torch.OutOfMemoryError, MemoryError):  # too large a microbatch is no fault of the package
         raise
     except Exception as error:  # code of another package may raise anything
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(
-            f"algorithm.name={settings.name}: its objective raised {line}; mend that package"
-        ) from error
+        raise ConfigError(f"{where}: its objective raised {line}; mend it") from error
     if not isinstance(values, Tensor) or values.shape != inputs.logprobs.shape:
         raise ConfigError(
-            f"algorithm.name={settings.name}: its objective returned no tensor of {len(inputs.logprobs)} numbers;"
-            " return one for each trained token"
+            f"{where}: its objective returned no tensor of {len(inputs.logprobs)} numbers; return one for each"
+            " trained token"
         )
     return values
+
+
+def own_objective(settings: AlgorithmConfig) -> tuple[Callable[..., object] | None, str]:
+    """Return the objective of a package or a file, and the setting that names it; None for a built-in objective.
+
+    Raises `ConfigError` if it cannot be loaded.
+    """
+    if settings.objective_file is not None:
+        return _load_objective(settings.objective_file), f"algorithm.objective={settings.objective_file}"
+    return ALGORITHMS.get(settings.name).objective, f"algorithm.name={settings.name}"
+
+
+_load_objective = cache(partial(load_from_file, field="algorithm.objective"))
+
+
+def try_objective(settings: AlgorithmConfig) -> None:
+    """Call an objective of a package or a file on made-up tokens. Raises `ConfigError` if it fails.
+
+    A mistake then ends the run before a response has been generated.
+    """
+    own, where = own_objective(settings)
+    if own is None:
+        return
+    logprobs = torch.tensor([-0.5, -1.0, -0.25, -2.0], requires_grad=True)
+    advantages, ones, response = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(4), torch.tensor([0, 0, 1, 1])
+    values = objective_of(
+        LossInputs(
+            logprobs=logprobs,
+            behaviour=logprobs.detach() - 0.1,
+            proximal=logprobs.detach() - 0.1,
+            advantages=advantages,
+            weights=ones / 4,
+            staleness=torch.zeros(4),
+            response=response,
+            rewards=torch.tensor([1.0, 0.0]),
+            groups=torch.zeros(2, dtype=torch.int64),
+            columns={column.name: ones for column in settings.columns},
+        ),
+        settings,
+    )
+    if not values.requires_grad:
+        raise ConfigError(f"{where}: its objective has no gradient; compute it from inputs.logprobs")
 
 
 def no_correction(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:

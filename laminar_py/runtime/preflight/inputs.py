@@ -18,6 +18,7 @@ import numpy as np
 from laminar_py.config.cluster import Device
 from laminar_py.config.data import SourceConfig
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.registry import find_file
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.tracking import TRACKERS
@@ -253,6 +254,8 @@ def initial_folder(config: RunConfig) -> Path:
 def _check_learner(config: RunConfig) -> None:
     """Refuse settings that the learner's device or model does not allow."""
     learner, device = config.learner, config.learner_device
+    if config.algorithm.objective_file is not None:
+        find_file(config.algorithm.objective_file, field="algorithm.objective")
     if learner.offload and device is not Device.CUDA:
         raise ConfigError(
             f"learner.offload=true: the learner is on {device}, whose memory is the host's; set it to false"

@@ -27,7 +27,7 @@ from laminar_py.learner.losses.loss import (
     policy_loss,
     proximal_logprobs,
 )
-from laminar_py.learner.losses.objectives import ESTIMATORS, LossInputs
+from laminar_py.learner.losses.objectives import ESTIMATORS, LossInputs, try_objective
 from laminar_py.records.columns import REFERENCE_LOGPROBS, Column, Dtype, Source
 
 LENGTHS = (7, 1, 12, 4)
@@ -383,6 +383,59 @@ def test_an_algorithms_own_objective_takes_the_place_of_the_built_in_one(monkeyp
 def test_an_objective_that_fails_is_the_fault_of_its_package(monkeypatch, name, words):
     with pytest.raises(ConfigError, match=f"algorithm.name=own: its objective {words}"):
         own_loss(monkeypatch, name)
+
+
+LOSS = """
+def credited(inputs, settings):
+    return inputs.advantages * inputs.logprobs
+
+def broken(inputs, settings):
+    return inputs.logprob
+
+def summed(inputs, settings):
+    return (inputs.advantages * inputs.logprobs).sum()
+
+def constant(inputs, settings):
+    return inputs.advantages
+"""
+
+
+def test_an_objective_may_be_a_function_in_a_file(tmp_path):
+    file = tmp_path / "loss.py"
+    file.write_text(LOSS)
+    settings = AlgorithmConfig(objective=f"{file}:credited", clip_high=0.3)
+    try_objective(settings)
+    own, *others, sequence = random_terms(0)
+    logprobs = torch.tensor(own, requires_grad=True)
+    terms = make_loss_inputs(logprobs, map(torch.tensor, others), sequence)
+    (gradient,) = torch.autograd.grad(policy_loss(terms, settings), logprobs)
+    torch.testing.assert_close(gradient, -terms.weights * terms.advantages)
+
+
+@pytest.mark.parametrize(
+    ("objective", "fault"),
+    [
+        (
+            "{}:broken",
+            "its objective raised AttributeError: 'LossInputs' object has no attribute 'logprob'; mend it",
+        ),
+        ("{}:summed", "its objective returned no tensor of 4 numbers; return one for each trained token"),
+        ("{}:constant", "its objective has no gradient; compute it from inputs.logprobs"),
+        ("{}:clipped", "defines no function 'clipped'; define it or correct the name"),
+        ("{}x.py:clipped", "no such file as .*; name a Python file, relative to the working directory"),
+    ],
+)
+def test_a_mistake_in_an_objective_of_ones_own_is_named_before_the_run(tmp_path, objective, fault):
+    file = tmp_path / "loss.py"
+    file.write_text(LOSS)
+    with pytest.raises(ConfigError, match=f"algorithm.objective=.*loss.py.*{fault}"):
+        try_objective(AlgorithmConfig(objective=objective.format(file)))
+
+
+@pytest.mark.parametrize("objective", ["ppo", "loss.py", 3])
+def test_an_objective_that_does_not_exist_is_refused(objective):
+    with pytest.raises(ValueError, match=r"no such objective; choose clip, .*, or path/to/file\.py:function"):
+        AlgorithmConfig(objective=objective)
 
 
 def test_memory_that_an_objective_finds_used_up_is_no_fault_of_its_package(monkeypatch):

@@ -21,6 +21,7 @@ from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
+from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.codec import IntArray
@@ -167,6 +168,7 @@ def _real_learner(
 
     If the config has a warm start and this start needs it, rank 0 makes it first; `note` gets the progress.
     """
+    try_objective(config.algorithm)
     device = config.learner_device.value
     model = config.model
     refers_to_start = config.algorithm.has_reference and config.algorithm.reference is None
