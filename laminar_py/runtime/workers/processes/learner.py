@@ -19,9 +19,9 @@ from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
 from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
+from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
-from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.codec import IntArray
