@@ -24,7 +24,7 @@ def cached_folder(
 ) -> Path:
     """Return the folder of a result, named by a BLAKE3 digest of all inputs: files by content, hub data by name.
 
-    `environment` defines tools, which the chat template writes into demonstrations.
+    `environment` defines tools, which the chat template or the system message writes into demonstrations.
     """
     weights = "from_scratch"
     if not model.from_scratch:
@@ -37,10 +37,10 @@ def cached_folder(
         *_data_digests(settings.data),
         settings.steps,
         settings.tokens_per_step,
-        settings.lr,
+        settings.peak_lr(model),
         seed,
         chat.model_dump_json(),
-        None if environment is None else environment.definitions,
+        None if environment is None else (environment.definitions, environment.system_text),
         *((name, _file_digest(model.path / name)) for name in TEXT_FILES if (model.path / name).is_file()),
     )
     return settings.cache / blake3(msgspec.json.encode(depends_on)).hexdigest(length=16)

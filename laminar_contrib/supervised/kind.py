@@ -1,9 +1,10 @@
 """The kind `supervised` of a warm start. The result of the same inputs is the same folder of the cache."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laminar_contrib.supervised.settings import SupervisedConfig
+from laminar_contrib.supervised.settings import PRETRAINED_LR, RUINOUS_LR, SupervisedConfig
 from laminar_py.config import ConfigError
 from laminar_py.config.warm_start import Progress, WarmStartKind
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from laminar_py.data import Demonstrations, PromptEncoder
 
 MOST_PARAMETERS = 500_000_000  # more take days on the CPU
+log = logging.getLogger(__name__)
 
 
 def settings_of(config: "RunConfig") -> SupervisedConfig:
@@ -34,9 +36,22 @@ def read(config: "RunConfig", encoder: "PromptEncoder") -> "Demonstrations":
 def check(config: "RunConfig", encoder: "PromptEncoder") -> "Demonstrations":
     """Read the demonstrations of a run; raise `ConfigError` if one is too long, or the model is too large."""
     refuse_large_model(config)
+    _warn_of_rate(config)
     demonstrations = read(config, encoder)
     refuse_long(demonstrations)
     return demonstrations
+
+
+def _warn_of_rate(config: "RunConfig") -> None:
+    """Log a warning for a learning rate that ruins a pretrained model."""
+    settings = settings_of(config)
+    if not config.model.from_scratch and (lr := settings.peak_lr(config.model)) > RUINOUS_LR:
+        log.warning(
+            "warm_start.lr=%g: a pretrained model forgets much above %g; leave it out for %g",
+            lr,
+            RUINOUS_LR,
+            PRETRAINED_LR,
+        )
 
 
 def refuse_long(demonstrations: "Demonstrations") -> None:

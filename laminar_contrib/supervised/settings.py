@@ -5,8 +5,11 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, field_validator
 
 from laminar_py.config import ConfigError, Count
-from laminar_py.config.data import SourceConfig, read_source
+from laminar_py.config.data import ModelConfig, SourceConfig, read_source
 from laminar_py.config.warm_start import WarmStartConfig
+
+SCRATCH_LR, PRETRAINED_LR = 4e-3, 2e-5
+RUINOUS_LR = 1e-3  # above it a pretrained model forgets much
 
 
 class DemonstrationConfig(SourceConfig):
@@ -30,5 +33,10 @@ class SupervisedConfig(WarmStartConfig):
     """Optimizer steps."""
     tokens_per_step: Count = 1024
     """Most tokens of prompts and responses in one step."""
-    lr: Annotated[float, Field(gt=0)] = 4e-3
-    """Peak learning rate: linear warm-up over 20 steps, linear decay over the last 40 %."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate: linear warm-up over 20 steps, linear decay over the last 40 %. Default: 4e-3 with
+    `model.from_scratch`, else 2e-5. All weights are trained, also where RL trains adapters."""
+
+    def peak_lr(self, model: ModelConfig) -> float:
+        """Return the peak learning rate for a model."""
+        return self.lr or (SCRATCH_LR if model.from_scratch else PRETRAINED_LR)

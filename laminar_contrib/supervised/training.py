@@ -51,7 +51,8 @@ def warm_start(
     if (longest := max(example.num_tokens for example in examples)) > (most := settings.tokens_per_step):
         raise ConfigError(f"warm_start.tokens_per_step={most}: the longest example has {longest} tokens; raise it")
     policy = load_policy(model, seed=seed, temperature=1.0, device=torch.device("cpu"))
-    train_supervised(policy, examples, settings=settings, seed=seed, on_step=on_step)
+    lr = settings.peak_lr(model)
+    train_supervised(policy, examples, settings=settings, lr=lr, seed=seed, on_step=on_step)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)  # left by a crashed process that had our id
     export_hf(policy, partial, source=model.path, dtype=torch.float32)
@@ -66,19 +67,18 @@ def train_supervised(
     examples: Sequence[Demonstration],
     *,
     settings: SupervisedConfig,
+    lr: float,
     seed: int,
     on_step: Progress = lambda step, steps, loss: None,
 ) -> None:
-    """Train `policy` in place for `settings.steps` AdamW steps on packed batches of `examples`.
+    """Train `policy` in place for `settings.steps` AdamW steps on packed batches of `examples`; `lr` is the peak.
 
     The order of the examples is drawn from `seed`, again for each epoch. Calls `on_step` after each step.
     """
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     batches = epochs(examples, tokens_per_step=settings.tokens_per_step, generator=random.Random(seed))
     for step, batch in enumerate(islice(batches, settings.steps)):
-        optimizer.param_groups[0]["lr"] = settings.lr * warm_start_lr_factor(step, settings.steps)
+        optimizer.param_groups[0]["lr"] = lr * warm_start_lr_factor(step, settings.steps)
         row = pack_examples(batch)
         logprobs, _ = policy_logprobs(policy, row)
         loss = -(torch.tensor(row.loss_weights) * logprobs).sum()  # mean cross-entropy of the responses

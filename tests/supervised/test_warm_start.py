@@ -1,16 +1,22 @@
 """The warm start learns, and its cache is hit by the same settings alone."""
 
+import json
 import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from laminar_contrib.supervised.cache import cached_folder
 from laminar_contrib.supervised.settings import SupervisedConfig
 from laminar_contrib.supervised.training import epochs, pack_examples, warm_start, warm_start_lr_factor
+from laminar_lab.commands.warm import app
+from laminar_lab.tiny_models import tiny_model, write_data
 from laminar_py.config.data import ChatConfig, ModelConfig
 from laminar_py.config.environment import EnvironmentConfig
 from laminar_py.data.demonstrations import Demonstration
@@ -45,6 +51,45 @@ def warm_started(model: ModelConfig, settings: SupervisedConfig, *, environment=
     if not folder.is_dir():
         warm_start(model, settings, counting(), folder=folder, seed=seed, **options)
     return folder
+
+
+def test_a_pretrained_model_has_a_gentle_learning_rate(tmp_path: Path):
+    rates = {"from_scratch": True}, {}, {"lr": 3e-4}
+    model = tmp_path / "model"
+    found = [
+        settings(tmp_path, lr=given.get("lr")).peak_lr(
+            ModelConfig(path=model, from_scratch="from_scratch" in given)
+        )
+        for given in rates
+    ]
+    assert found == [4e-3, 2e-5, 3e-4]
+
+
+def test_the_command_writes_a_warm_folder_that_keeps_the_models_files(tmp_path: Path):
+    write_data(tmp_path, tiny_model("0123456789+=", pattern=".", hidden=16, layers=1))
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(9)))
+    config, out = tmp_path / "mine.yaml", tmp_path / "warm"
+    tree = {
+        "name": "mine",
+        "steps": 1,
+        "model": {"path": str(tmp_path / "model"), "from_scratch": True},
+        "data": {"train": str(data)},
+        "reward": {"use": ["math"]},
+        "warm_start": {"data": str(data), "steps": 3, "cache": str(tmp_path / "cache")},
+    }
+    config.write_text(yaml.safe_dump(tree))
+    done = CliRunner().invoke(app, [str(config), str(out), "learner.lora.rank=4"])
+    assert done.exit_code == 0, done.output
+    assert "step 3 of 3: loss" in done.output
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "model/tokenizer.json").read_bytes()
+    again = CliRunner().invoke(app, [str(config), str(out)])
+    assert "exists; name a new folder" in str(again.exception)
+    pretrained = [f"model.path={out}", "model.from_scratch=false", "warm_start.lr=4e-3"]
+    done = CliRunner().invoke(app, [str(config), str(tmp_path / "warmer"), *pretrained])
+    assert done.exit_code == 0, done.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "warmer"))
+    assert any((before[name] != after[name]).any() for name in before)
 
 
 def test_warm_start_learns_and_exports_a_loadable_folder(model_folder: Path, tmp_path: Path):

@@ -48,7 +48,8 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
     if config.warm_start is not None:
         raise ConfigError(
             f"warm_start.kind={config.warm_start.kind}: with learner.lora SGLang servers begin with"
-            " model.path as it is; name a folder that is warm already and leave warm_start out"
+            " model.path as it is; make a warm folder by `laminar warm CONFIG OUT`, set model.path to it and leave"
+            " warm_start out"
         )
     if urls:
         raise ConfigError(

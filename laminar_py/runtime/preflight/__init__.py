@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from laminar_py.runtime.preflight.inputs import check_inputs as check_inputs
     from laminar_py.runtime.preflight.inputs import check_model as check_model
     from laminar_py.runtime.preflight.inputs import check_shared_memory as check_shared_memory
+    from laminar_py.runtime.preflight.inputs import check_warm_start as check_warm_start
     from laminar_py.runtime.preflight.inputs import num_parameters as num_parameters
     from laminar_py.runtime.preflight.inputs import prepare as prepare
     from laminar_py.runtime.preflight.inputs import prompt_room as prompt_room

@@ -22,7 +22,7 @@ from laminar_py.config.registry import find_file
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.tracking import TRACKERS
-from laminar_py.config.warm_start import WARM_STARTS
+from laminar_py.config.warm_start import WARM_STARTS, WarmStartKind
 from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.problems import ProblemSet, check_disjoint, first_of_tasks, read_prompts
 from laminar_py.data.sources import DataSource
@@ -243,6 +243,17 @@ def check_model(config: RunConfig, *, needs_weights: bool = True) -> None:
             raise ConfigError(f"{field}={folder}: no *.safetensors in it; name a folder with weights{other}")
         if has_weights and read_sizes(folder).tie_word_embeddings:
             check_tied_head(folder, field=field)
+
+
+def check_warm_start(config: RunConfig) -> WarmStartKind:
+    """Check what a warm start needs, and return its kind. Raises `ConfigError`."""
+    assert config.warm_start is not None, "called only for a run with a warm start"
+    check_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    _check_vocabulary(config, tokenizer)
+    kind = WARM_STARTS.get(config.warm_start.kind)
+    kind.check(config, PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment))
+    return kind
 
 
 def initial_folder(config: RunConfig) -> Path:
