@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from laminar_lab.report.diagnosis import Bottleneck, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
+from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
@@ -192,9 +193,12 @@ def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy("algorithm.reference_pass", "learner -> stage", f"{step.reference_s:.2f} s of its step")
     if algorithm.updates_per_step > 1:
         yield Remedy("algorithm.updates_per_step", f"{algorithm.updates_per_step} -> 1", "fewer optimizer steps")
-    yield Remedy("learner.world_size", f"{learner.world_size} -> {2 * learner.world_size}", "a step divides by it")
-    if not learner.compile:
-        yield Remedy("learner.compile", "false -> true", "faster layers, on GPUs")
+    on_gpus = config.learner_device is Device.CUDA
+    if on_gpus or _idle_cores(config, step) > 0:
+        change = f"{learner.world_size} -> {2 * learner.world_size}"
+        yield Remedy("learner.world_size", change, "a step divides by it")
+    if not learner.compile and on_gpus:
+        yield Remedy("learner.compile", "false -> true", "faster layers")
     if learner.lora is None:
         yield Remedy("learner.lora.rank", "none -> 16", "gradients and optimizer for adapters alone")
 

@@ -46,6 +46,11 @@ class TrlEnvironment(EnvironmentConfig):
         """Text about the methods that ends the system message, if they are shown there."""
         return self.tools.system_text(lambda: load_tools(self))
 
+    @property
+    def calls_tools(self) -> bool:
+        """True: a turn without a call ends the trajectory."""
+        return True
+
     def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
         """Raise `ConfigError` if `tools.family` does not read a call in `text`."""
         check_family(self.tools.family, text, ToolCall(name, arguments), field="environment.tools.family")

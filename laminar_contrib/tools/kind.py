@@ -127,6 +127,11 @@ class ToolsEnvironment(EnvironmentConfig):
 
         return load_tools(self.tools, only_declared=True)
 
+    @property
+    def calls_tools(self) -> bool:
+        """True: a turn without a call ends the trajectory."""
+        return True
+
     def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
         """Raise `ConfigError` if `tools.family` does not read a call in `text`."""
         check_family(self.tools.family, text, ToolCall(name, arguments), field="environment.tools.family")

@@ -22,7 +22,7 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
     from laminar_lab.advice import remedies, what_if_set
     from laminar_lab.report.run_report import read_report
     from laminar_lab.report.tails import format_seconds
-    from laminar_lab.report.terminal import make_table
+    from laminar_lab.report.terminal import learning_lines, make_table
 
     report = read_report(run)
     diagnosis, config = report.diagnosis, report.snapshot.config
@@ -30,6 +30,8 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
         print_line("no learner step was completed, so what limits the run is unknown")
         return
     bottleneck, step = diagnosis.binding.bottleneck, diagnosis.mean_step
+    for line in learning_lines(report.learning):
+        print_line(line)
     print_line(f"limited by {str(bottleneck).upper()}: {diagnosis.binding.evidence}")
     print_line(
         f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"

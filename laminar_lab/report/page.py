@@ -5,7 +5,7 @@ however long the run (`tests/report/test_page.py`). Single trajectories over tim
 Perfetto.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from laminar_lab.audit.samples import newest_contrasts, read_samples
 from laminar_lab.report.diagnosis import MEANINGS, Diagnosis, describe_diagnosis
 from laminar_lab.report.figures import headline
 from laminar_lab.report.kit import Card, Chart, Heat, Panel, Series, Table, render
+from laminar_lab.report.learning import LearningFinding
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.snapshot import Snapshot
 from laminar_lab.report.tails import COUNTED, NAMES, Measure, distribution, format_seconds, measures
@@ -72,7 +73,7 @@ def make_page(report: RunReport) -> Page:
         heard_s=snapshot.heard_s,
         cards=headline(report),
         panels=[
-            *([] if report.diagnosis is None else [bottleneck_panel(report.diagnosis)]),
+            *([] if report.diagnosis is None else [bottleneck_panel(report.diagnosis, report.learning)]),
             timeline_panel(snapshot),
             lengths,
             latencies,
@@ -100,10 +101,11 @@ def texts_panel(run: Path) -> Panel:
     return Panel(id="texts", title="What the model wrote", note=note, text=text, is_wide=True)
 
 
-def bottleneck_panel(diagnosis: Diagnosis) -> Panel:
-    """Return the panel of the bottleneck, with the evidence that the terminal shows."""
+def bottleneck_panel(diagnosis: Diagnosis, learning: Sequence[LearningFinding]) -> Panel:
+    """Return the panel of the bottleneck and of what slows learning, with the evidence that the terminal shows."""
     bottleneck = diagnosis.binding.bottleneck
     lines = [f"{heading}: {words}" for heading, words in describe_diagnosis(diagnosis)]
+    lines += [f"learning: {finding}" for finding in learning]
     return Panel(
         id="wall",
         title="What limits this run",

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from laminar_lab.report.diagnosis import Diagnosis, diagnose
+from laminar_lab.report.learning import LearningFinding, learning_findings
 from laminar_lab.report.mean_step import mean_step
 from laminar_lab.report.pipeline import measure_pipeline
 from laminar_lab.report.snapshot import Snapshot, read_snapshot
@@ -47,6 +48,14 @@ class RunReport:
         pipeline = measure_pipeline(config, snapshot.trajectories, snapshot.residences, snapshot.history)
         found = mean_step(config, snapshot.trajectories, pipeline, snapshot.samples)
         return None if found is None else diagnose(found, config)
+
+    @cached_property
+    def learning(self) -> tuple[LearningFinding, ...]:
+        """Findings on how the run learns; none without its config."""
+        snapshot = self.snapshot
+        if snapshot.config is None:
+            return ()
+        return learning_findings(snapshot.config, snapshot.trajectories, snapshot.samples.steps)
 
     @property
     def steps(self) -> int:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from laminar_lab.report.diagnosis import NO_STEP, Diagnosis, describe_diagnosis
 from laminar_lab.report.figures import headline
+from laminar_lab.report.learning import LearningFinding
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import COUNTED, NAMES, Distribution, Distributions, Measure, format_seconds
 from laminar_lab.report.tokens import TOKEN_COLUMNS, TokenAccount, token_cells
@@ -18,6 +19,7 @@ def run_tables(report: RunReport) -> Iterator[Group | str]:
     """Yield tables and lines, the most important first."""
     yield _grid(f"{report.run}: {report.steps} steps in {report.rl_s:.1f} s of RL", _headline_rows(report))
     yield diagnosis_table(report.diagnosis)
+    yield from learning_lines(report.learning)
     yield token_table(report.tokens)
     yield from _beside_lines(report.tokens)
     yield tail_table(report.tails)
@@ -53,6 +55,11 @@ def _headline_rows(report: RunReport) -> Iterator[tuple[str, ...]]:
 def diagnosis_table(diagnosis: Diagnosis | None) -> Group | str:
     """Return the bottleneck of a run with its evidence, or a line that it is unknown."""
     return NO_STEP if diagnosis is None else _grid("\nWhat limits it", describe_diagnosis(diagnosis))
+
+
+def learning_lines(findings: Iterable[LearningFinding]) -> Iterator[str]:
+    """Yield a line for each finding on how the run learns."""
+    return (f"learning: {finding}" for finding in findings)
 
 
 def token_table(account: TokenAccount) -> Group:

@@ -60,6 +60,11 @@ class EnvironmentConfig(Section):
         """Raise `ConfigError` if the environment reads no such call in `text`, which the chat template wrote."""
 
     @property
+    def calls_tools(self) -> bool:
+        """True where each turn but the last calls a tool."""
+        return False
+
+    @property
     def has_session(self) -> bool:
         """True where each trajectory keeps a slot of the sandbox until it ends."""
         return False

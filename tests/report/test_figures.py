@@ -124,7 +124,7 @@ async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
             script.score(at + 1.5, id)
             script.step(at + 9.5, step, id, waited_s=1.0)
     diagnosis = read_report(tmp_path).diagnosis
-    panel = bottleneck_panel(diagnosis)
+    panel = bottleneck_panel(diagnosis, [])
     assert panel.lead == str(diagnosis.binding.bottleneck)
     assert panel.note == MEANINGS[diagnosis.binding.bottleneck]
     assert diagnosis.binding.evidence in panel.lines[0]
