@@ -27,6 +27,9 @@ def doctor(
     gpu_gb: Annotated[
         float | None, typer.Option(help="Memory of a GPU in GB; default: as its node reports, or 80")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Size or name of a model that is not here, e.g. 7B, in place of model.path")
+    ] = None,
     pretend: Annotated[
         list[str] | None,
         typer.Option(help="Nodes of an imagined cluster: 3x8xH100, 2x64xcpu (cores), 2x8xH200,1x8xA100"),
@@ -38,16 +41,22 @@ def doctor(
     an imagined one (`--pretend`).
     """
     from laminar_lab.doctor.checks import examine, fit, fit_pretended, pretended_cluster
+    from laminar_lab.plan.known_models import named_folder
 
     gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
+    changes = overrides or []
+    if model is not None:
+        if config is None:
+            raise ConfigError(f"--model={model}: needs a config; laminar plan {model} --gpus 1x8xH100 needs none")
+        changes = [*changes, f"model.path={named_folder(model)}"]
     if pretend:
         if config is None:
             raise ConfigError(f"--pretend={','.join(pretend)}: needs a config to place; name its YAML file")
         cluster = pretended_cluster(pretend)
-        _print_fit(fit_pretended(load_config(config, overrides or []), cluster, gpu_bytes=gpu_bytes), cluster)
+        _print_fit(fit_pretended(load_config(config, changes), cluster, gpu_bytes=gpu_bytes), cluster)
         return
     if config is not None:
-        _print_fit(fit(load_config(config, overrides or []), gpu_bytes=gpu_bytes))
+        _print_fit(fit(load_config(config, changes), gpu_bytes=gpu_bytes))
         return
     table = Table("what", "here", "remedy")
     for finding in examine():

@@ -17,6 +17,7 @@ import psutil
 
 from laminar_lab.doctor.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults, smallest_gpu
 from laminar_lab.gpus import Gpu, read_group
+from laminar_lab.plan.known_models import shape_at
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.records.codec import decode
 from laminar_py.records.host import Finding
@@ -178,16 +179,12 @@ def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
-    """Return lines on GPUs that the plan uses badly: idle ones, or a learner with more than rollout has."""
+    """Return lines on GPUs that the plan leaves idle, or that Ray may give away twice."""
     learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
     idle = (
         sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus - needs.server_gpus
     )
     lines = []
-    if learner > rollout > 0:
-        lines.append(
-            f"the learner has {learner} GPUs and rollout {rollout}; generation is mostly what takes longer"
-        )
     if needs.hosts and needs.rank_gpus:
         lines.append(
             f"Ray does not know which GPUs the servers in {needs.placed_by} hold; leave them out of `ray start"
@@ -321,6 +318,11 @@ def pretended_cluster(texts: Sequence[str]) -> PretendedCluster:
 def model_fault(config: RunConfig) -> str | None:
     """Return an error line if a model's config.json is missing, so that its memory is unknown, else None."""
     path = config.model.path
-    if (path / "config.json").is_file() or config.data.prepare is not None or config.rollout.engine.emulates:
+    if shape_at(path) is not None or (path / "config.json").is_file():
         return None
-    return f"model.path={path}: no config.json in it, which tells what its GPUs hold; put the model's there"
+    if config.data.prepare is not None or config.rollout.engine.emulates:
+        return None
+    return (
+        f"model.path={path}: no config.json in it, which tells what its GPUs hold; put the model's there, or name"
+        " its size, e.g. --model 7B"
+    )

@@ -12,7 +12,8 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from laminar_lab.model_shape import ModelShape, kv_token_bytes, read_shape
+from laminar_lab.model_shape import ModelShape, kv_token_bytes
+from laminar_lab.plan.known_models import shape_at
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
 from laminar_py.config.run import RunConfig
@@ -47,7 +48,7 @@ def gpu_memory(
     config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
 ) -> list[GpuMemory]:
     """Return columns for learner and engine, if they have GPUs; none if no formula knows the model's shape."""
-    shape = read_shape(config.model.path)
+    shape = shape_at(config.model.path)
     if shape is None:
         return []
     columns, engine = [], config.rollout.engine
@@ -171,7 +172,7 @@ def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
     if not algorithm.has_reference or algorithm.reference_in_own_process:
         return None
     if algorithm.reference is not None:
-        return read_shape(algorithm.reference) or shape
+        return shape_at(algorithm.reference) or shape
     return None if config.learner.lora is not None else shape
 
 
@@ -242,14 +243,16 @@ def engine_memory(
 
 
 def _width(config: RunConfig) -> float:
-    """Return the bytes of a number in the dtype that engines serve."""
+    """Return the bytes of a number in the dtype that engines serve; bf16 for a model that is not here."""
+    if not config.model.path.exists():
+        return 2.0
     return 4.0 if served_dtype(config.model.path) == "float32" else 2.0
 
 
 def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
     """Complaint about weights and cache that do not fit, or about a cache that has no room for one trajectory."""
     engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
-    shape = read_shape(config.model.path)
+    shape = shape_at(config.model.path)
     assert shape is not None, "a column has a shape"
     static = engine.static_share * gpu_bytes
 

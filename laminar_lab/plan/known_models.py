@@ -60,6 +60,21 @@ KNOWN_MODELS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)[bB]")
 
 
+def shape_at(folder: Path) -> ModelShape | None:
+    """Read the shape of the model in a folder; of a missing folder, the shape that its name stands for.
+
+    None if no formula is known.
+    """
+    named = {name.lower(): shape for name, shape in KNOWN_MODELS.items()}
+    return read_shape(folder) if folder.exists() else named.get(folder.name.lower())
+
+
+def named_folder(model: str) -> Path:
+    """Return the folder of a model: itself, or `models/<name>` for a known name or size. Raises `ConfigError`."""
+    path = Path(model)
+    return path if path.exists() else Path("models") / model_named(model)[0]
+
+
 def model_named(model: str) -> tuple[str, ModelShape]:
     """Return name and shape of a model: a folder, a `config.json`, a name of `KNOWN_MODELS`, or a size such as
     `7B`.

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from laminar_lab.plan.placements import STATIC_SHARE
+from laminar_lab.plan.placements import STATIC_SHARE, FleetPlacement
 from laminar_lab.plan.planner import Ranked, RankedPlan
+from laminar_lab.plan.request import PlanRequest
 from laminar_py.config import ConfigError, parse_config
 from laminar_py.config.rollout import Schedule
 
@@ -35,7 +36,9 @@ def refuse_existing(path: Path | None) -> None:
 
 def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, base: Tree | None = None) -> None:
     """Write the config of a placement. Raises `ConfigError` if `path` exists, or `base` does not fit."""
-    tree = _merged(base or {"name": path.stem, **_BEGINNING}, placement_settings(plan, ranked, model=model))
+    tree = _merged(
+        base or {"name": path.stem, **_BEGINNING}, placement_settings(plan.request, ranked.placement, model=model)
+    )
     parse_config(tree)
     fleet = plan.request.fleet
     head = (
@@ -49,9 +52,8 @@ def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, b
         raise ConfigError(f"--write={path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def placement_settings(plan: RankedPlan, ranked: Ranked, *, model: Path) -> Tree:
+def placement_settings(request: PlanRequest, place: FleetPlacement, *, model: Path) -> Tree:
     """Return the settings of a placement as a tree."""
-    request, place = plan.request, ranked.placement
     bounded = place.schedule is Schedule.ASYNC
     return {
         "schedule": str(place.schedule),

@@ -52,7 +52,7 @@ def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:
         fault = "is no file" if path.exists() else "no such file"
         raise ConfigError(f"config={path}: {fault}; name a YAML file such as configs/quickstart.yaml")
     try:
-        tree = _read_yaml(path.read_text())
+        tree = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"config={path}: not YAML ({line}); fix the file") from error
@@ -97,7 +97,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(text: str) -> object:
+def read_yaml(text: str) -> object:
+    """Read YAML, with `1e-3` as a number. Raises `yaml.YAMLError`."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -119,7 +120,7 @@ def _apply_override(tree: dict[str, object], override: str) -> None:
             raise ConfigError(f"override={override}: {parent} is a {kind}, not a section; {remedy}")
         node = child
     try:
-        node[leaf] = _read_yaml(value)
+        node[leaf] = read_yaml(value)
     except yaml.YAMLError:
         raise ConfigError(f"override={override}: its value is not YAML; put the value in quotes") from None
 
@@ -136,19 +137,31 @@ def _reset_section(tree: dict[str, object], override: str) -> None:
 
 
 def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str) -> Exception:
-    """Return a `ConfigError` of one line for a user's mistake; return another error of a validator unchanged."""
-    first = error.errors()[0]
+    """Return a `ConfigError` of one line for a user's mistake; return another error of a validator unchanged.
+
+    An unknown key comes before a missing one, since it is often that key in another spelling.
+    """
+    first = _first_of(error)
     where = first["loc"]
     while isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):  # raised by `named_section`
-        first = inner.errors()[0]
+        first = _first_of(inner)
         where += first["loc"]
     if isinstance(inner, Exception) and not isinstance(inner, ConfigError):
         return inner
+    from laminar_py.config.counterparts import VERL_SECTIONS  # a table that only a mistake needs
+
     field = ".".join(str(name) for name in where) or "config"
+    if field in VERL_SECTIONS and first["type"] == "extra_forbidden":
+        return ConfigError(f"{field}: a section of verl; laminar init --from verl FILE translates the whole file")
     if first["type"] == "extra_forbidden":
         meant = _engine_remedy(where) or _suggestion(field, setting_names(kind))
         return ConfigError(f"{field}={first['input']!r}: unknown key; {meant}{help_at} lists all settings")
     return ConfigError(_one_line(first, field, help_at))
+
+
+def _first_of(error: ValidationError) -> ErrorDetails:
+    found = error.errors()
+    return next((one for one in found if one["type"] == "extra_forbidden"), found[0])
 
 
 def _one_line(first: ErrorDetails, field: str, help_at: str) -> str:
@@ -174,13 +187,17 @@ def _engine_remedy(where: tuple[int | str, ...]) -> str:
 def _suggestion(field: str, known: list[str]) -> str:
     """Return a question that suggests a known setting for the unknown `field`; "" if no name is near.
 
-    Suggests `steps` for `stepz` in the same section, and `learner.lr` for `lr` in another section.
+    Suggests `steps` for `stepz` in the same section, `learner.lr` for `lr` in another section or for TRL's
+    `learning_rate`. For a setting of TRL or verl without a counterpart it says what to do.
     """
+    from laminar_py.config.counterparts import reason_without, their_names_for
+
     section, _, key = field.rpartition(".")
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
-    near = [beside[name] for name in get_close_matches(key, beside, n=1, cutoff=NEAR)] or elsewhere
-    return f"did you mean {' or '.join(near)}? " if near else ""
+    theirs = [f"{ours} ({name})" for ours, name in their_names_for(key) if ours in known and not elsewhere]
+    near = theirs or [beside[name] for name in get_close_matches(key, beside, n=1, cutoff=NEAR)] or elsewhere
+    return f"did you mean {' or '.join(near)}? " if near else reason_without(key)
 
 
 def setting_names(section: type[BaseModel], prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""View of a running run for `laminar train`: a live screen on a terminal, plain lines in files and pipes.
+"""View of a running run for `laminar train`: a live screen below a line a step, plain lines in files and pipes.
 
 The controller calls the view. `Waits` words the causes of a waiting learner.
 """
@@ -86,16 +86,20 @@ class View:
             self.notice(self._progress)
 
     def step(self, row: StepRow) -> None:
-        """Keep a step's figures for the live screen; without a terminal print them every `LINE_EVERY_STEPS`."""
+        """Print a step's figures: a short line above the live screen, or a long one of some steps.
+
+        Without a terminal these are the first step, the last, and every `LINE_EVERY_STEPS`.
+        """
         self._row = row
+        lengths = f"tokens p50 {row.length_p50} p95 {row.length_p95}"
+        short = f"step {row.step}/{self._steps}  reward {row.reward:.3f}  {lengths}"
         if self._live is not None:
-            return
-        if row.step % LINE_EVERY_STEPS == 0 or row.step in (1, self._steps):
+            self.notice(f"{short}  {row.rl_s:.1f} s")
+        elif row.step % LINE_EVERY_STEPS == 0 or row.step in (1, self._steps):
             turns = f"  turns {row.turns.mean:.1f}, environments p95 {row.turns.environment_p95_s:.2f} s"
             staleness = f"staleness {row.staleness_mean:.1f} max {row.staleness_max}"
             self.notice(
-                f"step {row.step}/{self._steps}  reward {row.reward:.3f}  tokens p50 {row.length_p50} p95"
-                f" {row.length_p95}{turns if row.turns.mean else ''}  {staleness}"
+                f"{short}{turns if row.turns.mean else ''}  {staleness}"
                 f"  trained {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting"
                 f" {row.learner_waiting_share:.0%}  {row.rl_s:.1f} s"
             )

@@ -40,6 +40,17 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
         ({"rollout": {"engine": {**SGLANG, "tensor_paralel": 2}}}, "did you mean rollout.engine.tensor_parallel?"),
         ({"algorithm": {"clip_hi": 0.3}}, "algorithm.clip_hi=0.3: unknown key; did you mean algorithm.clip_high?"),
         ({"elephants": 3}, "elephants=3: unknown key; docs/config.md lists"),
+        ({"learner": {"learning_rate": 1e-6}}, "did you mean learner.lr (TRL's learning_rate)? docs"),
+        (
+            {"num_generations": 8},
+            "num_generations=8: unknown key; did you mean rollout.group_size (TRL's num_gener",
+        ),
+        (
+            {"data": {"train_batch_size": 8}},
+            "did you mean rollout.prompts_per_step (verl's train_batch_size)? docs",
+        ),
+        ({"bf16": True}, "bf16=True: unknown key; TRL's bf16 has no counterpart: GPUs compute in bf16"),
+        ({"trainer": {"nnodes": 1}}, "trainer: a section of verl; laminar init --from verl FILE translates"),
         ({"rollout": {"engine": {"stepz": 1}}}, "rollout.engine.stepz=1: unknown key; docs/config.md lists"),
         ({"steps": "many"}, "steps='many': input should be a valid integer"),
         ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
@@ -184,6 +195,7 @@ def test_the_settings_document_is_up_to_date():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (REPO / "docs" / "config.md").read_text() == module.document(), "run `make docs`"
+    assert module.PAGE.read_text() == module.trainer_page(), "run `make docs`"
 
 
 def test_an_algorithm_named_on_the_command_line_is_that_of_its_name_whatever_the_file_says_of_another(tmp_path):

@@ -306,8 +306,15 @@ def test_without_a_cache_size_an_engine_fills_its_share(tmp_path):
 def test_a_run_on_cpus_and_a_model_that_is_not_there_have_no_table(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     laptop = load_config(REPO / "configs" / "quickstart.yaml", [f"model.path={tmp_path}"])
-    absent = load_config(MATH / "7b_8gpu.yaml", [])
+    absent = load_config(MATH / "7b_8gpu.yaml", ["model.path=models/Nobody-7B"])
     assert gpu_memory(laptop) == gpu_memory(absent) == []
+
+
+def test_a_known_model_that_is_not_there_weighs_as_much_as_its_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_7B, "dtype": "bfloat16"}))
+    there = load_config(MATH / "7b_8gpu.yaml", [f"model.path={tmp_path}"])
+    by_name = load_config(MATH / "7b_8gpu.yaml", ["model.path=models/qwen2.5-7b"])
+    assert gpu_memory(by_name) == gpu_memory(there) != []
 
 
 def test_the_heads_chunk_is_that_of_the_loss():

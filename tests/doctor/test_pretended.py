@@ -92,7 +92,7 @@ def test_a_run_that_joins_no_cluster_is_told_that_it_has_one_node(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["model.path=nowhere"], "model.path=nowhere: no config.json in it, which tells what its GPUs hold"),
+        (["model.path=nowhere"], "model.path=nowhere: no config.json in it, which tells what its GPUs hold; put"),
         (["rollout.record=[routed_experts]"], "rollout.record=routed_experts: the model in model.path has no"),
     ],
 )
@@ -127,6 +127,21 @@ def test_what_cannot_be_pretended_is_one_line(arguments, line, tmp_path):
 def test_a_pretended_cluster_needs_a_config():
     done = CliRunner().invoke(app, ["doctor", "--pretend", "3x8xH100"])
     assert str(done.exception) == "--pretend=3x8xH100: needs a config to place; name its YAML file"
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_size_in_place_of_a_model_that_is_not_here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    recipe = str(REPO / "experiments/math_long_cot/7b_8gpu.yaml")
+    fits = CliRunner().invoke(app, ["doctor", recipe, "--model", "7B", "--pretend", "1x8xH100"])
+    assert (fits.exit_code, "engine's weights" in fits.output) == (0, True)
+    larger = CliRunner().invoke(app, ["doctor", recipe, "--model", "14B", "--pretend", "1x8xH100"])
+    assert larger.exit_code == 2
+    assert "learner.world_size=3: a GPU of the learner needs" in larger.output
+    unknown = CliRunner().invoke(app, ["doctor", recipe, "--model", "99B", "--pretend", "1x8xH100"])
+    assert str(unknown.exception).startswith("model=99B: no folder, and no model that is known")
+    alone = CliRunner().invoke(app, ["doctor", "--model", "7B"])
+    assert str(alone.exception).startswith("--model=7B: needs a config")
 
 
 @pytest.mark.usefixtures("no_ray")

@@ -11,6 +11,7 @@ from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerProgress
 from tests.builders import make_evaluated
+from tests.telemetry.rows import make_rows
 
 NOTES = ["learner waits 35 s", "12 of 480 responses could not be scored (reward_failed 12)"]
 
@@ -117,6 +118,25 @@ def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_lea
     view.close()
     assert [note in drawn for note in NOTES] == [True, True]
     assert "loading" not in drawn
+
+
+def test_every_step_leaves_a_line_above_the_live_screen_that_fits_80_columns():
+    console, file = make_console(terminal=True)
+    view = View(console, steps=1000)
+    for row in make_rows(*[1.0] * 12):
+        view.step(row)
+    view.close()
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"step {step}/1000" for step in range(1, 13)]
+    assert max(map(len, lines)) <= 80
+
+
+def test_without_a_terminal_the_first_step_and_every_tenth_are_printed():
+    console, file = make_console()
+    view = View(console, steps=1000)
+    for row in make_rows(*[1.0] * 12):
+        view.step(row)
+    assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == ["step 1/1000", "step 10/1000"]
 
 
 def test_an_evaluation_is_told_with_its_set_its_interval_and_the_count_of_what_has_no_score():

@@ -1,0 +1,110 @@
+"""`laminar init`: write the config of a run from a few answers, or from a file of TRL or verl."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from laminar_py.cli import print_line
+from laminar_py.config import ConfigError
+from laminar_py.config.conversions import Trainer
+
+if TYPE_CHECKING:
+    from laminar_lab.init.choices import Choices
+
+MOST_LOST = 40  # settings without a counterpart that are printed
+app = typer.Typer()
+
+
+@app.command(epilog="Example: laminar init mine.yaml --model models/SmolLM2-135M --data train.jsonl --lora")
+def init(
+    out: Annotated[Path, typer.Argument(help="New YAML file")] = Path("mine.yaml"),
+    model: Annotated[str | None, typer.Option(help="Model folder; for GPUs also a size such as 7B")] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL or Parquet file with `prompt` and `answer`")] = None,
+    heldout: Annotated[str | None, typer.Option(help="The same, of held-out rows")] = None,
+    reward: Annotated[str | None, typer.Option(help="math, code, or file.py:function")] = None,
+    lora: Annotated[bool | None, typer.Option("--lora/--full", help="Train adapters, or all weights")] = None,
+    on: Annotated[str | None, typer.Option(help="here: this machine's cores; or GPUs such as 8xH100")] = None,
+    engine: Annotated[str | None, typer.Option(help="embedded, on cores; or sglang, on both")] = None,
+    python: Annotated[str | None, typer.Option("--sglang-python", help="Interpreter that has SGLang")] = None,
+    source: Annotated[
+        tuple[Trainer, Path] | None,
+        typer.Option("--from", metavar="trl|verl FILE", help="TRL's YAML; verl's YAML or script of overrides"),
+    ] = None,
+) -> None:
+    """Write a short commented config that runs.
+
+    On a terminal it asks for what no option says. With --from it translates a file of TRL or verl, and lists the
+    settings that have no counterpart here.
+    """
+    from laminar_lab.init.choices import Engine, check_place
+    from laminar_lab.init.questions import FULL, LORA, choose, make_choices
+    from laminar_lab.init.translation import drop_cut, translate
+
+    if out.exists():
+        raise ConfigError(f"{out}: exists already; name another file, or delete it")
+    translation = None if source is None else translate(*source)
+    given = {} if translation is None else translation.settings
+    train = None if lora is None else LORA if lora else FULL
+    options = {"model": model, "data": data, "heldout": heldout, "reward": reward}
+    options |= {"train": train, "on": on, "engine": engine}
+    answers = choose(options, given, translated=translation is not None)
+    choices = make_choices(answers, given, name=out.stem, python=python)
+    check_place(choices)
+    epochs = None if translation is None else translation.epochs
+    cut = drop_cut(given) if choices.engine is Engine.SGLANG else {}
+    counted = _write(out, choices, epochs=epochs)
+    if translation is not None:
+        uncounted = (
+            {} if epochs is None or counted else {f"{epochs:g} epochs": "the rows cannot be counted; set steps"}
+        )
+        _print_lost(uncounted | cut | translation.lost)
+    _print_next(out, choices)
+
+
+def _write(out: Path, choices: "Choices", *, epochs: float | None) -> bool:
+    """Write the config. Return whether prompts and rows were counted: data and tokenizer must be here."""
+    from laminar_lab.init.choices import settings_of
+    from laminar_lab.init.look import has_template, look
+    from laminar_lab.init.text import commented, to_tree
+    from laminar_py.config import parse_config
+
+    if has_template(choices.folder):
+        choices = replace(choices, given={"data.chat.texts": True, **choices.given})
+    seen = look(parse_config(to_tree(settings_of(choices, prompt_tokens=None))))
+    settings = settings_of(choices, prompt_tokens=seen.longest)
+    if epochs is not None and seen.rows is not None:
+        settings["steps"] = max(1, math.ceil(epochs * seen.rows / int(str(settings["rollout.prompts_per_step"]))))
+    parse_config(to_tree(settings))
+    head = f"Written by `laminar init`; docs/config.md has every setting. Run: laminar train {out}"
+    try:
+        out.write_text(commented(settings, head=head))
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror}); name another file") from None
+    return seen.rows is not None
+
+
+def _print_lost(lost: dict[str, str]) -> None:
+    """Print the settings of a foreign file that have no counterpart, and why."""
+    if lost:
+        print_line(f"{len(lost)} settings have no counterpart here:")
+    for name, reason in sorted(lost.items(), key=lambda one: not one[1])[:MOST_LOST]:
+        print_line(f"  {name}{f': {reason}' if reason else ''}")
+    if len(lost) > MOST_LOST:
+        print_line(f"  and {len(lost) - MOST_LOST} more")
+
+
+def _print_next(out: Path, choices: "Choices") -> None:
+    """Print the commands that come next."""
+    from laminar_lab.init.choices import HERE
+
+    print_line(f"{out}: look at it, then")
+    if choices.on != HERE:
+        pretend = choices.on if choices.on.count("x") > 1 else f"1x{choices.on}"
+        if not (choices.folder / "config.json").is_file():
+            print_line(f"  put the model into {choices.folder}")
+        print_line(f"  laminar doctor {out} --pretend {pretend}   # what each GPU holds")
+    print_line(f"  laminar data {out}      # prompts as the model reads them")
+    print_line(f"  laminar train {out}")

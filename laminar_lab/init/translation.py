@@ -1,0 +1,130 @@
+"""Files of TRL and verl as settings of ours, by the table in `laminar_py.config.counterparts`.
+
+TRL's file is the YAML of `trl grpo --config`. verl's is Hydra YAML, or a script or text with overrides.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+import yaml
+
+from laminar_py.config import ConfigError
+from laminar_py.config.conversions import Given, NoCounterpartError, Trainer
+from laminar_py.config.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS, WITHOUT
+from laminar_py.config.loading import read_tree, read_yaml
+
+YAML = (".yaml", ".yml")
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_FALLBACK = re.compile(r"\$\{(\w+):-([^{}]*)\}")  # ${NAME:-value} of a shell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """Settings of a foreign file, e.g. `learning_rate: 1e-6` as `{"learner.lr": 1e-6}`."""
+
+    settings: dict[str, object]  # our dotted name -> value
+    lost: dict[str, str]  # their name=value -> why there is no counterpart; "" if unknown
+    epochs: float | None  # where the file counts epochs, not steps
+
+
+def translate(trainer: Trainer, path: Path) -> Translation:
+    """Translate a file. Raises `ConfigError` if it cannot be read, or has no setting of the trainer."""
+    given = read_given(trainer, path)
+    full = DEFAULTS[trainer] | given
+    settings: dict[str, object] = {}
+    lost: dict[str, str] = {}
+    for row in COUNTERPARTS:
+        theirs = row.of(trainer)
+        if theirs is None or not any(name in full for name in theirs.names):
+            continue
+        try:
+            value = theirs.value(full)
+        except NoCounterpartError as error:
+            value = error.instead
+            lost |= {f"{name}={given[name]}": str(error) for name in theirs.names if name in given}
+        if value is not None:
+            settings[row.key] = value
+    known = {name for row in COUNTERPARTS if (theirs := row.of(trainer)) is not None for name in theirs.names}
+    if not known & set(given):
+        raise ConfigError(f"--from {trainer} {path}: has no setting of {trainer} that is known here; name another")
+    others = (name for name, value in given.items() if name not in known and name != EPOCHS[trainer] and value)
+    lost |= {f"{name}={given[name]}": _reason(trainer, name) for name in others}
+    if _cuts(settings):
+        settings["rollout.record"] = ["sampling_mask"]
+    epochs = None if "steps" in settings else full.get(EPOCHS[trainer])
+    return Translation(settings=settings, lost=lost, epochs=None if epochs is None else float(str(epochs)))
+
+
+def _reason(trainer: Trainer, name: str) -> str:
+    """Return why a setting has no counterpart; "" if the table does not say."""
+    below = (why for key, why in WITHOUT[trainer].items() if key.endswith(".") and name.startswith(key))
+    return WITHOUT[trainer].get(name) or next(below, "")
+
+
+def drop_cut(settings: dict[str, object]) -> dict[str, str]:
+    """Remove a cut of the vocabulary that SGLang cannot record, and return it as lost: it needs a `top_k`."""
+    if "rollout.record" not in settings or settings.get("rollout.sampling.top_k"):
+        return {}
+    del settings["rollout.record"]
+    names = [name for name in ("top_p", "min_p") if f"rollout.sampling.{name}" in settings]
+    values = {name: settings.pop(f"rollout.sampling.{name}") for name in names}
+    return {
+        f"{name}={value}": "SGLang records a cut only beside top_k; none is made" for name, value in values.items()
+    }
+
+
+def _cuts(settings: dict[str, object]) -> bool:
+    """Return whether tokens are sampled from a part of the vocabulary, which the learner must know."""
+    top_p, others = settings.get("rollout.sampling.top_p", 1), ("top_k", "min_p")
+    return top_p not in (1, 1.0) or any(settings.get(f"rollout.sampling.{name}") for name in others)
+
+
+def read_given(trainer: Trainer, path: Path) -> dict[str, object]:
+    """Read a file's settings by dotted name; without values that are missing or refer to others."""
+    if trainer is Trainer.VERL and path.suffix not in YAML:
+        given = _overrides(path)
+    else:
+        tree = read_tree(path, [])
+        given = tree if trainer is Trainer.TRL else dict(_flat(tree, ""))
+    return {name: value for name, value in given.items() if not _is_open(value)}
+
+
+def _is_open(value: object) -> bool:
+    return value is None or (isinstance(value, str) and (value == "???" or value.startswith("${")))
+
+
+def _flat(tree: Given, prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _overrides(path: Path) -> dict[str, object]:
+    """Read `name.sub=value` words of a script or text, with the script's own variables."""
+    try:
+        words = shlex.split(path.read_text(), comments=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--from verl {path}: cannot be read ({error}); name a YAML file or a script") from None
+    variables = {"HOME": str(Path.home())}
+    given: dict[str, object] = {}
+    for word in words:
+        text = Template(_FALLBACK.sub(r"\2", word)).safe_substitute(variables)
+        if found := _OVERRIDE.fullmatch(text):
+            given[found[1]] = _value(found[2])
+        elif found := _VARIABLE.fullmatch(text):
+            variables[found[1]] = found[2]
+    return given
+
+
+def _value(text: str) -> object:
+    try:
+        return read_yaml(text)
+    except yaml.YAMLError:
+        return text

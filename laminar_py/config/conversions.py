@@ -1,0 +1,300 @@
+"""From settings of TRL and verl to ours: the functions of the table in `config.counterparts`.
+
+A function gets a file's settings, with that trainer's defaults below them, and returns our value. Files are flat
+here: `actor_rollout_ref.rollout.n`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+OPTIM = f"{ACTOR}.optim"
+TRL_REWARDS: dict[object, object] = {
+    "accuracy_reward": "math",
+    "think_format_reward": {"kind": "format", "pattern": "^<think>(?!.*<think>).*</think>"},
+}
+
+Given = Mapping[str, object]
+"""Settings of another trainer by dotted name, with its defaults below them."""
+
+
+class Trainer(StrEnum):
+    """Trainers whose files `laminar init --from` reads."""
+
+    TRL = "trl"
+    VERL = "verl"
+
+
+class NoCounterpartError(Exception):
+    """A value of another trainer has no counterpart; the message says what to do, and `instead` is used."""
+
+    def __init__(self, reason: str, *, instead: object = None) -> None:
+        super().__init__(reason)
+        self.instead = instead
+
+
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """Names of a setting in another trainer, and the function from its settings to our value.
+
+    The function returns None where our default stands, and raises `NoCounterpartError`. Without a function, the
+    first of the names that has a value gives the value. E.g. `Theirs(("learning_rate",))`.
+    """
+
+    names: tuple[str, ...]
+    convert: Callable[[Given], object] | None = None
+
+    def value(self, given: Given) -> object:
+        """Return our value for the settings of a file. Raises `NoCounterpartError`."""
+        if self.convert is not None:
+            return self.convert(given)
+        return next((given[name] for name in self.names if given.get(name) is not None), None)
+
+
+def number(given: Given, name: str) -> float:
+    """Return a setting as a number; 0 where it is missing."""
+    value = given.get(name)
+    try:
+        return float(str(value)) if value is not None else 0.0
+    except ValueError:
+        raise NoCounterpartError(f"{name}={value} is no number") from None
+
+
+def _whole(given: Given, name: str) -> int | None:
+    """Return a positive setting as a whole number, else None."""
+    value = number(given, name)
+    if 0 < value < 1:
+        raise NoCounterpartError(f"{name} is a share; give a number of steps")
+    return int(value) if value > 0 else None
+
+
+def _truth(given: Given, name: str) -> bool:
+    return str(given.get(name)).lower() in ("true", "1", "yes")
+
+
+def positive(*names: str) -> Theirs:
+    """A whole number; 0, -1 and the like leave our default."""
+    return Theirs(names, lambda given: next((_whole(given, name) for name in names if given.get(name)), None))
+
+
+def group(name: str) -> Theirs:
+    """Samples of a prompt, of which a group needs two."""
+
+    def convert(given: Given) -> object:
+        if given.get(name) is not None and number(given, name) < 2:
+            raise NoCounterpartError("a group has two samples at least; 8 are used")
+        return _whole(given, name)
+
+    return Theirs((name,), convert)
+
+
+def choice(name: str, words: Mapping[str, object], other: str) -> Theirs:
+    """A word that has another word here. `other` says what to do about a word that has none."""
+
+    def convert(given: Given) -> object:
+        word = str(given.get(name)).lower()
+        if word not in words:
+            raise NoCounterpartError(other)
+        return words[word]
+
+    return Theirs((name,), convert)
+
+
+def elsewhere(reason: str, *names: str) -> Theirs:
+    """Settings that `laminar init` decides itself."""
+
+    def convert(given: Given) -> object:
+        raise NoCounterpartError(reason)
+
+    return Theirs(names, convert)
+
+
+def _trl_batch(given: Given) -> tuple[int, int]:
+    """Return the completions of a generation batch and of an optimizer step, over all processes."""
+    step = int(number(given, "per_device_train_batch_size") * (number(given, "num_processes") or 1))
+    update = step * int(number(given, "gradient_accumulation_steps") or 1)
+    steps = number(given, "steps_per_generation")
+    return int(number(given, "generation_batch_size") or step * steps or update), update
+
+
+def trl_prompts(given: Given) -> object:
+    return max(1, _trl_batch(given)[0] // max(1, int(number(given, "num_generations"))))
+
+
+def trl_updates(given: Given) -> object:
+    generated, update = _trl_batch(given)
+    updates = max(1, generated // max(1, update))
+    if number(given, "num_iterations") > 1:
+        raise NoCounterpartError("a trajectory is trained once", instead=updates)
+    return updates if updates > 1 else None
+
+
+def verl_updates(given: Given) -> object:
+    prompts, mini = number(given, "data.train_batch_size"), number(given, f"{ACTOR}.ppo_mini_batch_size")
+    updates = max(1, int(prompts // max(1, mini)))
+    if number(given, f"{ACTOR}.ppo_epochs") > 1:
+        raise NoCounterpartError("a trajectory is trained once", instead=updates)
+    return updates if updates > 1 else None
+
+
+def trl_data(given: Given) -> object:
+    answers = {"columns": {"answer": "solution"}} if "accuracy_reward" in str(given.get("reward_funcs")) else {}
+    mixed = given.get("datasets")
+    if isinstance(mixed, list):
+        named = [one for one in mixed if isinstance(one, dict) and "path" in one]
+        return [_source(one["path"], subset=one.get("name"), split=one.get("split")) | answers for one in named]
+    if given.get("dataset_name") is None:
+        return None
+    split, subset = given.get("dataset_train_split"), given.get("dataset_config")
+    return _source(given["dataset_name"], subset=subset, split=split) | answers
+
+
+def _source(path: object, *, subset: object = None, split: object = None) -> dict[str, object]:
+    """Return settings of a source, without our defaults."""
+    named = {} if subset is None else {"subset": subset}
+    return {"path": str(path), **named, **({} if split in (None, "train") else {"split": split})}
+
+
+def trl_sets(given: Given) -> object:
+    if str(given.get("eval_strategy", "no")) == "no" or given.get("dataset_name") is None:
+        return None
+    split, subset = given.get("dataset_test_split", "test"), given.get("dataset_config")
+    return {"heldout": {**_source(given["dataset_name"], subset=subset, split=split)}}
+
+
+def trl_eval_steps(given: Given) -> object:
+    return None if str(given.get("eval_strategy", "no")) != "steps" else _whole(given, "eval_steps")
+
+
+def verl_data(given: Given) -> object:
+    found = [_verl_source(path, given) for path in _paths(given.get("data.train_files"))]
+    return (found[0] if len(found) == 1 else found) or None
+
+
+def verl_sets(given: Given) -> object:
+    drawn = {
+        ours: number(given, f"{ROLLOUT}.val_kwargs.{theirs}")
+        for ours, theirs in (("samples", "n"), ("temperature", "temperature"))
+        if given.get(f"{ROLLOUT}.val_kwargs.{theirs}") is not None
+    }
+    if not drawn.get("temperature"):
+        drawn = {}  # greedy answers are all equal
+    if "samples" in drawn:
+        drawn["samples"] = int(drawn["samples"])
+    paths = _paths(given.get("data.val_files"))
+    names = ["heldout"] if len(paths) == 1 else [f"{Path(path).parent.name or 'heldout'}" for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"heldout{place}" for place in range(len(names))]
+    return {name: _verl_source(path, given) | drawn for name, path in zip(names, paths, strict=True)} or None
+
+
+def _paths(value: object) -> list[str]:
+    """Return files that verl names: one, or a list of them."""
+    return [str(Path(str(one)).expanduser()) for one in (value if isinstance(value, list) else [value]) if one]
+
+
+def _verl_source(path: str, given: Given) -> dict[str, object]:
+    """Return settings for a file of verl, whose answers are below `reward_model`."""
+    prompt = given.get("data.prompt_key", "prompt")
+    columns = {"answer": "reward_model.ground_truth", "task": "data_source"}
+    return {"path": path, "columns": columns if prompt == "prompt" else {"prompt": prompt, **columns}}
+
+
+def trl_reward(given: Given) -> object:
+    names = given.get("reward_funcs")
+    names = names if isinstance(names, list) else [names] if names else []
+    terms = [TRL_REWARDS[name] for name in names if name in TRL_REWARDS]
+    if len(terms) < len(names) or given.get("reward_model_name_or_path"):
+        others = ", ".join(str(name) for name in names if name not in TRL_REWARDS) or "a reward model"
+        raise NoCounterpartError(
+            f"{others}: rewards have other arguments, see docs/rewards.md", instead=terms or None
+        )
+    return terms or None
+
+
+def trl_lora(name: str) -> Callable[[Given], object]:
+    return lambda given: _whole(given, name) if _truth(given, "use_peft") else None
+
+
+def verl_lora(name: str) -> Callable[[Given], object]:
+    return lambda given: _whole(given, name) if number(given, f"{MODEL}.lora_rank") > 0 else None
+
+
+def targets(name: str, rank: Callable[[Given], object]) -> Theirs:
+    """Projections with adapters; all of them is our default."""
+
+    def convert(given: Given) -> object:
+        named = given.get(name)
+        if rank(given) is None or named in (None, "all-linear", ["all-linear"]):
+            return None
+        if not isinstance(named, list):
+            raise NoCounterpartError("give a list of projections, e.g. [q_proj, v_proj]")
+        return named
+
+    return Theirs((name,), convert)
+
+
+def trl_warmup(given: Given) -> object:
+    share = number(given, "warmup_steps")
+    return round(share * number(given, "max_steps")) or None if 0 < share < 1 else _whole(given, "warmup_steps")
+
+
+def trl_scale(given: Given) -> object:
+    scale = str(given.get("scale_rewards")).lower()
+    if scale == "batch":
+        raise NoCounterpartError("batch_std here also subtracts the mean of the step; group_std is used")
+    return "group_mean" if scale in ("none", "false") else None
+
+
+def verl_advantage(given: Given) -> object:
+    name = str(given.get("algorithm.adv_estimator"))
+    estimators = {"grpo": "group_std", "rloo": "leave_one_out", "reinforce_plus_plus": "batch_std"}
+    if name not in estimators:
+        raise NoCounterpartError(f"{name} is unknown here, and there is no critic; GRPO's group_std is used")
+    if name == "grpo":
+        return "group_mean" if str(given.get("algorithm.norm_adv_by_std_in_grpo")).lower() == "false" else None
+    return estimators[name]
+
+
+def verl_kl(given: Given) -> object:
+    return number(given, f"{ACTOR}.kl_loss_coef") if _truth(given, f"{ACTOR}.use_kl_loss") else None
+
+
+def verl_kl_kind(given: Given) -> object:
+    kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    kind = str(given.get(f"{ACTOR}.kl_loss_type"))
+    if verl_kl(given) is None:
+        return None
+    if kind not in kinds:
+        raise NoCounterpartError("choose k1, k2 or k3")
+    return None if kinds[kind] == "k3" else kinds[kind]
+
+
+def trl_clip_high(given: Given) -> object:
+    """Return the upper clip; CISPO's `epsilon_high` bounds the ratio itself."""
+    cispo = given.get("loss_type") == "cispo"
+    if given.get("epsilon_high") is None:
+        return None if cispo else given.get("epsilon")
+    return number(given, "epsilon_high") - cispo
+
+
+def sums(*names: str) -> Callable[[Given], object]:
+    return lambda given: int(sum(number(given, name) for name in names)) or None
+
+
+def trackers(name: str) -> Theirs:
+    """Trackers by their names, which are the same; others and the console are left out."""
+
+    def convert(given: Given) -> object:
+        value = given.get(name)
+        named = value if isinstance(value, list) else [value]
+        return [one for one in named if one in ("tensorboard", "wandb", "mlflow")] or None
+
+    return Theirs((name,), convert)
+
+
+def when(name: str, value: object) -> Theirs:
+    """A switch: `value` where it is on, else our default."""
+    return Theirs((name,), lambda given: value if _truth(given, name) else None)

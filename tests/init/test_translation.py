@@ -1,0 +1,199 @@
+"""Files of TRL and verl, as their users have them, become settings of ours."""
+
+import pytest
+
+from laminar_lab.init.translation import translate
+from laminar_py.config import ConfigError
+from laminar_py.config.conversions import Trainer
+
+TRL = """\
+model_name_or_path: Qwen/Qwen2.5-7B
+dataset_name: open-r1/DAPO-Math-17k-Processed
+dataset_config: en
+reward_funcs: [accuracy_reward, think_format_reward]
+learning_rate: 1e-5
+lr_scheduler_type: cosine
+warmup_steps: 10
+num_train_epochs: 2
+num_processes: 8
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+steps_per_generation: 8
+num_generations: 16
+max_completion_length: 2048
+beta: 0.04
+epsilon_high: 0.28
+loss_type: dr_grpo
+scale_rewards: none
+top_p: 0.95
+use_peft: true
+lora_r: 32
+lora_target_modules: [q_proj, v_proj]
+use_vllm: true
+eval_strategy: steps
+eval_steps: 25
+report_to: [wandb, none]
+logging_steps: 1
+top_entropy_quantile: 0.2
+"""
+VERL = """\
+set -x
+train_path=$HOME/gsm8k/train.parquet
+train_files="['$train_path']"
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$train_files" \\
+    data.val_files=$HOME/gsm8k/test.parquet \\
+    data.train_batch_size=512 data.max_prompt_length=512 data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=${MODEL_PATH:-Qwen/Qwen2.5-7B} \\
+    actor_rollout_ref.actor.optim.lr=3e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_type=kl \\
+    actor_rollout_ref.actor.entropy_coeff=0.01 \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \\
+    actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \\
+    +actor_rollout_ref.rollout.unheard_of=7 \\
+    trainer.critic_warmup=0 \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.total_epochs=15 $@
+"""
+
+
+def translated(tmp_path, trainer, text, name="given.yaml"):
+    (tmp_path / name).write_text(text)
+    return translate(trainer, tmp_path / name)
+
+
+def test_a_file_of_trl_becomes_our_settings(tmp_path):
+    """64 completions of 8 processes are a step, and two steps are generated at a time."""
+    found = translated(tmp_path, Trainer.TRL, TRL)
+    wanted = {
+        "model.path": "Qwen/Qwen2.5-7B",
+        "data.train": {
+            "path": "open-r1/DAPO-Math-17k-Processed",
+            "subset": "en",
+            "columns": {"answer": "solution"},
+        },
+        "learner.lr": 1e-5,
+        "learner.decay": "cosine",
+        "learner.warmup_steps": 10,
+        "learner.betas": [0.9, 0.999],
+        "learner.lora.rank": 32,
+        "learner.lora.alpha": 32,
+        "learner.lora.targets": ["q_proj", "v_proj"],
+        "rollout.prompts_per_step": 16,
+        "rollout.group_size": 16,
+        "rollout.sampling.max_new_tokens": 2048,
+        "rollout.sampling.top_p": 0.95,
+        "rollout.record": ["sampling_mask"],
+        "algorithm.updates_per_step": 4,
+        "algorithm.kl_coef": 0.04,
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.28,
+        "algorithm.aggregation": "constant",
+        "algorithm.advantage": "group_mean",
+        "eval.every_steps": 25,
+        "tracking.kinds": ["wandb"],
+    }
+    assert {key: found.settings.get(key) for key in wanted} == wanted
+    assert set(found.settings) - set(wanted) == {"eval.sets", "reward.use"}
+    assert found.settings["eval.sets"]["heldout"]["split"] == "test"
+    assert [term if isinstance(term, str) else term["kind"] for term in found.settings["reward.use"]] == [
+        "math",
+        "format",
+    ]
+    assert found.epochs == 2
+    assert found.lost == {
+        "use_vllm=True": "SGLang or the embedded engine takes its place",
+        "logging_steps=1": "every step is logged",
+        "top_entropy_quantile=0.2": "",
+    }
+
+
+def test_a_script_of_verl_becomes_our_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/data")
+    found = translated(tmp_path, Trainer.VERL, VERL, "run.sh")
+    columns = {"answer": "reward_model.ground_truth", "task": "data_source"}
+    wanted = {
+        "model.path": "Qwen/Qwen2.5-7B",
+        "data.train": {"path": "/data/gsm8k/train.parquet", "columns": columns},
+        "eval.sets": {
+            "heldout": {"path": "/data/gsm8k/test.parquet", "columns": columns, "samples": 4, "temperature": 0.6}
+        },
+        "rollout.prompts_per_step": 512,
+        "rollout.group_size": 5,
+        "rollout.sampling.max_new_tokens": 1024,
+        "rollout.max_len": 1536,
+        "learner.lr": 3e-6,
+        "learner.betas": [0.9, 0.999],
+        "learner.weight_decay": 0.01,
+        "algorithm.updates_per_step": 4,
+        "algorithm.kl_coef": 0.001,
+        "algorithm.kl_estimator": "k1",
+        "algorithm.importance_cap": 3.0,
+        "tracking.kinds": ["wandb"],
+    }
+    assert found.settings == wanted
+    assert found.epochs == 15
+    assert found.lost == {
+        "actor_rollout_ref.actor.entropy_coeff=0.01": "write a loss of your own, see docs/extending.md",
+        "actor_rollout_ref.rollout.name=vllm": "SGLang or the embedded engine takes its place",
+        "actor_rollout_ref.rollout.unheard_of=7": "",
+    }
+
+
+def test_hydra_yaml_is_read_like_its_overrides(tmp_path):
+    text = "data: {train_batch_size: 64, val_files: a.parquet}\nactor_rollout_ref: {rollout: {n: 1}}\n"
+    found = translated(tmp_path, Trainer.VERL, text)
+    assert found.settings["rollout.prompts_per_step"] == 64
+    assert set(found.settings["eval.sets"]["heldout"]) == {"path", "columns"}, "greedy, as verl has it"
+    assert "rollout.group_size" not in found.settings, "a group of one has no advantages"
+    assert found.lost == {"actor_rollout_ref.rollout.n=1": "a group has two samples at least; 8 are used"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value", "why"),
+    [
+        ("loss_type: cispo\nepsilon_high: 5.0", "algorithm.clip_high", 4.0, None),
+        ("loss_type: cispo", "algorithm.name", "cispo", None),
+        (
+            "loss_type: luspo",
+            "algorithm.aggregation",
+            None,
+            "write a loss of your own, see docs/extending.md",
+        ),
+        ("num_iterations: 2", "algorithm.updates_per_step", 1, "a trajectory is trained once"),
+        (
+            "scale_rewards: batch",
+            "algorithm.advantage",
+            None,
+            "batch_std here also subtracts the mean of the step",
+        ),
+        ("reward_funcs: mine.bonus", "reward.use", None, "mine.bonus: rewards have other arguments"),
+        ("save_steps: 0.1", "learner.checkpoint_every", None, "save_steps is a share; give a number of steps"),
+        ("lora_r: 8", "learner.lora.rank", None, None),
+        ("importance_sampling_level: sequence", "algorithm.objective", "sequence_clip", None),
+    ],
+)
+def test_a_value_without_a_counterpart_is_said_and_why(setting, key, value, why, tmp_path):
+    found = translated(tmp_path, Trainer.TRL, f"{setting}\n")
+    assert found.settings.get(key) == value
+    assert bool(found.lost) == (why is not None)
+    assert why is None or any(reason.startswith(why) for reason in found.lost.values())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "words"),
+    [
+        (Trainer.TRL, "steps: 3\n", "has no setting of trl that is known here"),
+        (Trainer.TRL, "- 1\n", "holds no settings"),
+        (Trainer.VERL, "learning_rate: 1e-6\n", "has no setting of verl"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_in_one_line(trainer, text, words, tmp_path):
+    with pytest.raises(ConfigError, match=words) as caught:
+        translated(tmp_path, trainer, text)
+    assert "\n" not in str(caught.value)
