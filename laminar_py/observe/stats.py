@@ -22,7 +22,7 @@ from laminar_py.records.trajectory import TrajectoryRef
 
 log = logging.getLogger(__name__)
 
-NOTHING_LEARNED = StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=0.0)
+NOTHING_LEARNED = StepMetrics(loss=math.nan, grad_norm=math.nan, elapsed_s=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,8 +189,8 @@ class Stats:
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
             generated_tokens=self._earlier_generated_tokens + generated_tokens,
-            staleness_mean=sum(staleness) / (len(staleness) or 1),
-            staleness_max=max(staleness, default=0),
+            staleness_mean=sum(staleness) / len(staleness) if staleness else math.nan,
+            staleness_max=max(staleness, default=None),
             length_p50=self._length[0],
             length_p95=self._length[1],
             turns=self._turn_figures,

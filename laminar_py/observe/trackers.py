@@ -1,5 +1,6 @@
 """Messages to the processes of trackers, and the figures of a run under flat names for trackers."""
 
+import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -34,14 +35,18 @@ Message: TypeAlias = Values | Rewound | Ending
 
 
 def flat_row(row: StepRow) -> dict[str, float]:
-    """Return the numbers of a row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `run/loss`."""
+    """Return the numbers of a row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `run/loss`.
+
+    Figures that the step did not measure are left out; NaN stays where training has gone wrong.
+    """
     rest = msgspec.to_builtins(row)
     tokens = {name: rest.pop(name) for name in TokenFigures.__struct_fields__}
     ages = {  # MLflow takes no plus sign
         f"staleness_{bucket.replace('+', '_up')}": figures for bucket, figures in rest.pop("by_staleness").items()
     }
     groups = {"order": rest.pop("order"), "reward": rest.pop("reward_terms"), "turns": rest.pop("turns")}
-    return _numbers({"run": rest, "tokens": tokens, **groups, **ages})
+    flat = _numbers({"run": rest, "tokens": tokens, **groups, **ages})
+    return flat if row.not_finite else {name: value for name, value in flat.items() if not math.isnan(value)}
 
 
 def flat_evaluation(result: Evaluated) -> dict[str, float]:

@@ -310,8 +310,8 @@ class Stepped(Event, frozen=True, kw_only=True):
     incarnation: int
     num_trajectories: int
     num_tokens: int
-    loss: float
-    grad_norm: float
+    loss: float | None  # None: the step trained nothing
+    grad_norm: float | None  # None: the same
     reward: float  # mean over trajectories scored since the last step
     elapsed_s: float
     waited_s: float = 0.0  # seconds that the learner waited for the batch

@@ -69,7 +69,15 @@ async def test_drops_are_counted_by_reason(tmp_path):
 
 async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):
     rows = [
-        make_step_row(step, 10.0 * step, loss=0.1 * step, grad_norm=1.0, kl_behaviour_k3=0.02, clip_fraction=0.3)
+        make_step_row(
+            step,
+            10.0 * step,
+            loss=0.1 * step,
+            grad_norm=1.0,
+            kl_behaviour_k3=0.02,
+            clip_fraction=0.3,
+            effective_share=0.5,
+        )
         for step in (1, 2)
     ]
     write_rows(tmp_path / "metrics.jsonl", rows)
@@ -85,7 +93,7 @@ async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_ea
     assert all(chart.series[0].x == [1, 2] for chart in charts)
     loss, norm, length, kl, clipped, effective = (chart.series[0].y for chart in charts)
     assert (loss, length) == ([0.1, 0.2], [6.0, 10.0])
-    assert (norm, kl, clipped, effective) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3], [1.0, 1.0])
+    assert (norm, kl, clipped, effective) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3], [0.5, 0.5])
 
 
 async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event(tmp_path):

@@ -1,5 +1,6 @@
 """Rows of steps: what is not finite is told once, and every reader reads the row."""
 
+import json
 import logging
 import math
 
@@ -10,7 +11,7 @@ from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import Stats, Totals, read_totals
 from laminar_py.observe.trackers import flat_row
 from laminar_py.records.host import SystemClock
-from laminar_py.records.metrics import TurnFigures
+from laminar_py.records.metrics import Mismatch, TurnFigures
 from tests.telemetry.rows import make_rows
 
 
@@ -28,6 +29,43 @@ def test_a_metric_that_is_not_finite_is_named_once_and_the_run_resumes_and_repor
     assert math.isnan(found[1].by_staleness["9+"].entropy)
     assert found[0].mfu == found[1].mfu == 0.25
     assert math.isnan(flat_row(found[1])["tokens/entropy"])
+
+
+NOTHING = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "clip_fraction",
+    "mismatch_mean",
+    "staleness_mean",
+    "learner_tokens_per_s",
+)
+
+
+def test_a_step_that_trained_nothing_has_null_in_place_of_figures_and_trackers_get_none(tmp_path, caplog):
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    facts = {"version": 1, "batch": [], "staleness": [], "generated_tokens": 0, "versions_alive": 1}
+    with caplog.at_level(logging.WARNING), (tmp_path / "metrics.jsonl").open("ab") as file:
+        row = stats.step_row(step=1, metrics=None, stall_s=0.0, **facts)
+        append_row(file, row)
+    assert caplog.records == []
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert [line[name] for name in NOTHING] == [None] * len(NOTHING)
+    assert line["trajectories"] == line["learner_s"] == 0
+    (again,) = read_samples(tmp_path).steps
+    assert not again.trained
+    told = flat_row(again)
+    assert not any(math.isnan(value) for value in told.values())
+    assert not {f"run/{name}" for name in NOTHING} & set(told)
+    assert "tokens/entropy" not in told
+
+
+def test_a_mismatch_without_fresh_tokens_is_unknown_and_no_fault():
+    (row,) = make_rows(1.0)
+    old = msgspec.structs.replace(row, **Mismatch().figures)
+    assert old.not_finite == []
+    assert "run/mismatch_max" not in flat_row(old)
+    assert msgspec.structs.replace(row, mismatch_max=math.inf).not_finite == ["mismatch_max"]
 
 
 def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones():
