@@ -147,6 +147,9 @@ def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
         figures.name: figures.mean.describe(),
     }
     rows |= {f"pass@{k}": share.describe() for k, share in figures.pass_at.items() if k > 1}
+    for name, term in figures.shown_terms.items():
+        rows[f"{name} accuracy" if term.pass_at else name] = term.mean.describe()
+        rows |= {f"{name} pass@{k}": share.describe() for k, share in term.pass_at.items() if k > 1}
     if figures.majority is not None:
         rows[f"maj@{figures.samples}"] = figures.majority.describe()
     rows["cut by a cap"] = figures.truncated.describe()

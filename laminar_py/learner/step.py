@@ -202,6 +202,7 @@ class Learner:
         return StepMetrics(
             loss=sum(losses) / len(losses) if trains else math.nan,
             grad_norm=max(norms) if trains else math.nan,
+            learning_rate=self._optimizer.lr if trains else math.nan,
             elapsed_s=time.perf_counter() - started,
             tokens=tokens,
             by_staleness=sums.by_staleness(),

@@ -296,6 +296,8 @@ class Machine:
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
         row.scorer_s, row.scored_s = event.elapsed_s / event.at_once, self._now
         row.answer, row.earned, row.roles = event.answer, event.earned, event.roles
+        if row.kind is Kind.EVAL:
+            row.term_values = event.term_values
         return row
 
     def _ready(self, event: Ready) -> LiveTrajectory:

@@ -1,8 +1,9 @@
 """Messages to the processes of trackers, and the figures of a run under flat names for trackers."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,6 +32,7 @@ class Ending(msgspec.Struct, frozen=True, tag=True):
     summary: dict[str, float] | None
 
 
+Term = TypeVar("Term")
 Message: TypeAlias = Values | Rewound | Ending
 
 
@@ -44,15 +46,20 @@ def flat_row(row: StepRow) -> dict[str, float]:
     ages = {  # MLflow takes no plus sign
         f"staleness_{bucket.replace('+', '_up')}": figures for bucket, figures in rest.pop("by_staleness").items()
     }
-    groups = {"order": rest.pop("order"), "reward": rest.pop("reward_terms"), "turns": rest.pop("turns")}
+    terms = short_terms(rest.pop("reward_terms"))
+    groups = {"order": rest.pop("order"), "reward": terms, "turns": rest.pop("turns")}
     flat = _numbers({"run": rest, "tokens": tokens, **groups, **ages})
-    return flat if row.not_finite else {name: value for name, value in flat.items() if not math.isnan(value)}
+    wrong = row.not_finite
+    return {
+        name: value for name, value in flat.items() if not math.isnan(value) or name.rpartition("/")[2] in wrong
+    }
 
 
 def flat_evaluation(result: Evaluated) -> dict[str, float]:
     """Return the figures of an evaluation, e.g. `eval/aime/mean`, `eval/aime/pass_at_32`.
 
     Names have no @, which MLflow refuses. `mean` names accuracies and mean rewards alike, so a set has one curve.
+    A term has `eval/aime/reward/math` and `eval/aime/reward/math_pass_at_32`.
     """
     figures = result.figures
     values = {"mean": figures.mean, "truncated": figures.truncated}
@@ -62,6 +69,9 @@ def flat_evaluation(result: Evaluated) -> dict[str, float]:
     numbers: dict[str, float] = {name: one.value for name, one in values.items()}
     numbers |= {"mean_low": figures.mean.low, "mean_high": figures.mean.high}
     numbers |= {"length_p50": figures.length_p50, "length_p95": figures.length_p95}
+    for term, found in short_terms(figures.shown_terms).items():
+        numbers[f"reward/{term}"] = found.mean.value
+        numbers |= {f"reward/{term}_pass_at_{k}": one.value for k, one in found.pass_at.items() if k > 1}
     numbers |= {"version": result.version, "rl_s": result.rl_s}
     return {f"eval/{result.set_name}/{name}": value for name, value in numbers.items()}
 
@@ -77,6 +87,16 @@ def flat_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in leaves.items()
+    }
+
+
+def short_terms(terms: Mapping[str, Term]) -> dict[str, Term]:
+    """Return values by term, a function under its name without its file; equal names keep the file's name."""
+    names = {name: name.rpartition(":")[2] for name in terms}
+    times = Counter(names.values())
+    return {
+        short if times[short := names[name]] == 1 else name.rpartition("/")[2]: value
+        for name, value in terms.items()
     }
 
 

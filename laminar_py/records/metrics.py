@@ -14,8 +14,8 @@ from laminar_py.records.proofs import StepProof
 class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Means over trained tokens with their loss weights, e.g. `TokenFigures(entropy=1.2, ratio=1.01, ...)`.
 
-    All are NaN without a trained token. A name that ends in `max` is a maximum. `kl_behaviour_k1` is KL(behaviour || new policy) in nats, by the
-    estimator k1 on tokens of the behaviour policy. k1 may be negative, k3 never is.
+    All are NaN without a trained token. A name that ends in `max` is a maximum. `kl_behaviour_k1` is KL(behaviour
+    || new policy) in nats, by the estimator k1 on tokens of the behaviour policy. k1 may be negative, k3 never is.
     """
 
     entropy: float = nan
@@ -75,12 +75,14 @@ class Work(msgspec.Struct, frozen=True):
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a learner step, e.g. `StepMetrics(loss=0.1, grad_norm=0.4, elapsed_s=2.5, updates=4)`.
 
-    Loss and gradient norm are NaN if the step trained no token: none had a weight, or every update was skipped.
+    Loss, gradient norm and learning rate are NaN if the step trained no token: none had a weight, or every update
+    was skipped.
     """
 
     loss: float
     grad_norm: float  # before clipping; the largest of all updates
     elapsed_s: float
+    learning_rate: float = nan  # of the last update that was not skipped
     tokens: TokenMetrics = TokenMetrics()
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
     mismatch: Mismatch = Mismatch()
@@ -126,16 +128,19 @@ class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl` for one step, e.g. `StepRow(step=9, version=9, rl_s=81.0, reward=0.4, ...)`.
 
-    Rates are over the RL phase so far, and times are seconds of that phase. A figure without anything to measure is
-    NaN: of a step that trained nothing, the inherited ones, `loss` and `grad_norm`. The inherited ones may also be
-    NaN or infinite because the numbers are.
+    Rates are over the RL phase so far, and times are seconds of that phase. A figure without anything to measure
+    is NaN: of a step that trained nothing, the inherited ones, `loss`, `grad_norm` and `learning_rate`. The
+    inherited ones may also be NaN or infinite because the numbers are.
     """
 
     step: int
     version: int
     rl_s: float  # duration of the RL phase so far
     reward: float  # mean over trajectories scored since the last step; the last value if there were none
-    reward_terms: dict[str, float] = {}  # mean of each term before its weight, if there are several
+    reward_terms: dict[str, float] = {}  # mean of each term before its weight, of the same trajectories
+    reward_std: float = nan  # standard deviation within a group, mean over groups closed since the last step
+    frac_reward_zero_std: float = nan  # share of these groups whose rewards are all equal
+    clipped_ratio: float = nan  # share of trajectories scored since the last step that a cap ended
     trajectories: int  # of this step
     trained_tokens: int  # of responses, sum so far
     generated_tokens: int  # sum so far
@@ -159,6 +164,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     mfu: float | None = None  # None: the devices' peak is unknown
     loss: float = nan
     grad_norm: float = nan
+    learning_rate: float = nan
     mismatch_mean: float = nan
     mismatch_p99: float = nan
     mismatch_max: float = nan
@@ -173,12 +179,12 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
 
     @property
     def not_finite(self) -> list[str]:
-        """Names of measured fields that are infinite or NaN."""
-        if not self.by_staleness:  # no token was measured
+        """Names of the learner's figures that are infinite or NaN although it trained tokens."""
+        if not self.by_staleness:
             return []
-        unmeasured = Mismatch().figures.keys() if math.isnan(self.mismatch_mean) else ()
-        values = [(name, value) for name, value in msgspec.structs.asdict(self).items() if name not in unmeasured]
-        return [name for name, value in values if isinstance(value, float) and not math.isfinite(value)]
+        fresh = () if math.isnan(self.mismatch_mean) else Mismatch.__struct_fields__
+        names = [*TokenFigures.__struct_fields__, *(f"mismatch_{name}" for name in fresh)]
+        return [name for name in names if not math.isfinite(getattr(self, name))]
 
 
 class FleetRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ def make_step_row(step, rl_s, **given):
     """A row of a step, of which only what is given matters."""
     counts = ("version", "trajectories", "trained_tokens", "generated_tokens", "staleness_max", "versions_alive")
     times = ("reward", "staleness_mean", "learner_s", "learner_waiting_share", "learner_busy_s", "overlap_s")
-    learned = ("loss", "grad_norm", *TokenFigures.__struct_fields__)
+    learned = ("loss", "grad_norm", "learning_rate", *TokenFigures.__struct_fields__)
     nothing = {**dict.fromkeys((*counts, "length_p50", "length_p95"), 0), **dict.fromkeys((*times, *learned), 0.0)}
     return StepRow(step=step, rl_s=rl_s, **{**nothing, **given})
 
