@@ -26,7 +26,7 @@ from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
 from laminar_lab.report.trajectories import Times, Trajectories
 from laminar_py.config.loading import dump_config
-from laminar_py.observe import short_terms
+from laminar_py.records.scoring import short_terms
 from laminar_py.records.trajectory import Status
 
 REPORT_NAME = "report.html"

@@ -16,6 +16,5 @@ if TYPE_CHECKING:
     from laminar_py.observe.summary import Summary as Summary
     from laminar_py.observe.summary import summarise as summarise
     from laminar_py.observe.trackers import flat_row as flat_row
-    from laminar_py.observe.trackers import short_terms as short_terms
 else:
     __getattr__ = public_names(__name__)

@@ -1,9 +1,8 @@
 """Messages to the processes of trackers, and the figures of a run under flat names for trackers."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 
@@ -11,6 +10,7 @@ from laminar_py.config.tracking import Setting
 from laminar_py.observe.summary import Summary
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow, TokenFigures
+from laminar_py.records.scoring import short_terms
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
@@ -32,7 +32,6 @@ class Ending(msgspec.Struct, frozen=True, tag=True):
     summary: dict[str, float] | None
 
 
-Term = TypeVar("Term")
 Message: TypeAlias = Values | Rewound | Ending
 
 
@@ -69,7 +68,7 @@ def flat_evaluation(result: Evaluated) -> dict[str, float]:
     numbers: dict[str, float] = {name: one.value for name, one in values.items()}
     numbers |= {"mean_low": figures.mean.low, "mean_high": figures.mean.high}
     numbers |= {"length_p50": figures.length_p50, "length_p95": figures.length_p95}
-    for term, found in short_terms(figures.shown_terms).items():
+    for term, found in figures.shown_terms.items():
         numbers[f"reward/{term}"] = found.mean.value
         numbers |= {f"reward/{term}_pass_at_{k}": one.value for k, one in found.pass_at.items() if k > 1}
     numbers |= {"version": result.version, "rl_s": result.rl_s}
@@ -87,16 +86,6 @@ def flat_settings(tree: Mapping[str, object]) -> dict[str, Setting]:
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in leaves.items()
-    }
-
-
-def short_terms(terms: Mapping[str, Term]) -> dict[str, Term]:
-    """Return values by term, a function under its name without its file; equal names keep the file's name."""
-    names = {name: name.rpartition(":")[2] for name in terms}
-    times = Counter(names.values())
-    return {
-        short if times[short := names[name]] == 1 else name.rpartition("/")[2]: value
-        for name, value in terms.items()
     }
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.columns import Array
+from laminar_py.records.scoring import short_terms
 
 RESAMPLES = 1_000
 SEED = 0  # of the resampling, so that every process computes the same figures
@@ -113,8 +114,9 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown_terms(self) -> dict[str, TermFigures]:
-        """Terms with figures of their own: all if there are several, and one with a weight."""
-        return {name: term for name, term in self.terms.items() if len(self.terms) > 1 or term.mean != self.mean}
+        """Terms with figures of their own, under short names: all if there are several, and one with a weight."""
+        terms = self.terms.items()
+        return short_terms({name: term for name, term in terms if len(terms) > 1 or term.mean != self.mean})
 
     @property
     def exact(self) -> tuple[object, ...]:

@@ -92,13 +92,17 @@ def test_a_pass_and_its_answers_are_named_by_number_set_problem_and_sample():
 def test_a_verdict_beside_a_bonus_has_its_accuracy_and_pass_at_k_and_the_bonus_its_mean():
     right, bonus = [[1.0, 0.0], [0.0, 0.0]], [[0.1, 0.2], [0.1, 0.0]]
     rewards = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(right, bonus, strict=True)]
-    figures = set_figures(make_answers(rewards, terms={"math": right, "short": bonus}), samples=2)
+    figures = set_figures(
+        make_answers(rewards, terms={"math": right, "/home/me/rewards.py:short": bonus}), samples=2
+    )
     assert (figures.is_accuracy, figures.pass_at) == (False, {})
     assert {k: one.value for k, one in figures.terms["math"].pass_at.items()} == {1: 0.25, 2: 0.5}
-    assert figures.terms["short"].mean.value == pytest.approx(0.1)
-    assert figures.terms["short"].pass_at == {}
+    assert figures.terms["/home/me/rewards.py:short"].mean.value == pytest.approx(0.1)
+    assert figures.terms["/home/me/rewards.py:short"].pass_at == {}
     assert ", math accuracy 0.250 pass@2 0.500, short 0.100, " in figures.describe()
-    other = set_figures(make_answers(rewards, terms={"math": bonus, "short": bonus}), samples=2)
+    other = set_figures(
+        make_answers(rewards, terms={"math": bonus, "/home/me/rewards.py:short": bonus}), samples=2
+    )
     assert other.mean == figures.mean
     assert other.exact != figures.exact, "the audit compares terms"
 
