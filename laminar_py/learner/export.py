@@ -151,6 +151,7 @@ def export_checkpoint(
     is incomplete or of another model, or the base has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
+    logging.disable_progress_bar()
     cast = getattr(torch, dtype)
     with _complete_folder(folder) as partial:
         if adapter:
