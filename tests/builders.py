@@ -98,7 +98,7 @@ def make_experts(start, end, *, width=1):
     return RoutedExperts(start=start, layers=3, top_k=2, width=width, data=experts.astype(f"<u{width}").tobytes())
 
 
-def make_answers(rewards, *, answers=None, length=10):
+def make_answers(rewards, *, answers=None, terms=None, length=10):
     """Answers to problems by their rewards, e.g. `[[1.0, 0.0], [None, 0.0]]`: two samples of two problems."""
     return [
         EvalAnswer(
@@ -106,6 +106,7 @@ def make_answers(rewards, *, answers=None, length=10):
             sample=sample,
             reward=reward,
             answer="" if answers is None else answers[problem][sample],
+            terms={} if terms is None else {name: values[problem][sample] for name, values in terms.items()},
             length=length * (problem + 1) + sample,
             truncated=sample == 1,
         )

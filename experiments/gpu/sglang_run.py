@@ -168,7 +168,8 @@ def rows(run: "FinishedRun", size: Size, policy: str) -> list["Row"]:
     from laminar_lab.audit.verify import verify
     from laminar_lab.bench.report import Row
 
-    found, steps = run.summary, run.steps[1:] or run.steps  # the first one compiles kernels
+    found, trained = run.summary, [step for step in run.steps if step.trained]
+    steps = trained[1:] or trained  # the first one compiles kernels
     fresh = [step for step in run.steps if "0" in step.by_staleness]
     first, others = loads_s(run.folder)
     busy, busy_s = busy_rate(run, size.max_batch // 2)

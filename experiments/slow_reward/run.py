@@ -43,7 +43,7 @@ def run(reward: str, bound: str, steps: int) -> FinishedRun:
 
 def staleness(done: FinishedRun) -> float:
     """Mean of the counted steps, in steps."""
-    counted = done.steps[FIRST:]
+    counted = [row for row in done.steps[FIRST:] if row.trajectories]
     return sum(row.staleness_mean for row in counted) / len(counted)
 
 

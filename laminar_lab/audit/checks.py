@@ -302,7 +302,7 @@ class FiguresCheck(Check):
         elif row is not None and row.kind is Kind.EVAL:
             answers = self._answers.setdefault(row.group_id, [])
             if isinstance(event, Scored):
-                answers.append(answer_of(row, reward=event.reward, answer=event.answer))
+                answers.append(answer_of(row, event))
             elif isinstance(event, Dropped) and event.reason in UNSCORED:
-                answers.append(answer_of(row, reward=None, answer=""))
+                answers.append(answer_of(row, None))
         return []

@@ -50,7 +50,8 @@ def simulate(
         if not as_json and (time.monotonic() - printed > LINE_EVERY_S or row.step == settings.steps):
             printed = time.monotonic()
             print_line(
-                f"step {row.step}/{settings.steps}  staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+                f"step {row.step}/{settings.steps}"
+                f"  staleness {row.staleness_mean:.1f} max {row.staleness_max or 0}"
                 f"  learner waiting {row.learner_waiting_share:.0%}  {printed - began:.0f} s"
             )
 

@@ -145,7 +145,7 @@ def _figures(progress: RunProgress, compared: str) -> dict[str, str]:
         "reward": "" if row is None else f"{row.reward:.3f}",
         compared: f"{points[-1].value:.3f}" if points else "",
         "tokens/s": f"{row.trained_tokens / row.rl_s:,.0f}" if row is not None and row.rl_s else "",
-        "staleness": "" if row is None else f"{row.staleness_mean:.1f}",
+        "staleness": f"{row.staleness_mean:.1f}" if row is not None and row.trajectories else "",
     }
 
 

@@ -12,15 +12,17 @@ WHOLE = 0.995  # share of bytes above which versions count as whole
 def closing_table(summary: Summary) -> Table:
     """The table with which `laminar train` ends."""
     lengths, counts, repack = summary.response_length, summary.trajectories, summary.repack
+    trained = summary.trained_steps
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
     moved = (
         f", {repack.running} trajectories moved in {repack.rounds} rounds, and {repack.waiting} that waited"
         if repack.rounds
         else ""
     )
+    idle = "" if trained == summary.steps else f"; {trained} of {summary.steps} steps trained"
     rows = [
         *_evaluation_rows(summary.evaluations),
-        ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s"),
+        ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s{idle}"),
         ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
         *_turn_rows(summary),
         ("tokens", f"{summary.tokens.generated:,} generated, {summary.tokens.trained:,} trained"),

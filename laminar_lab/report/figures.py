@@ -29,11 +29,14 @@ def _turns_of(report: RunReport) -> Distribution | None:
 
 def _note_steps(report: RunReport) -> str:
     account, ended = report.tokens, "has not ended" if report.snapshot.history.live else "has ended"
+    steps = [step for _, step in report.snapshot.history.steps]
+    trained = sum(step.loss is not None for step in steps)
+    idle = "" if trained == len(steps) else f"{trained:,} of {len(steps):,} steps trained; "
     if not report.steps or not account.useful_trajectories:
-        return f"the run {ended}"
+        return f"{idle}the run {ended}"
     size, length = account.useful_trajectories / report.steps, account.useful / account.useful_trajectories
     step_s = format_seconds(report.rl_s / report.steps)
-    return f"{step_s} each: {size:,.0f} trajectories x {length:,.1f} useful tokens; the run {ended}"
+    return f"{step_s} each: {size:,.0f} trajectories x {length:,.1f} useful tokens; {idle}the run {ended}"
 
 
 def _note_trajectories(report: RunReport) -> str:

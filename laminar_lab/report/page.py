@@ -27,11 +27,13 @@ from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
 from laminar_lab.report.trajectories import Times, Trajectories
 from laminar_py.config.loading import dump_config
+from laminar_py.records.scoring import short_terms
 from laminar_py.records.trajectory import Status
 
 REPORT_NAME = "report.html"
 MOST_BINS, MOST_COLUMNS, MOST_POINTS = 50, 240, 2_000
 MOST_TEXTS = 12  # responses on the page
+MOST_TERMS = 6  # of the reward, each a chart
 MOST_CELLS, MOST_TIMES, MOST_STEPS = 60_000, 600, 400  # of the timeline
 
 
@@ -80,6 +82,7 @@ def make_page(report: RunReport) -> Page:
             staleness_panel(train),
             tokens_panel(report),
             curves_panel(snapshot),
+            rewards_panel(snapshot),
             learner_panel(snapshot),
             texts_panel(snapshot.run),
             *([Panel(id="config", title="Config", text=config, is_wide=True)] if config else []),
@@ -253,23 +256,42 @@ def learner_panel(snapshot: Snapshot) -> Panel:
     found = {
         "loss": [row.loss for row in rows],
         "gradient norm": [row.grad_norm for row in rows],
+        "learning rate": [row.learning_rate for row in rows],
         "mean response (tokens)": [lengths.get(row.step, np.nan) for row in rows],
         "KL from the sampling policy (nats)": [row.kl_behaviour_k3 for row in rows],
         "share of the tokens clipped": [row.clip_fraction for row in rows],
         "effective sample size, share of the tokens": [row.effective_share for row in rows],
     }
     charts = [
-        Chart(
-            name=name,
-            x="step",
-            y="",
-            series=[Series(name=name, x=steps, y=values)],
-            from_zero=name not in ("loss", "gradient norm"),
-            is_empty=not rows,
-        )
+        step_chart(name, steps, values, from_zero=name not in ("loss", "gradient norm"))
         for name, values in found.items()
     ]
     return Panel(id="learner", title="Learner steps", charts=charts, is_wide=True)
+
+
+def rewards_panel(snapshot: Snapshot) -> Panel:
+    """Return the panel of rewards over steps that were not undone: groups, cut answers, each term."""
+    counted = {step.step for _, step in snapshot.history.steps}
+    rows = [row for row in keep_evenly(snapshot.samples.steps, MOST_POINTS) if row.step in counted]
+    steps = [float(row.step) for row in rows]
+    found = {
+        "standard deviation within a group": [row.reward_std for row in rows],
+        "share of groups whose rewards are all equal": [row.frac_reward_zero_std for row in rows],
+        "share of answers cut by a cap": [row.clipped_ratio for row in rows],
+    }
+    terms = short_terms({name: name for row in rows for name in row.reward_terms})
+    for shown, name in list(terms.items())[:MOST_TERMS]:
+        found[f"mean of {shown}"] = [row.reward_terms.get(name, np.nan) for row in rows]
+    charts = [step_chart(name, steps, values) for name, values in found.items()]
+    return Panel(id="rewards", title="Rewards", charts=charts, is_wide=True)
+
+
+def step_chart(name: str, steps: list[float], values: list[float], *, from_zero: bool = True) -> Chart:
+    """Return the chart of a figure over steps; it is empty if no step has the figure."""
+    series = [Series(name=name, x=steps, y=values)]
+    return Chart(
+        name=name, x="step", y="", series=series, from_zero=from_zero, is_empty=bool(np.isnan(values).all())
+    )
 
 
 def _means_by_step(

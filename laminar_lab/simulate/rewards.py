@@ -17,7 +17,7 @@ from laminar_py.control import TrajectoryScheduler
 from laminar_py.observe import Stats
 from laminar_py.records.events import AnyEvent, Dropped, Issued
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import TrajectoryRef
+from laminar_py.records.trajectory import FinishReason, TrajectoryRef
 
 
 class _Scoring(NamedTuple):
@@ -25,6 +25,7 @@ class _Scoring(NamedTuple):
 
     score: Score
     length: int
+    cut: bool  # a cap ended the response
 
 
 class SimulatedRewards:
@@ -56,7 +57,7 @@ class SimulatedRewards:
             one = await self._scored.get()
             if not self._closed:
                 await self._scheduler.incoming.on_score(one.score)
-                self._stats.add_score(one.score.value or 0.0, (), one.length)
+                self._stats.add_score(one.score.value or 0.0, (), one.length, cut=one.cut)
             self.num_open -= 1
             self._free += 1
             self._start_scoring()
@@ -86,7 +87,8 @@ class SimulatedRewards:
             trajectory_id=trajectory.id, value=value, elapsed_s=takes_s, at_once=self._scorers_per_worker
         )
         self.num_open += 1
-        self._waiting.append(_Scoring(score, trajectory.length))
+        cut = trajectory.finish_reason is FinishReason.LENGTH
+        self._waiting.append(_Scoring(score, trajectory.length, cut))
         self._start_scoring()
 
     def _start_scoring(self) -> None:

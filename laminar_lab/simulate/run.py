@@ -211,6 +211,7 @@ class _Simulation:
         return TrajectoryScheduler(
             control_settings(self._config, stop_ids=(END,)),
             prompt_at=lambda index: Prompt(id="p", index=index, text="", ids=ids),
+            on_rewards=self._stats.add_group,
             recorder=self._recorder,
             submit_for_scoring=self._on_response,
             credit=Credit(group_advantages(algorithm.advantage), overlong_cost(cap, algorithm.overlong_tokens)),

@@ -94,12 +94,19 @@ def export(
     source: Annotated[Path, typer.Argument(help="Folder of a run (its newest checkpoint) or of a checkpoint")],
     out: Annotated[Path, typer.Argument(help="New folder")],
     dtype: Annotated[ExportDtype | None, typer.Option(help="Type of the weights; default: as the model")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the LoRA adapters, as peft and engines read them")
+    ] = False,
 ) -> None:
-    """Write the trained model as a plain Hugging Face folder, also while the run runs."""
+    """Write the trained model as a plain Hugging Face folder, also while the run runs.
+
+    LoRA adapters are merged into their base, or with --adapter written alone.
+    """
     from laminar_py.runtime.orchestrator.exports import export as export_run
 
-    exported = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype])
-    print_line(f"{out}: {exported.checkpoint.name} of {source}")
+    exported = export_run(source, out, dtype=None if dtype is None else DTYPES[dtype], adapter=adapter)
+    what = "" if exported.base is None else f"adapters for the base {exported.base}, from "
+    print_line(f"{out}: {what}{exported.checkpoint.name} of {source}")
 
 
 def evaluate(
@@ -147,6 +154,9 @@ def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
         figures.name: figures.mean.describe(),
     }
     rows |= {f"pass@{k}": share.describe() for k, share in figures.pass_at.items() if k > 1}
+    for name, term in figures.shown_terms.items():
+        rows[f"{name} accuracy" if term.pass_at else name] = term.mean.describe()
+        rows |= {f"{name} pass@{k}": share.describe() for k, share in term.pass_at.items() if k > 1}
     if figures.majority is not None:
         rows[f"maj@{figures.samples}"] = figures.majority.describe()
     rows["cut by a cap"] = figures.truncated.describe()

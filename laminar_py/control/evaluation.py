@@ -141,6 +141,7 @@ class Evaluations:
             problem=problem_of(trajectory.id),
             sample=trajectory.sample_index,
             reward=trajectory.reward,
+            terms=trajectory.term_values,
             answer=trajectory.answer,
             length=trajectory.length,
             truncated=trajectory.finish_reason is FinishReason.LENGTH,

@@ -8,6 +8,7 @@ same ids as the run's tokenizer (`tests/learner/test_export.py`).
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -69,19 +70,30 @@ def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torc
     config = model.config.__class__.from_pretrained(source)
     config.dtype = dtype
     config.save_pretrained(folder)
+    _add_tokenizer(folder, source, config)
+
+
+def _add_tokenizer(folder: Path, source: Path, config: PretrainedConfig) -> None:
+    """Add the tokenizer of `source` to a folder of weights, and give the weights the modes of its other files."""
     for file in TOKENIZER_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
-    (folder / TOKENIZER_CONFIG).write_bytes(_tokenizer_config(source, config))
+    settings = folder / TOKENIZER_CONFIG
+    settings.write_bytes(_tokenizer_config(source, config))
+    for weights in folder.glob("*.safetensors"):  # safetensors lets only their owner read them
+        weights.chmod(settings.stat().st_mode)
 
 
-def _set_stop_ids(folder: Path, stop_ids: tuple[int, ...]) -> None:
-    """Set `eos_token_id` to `stop_ids` in a folder's `generation_config.json`; make the file if it is missing."""
+def _set_stop_ids(folder: Path, stop_ids: tuple[int, ...], source: Path) -> None:
+    """Set `eos_token_id` to `stop_ids` in a folder's `generation_config.json`.
+
+    A missing file gets its other ids from the config of `source`.
+    """
     path = folder / GENERATION_CONFIG
     if path.is_file():
         settings = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     else:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
+        config = msgspec.json.decode((source / "config.json").read_bytes(), type=dict[str, object])
         names = ("bos_token_id", "pad_token_id")
         settings = {name: config[name] for name in names if config.get(name) is not None}
     settings["eos_token_id"] = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
@@ -127,16 +139,36 @@ def export_checkpoint(
     dtype: str,
     lora: LoraConfig | None = None,
     base: Path | None = None,
+    adapter: bool = False,
     stop_ids: tuple[int, ...] = (),
 ) -> None:
     """Write a checkpoint of the model in `source` as a Hugging Face folder, e.g. in `bfloat16`.
 
-    With `lora` the checkpoint's adapters are merged into the model in `base`, by default `source`. Works on the
-    CPU, with memory for the model in fp32, for a checkpoint of any world size. `folder` must not exist yet, and
-    appears only when it is complete. Engines that load `folder` stop at `stop_ids`; without any, at the ids in
-    `source`. Raises `ConfigError` if the checkpoint is incomplete or of another model, or the base has no weights.
+    With `lora` the checkpoint's adapters are merged into the model in `base`, by default `source`; as an `adapter`
+    they are written alone, as peft reads them. Works on the CPU, with memory for the model in fp32, for a
+    checkpoint of any world size. `folder` must not exist yet, and appears only when it is complete. Engines that
+    load `folder` stop at `stop_ids`; without any, at the ids in `source`. Raises `ConfigError` if the checkpoint
+    is incomplete or of another model, or the base has no weights.
     """
     check_model_folder(ModelConfig(path=source, from_scratch=True))  # its weights are not needed
+    logging.disable_progress_bar()
+    cast = getattr(torch, dtype)
+    with _complete_folder(folder) as partial:
+        if adapter:
+            from laminar_py.learner.lora import write_adapter  # imports peft, which is an extra
+
+            assert lora is not None, "only a run of adapters has an adapter"
+            write_adapter(checkpoint, partial, base=base or source, settings=lora, dtype=cast)
+            _add_tokenizer(partial, source, AutoConfig.from_pretrained(source))
+        else:
+            model = _load_checkpoint(checkpoint, source=source, lora=lora, base=base or source)
+            export_hf(model, partial, source=source, dtype=cast)
+        if stop_ids:
+            _set_stop_ids(partial, stop_ids, source)
+
+
+def _load_checkpoint(checkpoint: Path, *, source: Path, lora: LoraConfig | None, base: Path) -> PreTrainedModel:
+    """Load the whole model of a checkpoint, adapters merged, in fp32 on the CPU."""
     if lora is None:
         config = AutoConfig.from_pretrained(source)
         with torch.device("meta"):
@@ -144,15 +176,18 @@ def export_checkpoint(
         model.to_empty(device="cpu")
         model.tie_weights()
         load_weights(checkpoint, model)
-    else:
-        from laminar_py.learner.lora import load_merged  # imports peft, which is an extra
+        return model
+    from laminar_py.learner.lora import load_merged  # imports peft, which is an extra
 
-        model = load_merged(checkpoint, base=base or source, settings=lora)
+    return load_merged(checkpoint, base=base, settings=lora)
+
+
+@contextmanager
+def _complete_folder(folder: Path) -> Iterator[Path]:
+    """Context that gives a path for a new folder, and then renames it to `folder` once all is on disk."""
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
-        export_hf(model, partial, source=source, dtype=getattr(torch, dtype))
-        if stop_ids:
-            _set_stop_ids(partial, stop_ids)
+        yield partial
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(folder)

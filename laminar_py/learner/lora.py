@@ -14,7 +14,8 @@ from pathlib import Path
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -26,7 +27,7 @@ from laminar_py.learner.marker import AdapterFingerprint
 from laminar_py.learner.model import gather_full, is_mixture
 from laminar_py.learner.sharding import placeholder_weights
 from laminar_py.records.engine import RefusedError
-from laminar_py.records.weights import PREFIX, base_digest
+from laminar_py.records.weights import ADAPTER_WEIGHTS, PREFIX, base_digest
 
 _NAME = "policy"  # peft can hold several adapters by name
 
@@ -69,9 +70,8 @@ class LoraAdapters:
 
         Collective: every rank must iterate to the end, since each tensor is gathered from all ranks.
         """
-        for name, parameter in self._model.named_parameters():
-            if f".{_NAME}." in name:
-                yield PREFIX + name.replace(f".{_NAME}.", "."), gather_full(parameter, dtype)
+        for name, parameter in _adapter_parameters(self._model):
+            yield name, gather_full(parameter, dtype)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -98,12 +98,38 @@ def load_merged(checkpoint: Path, *, base: Path, settings: LoraConfig) -> PreTra
     Raises `ConfigError` if the adapters have another base or other settings, the base has no weights, or the
     checkpoint is incomplete.
     """
+    result: PreTrainedModel = _load_adapted(checkpoint, base, settings).merge_and_unload()
+    return result
+
+
+def write_adapter(checkpoint: Path, folder: Path, *, base: Path, settings: LoraConfig, dtype: torch.dtype) -> None:
+    """Write the adapters of a checkpoint as a new folder for peft, whose config names `base`.
+
+    Raises `ConfigError` as `load_merged` does.
+    """
+    tuner = _load_adapted(checkpoint, base, settings)
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in _adapter_parameters(tuner.model)}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = _peft_config(settings)
+    config.base_model_name_or_path, config.inference_mode = str(base.resolve()), True
+    config.save_pretrained(folder)
+
+
+def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield A and B of each projection under peft's names."""
+    for name, parameter in model.named_parameters():
+        if f".{_NAME}." in name:
+            yield PREFIX + name.replace(f".{_NAME}.", "."), parameter
+
+
+def _load_adapted(checkpoint: Path, base: Path, settings: LoraConfig) -> peft.LoraModel:
+    """Load the model in `base` with the adapters of a checkpoint beside it, in fp32 on the CPU."""
     fingerprint = _fingerprint(settings, _digest_base(base))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     tuner = peft.LoraModel(model, _peft_config(settings), _NAME)
     load_weights(checkpoint, model, adapters=fingerprint)
-    result: PreTrainedModel = tuner.merge_and_unload()
-    return result
+    return tuner
 
 
 def _digest_base(base: Path) -> str:

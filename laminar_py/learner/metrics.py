@@ -105,7 +105,7 @@ class TokenSums:
         return {name: _metrics(row, peaks) for name, row, peaks in rows if row[_COLUMNS.index("tokens")] > 0}
 
     def mismatch(self) -> Mismatch:
-        """Mean, 99th percentile (the upper edge of its bin) and maximum of the gaps; zeros without any gap."""
+        """Mean, 99th percentile (the upper edge of its bin) and maximum of the gaps; NaN without any gap."""
         total = float(self._gap_counts.sum())
         if total == 0:
             return Mismatch()
@@ -137,12 +137,14 @@ _PEAKS = ("ratio_max", "advantage_max")
 def _metrics(row: Tensor, peaks: Tensor) -> TokenMetrics:
     """Compute metrics from `row`, sums over tokens in the order of `_COLUMNS`, and `peaks`, as in `_PEAKS`."""
     sums = dict(zip(_COLUMNS, row.tolist(), strict=True))
+    if not sums["tokens"]:
+        return TokenMetrics()
     means = {name: sums[name] / (sums["weight"] or 1.0) for name in _MEANS}
     variance = means.pop("advantage_squares") - means["advantage_mean"] * means["advantage_mean"]
     importance = sums["importance"] * sums["importance"]  # a power of Python's would raise where it overflows
     return TokenMetrics(
         num_tokens=int(sums["tokens"]),
-        effective_share=importance / ((sums["tokens"] or 1.0) * (sums["importance_squares"] or 1.0)),
+        effective_share=importance / (sums["tokens"] * (sums["importance_squares"] or 1.0)),
         advantage_std=max(variance, 0.0) ** 0.5,  # in this order NaN stays NaN
         **means,
         **dict(zip(_PEAKS, peaks.tolist(), strict=True)),

@@ -32,7 +32,7 @@ from laminar_py.learner.proof import StepProver, next_tokens, probe_batch
 from laminar_py.learner.reference import open_reference
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import IntArray
-from laminar_py.records.metrics import StepMetrics, TokenMetrics, Work
+from laminar_py.records.metrics import StepMetrics, Work
 from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import MicroBatch
 
@@ -196,12 +196,15 @@ class Learner:
             self._prover.end_update()
         self.steps_taken += 1
         sums.reduce(self._ranks)
+        tokens = sums.tokens()
+        trains = tokens.num_tokens > 0  # else no token had a weight, or all updates were skipped
         work = self._measure_work(microbatches)  # on CUDA this waits for all kernels of the step
         return StepMetrics(
-            loss=sum(losses) / len(losses) if losses else 0.0,
-            grad_norm=max(norms, default=0.0),
+            loss=sum(losses) / len(losses) if trains else math.nan,
+            grad_norm=max(norms) if trains else math.nan,
+            learning_rate=self._optimizer.lr if trains else math.nan,
             elapsed_s=time.perf_counter() - started,
-            tokens=sums.tokens() if losses else TokenMetrics(),
+            tokens=tokens,
             by_staleness=sums.by_staleness(),
             mismatch=sums.mismatch(),
             updates=len(updates),

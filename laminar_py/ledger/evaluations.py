@@ -12,7 +12,7 @@ import msgspec
 
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import TrajectoryRow, decode_event, trajectory_rows
-from laminar_py.records.evaluations import EvalAnswer, pass_number, problem_of, set_of
+from laminar_py.records.evaluations import EvalAnswer, TermFigures, pass_number, problem_of, set_of
 from laminar_py.records.events import Evaluated, Scored
 from laminar_py.records.trajectory import DropReason, FinishReason, Status
 
@@ -78,13 +78,26 @@ def comparable(evaluations: Iterable[Evaluated]) -> list[Evaluated]:
     """Return evaluations in which each set has accuracies in all of its passes, or mean rewards in all.
 
     A reward with a bonus may be 0 or 1 throughout one pass by chance; its figure must keep one name over the run.
+    The same holds for each term.
     """
     known = list(evaluations)
     graded = {evaluation.set_name for evaluation in known if not evaluation.figures.is_accuracy}
+    graded_terms = {
+        (evaluation.set_name, name)
+        for evaluation in known
+        for name, term in evaluation.figures.terms.items()
+        if not term.pass_at
+    }
     for place, evaluation in enumerate(known):
-        if evaluation.set_name in graded:
-            figures = msgspec.structs.replace(evaluation.figures, is_accuracy=False, pass_at={})
-            known[place] = msgspec.structs.replace(evaluation, figures=figures)
+        figures, set_name = evaluation.figures, evaluation.set_name
+        terms = {
+            name: TermFigures(term.mean) if (set_name, name) in graded_terms else term
+            for name, term in figures.terms.items()
+        }
+        figures = msgspec.structs.replace(figures, terms=terms)
+        if set_name in graded:
+            figures = msgspec.structs.replace(figures, is_accuracy=False, pass_at={})
+        known[place] = msgspec.structs.replace(evaluation, figures=figures)
     return known
 
 
@@ -106,29 +119,25 @@ def read_answers(connection: sqlite3.Connection, group_id: str) -> dict[str, Eva
         for row in trajectory_rows(connection, "kind = 'eval' AND group_id = ?", (group_id,))
         if row.status is Status.CONSUMED or row.drop_reason in UNSCORED
     ]
-    texts = _answer_texts(connection, rows)
-    return {
-        row.id: answer_of(
-            row, reward=row.reward if row.status is Status.CONSUMED else None, answer=texts.get(row.id, "")
-        )
-        for row in rows
-    }
+    scores = _scores(connection, rows)
+    return {row.id: answer_of(row, scores.get(row.id) if row.status is Status.CONSUMED else None) for row in rows}
 
 
-def answer_of(row: TrajectoryRow, *, reward: float | None, answer: str) -> EvalAnswer:
-    """Return the record of an ended trajectory in a pass; `reward` is None if scoring failed."""
+def answer_of(row: TrajectoryRow, scored: Scored | None) -> EvalAnswer:
+    """Return the record of an ended trajectory in a pass; `scored` is None if scoring failed."""
     return EvalAnswer(
         problem=problem_of(row.id),
         sample=row.sample_index,
-        reward=reward,
-        answer=answer,
+        reward=None if scored is None else scored.reward,
+        terms={} if scored is None else scored.term_values,
+        answer="" if scored is None else scored.answer,
         length=row.length,
         truncated=row.finish_reason is FinishReason.LENGTH,
     )
 
 
-def _answer_texts(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, str]:
-    """Return final answers by trajectory, by one scan of the events from the first to the last of `rows`."""
+def _scores(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> dict[str, Scored]:
+    """Return scores by trajectory, by one scan of the events from the first to the last of `rows`."""
     if not rows:
         return {}
     bodies = connection.execute(
@@ -138,7 +147,7 @@ def _answer_texts(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> 
     wanted = {row.id for row in rows}
     events = (decode_event(body) for (body,) in bodies)
     return {
-        event.trajectory_id: event.answer
+        event.trajectory_id: event
         for event in events
         if isinstance(event, Scored) and event.trajectory_id in wanted
     }

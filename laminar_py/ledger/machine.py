@@ -296,6 +296,8 @@ class Machine:
         row.status, row.reward, row.score_s = Status.SCORED, event.reward, event.elapsed_s
         row.scorer_s, row.scored_s = event.elapsed_s / event.at_once, self._now
         row.answer, row.earned, row.roles = event.answer, event.earned, event.roles
+        if row.kind is Kind.EVAL:
+            row.term_values = event.term_values
         return row
 
     def _ready(self, event: Ready) -> LiveTrajectory:
@@ -363,7 +365,7 @@ class Machine:
         """Note a learner step; its number must exceed all earlier ones that no rollback undid."""
         if event.step <= self.marks.step:
             _refuse(event, f"step {self.marks.step} is done")
-        _require_finite(event, event.loss, event.grad_norm, event.reward)
+        _require_finite(event, event.loss or 0.0, event.grad_norm or 0.0, event.reward)
         self.marks.step = event.step
 
     def _rolled_back(self, event: RolledBack) -> None:

@@ -109,8 +109,8 @@ CREATE TABLE step (
     incarnation INTEGER NOT NULL,
     num_trajectories INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL,
-    loss REAL NOT NULL,
-    grad_norm REAL NOT NULL,
+    loss REAL,                    -- this and the next are NULL if it trained nothing
+    grad_norm REAL,
     reward REAL NOT NULL,
     elapsed_s REAL NOT NULL,
     waited_s REAL NOT NULL,

@@ -46,6 +46,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     earned: Earned | None = None  # rewards of its tokens, if the reward gives any
     roles: tuple[RoleCredit, ...] = ()  # rewards of its roles, if the environment gives any
     answer: str = ""  # its final answer, as the reward reads it
+    term_values: dict[str, float] = msgspec.field(default_factory=dict)  # by term; of evaluations only
     used_s: float = 0.0  # seconds of generation on earlier replicas
     here_s: float = 0.0  # seconds of generation on this replica, by its last report
     environment_s: float = 0.0  # seconds until its environment answered, with waits and transport

@@ -3,6 +3,7 @@
 The controller calls the view. `Waits` words the causes of a waiting learner.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -98,8 +99,9 @@ class View:
         elif row.step % LINE_EVERY_STEPS == 0 or row.step in (1, self._steps):
             turns = f"  turns {row.turns.mean:.1f}, environments p95 {row.turns.environment_p95_s:.2f} s"
             staleness = f"staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+            about = staleness if row.trained else "nothing to train"
             self.notice(
-                f"{short}{turns if row.turns.mean else ''}  {staleness}"
+                f"{short}{turns if row.turns.mean else ''}  {about}"
                 f"  trained {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting"
                 f" {row.learner_waiting_share:.0%}  {row.rl_s:.1f} s"
             )
@@ -170,17 +172,24 @@ def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_row("step", f"{row.step}/{steps}", "RL time", f"{row.rl_s:.0f} s")
     table.add_row("reward", f"{row.reward:.3f}", "evaluation", evaluated)
-    table.add_row("response tokens", f"p50 {row.length_p50}  p95 {row.length_p95}", "loss", f"{row.loss:+.4f}")
+    table.add_row(
+        "response tokens", f"p50 {row.length_p50}  p95 {row.length_p95}", "loss", _known("{:+.4f}", row.loss)
+    )
     if (turns := row.turns).mean:
         times = f"p50 {turns.environment_p50_s:.2f} s  p95 {turns.environment_p95_s:.2f} s"
         table.add_row("turns", f"mean {turns.mean:.1f}", "environments", times)
-    staleness = f"mean {row.staleness_mean:.1f}  max {row.staleness_max}"
-    table.add_row("staleness", staleness, "clipped", f"{row.clip_fraction:.1%}")
+    staleness = f"mean {row.staleness_mean:.1f}  max {row.staleness_max}" if row.trajectories else "-"
+    table.add_row("staleness", staleness, "clipped", _known("{:.1%}", row.clip_fraction))
     generated, trained = row.generated_tokens / row.rl_s, row.trained_tokens / row.rl_s
     table.add_row("generated", f"{generated:,.0f} tok/s", "trained", f"{trained:,.0f} tok/s")
     stall = f"{row.publish_stall_s * 1e3:.1f} ms"
     table.add_row("learner", f"waits {row.learner_waiting_share:.0%}", "publish stall", stall)
     return table
+
+
+def _known(form: str, value: float) -> str:
+    """Return a figure as text; "-" for NaN, since the step trained nothing."""
+    return "-" if math.isnan(value) else form.format(value)
 
 
 def _replica_table(stats: Stats, version: int) -> Table:

@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import stdev
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.host import Clock
 from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.replica import ReplicaReport
-from laminar_py.records.scoring import TermValue
+from laminar_py.records.scoring import GroupRewards, TermValue
 from laminar_py.records.spans import num_sampled
 from laminar_py.records.trajectory import TrajectoryRef
 
 log = logging.getLogger(__name__)
 
-NOTHING_LEARNED = StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=0.0)
+NOTHING_LEARNED = StepMetrics(loss=math.nan, grad_norm=math.nan, elapsed_s=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +98,9 @@ class Stats:
         self._rl = Intervals(clock)
         self._generating = Intervals(clock)
         self._rewards: list[float] = []
-        self._terms: dict[str, list[float]] = {}  # values by term, of responses with several terms
+        self._terms: dict[str, list[float]] = {}  # values by term
+        self._deviations: list[float] = []  # standard deviations of groups since the last step
+        self._cuts: list[bool] = []  # whether a cap ended it, of each response scored since the last step
         self._not_finite = set[str]()  # metrics with a logged warning
         self._reward = 0.0  # mean of the last step that had rewards
         self._lengths = Counter[int]()  # response lengths since the last step
@@ -137,12 +140,17 @@ class Stats:
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
         self.next_report.set()
 
-    def add_score(self, reward: float, terms: Sequence[TermValue], length: int) -> None:
-        """Note reward, terms and length in tokens of a training response, for the next row."""
+    def add_score(self, reward: float, terms: Sequence[TermValue], length: int, *, cut: bool) -> None:
+        """Note reward, terms and length in tokens of a training response, and whether a cap `cut` it."""
         self._rewards.append(reward)
-        for term in terms if len(terms) > 1 else ():
+        self._cuts.append(cut)
+        for term in terms:
             self._terms.setdefault(term.name, []).append(term.value)
         self._lengths[length] += 1
+
+    def add_group(self, group: GroupRewards) -> None:
+        """Note the rewards of a training group that closed, for the next row."""
+        self._deviations.append(stdev(group.rewards) if len(group.rewards) > 1 else 0.0)
 
     def add_turns(self, turns: int, environment_s: float) -> None:
         """Note how many turns a scored training trajectory had, and its seconds in the environment."""
@@ -184,13 +192,11 @@ class Stats:
             step=step,
             version=version,
             rl_s=now,
-            reward=self._mean_reward(),
-            reward_terms=self._mean_terms(),
             trajectories=len(batch),
             trained_tokens=totals.trained_tokens,
             generated_tokens=self._earlier_generated_tokens + generated_tokens,
-            staleness_mean=sum(staleness) / (len(staleness) or 1),
-            staleness_max=max(staleness, default=0),
+            staleness_mean=sum(staleness) / len(staleness) if staleness else math.nan,
+            staleness_max=max(staleness, default=None),
             length_p50=self._length[0],
             length_p95=self._length[1],
             turns=self._turn_figures,
@@ -209,15 +215,18 @@ class Stats:
             mfu=learned.mfu,
             loss=learned.loss,
             grad_norm=learned.grad_norm,
+            learning_rate=learned.learning_rate,
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
             order=OrderFigures(),
-            **(learned.mismatch.figures | learned.tokens.figures),
+            reward_terms={name: _mean(values) for name, values in self._terms.items()},
+            **(self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
         return self._record_row(row)
 
     def _record_row(self, row: StepRow) -> StepRow:
         """Update the totals from a row and return the row; log the first time that a metric is not finite."""
+        self._rewards, self._terms, self._cuts, self._deviations = [], {}, [], []
         self.totals.generated_tokens = row.generated_tokens
         self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
         if names := [name for name in row.not_finite if name not in self._not_finite]:
@@ -240,16 +249,16 @@ class Stats:
             self._turn_figures, self._turns = turn_figures(self._turns), []
         return waited_s, reference_s
 
-    def _mean_reward(self) -> float:
-        """Return the mean reward since the previous step; without rewards, the last mean."""
-        rewards, self._rewards = self._rewards, []
-        if rewards:
-            self._reward = math.fsum(rewards) / len(rewards)  # exact in any order of arrival
-        return self._reward
-
-    def _mean_terms(self) -> dict[str, float]:
-        values, self._terms = self._terms, {}
-        return {name: math.fsum(given) / len(given) for name, given in values.items()}
+    def _reward_figures(self) -> dict[str, float]:
+        """Return the figures of rewards since the previous step; without rewards, the last mean."""
+        if self._rewards:
+            self._reward = _mean(self._rewards)
+        return {
+            "reward": self._reward,
+            "reward_std": _mean(self._deviations),
+            "frac_reward_zero_std": _mean([deviation == 0.0 for deviation in self._deviations]),
+            "clipped_ratio": _mean(self._cuts),
+        }
 
     def fleet_row(
         self, generated_tokens: int, *, cpu_use: float | None, own_cpu_use: float | None, cores: int
@@ -329,6 +338,11 @@ def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
     p50, p95 = (seconds[math.ceil(q * len(seconds)) - 1] for q in (0.50, 0.95))
     mean = sum(turns for turns, _ in found) / len(found)
     return TurnFigures(mean=mean, environment_p50_s=p50, environment_p95_s=p95)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean, exact in any order of arrival; NaN without values."""
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def quantile(counts: Counter[int], q: float) -> int:

@@ -117,6 +117,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_end: float | None
     rl_seconds: float
     steps: int
+    trained_steps: int  # the other steps trained nothing: no group had signal, or every update was skipped
     response_length: LengthFigures
     turns: TurnFigures = TurnFigures()  # of finished training trajectories
     tokens: Tokens
@@ -248,7 +249,8 @@ def summarise(
         evaluations = evaluations_on_record(connection)
         events = list(read_events(connection, VersionPublished, Relayed, Repacked, Checkpointed))
         first_set = of_first_set(evaluations, sets)
-        (steps,) = connection.execute("SELECT coalesce(max(step), 0) FROM step WHERE NOT undone").fetchone()
+        counted = "SELECT coalesce(max(step), 0), count(loss) FROM step WHERE NOT undone"
+        steps, trained_steps = connection.execute(counted).fetchone()
         summary = Summary(
             run=str(run.path),
             finished=finished,
@@ -257,6 +259,7 @@ def summarise(
             accuracy_end=_accuracy(first_set[-1]) if finished and first_set else None,
             rl_seconds=stats.rl_s,
             steps=steps,
+            trained_steps=trained_steps,
             response_length=_length_figures(connection),
             turns=_turn_figures(connection) if has_environment else TurnFigures(),
             tokens=Tokens(totals.generated_tokens, totals.trained_tokens),

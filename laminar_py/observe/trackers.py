@@ -1,5 +1,6 @@
 """Messages to the processes of trackers, and the figures of a run under flat names for trackers."""
 
+import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -9,6 +10,7 @@ from laminar_py.config.tracking import Setting
 from laminar_py.observe.summary import Summary
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import StepRow, TokenFigures
+from laminar_py.records.scoring import short_terms
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
@@ -34,20 +36,29 @@ Message: TypeAlias = Values | Rewound | Ending
 
 
 def flat_row(row: StepRow) -> dict[str, float]:
-    """Return the numbers of a row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `run/loss`."""
+    """Return the numbers of a row of `metrics.jsonl` under the names of docs/metrics.md, e.g. `run/loss`.
+
+    Figures that the step did not measure are left out; NaN stays where training has gone wrong.
+    """
     rest = msgspec.to_builtins(row)
     tokens = {name: rest.pop(name) for name in TokenFigures.__struct_fields__}
     ages = {  # MLflow takes no plus sign
         f"staleness_{bucket.replace('+', '_up')}": figures for bucket, figures in rest.pop("by_staleness").items()
     }
-    groups = {"order": rest.pop("order"), "reward": rest.pop("reward_terms"), "turns": rest.pop("turns")}
-    return _numbers({"run": rest, "tokens": tokens, **groups, **ages})
+    terms = short_terms(rest.pop("reward_terms"))
+    groups = {"order": rest.pop("order"), "reward": terms, "turns": rest.pop("turns")}
+    flat = _numbers({"run": rest, "tokens": tokens, **groups, **ages})
+    wrong = row.not_finite
+    return {
+        name: value for name, value in flat.items() if not math.isnan(value) or name.rpartition("/")[2] in wrong
+    }
 
 
 def flat_evaluation(result: Evaluated) -> dict[str, float]:
     """Return the figures of an evaluation, e.g. `eval/aime/mean`, `eval/aime/pass_at_32`.
 
     Names have no @, which MLflow refuses. `mean` names accuracies and mean rewards alike, so a set has one curve.
+    A term has `eval/aime/reward/math` and `eval/aime/reward/math_pass_at_32`.
     """
     figures = result.figures
     values = {"mean": figures.mean, "truncated": figures.truncated}
@@ -57,6 +68,9 @@ def flat_evaluation(result: Evaluated) -> dict[str, float]:
     numbers: dict[str, float] = {name: one.value for name, one in values.items()}
     numbers |= {"mean_low": figures.mean.low, "mean_high": figures.mean.high}
     numbers |= {"length_p50": figures.length_p50, "length_p95": figures.length_p95}
+    for term, found in figures.shown_terms.items():
+        numbers[f"reward/{term}"] = found.mean.value
+        numbers |= {f"reward/{term}_pass_at_{k}": one.value for k, one in found.pass_at.items() if k > 1}
     numbers |= {"version": result.version, "rl_s": result.rl_s}
     return {f"eval/{result.set_name}/{name}": value for name, value in numbers.items()}
 

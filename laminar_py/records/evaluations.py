@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.columns import Array
+from laminar_py.records.scoring import short_terms
 
 RESAMPLES = 1_000
 SEED = 0  # of the resampling, so that every process computes the same figures
@@ -51,6 +52,7 @@ class EvalAnswer(msgspec.Struct, frozen=True, kw_only=True):
     problem: int  # place in the set
     sample: int
     reward: float | None  # None: the response could not be scored
+    terms: dict[str, float] = {}  # values of the terms, before their weights
     answer: str = ""  # final answer that the verifier found, which majority votes count; "" if it found none
     length: int  # response tokens
     truncated: bool = False  # a cap ended the response
@@ -68,6 +70,20 @@ class Estimate(msgspec.Struct, frozen=True):
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+class TermFigures(msgspec.Struct, frozen=True):
+    """Figures of one term of the reward, e.g. `TermFigures(Estimate(0.41, 0.36, 0.47))`."""
+
+    mean: Estimate  # before the term's weight
+    pass_at: dict[int, Estimate] = {}  # k -> pass@k, if each value is 0 or 1, as of `math` and `code`
+
+    def describe(self) -> str:
+        """Text such as "accuracy 0.410 pass@32 0.733"; the mean alone where values are no verdicts."""
+        if not self.pass_at:
+            return f"{self.mean.value:.3f}"
+        k, share = max(self.pass_at.items())
+        return f"accuracy {self.mean.value:.3f}" + (f" pass@{k} {share.value:.3f}" if k > 1 else "")
+
+
 class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a pass. Each mean is over a problem's samples, then over problems; rewards are of scored answers.
 
@@ -79,6 +95,7 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
     unscored: int  # answers without a score
     is_accuracy: bool  # every reward is 0 or 1
     mean: Estimate  # mean reward: avg@k
+    terms: dict[str, TermFigures] = {}  # of the reward
     pass_at: dict[int, Estimate] = {}  # k -> pass@k, the share of problems that one of k answers solves
     majority: Estimate | None = None  # maj@k: reward of the most frequent answer; None: no answers were found
     truncated: Estimate  # share of answers that a cap ended
@@ -96,12 +113,19 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.pass_at.items()) if self.samples > 1 and self.pass_at else None
 
     @property
+    def shown_terms(self) -> dict[str, TermFigures]:
+        """Terms with figures of their own, under short names: all if there are several, and one with a weight."""
+        terms = self.terms.items()
+        return short_terms({name: term for name, term in terms if len(terms) > 1 or term.mean != self.mean})
+
+    @property
     def exact(self) -> tuple[object, ...]:
         """Figures that the audit compares: all but the bootstrap intervals, with means to nine digits."""
-        means = self.mean, self.truncated, self.majority, *self.pass_at.values()
+        of_terms = [one for term in self.terms.values() for one in (term.mean, *term.pass_at.values())]
+        means = self.mean, self.truncated, self.majority, *self.pass_at.values(), *of_terms
         rounded = [None if mean is None else round(mean.value, 9) for mean in means]
         counts = self.problems, self.samples, self.unscored, self.length_p50, self.length_p95
-        return *counts, self.is_accuracy, *self.pass_at, *rounded
+        return *counts, self.is_accuracy, *self.pass_at, *self.terms, *rounded
 
     def describe(self) -> str:
         """Text such as "accuracy 0.410 (0.360 to 0.470) on 30 problems x 32, pass@32 0.733, 4.1% cut"."""
@@ -110,6 +134,7 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
             words[0] += f" x {self.samples}"
         if self.best is not None:
             words.append(f"pass@{self.best[0]} {self.best[1].value:.3f}")
+        words += [f"{name} {term.describe()}" for name, term in self.shown_terms.items()]
         if self.majority is not None:
             words.append(f"maj@{self.samples} {self.majority.value:.3f}")
         if self.truncated.value:
@@ -134,6 +159,7 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
     scored = [[one for one in group if one.reward is not None] for group in kept]
     rewards = [[one.reward or 0.0 for one in group] for group in scored]
     is_accuracy = all(reward in (0.0, 1.0) for group in rewards for reward in group)
+    names = dict.fromkeys(name for group in scored for one in group for name in one.terms)
     can_vote = samples > 1 and any(one.answer for group in scored for one in group)
     lengths = [answer.length for answer in ordered]
     return SetFigures(
@@ -142,11 +168,22 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
         unscored=sum(answer.reward is None for answer in ordered),
         is_accuracy=is_accuracy,
         mean=_estimate([sum(group) / len(group) for group in rewards]),
+        terms={name: _term_figures(scored, name, samples) for name in names},
         pass_at=_pass_at(rewards, samples) if is_accuracy else {},
         majority=_estimate([_majority_reward(group) for group in scored]) if can_vote else None,
         truncated=_estimate([sum(one.truncated for one in group) / len(group) for group in kept]),
         length_p50=int(np.percentile(lengths, 50, method="higher")),
         length_p95=int(np.percentile(lengths, 95, method="higher")),
+    )
+
+
+def _term_figures(scored: Sequence[Sequence[EvalAnswer]], name: str, samples: int) -> TermFigures:
+    """Return figures of a term, over problems and answers that have it: a task may have terms of its own."""
+    having = [[one.terms[name] for one in group if name in one.terms] for group in scored]
+    values = [group for group in having if group]
+    are_verdicts = all(value in (0.0, 1.0) for group in values for value in group)
+    return TermFigures(
+        _estimate([sum(group) / len(group) for group in values]), _pass_at(values, samples) if are_verdicts else {}
     )
 
 

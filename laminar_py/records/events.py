@@ -179,6 +179,11 @@ class Scored(Event, frozen=True, kw_only=True, omit_defaults=True):
         """Answer that the response gives, for majority votes; "" if no term names an answer."""
         return answer_by(self.terms)
 
+    @property
+    def term_values(self) -> dict[str, float]:
+        """Value of each term by its name."""
+        return {term.name: term.value for term in self.terms}
+
 
 class Ready(Event, frozen=True, omit_defaults=True):
     """A trajectory's group is complete, and the learner may train on the trajectory, e.g. `Ready("g3.1", 0.7)`."""
@@ -310,8 +315,8 @@ class Stepped(Event, frozen=True, kw_only=True):
     incarnation: int
     num_trajectories: int
     num_tokens: int
-    loss: float
-    grad_norm: float
+    loss: float | None  # None: the step trained nothing
+    grad_norm: float | None  # None: the same
     reward: float  # mean over trajectories scored since the last step
     elapsed_s: float
     waited_s: float = 0.0  # seconds that the learner waited for the batch

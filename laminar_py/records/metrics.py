@@ -4,6 +4,7 @@ The learner and the controller make these records, and `observe` reads them. doc
 """
 
 import math
+from math import nan
 
 import msgspec
 
@@ -11,27 +12,27 @@ from laminar_py.records.proofs import StepProof
 
 
 class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over trained tokens with their loss weights, e.g. `TokenFigures(entropy=1.2, ratio=1.01)`.
+    """Means over trained tokens with their loss weights, e.g. `TokenFigures(entropy=1.2, ratio=1.01, ...)`.
 
-    A name that ends in `max` is a maximum. `kl_behaviour_k1` is KL(behaviour || new policy) in nats, by the
-    estimator k1 on tokens of the behaviour policy. k1 may be negative, k3 never is.
+    All are NaN without a trained token. A name that ends in `max` is a maximum. `kl_behaviour_k1` is KL(behaviour
+    || new policy) in nats, by the estimator k1 on tokens of the behaviour policy. k1 may be negative, k3 never is.
     """
 
-    entropy: float = 0.0
-    ratio: float = 1.0  # of new to proximal probability
-    ratio_deviation: float = 0.0  # |ratio - 1|
-    ratio_max: float = 0.0
-    clip_fraction: float = 0.0  # share of tokens whose ratio is outside the clip range
-    truncated_fraction: float = 0.0  # share of tokens whose ratio is above the importance cap
-    kl_behaviour_k1: float = 0.0  # from behaviour to new policy
-    kl_behaviour_k3: float = 0.0
-    kl_proximal_k1: float = 0.0  # from proximal to new policy
-    kl_proximal_k3: float = 0.0
-    kl_reference_k3: float = 0.0  # from new policy to reference model; 0 without a reference model
-    effective_share: float = 1.0  # effective sample size of the weights new / behaviour, over the number of tokens
-    advantage_mean: float = 0.0
-    advantage_std: float = 0.0
-    advantage_max: float = 0.0  # of |advantage|
+    entropy: float = nan
+    ratio: float = nan  # of new to proximal probability
+    ratio_deviation: float = nan  # |ratio - 1|
+    ratio_max: float = nan
+    clip_fraction: float = nan  # share of tokens whose ratio is outside the clip range
+    truncated_fraction: float = nan  # share of tokens whose ratio is above the importance cap
+    kl_behaviour_k1: float = nan  # from behaviour to new policy
+    kl_behaviour_k3: float = nan
+    kl_proximal_k1: float = nan  # from proximal to new policy
+    kl_proximal_k3: float = nan
+    kl_reference_k3: float = nan  # from new policy to reference model; 0 without a reference model
+    effective_share: float = nan  # effective sample size of the weights new / behaviour, over the number of tokens
+    advantage_mean: float = nan
+    advantage_std: float = nan
+    advantage_max: float = nan  # of |advantage|
 
     @property
     def figures(self) -> dict[str, float]:
@@ -49,12 +50,13 @@ class Mismatch(msgspec.Struct, frozen=True):
     """|new - behaviour| log-probability of tokens at staleness 0, in nats, e.g. `Mismatch(1e-6, 1e-5, 2e-4)`.
 
     The learner measures this before the step's first update, so it shows where engine and learner compute
-    differently. If only some steps publish, the mismatch includes the policy's change since the last version.
+    differently. If only some steps publish, the mismatch includes the policy's change since the last version. All
+    are NaN without such tokens.
     """
 
-    mean: float = 0.0
-    p99: float = 0.0  # upper edge of the histogram bin, which is an eighth of a decade wide
-    max: float = 0.0
+    mean: float = nan
+    p99: float = nan  # upper edge of the histogram bin, which is an eighth of a decade wide
+    max: float = nan
 
     @property
     def figures(self) -> dict[str, float]:
@@ -71,11 +73,16 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of a learner step, e.g. `StepMetrics(loss=0.1, grad_norm=0.4, elapsed_s=2.5, updates=4)`."""
+    """Measurements of a learner step, e.g. `StepMetrics(loss=0.1, grad_norm=0.4, elapsed_s=2.5, updates=4)`.
+
+    Loss, gradient norm and learning rate are NaN if the step trained no token: none had a weight, or every update
+    was skipped.
+    """
 
     loss: float
     grad_norm: float  # before clipping; the largest of all updates
     elapsed_s: float
+    learning_rate: float = nan  # of the last update that was not skipped
     tokens: TokenMetrics = TokenMetrics()
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
     mismatch: Mismatch = Mismatch()
@@ -87,13 +94,13 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of prompts and responses per second of the step; 0 for a step that took no time."""
-        return self.work.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
+        """Tokens of prompts and responses per second of the step; NaN for a step that took no time."""
+        return self.work.num_tokens / self.elapsed_s if self.elapsed_s else nan
 
     @property
     def flops_per_s(self) -> float:
-        """Model FLOPs per second of the step; 0 for a step that took no time."""
-        return self.work.flops / self.elapsed_s if self.elapsed_s else 0.0
+        """Model FLOPs per second of the step; NaN for a step that took no time."""
+        return self.work.flops / self.elapsed_s if self.elapsed_s else nan
 
     @property
     def mfu(self) -> float | None:
@@ -121,20 +128,24 @@ class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl` for one step, e.g. `StepRow(step=9, version=9, rl_s=81.0, reward=0.4, ...)`.
 
-    Rates are over the RL phase so far, and times are seconds of that phase. The inherited figures of tokens may be
-    NaN or infinite; `loss` and `grad_norm` never are.
+    Rates are over the RL phase so far, and times are seconds of that phase. A figure without anything to measure
+    is NaN: of a step that trained nothing, the inherited ones, `loss`, `grad_norm` and `learning_rate`. The
+    inherited ones may also be NaN or infinite because the numbers are.
     """
 
     step: int
     version: int
     rl_s: float  # duration of the RL phase so far
     reward: float  # mean over trajectories scored since the last step; the last value if there were none
-    reward_terms: dict[str, float] = {}  # mean of each term before its weight, if there are several
+    reward_terms: dict[str, float] = {}  # mean of each term before its weight, of the same trajectories
+    reward_std: float = nan  # standard deviation within a group, mean over groups closed since the last step
+    frac_reward_zero_std: float = nan  # share of these groups whose rewards are all equal
+    clipped_ratio: float = nan  # share of trajectories scored since the last step that a cap ended
     trajectories: int  # of this step
     trained_tokens: int  # of responses, sum so far
     generated_tokens: int  # sum so far
-    staleness_mean: float  # over the step's trajectories
-    staleness_max: int
+    staleness_mean: float  # over the step's trajectories; NaN without any
+    staleness_max: int | None = None  # None without any
     length_p50: int  # tokens of responses scored since the last step
     length_p95: int
     turns: TurnFigures = TurnFigures()  # of trajectories scored since the last step
@@ -148,23 +159,32 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     reference_busy_s: float = 0.0  # sum so far, of a stage or (inside `learner_busy_s`) of the learner's own runs
     waited_s: float = 0.0  # until the learner had the batch of this step
     reference_s: float = 0.0  # part of `reference_busy_s` since the last step
-    learner_tokens_per_s: float = 0.0  # of this step, prompts included
-    learner_flops_per_s: float = 0.0  # model FLOPs of this step, per second
+    learner_tokens_per_s: float = nan  # of this step, prompts included
+    learner_flops_per_s: float = nan  # model FLOPs of this step, per second
     mfu: float | None = None  # None: the devices' peak is unknown
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    mismatch_mean: float = 0.0
-    mismatch_p99: float = 0.0
-    mismatch_max: float = 0.0
+    loss: float = nan
+    grad_norm: float = nan
+    learning_rate: float = nan
+    mismatch_mean: float = nan
+    mismatch_p99: float = nan
+    mismatch_max: float = nan
     skipped: int = 0  # updates of this step with a loss or gradient that was not finite
-    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old
+    by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old; empty: none was trained
     order: OrderFigures = OrderFigures()
 
     @property
+    def trained(self) -> bool:
+        """Whether the step trained a token."""
+        return not math.isnan(self.loss)
+
+    @property
     def not_finite(self) -> list[str]:
-        """Names of the fields that are infinite or NaN."""
-        values = msgspec.structs.asdict(self).items()
-        return [name for name, value in values if isinstance(value, float) and not math.isfinite(value)]
+        """Names of the learner's figures that are infinite or NaN although it trained tokens."""
+        if not self.by_staleness:
+            return []
+        fresh = () if math.isnan(self.mismatch_mean) else Mismatch.__struct_fields__
+        names = [*TokenFigures.__struct_fields__, *(f"mismatch_{name}" for name in fresh)]
+        return [name for name in names if not math.isfinite(getattr(self, name))]
 
 
 class FleetRow(msgspec.Struct, frozen=True, kw_only=True):

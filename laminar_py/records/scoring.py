@@ -1,8 +1,9 @@
 """Scoring: requests to reward functions, their answers, and the scores that the scoring stage makes of them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.reasoning import after_reasoning, opened_reasoning
 from laminar_py.records.trajectory import DropReason, FinishReason
 
+Value = TypeVar("Value")
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)  # of a response that is given by reference
 
 
@@ -103,6 +105,19 @@ class TermValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def answer_by(terms: Iterable[TermValue]) -> str:
     """Answer of a response, by the first term that names an answer; "" if no term does."""
     return next((term.answer for term in terms if term.answer), "")
+
+
+def short_terms(terms: Mapping[str, Value]) -> dict[str, Value]:
+    """Return values by term, a function under its name without its file; equal names keep the file's name.
+
+    E.g. {"math": 1.0, "/home/me/rewards.py:short": 0.1} becomes {"math": 1.0, "short": 0.1}.
+    """
+    names = {name: name.rpartition(":")[2] for name in terms}
+    times = Counter(names.values())
+    return {
+        short if times[short := names[name]] == 1 else name.rpartition("/")[2]: value
+        for name, value in terms.items()
+    }
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):

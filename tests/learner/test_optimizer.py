@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -51,6 +52,23 @@ def test_a_loss_that_is_not_finite_changes_nothing_whatever_its_gradient():
     assert optimizer.update(0, loss=math.inf) is None
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("cause", ["no weight", "skipped"])
+def test_a_step_that_trained_nothing_has_no_figures(model_folder: Path, cause):
+    learner, batch = make_learner(model_folder), pack(make_sequences(), num_total=6)
+    if cause == "skipped":
+        batch = msgspec.structs.replace(batch, advantages=batch.advantages * math.inf)
+    else:
+        batch = msgspec.structs.replace(batch, loss_weights=batch.loss_weights * 0)
+    metrics = learner.step([batch])
+    assert metrics.skipped == (cause == "skipped")
+    assert math.isnan(metrics.loss)
+    assert math.isnan(metrics.grad_norm)
+    assert all(math.isnan(value) for value in metrics.tokens.figures.values())
+    assert metrics.by_staleness == {}
+    trained = learner.step([pack(make_sequences(), num_total=6)])
+    assert all(math.isfinite(value) for value in (trained.loss, *trained.tokens.figures.values()))
 
 
 def test_a_resumed_learner_has_the_rate_of_its_step(model_folder: Path, tmp_path: Path):

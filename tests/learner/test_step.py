@@ -67,7 +67,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_folder: Path):
     batch = pack(make_sequences(), num_total=6)
     broken = msgspec.structs.replace(batch, advantages=np.full_like(batch.advantages, np.nan))
     metrics = learner.step([broken])
-    assert (metrics.skipped, metrics.loss, metrics.grad_norm) == (1, 0.0, 0.0)
+    assert metrics.skipped == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(learner).items())
     assert learner.step([batch]).skipped == 0
     assert learner.steps_taken == 2

@@ -35,6 +35,19 @@ async def test_the_mean_of_a_set_is_an_accuracy_in_all_of_its_passes_or_in_none(
     assert told["e0-bonus"].describe().startswith("mean reward 0.000 (0.000 to 0.000) on 8 problems")
 
 
+async def test_a_term_has_an_accuracy_in_all_passes_of_a_set_or_in_none(tmp_path):
+    verdicts, shares = ([[1.0], [0.0]], [[0.5], [0.0]])
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        for index, code in enumerate((verdicts, shares)):
+            figures = set_figures(make_answers(verdicts, terms={"code": code, "math": verdicts}), samples=1)
+            ledger.append(msgspec.structs.replace(make_evaluated(index=index), figures=figures))
+    first, later = (one.figures.terms for one in read_evaluations(tmp_path))
+    assert [bool(term.pass_at) for term in (first["code"], later["code"])] == [False, False]
+    assert [bool(term.pass_at) for term in (first["math"], later["math"])] == [True, True]
+    assert first["code"].mean.value == 0.5
+
+
 def test_the_first_set_is_that_of_the_config_whichever_was_on_record_first():
     small, late, first = (
         make_evaluated(index=index, set_name=name, step=step, rl_s=float(step))

@@ -5,10 +5,11 @@ import json
 import subprocess
 from pathlib import Path
 
+import peft
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar_py.config.loading import dump_config, load_config
@@ -194,6 +195,53 @@ def test_a_run_of_adapters_is_exported_as_the_whole_model(tmp_path):
     assert_same_policy(tmp_path / "out", learner)
     names = set(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict())
     assert names == set(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict())
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_adapters_of_a_run_alone_are_what_peft_and_transformers_read(tmp_path, dtype):
+    learner = make_run(tmp_path / "run", *ADAPTED, "warm_start=null")
+    model, out = tmp_path / "run/model", tmp_path / "out"
+    exported = export(tmp_path / "run", out, dtype=dtype, adapter=True)
+    assert exported == Exported(tmp_path / "run/checkpoints/step-2", 2, model)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (str(model), 4, 8.0)
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {getattr(torch, dtype or "float32")}
+    assert not (out / "model.safetensors").exists()
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "others read the weights as the rest"
+    assert AutoTokenizer.from_pretrained(out)("w7w33").input_ids == [0, 7, 33]
+    if dtype is not None:
+        return
+    ids = torch.arange(12)[None]
+    expected = AutoModelForCausalLM.from_pretrained(merged(tmp_path, learner))(ids).logits
+    base = AutoModelForCausalLM.from_pretrained(model)
+    assert not torch.allclose(base(ids).logits, expected, atol=1e-3)
+    for found in (AutoModelForCausalLM.from_pretrained(out), peft.PeftModel.from_pretrained(base, out)):
+        torch.testing.assert_close(found(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def merged(folder: Path, learner) -> Path:
+    """The whole model, which is the learner's policy, in files that others may read, too."""
+    export(folder / "run", folder / "whole")
+    assert_same_policy(folder / "whole", learner)
+    assert len({path.stat().st_mode for path in (folder / "whole").iterdir()}) == 1
+    return folder / "whole"
+
+
+def test_adapters_that_nobody_could_use_are_refused_in_one_line(tmp_path):
+    make_run(tmp_path / "plain", "warm_start=null", steps=1)
+    with pytest.raises(
+        ConfigError, match=r"^--adapter: .*plain has no learner.lora and trains all weights; leave"
+    ):
+        export(tmp_path / "plain", tmp_path / "out", adapter=True)
+    (tmp_path / "demonstrations.jsonl").write_text("{}")
+    warm = (f"warm_start.data={tmp_path}/demonstrations.jsonl", f"warm_start.cache={tmp_path}/warm")
+    make_run(tmp_path / "warm-run", *ADAPTED, *warm, steps=1)
+    with pytest.raises(
+        ConfigError, match=r"belong to the result of its warm start.*; leave --adapter out for the"
+    ):
+        export(tmp_path / "warm-run", tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_of_a_warm_start_are_merged_into_its_result_or_it_is_missed_in_one_line(tmp_path):

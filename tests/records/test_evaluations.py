@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.records.evaluations import answer_id, pass_at_k, pass_id, pass_number, set_figures, set_of
+from laminar_py.records.evaluations import (
+    EvalAnswer,
+    answer_id,
+    pass_at_k,
+    pass_id,
+    pass_number,
+    set_figures,
+    set_of,
+)
 from tests.builders import make_answers
 
 
@@ -79,3 +87,41 @@ def test_a_pass_and_its_answers_are_named_by_number_set_problem_and_sample():
     assert (group, set_of(group), pass_number(group)) == ("e4-aime-2024", "aime-2024", 4)
     assert answer_id(group, 12, 3, samples=32) == "e4-aime-2024.12.3"
     assert (set_of(pass_id(0)), answer_id(pass_id(0), 5, 0, samples=1)) == ("", "e0.5")
+
+
+def test_a_verdict_beside_a_bonus_has_its_accuracy_and_pass_at_k_and_the_bonus_its_mean():
+    right, bonus = [[1.0, 0.0], [0.0, 0.0]], [[0.1, 0.2], [0.1, 0.0]]
+    rewards = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(right, bonus, strict=True)]
+    figures = set_figures(
+        make_answers(rewards, terms={"math": right, "/home/me/rewards.py:short": bonus}), samples=2
+    )
+    assert (figures.is_accuracy, figures.pass_at) == (False, {})
+    assert {k: one.value for k, one in figures.terms["math"].pass_at.items()} == {1: 0.25, 2: 0.5}
+    assert figures.terms["/home/me/rewards.py:short"].mean.value == pytest.approx(0.1)
+    assert figures.terms["/home/me/rewards.py:short"].pass_at == {}
+    assert ", math accuracy 0.250 pass@2 0.500, short 0.100, " in figures.describe()
+    other = set_figures(
+        make_answers(rewards, terms={"math": bonus, "/home/me/rewards.py:short": bonus}), samples=2
+    )
+    assert other.mean == figures.mean
+    assert other.exact != figures.exact, "the audit compares terms"
+
+
+def test_a_term_that_is_the_whole_reward_is_told_once_unless_its_weight_hides_its_accuracy():
+    right = [[1.0, 0.0], [0.0, 0.0]]
+    plain = set_figures(make_answers(right, terms={"math": right}), samples=2)
+    assert "math" not in plain.describe()
+    doubled = set_figures(make_answers([[2.0, 0.0], [0.0, 0.0]], terms={"math": right}), samples=2)
+    assert doubled.describe().startswith(
+        "mean reward 0.500 (0.000 to 1.000) on 2 problems x 2, math accuracy 0.250"
+    )
+
+
+def test_tasks_of_a_set_may_have_terms_of_their_own_and_what_has_no_score_counts_in_none():
+    answers = [
+        EvalAnswer(problem=0, sample=0, reward=1.0, terms={"math": 1.0}, length=3),
+        EvalAnswer(problem=1, sample=0, reward=0.0, terms={"code": 0.0}, length=3),
+        EvalAnswer(problem=2, sample=0, reward=None, length=3),
+    ]
+    figures = set_figures(answers, samples=1)
+    assert {name: term.mean.value for name, term in figures.terms.items()} == {"math": 1.0, "code": 0.0}

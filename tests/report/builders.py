@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from laminar_lab.report.trajectories import FINISHES, KINDS, REASONS, STATUSES, Trajectories
-from laminar_py.records.metrics import FleetRow, StepRow
+from laminar_py.records.metrics import FleetRow, StepRow, TokenFigures
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 
 _TIMES = ("issued_s", "started_s", "finished_s", "scored_s", "ready_s", "ended_s")
@@ -57,7 +57,8 @@ def make_step_row(step, rl_s, **given):
     """A row of a step, of which only what is given matters."""
     counts = ("version", "trajectories", "trained_tokens", "generated_tokens", "staleness_max", "versions_alive")
     times = ("reward", "staleness_mean", "learner_s", "learner_waiting_share", "learner_busy_s", "overlap_s")
-    nothing = {**dict.fromkeys((*counts, "length_p50", "length_p95"), 0), **dict.fromkeys(times, 0.0)}
+    learned = ("loss", "grad_norm", "learning_rate", *TokenFigures.__struct_fields__)
+    nothing = {**dict.fromkeys((*counts, "length_p50", "length_p95"), 0), **dict.fromkeys((*times, *learned), 0.0)}
     return StepRow(step=step, rl_s=rl_s, **{**nothing, **given})
 
 

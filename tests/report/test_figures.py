@@ -11,6 +11,7 @@ from laminar_lab.report.page import (
     bottleneck_panel,
     curves_panel,
     learner_panel,
+    rewards_panel,
     timeline_panel,
     tokens_panel,
 )
@@ -69,7 +70,16 @@ async def test_drops_are_counted_by_reason(tmp_path):
 
 async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):
     rows = [
-        make_step_row(step, 10.0 * step, loss=0.1 * step, grad_norm=1.0, kl_behaviour_k3=0.02, clip_fraction=0.3)
+        make_step_row(
+            step,
+            10.0 * step,
+            loss=0.1 * step,
+            learning_rate=1e-4,
+            grad_norm=1.0,
+            kl_behaviour_k3=0.02,
+            clip_fraction=0.3,
+            effective_share=0.5,
+        )
         for step in (1, 2)
     ]
     write_rows(tmp_path / "metrics.jsonl", rows)
@@ -83,9 +93,31 @@ async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_ea
             script.step(10 * step, step, *ids)
     charts = learner_panel(read_snapshot(tmp_path)).charts
     assert all(chart.series[0].x == [1, 2] for chart in charts)
-    loss, norm, length, kl, clipped, effective = (chart.series[0].y for chart in charts)
+    loss, norm, rate, length, kl, clipped, effective = (chart.series[0].y for chart in charts)
+    assert rate == [1e-4, 1e-4]
     assert (loss, length) == ([0.1, 0.2], [6.0, 10.0])
-    assert (norm, kl, clipped, effective) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3], [1.0, 1.0])
+    assert (norm, kl, clipped, effective) == ([1.0, 1.0], [0.02, 0.02], [0.3, 0.3], [0.5, 0.5])
+
+
+async def test_the_panel_of_rewards_has_groups_and_cuts_and_each_term_with_gaps_where_a_step_has_none(tmp_path):
+    given = {"reward_std": 0.4, "frac_reward_zero_std": 0.25, "clipped_ratio": 0.5}
+    rows = [
+        make_step_row(1, 10.0, **given, reward_terms={"math": 0.5, "/home/me/reward.py:short": 0.1}),
+        make_step_row(2, 20.0),
+    ]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    async with scripted(tmp_path) as script:
+        for step in (1, 2):
+            script.step(10 * step, step)
+    charts = {chart.name: chart.series[0].y for chart in rewards_panel(read_snapshot(tmp_path)).charts}
+    assert {name: values[0] for name, values in charts.items()} == {
+        "standard deviation within a group": 0.4,
+        "share of groups whose rewards are all equal": 0.25,
+        "share of answers cut by a cap": 0.5,
+        "mean of math": 0.5,
+        "mean of short": 0.1,
+    }
+    assert all(isnan(values[1]) for values in charts.values())
 
 
 async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event(tmp_path):

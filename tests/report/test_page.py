@@ -62,7 +62,7 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
             assert marks > 0, panel
         assert await tab.look("document.querySelectorAll('#timeline .bars .point').length") == 12  # steps
         assert await tab.look("document.querySelectorAll('#tokens table').length") == 1
-        assert await tab.look("document.querySelectorAll('#learner .js-line').length") == 6
+        assert await tab.look("document.querySelectorAll('#learner .js-line').length") == 7
         assert (
             await tab.look("document.querySelector('#config pre').textContent")
             == (run / "config.yaml").read_text()

@@ -2,15 +2,24 @@
 
 import json
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing, suppress
 
+import peft
 import psutil
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.stored import StoredResponses
 from laminar_lab.audit.verify import verify
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.evaluations import evaluations_on_record
+from laminar_py.ledger.rows import read_prompt, trajectory_rows
 from laminar_py.records.trajectory import Kind
-from tests.runs.runs import TrainProcess, wait_until_gone
+from tests.runs.runs import ALONE, LAMINAR, REPO, TrainProcess, wait_until_gone
 
 
 def metrics_of(run):
@@ -61,7 +70,66 @@ def test_a_run_of_adapters_on_two_ranks_that_was_killed_resumes_and_keeps_the_la
     assert any(row.oldest_version != row.newest_version for row in training), "no response spans versions"
     rows = metrics_of(again.run)
     assert rows[-1]["step"] == 6
-    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(row["mismatch_max"] or 0.0 for row in rows) < 1e-3
     assert rows[-1]["kl_reference_k3"] > 0, "the policy has left its base"
     (base,) = (tmp_path / "warm").glob("*/model.safetensors")
     assert max(version_bytes(again.run)) < base.stat().st_size / 5
+
+
+def greedy_answers(run):
+    """(prompt, response) ids of the last evaluation, which is at temperature 0, as the ledger has them."""
+    with reading(run) as connection:
+        last = evaluations_on_record(connection)[-1]
+        stored = StoredResponses(run, connection)
+        rows = trajectory_rows(connection, "group_id = ?", (last.pass_id,))
+        answers = [(read_prompt(connection, row.prompt_id).ids.tolist(), stored.response(row).ids) for row in rows]
+    return last.step, [(prompt, ids.tolist()) for prompt, ids in answers]
+
+
+@pytest.mark.slow
+def test_an_adapter_that_leaves_gives_the_greedy_tokens_of_the_ledger_as_the_merged_model_does(tmp_path):
+    prepare = [sys.executable, str(REPO / "experiments/quickstart/prepare.py"), "--out", str(tmp_path / "data")]
+    subprocess.run(prepare, check=True, timeout=60)
+    base = tmp_path / "data/model"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
+    (tmp_path / "reward.py").write_text("def score(request): return float(len(request.response_ids) % 3)")
+    settings = [
+        f"model.path={base}",
+        "model.from_scratch=false",
+        "warm_start=null",
+        "steps=2",
+        "learner.lora.rank=4",
+        "learner.lr=1e-2",
+        "eval.every_steps=null",
+        f"reward.use=[{tmp_path / 'reward.py'}:score]",
+    ]
+    with TrainProcess(tmp_path, *ALONE, *settings) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    for out, flags in (("adapter", ["--adapter"]), ("whole", [])):
+        command = [LAMINAR, "export", str(train.run), str(tmp_path / out), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert (f"adapters for the base {base}" in done.stdout) == bool(flags), done.stdout
+    step, answers = greedy_answers(train.run)
+    assert step == 2
+    assert len(answers) > 4
+
+    def greedy(model):
+        return [greedy_tokens(model, prompt, len(response)) for prompt, response in answers]
+
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    told = [response for _, response in answers]
+    assert greedy(plain) != told, "the adapters change what the base says"
+    assert greedy(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")) == told
+    assert greedy(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")) == told
+    assert greedy(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")) == told
+
+
+def greedy_tokens(model, prompt, length):
+    """The tokens that transformers' own generation adds."""
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
+    )
+    return made[0, len(prompt) :].tolist()

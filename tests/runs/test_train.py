@@ -196,7 +196,7 @@ def rows_learned_as_drawn(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     fresh = [row["by_staleness"]["0"] for row in rows if "0" in row["by_staleness"]]
     assert fresh, "the first step is on policy"
-    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(row["mismatch_max"] or 0.0 for row in rows) < 1e-3
     assert max(abs(bucket["effective_share"] - 1) for bucket in fresh) < 1e-4
     return rows
 

@@ -2,7 +2,7 @@
 
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import SystemClock
-from laminar_py.records.metrics import Mismatch, StepMetrics, TokenMetrics, Work
+from laminar_py.records.metrics import Mismatch, StepMetrics, TokenFigures, TokenMetrics, Work
 
 
 def make_row(step, *, entropy=1.0):
@@ -17,7 +17,10 @@ def make_rows(*entropies):
 
 
 def _row(stats, step, entropy):
-    tokens = TokenMetrics(num_tokens=10, entropy=entropy, ratio=1.01, ratio_max=3.0, advantage_max=2.0)
+    figures = dict.fromkeys(TokenFigures.__struct_fields__, 0.5)
+    tokens = TokenMetrics(
+        num_tokens=10, **figures | {"entropy": entropy, "ratio": 1.01, "ratio_max": 3.0, "advantage_max": 2.0}
+    )
     metrics = StepMetrics(
         loss=0.5,
         grad_norm=0.1,
@@ -30,7 +33,7 @@ def _row(stats, step, entropy):
     facts = {
         "version": step,
         "batch": [],
-        "staleness": [],
+        "staleness": [3, 9],
         "generated_tokens": 0,
         "versions_alive": 1,
         "stall_s": 0.0,

@@ -1,16 +1,19 @@
 """Rows of steps: what is not finite is told once, and every reader reads the row."""
 
+import json
 import logging
 import math
 
 import msgspec
+import pytest
 
 from laminar_lab.report.snapshot import read_samples
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import Stats, Totals, read_totals
 from laminar_py.observe.trackers import flat_row
 from laminar_py.records.host import SystemClock
-from laminar_py.records.metrics import TurnFigures
+from laminar_py.records.metrics import Mismatch, TurnFigures
+from laminar_py.records.scoring import GroupRewards, TermValue
 from tests.telemetry.rows import make_rows
 
 
@@ -30,11 +33,48 @@ def test_a_metric_that_is_not_finite_is_named_once_and_the_run_resumes_and_repor
     assert math.isnan(flat_row(found[1])["tokens/entropy"])
 
 
+NOTHING = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "clip_fraction",
+    "mismatch_mean",
+    "staleness_mean",
+    "learner_tokens_per_s",
+)
+
+
+def test_a_step_that_trained_nothing_has_null_in_place_of_figures_and_trackers_get_none(tmp_path, caplog):
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    facts = {"version": 1, "batch": [], "staleness": [], "generated_tokens": 0, "versions_alive": 1}
+    with caplog.at_level(logging.WARNING), (tmp_path / "metrics.jsonl").open("ab") as file:
+        row = stats.step_row(step=1, metrics=None, stall_s=0.0, **facts)
+        append_row(file, row)
+    assert caplog.records == []
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert [line[name] for name in NOTHING] == [None] * len(NOTHING)
+    assert line["trajectories"] == line["learner_s"] == 0
+    (again,) = read_samples(tmp_path).steps
+    assert not again.trained
+    told = flat_row(again)
+    assert not any(math.isnan(value) for value in told.values())
+    assert not {f"run/{name}" for name in NOTHING} & set(told)
+    assert "tokens/entropy" not in told
+
+
+def test_a_mismatch_without_fresh_tokens_is_unknown_and_no_fault():
+    (row,) = make_rows(1.0)
+    old = msgspec.structs.replace(row, **Mismatch().figures)
+    assert old.not_finite == []
+    assert "run/mismatch_max" not in flat_row(old)
+    assert msgspec.structs.replace(row, mismatch_max=math.inf).not_finite == ["mismatch_max"]
+
+
 def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones():
     stats = Stats(SystemClock(), replicas=1, totals=Totals())
     for lengths, told in (([5, 6, 7], (6, 7)), ([100], (100, 100)), ([], (100, 100))):
         for length in lengths:
-            stats.add_score(1.0, [], length)
+            stats.add_score(1.0, [], length, cut=False)
         row = stats.step_row(
             step=1,
             version=1,
@@ -46,6 +86,31 @@ def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones(
             stall_s=0.0,
         )
         assert (row.length_p50, row.length_p95) == told
+
+
+def test_a_row_has_spread_and_cut_share_and_terms_of_what_came_since_the_one_before():
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    facts = {
+        "version": 1,
+        "batch": [],
+        "staleness": [],
+        "metrics": None,
+        "generated_tokens": 0,
+        "versions_alive": 1,
+    }
+    for value, cut in ((1.0, False), (0.0, True), (0.0, False), (0.0, False)):
+        stats.add_score(2 * value, [TermValue(name="math", value=value)], 5, cut=cut)
+    for rewards in ((2.0, 0.0), (0.0, 0.0), (0.0,), (1.0, 1.0)):
+        stats.add_group(GroupRewards(0, "p0", rewards))
+    row = stats.step_row(step=1, stall_s=0.0, **facts)
+    assert (row.clipped_ratio, row.frac_reward_zero_std) == (0.25, 0.75)
+    assert row.reward_std == pytest.approx(math.sqrt(2) / 4)
+    assert row.reward_terms == {"math": 0.25}
+    later = stats.step_row(step=2, stall_s=0.0, **facts)
+    assert math.isnan(later.reward_std)
+    assert math.isnan(later.frac_reward_zero_std)
+    assert math.isnan(later.clipped_ratio)
+    assert later.reward_terms == {}
 
 
 def test_turns_of_a_row_are_those_since_the_one_before_and_a_run_without_environments_has_none():

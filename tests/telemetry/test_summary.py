@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_lab.report.closing import checkpoint_summary, relay_summary
+from laminar_lab.report.closing import checkpoint_summary, closing_table, relay_summary
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import (
@@ -17,7 +17,7 @@ from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPub
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
-from tests.ledger.runs import begin, issue, make_ready, open_ledger
+from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger
 from tests.report.scripted import TURNS, WITH_ENVIRONMENT, scripted
 
 
@@ -115,3 +115,26 @@ async def test_what_could_not_be_scored_is_summed_up_with_the_first_reason(tmp_p
             issue(ledger, id, kind=kind)
             ledger.append(Dropped(id, reason, detail))
     assert summary_of(tmp_path).unscored == UnscoredFigures(2, 3, "KeyError: 4 (at mine.py:2)")
+
+
+async def test_a_run_says_how_many_of_its_steps_trained(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.0")
+        ledger.append_all(consume(1, 0, "g0.0"))
+        whole = closing_table(await flushed(ledger, tmp_path))
+        ledger.append_all(consume(2, 0))
+        some = closing_table(await flushed(ledger, tmp_path))
+    assert shown(whole)["RL"] == "1 steps in 0.0 s"
+    assert shown(some)["RL"] == "2 steps in 0.0 s; 1 of 2 steps trained"
+
+
+async def flushed(ledger, folder):
+    await ledger.commit()
+    return summary_of(folder)
+
+
+def shown(table):
+    """Second cells of a table, by the first."""
+    first, second = table.columns[:2]
+    return dict(zip(first.cells, second.cells, strict=True))

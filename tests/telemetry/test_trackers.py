@@ -20,9 +20,10 @@ from laminar_py.observe.trackers import (
     flat_row,
     flat_settings,
 )
-from laminar_py.records.metrics import StepRow, TokenMetrics
+from laminar_py.records.evaluations import set_figures
+from laminar_py.records.metrics import StepRow, TokenMetrics, TurnFigures
 from laminar_py.runtime.preflight.inputs import check_inputs
-from tests.builders import make_evaluated
+from tests.builders import make_answers, make_evaluated
 from tests.runs.runs import REPO
 from tests.telemetry.rows import make_row
 
@@ -217,6 +218,34 @@ def test_every_metric_has_a_name_that_all_trackers_take_and_is_documented():
     assert row["run/mismatch_p99"] == 0.2
     documented = set(re.findall(r"`(\w+)`", (REPO / "docs/metrics.md").read_text()))
     assert set(StepRow.__struct_fields__) | set(TokenMetrics.__struct_fields__) <= documented
+
+
+def test_a_function_is_named_without_its_file_unless_two_have_one_name():
+    terms = {"/home/me/reward.py:score": 0.5, "math": 1.0, "a.py:bonus": 0.1, "/tmp/b.py:bonus": 0.2}
+    row = msgspec.structs.replace(make_row(1), reward_terms=terms)
+    told = {name: value for name, value in flat_row(row).items() if name.startswith("reward/")}
+    assert told == {"reward/score": 0.5, "reward/math": 1.0, "reward/a.py:bonus": 0.1, "reward/b.py:bonus": 0.2}
+
+
+def test_the_terms_of_an_evaluation_have_names_below_their_set():
+    right = [[1.0, 0.0], [0.0, 0.0]]
+    figures = set_figures(make_answers(right, terms={"math": right, "b.py:short": right}), samples=2)
+    told = flat_evaluation(msgspec.structs.replace(make_evaluated(), figures=figures))
+    assert (told["eval/heldout/reward/math"], told["eval/heldout/reward/math_pass_at_2"]) == (0.25, 0.5)
+    assert told["eval/heldout/reward/short"] == 0.25
+
+
+def test_the_names_that_people_know_are_these():
+    """The table of docs/metrics.md names figures that a row has."""
+    page = (REPO / "docs/metrics.md").read_text()
+    table = page.partition("## Names in TRL and verl")[2].partition("\n## ")[0]
+    ours = re.findall(r"^\| `([\w/<>]+)`", table, flags=re.MULTILINE)
+    row = msgspec.structs.replace(make_row(1), reward_terms={"<term>": 0.5}, turns=TurnFigures(mean=2.0))
+    row = msgspec.structs.replace(
+        row, reward_std=0.1, frac_reward_zero_std=0.1, clipped_ratio=0.1, learning_rate=1e-6
+    )
+    assert len(ours) > 12
+    assert [name for name in ours if name not in flat_row(row) and not name.startswith("eval/")] == []
 
 
 def test_what_a_cpu_cannot_say_is_left_out():

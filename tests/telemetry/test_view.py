@@ -1,6 +1,7 @@
 """What a run says of itself while it goes on: what everything waits for, and what the user has to know at once."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -143,6 +144,22 @@ def test_an_evaluation_is_told_with_its_set_its_interval_and_the_count_of_what_h
     line = evaluation_line(make_evaluated(0.5, problems=300, unscored=12, rl_s=10.0))
     assert line.startswith("heldout: accuracy 0.500 (0.4")
     assert line.endswith(") on 300 problems, 12 answers not scored: version 3, step 3, 10.0 s of RL")
+
+
+def test_a_step_that_trained_nothing_shows_no_loss_of_zero():
+    stats = Stats(SystemClock(), replicas=1, totals=Totals(rl_s=9.0))
+    facts = {"version": 1, "batch": [], "staleness": [], "generated_tokens": 0, "versions_alive": 1}
+    row = stats.step_row(step=10, metrics=None, stall_s=0.0, **facts)
+    console, file = make_console()
+    View(console, steps=100).step(row)
+    assert "  nothing to train  " in file.getvalue()
+    console, file = make_console(terminal=True)
+    view = View(console, steps=100)
+    view.step(row)
+    view.refresh(make_stats(rl_s=9.0), 10, 3, [])
+    view.close()
+    assert re.search(r"loss +- ", file.getvalue())
+    assert "nan" not in file.getvalue()
 
 
 def test_a_view_hides_the_cursor_from_its_first_drawing_until_it_closes():

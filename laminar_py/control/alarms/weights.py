@@ -31,7 +31,7 @@ class WeightsCheck:
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
         """Take an event in the order of the log."""
         if isinstance(event, Stepped):
-            if event.num_trajectories > 0 and event.grad_norm > 0:
+            if event.grad_norm:
                 self._learned.add(event.step)
         elif isinstance(event, RolledBack):
             self._learned = {step for step in self._learned if step <= event.step}

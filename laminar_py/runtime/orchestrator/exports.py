@@ -1,4 +1,4 @@
-"""`laminar export`: the weights of a checkpoint as a plain Hugging Face folder. Called by the command line.
+"""`laminar export`: a checkpoint as a plain Hugging Face folder, or as an adapter. Called by the command line.
 
 An export never changes the run, which may still train (`tests/orchestrator/test_exports.py`).
 """
@@ -24,12 +24,14 @@ class Exported:
 
     checkpoint: Path  # a run that still trains may have deleted it since
     step: int
+    base: Path | None = None  # of an adapter
 
 
-def export(source: Path, out: Path, *, dtype: str | None = None) -> Exported:
+def export(source: Path, out: Path, *, dtype: str | None = None, adapter: bool = False) -> Exported:
     """Write `out` from `source`, a checkpoint or a run's newest one; return which checkpoint was written.
 
-    Without a `dtype`, weights have the dtype in which the run served the model. Raises ConfigError.
+    Without a `dtype`, weights have the dtype in which the run served the model. LoRA adapters are merged into
+    their base; as an `adapter` they are written alone. Raises ConfigError.
     """
     if out.exists():
         raise ConfigError(f"out={out}: is there already; name a folder that is not, or delete it")
@@ -37,11 +39,11 @@ def export(source: Path, out: Path, *, dtype: str | None = None) -> Exported:
     if out.resolve().is_relative_to(run.path.resolve()):
         raise ConfigError(f"out={out}: is inside the run's own folder {run.path}; name one outside of it")
     if run.path != source:
-        return _export(run, source, out, dtype)
+        return _export(run, source, out, dtype, adapter)
     while True:
         newest = _newest(run)
         try:
-            return _export(run, run.path / newest.path, out, dtype)
+            return _export(run, run.path / newest.path, out, dtype, adapter)
         except (ConfigError, OSError):
             if _newest(run) == newest:
                 raise
@@ -66,14 +68,16 @@ def _newest(run: RunFolder) -> Checkpointed:
     return newest
 
 
-def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> Exported:
-    """Export a checkpoint of a run to the folder `out`, as a plain Hugging Face model in `dtype`."""
+def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None, adapter: bool) -> Exported:
+    """Export a checkpoint of a run to the folder `out` in `dtype`, as a Hugging Face model or as an adapter."""
     from laminar_py.learner.export import export_checkpoint
 
     step = read_marker(checkpoint).step
     config = load_config(run.config, [])
     model, lora = config.model.path, config.learner.lora
     base = None if lora is None else _base(config)
+    if adapter:
+        _check_adapter(config, run)
     export_checkpoint(
         checkpoint,
         out,
@@ -81,9 +85,24 @@ def _export(run: RunFolder, checkpoint: Path, out: Path, dtype: str | None) -> E
         dtype=dtype or served_dtype(model),
         lora=lora,
         base=base,
+        adapter=adapter,
         stop_ids=stop_ids(config),
     )
-    return Exported(checkpoint, step)
+    return Exported(checkpoint, step, base if adapter else None)
+
+
+def _check_adapter(config: RunConfig, run: RunFolder) -> None:
+    """Raise ConfigError if a run has no adapters, or has trained the base of its adapters itself."""
+    if config.learner.lora is None:
+        raise ConfigError(
+            f"--adapter: {run.path} has no learner.lora and trains all weights; leave --adapter out for the whole"
+            " model"
+        )
+    if config.warm_start is not None:
+        raise ConfigError(
+            f"--adapter: the adapters of {run.path} belong to the result of its warm start, which nobody else has,"
+            f" and not to model.path={config.model.path}; leave --adapter out for the merged model"
+        )
 
 
 def _base(config: RunConfig) -> Path:

@@ -16,7 +16,7 @@ from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
 from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import Prompt, TrajectoryRef
+from laminar_py.records.trajectory import FinishReason, Prompt, TrajectoryRef
 from laminar_py.reward.failures import ScoreFailures, trials
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs
@@ -178,7 +178,8 @@ class Scoring:
         if (fault := self.failures.fault) is not None:
             self._end(fault)
         if trajectory.trains and score.value is not None:
-            self._stats.add_score(score.value, score.terms, trajectory.length)
+            cut = trajectory.finish_reason is FinishReason.LENGTH
+            self._stats.add_score(score.value, score.terms, trajectory.length, cut=cut)
             if trajectory.environment_s:
                 self._stats.add_turns(num_turns(trajectory.token_spans), trajectory.environment_s)
 

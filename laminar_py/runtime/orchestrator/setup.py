@@ -17,6 +17,7 @@ from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered, first_events
 from laminar_py.ledger.seal import seal_run
+from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.trajectory import Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
@@ -90,11 +91,15 @@ def make_scheduler(
         if draws is not None and (fault := draws.issued(group, prompt.index, prompt.id)):
             on_fault(fault)
 
+    def record_group(group: GroupRewards) -> None:
+        inputs.stream.record_group(group)
+        incarnation.stats.add_group(group)
+
     scheduler = TrajectoryScheduler(
         replace(settings, versions_return=versions_return),
         prompt_at=inputs.stream.prompt,
         on_issued=check_draw,
-        on_rewards=inputs.stream.record_group,
+        on_rewards=record_group,
         on_failing=fail,
         recorder=incarnation.ledger,
         submit_for_scoring=submit_for_scoring,
