@@ -102,7 +102,7 @@ class View:
             about = staleness if row.trained else "nothing to train"
             self.notice(
                 f"{short}{turns if row.turns.mean else ''}  {about}"
-                f"  trained {row.trained_tokens / row.rl_s:.0f} tok/s  learner waiting"
+                f"  trained {row.trained_tokens / max(row.rl_s, 1e-9):.0f} tok/s  learner waiting"
                 f" {row.learner_waiting_share:.0%}  {row.rl_s:.1f} s"
             )
 
