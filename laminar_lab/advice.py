@@ -76,9 +76,9 @@ def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     rollout = config.rollout
     if step.crowded_share > CROWDED_SHARE:
         yield from _larger_batch(config, step)
-    yield Remedy(
-        "rollout.replicas", f"{rollout.replicas} -> {2 * rollout.replicas}", "generation divides by their number"
-    )
+    if rollout.engine.gpus or rollout.engine.hosts or _idle_cores(config, step) > 0:
+        change = f"{rollout.replicas} -> {2 * rollout.replicas}"
+        yield Remedy("rollout.replicas", change, "generation divides by their number")
     for setting, change, why in rollout.engine.remedies():
         yield Remedy(f"rollout.engine.{setting}", change, why)
 

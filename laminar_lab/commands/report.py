@@ -30,8 +30,10 @@ def report(
 
     Also write report.html and trace.json into its folder.
     """
+    from laminar_lab.report.closing import closing_table
     from laminar_lab.report.page import write_page
     from laminar_lab.report.run_report import read_report
+    from laminar_lab.report.snapshot import read_summary
     from laminar_lab.report.terminal import run_tables
     from laminar_lab.report.trace import write_trace
 
@@ -41,30 +43,20 @@ def report(
         return
     for table in run_tables(found):
         console.print(table)
+    if (summary := read_summary(run)) is not None:
+        console.print("\n[bold]The whole run[/bold]", closing_table(summary), sep="\n")
     print_line(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}")
     if not found.simulation:
         print_line(f"what to change first: laminar advise {run}")
 
 
 def print_ending(summary: "Summary", interrupted: bool) -> None:
-    """Print the closing table of a run unless it was interrupted, then what limits the run."""
-    from laminar_lab.report.closing import closing_table
-
-    if not interrupted:
-        console.print(closing_table(summary))
-    print_limits(Path(summary.run))
-
-
-def print_limits(run: Path) -> None:
-    """Print what limits a run, and the commands that show the rest."""
+    """Print a few lines on what a run gained and what limits it, unless it trained no model."""
+    from laminar_lab.report.closing import ending_table
     from laminar_lab.report.run_report import RunReport
     from laminar_lab.report.snapshot import read_snapshot
-    from laminar_lab.report.terminal import diagnosis_table
 
-    console.print(diagnosis_table(RunReport(read_snapshot(run)).diagnosis))
-    print_line(f"laminar report {run} has all figures, and draws report.html")
-    print_line(f"laminar advise {run} says what to change first")
-    print_line(f"laminar audit {run} verify proves the figures")
+    console.print(ending_table(summary, RunReport(read_snapshot(Path(summary.run))), interrupted=interrupted))
 
 
 @dashboard_app.command(epilog="Example: laminar dashboard runs/quickstart-1 --port 8400")

@@ -1,16 +1,50 @@
-"""The closing table of a run: `laminar train` prints it through the entry point group `laminar_py.run_endings`."""
+"""The end of a run: a few lines that `laminar train` prints, and the table of all figures in `laminar report`."""
 
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from laminar_lab.advice import remedies
+from laminar_lab.report.diagnosis import NO_STEP
+from laminar_lab.report.run_report import RunReport
 from laminar_py.observe import CheckpointFigures, EvaluationFigures, RelayFigures, Summary
 
+MOST_GAIN = 100  # above it the number says nothing
 WHOLE = 0.995  # share of bytes above which versions count as whole
 
 
+def ending_table(summary: Summary, report: RunReport, *, interrupted: bool) -> Table:
+    """What a run gained, what limits it, and the next commands, a line each."""
+    run, steps = summary.run, f"{summary.steps} steps in {summary.rl_seconds:.1f} s"
+    trained = "" if summary.trained_steps == summary.steps else f", {summary.trained_steps} of them trained"
+    rows = [
+        *([] if interrupted else _evaluation_rows(summary.evaluations)),
+        ("RL", f"{steps}{trained}, {summary.trained_tokens_per_s:,.0f} trained tokens/s"),
+        *_limit_rows(report),
+        *(("learning", str(finding)) for finding in report.learning[:1]),
+        ("next", f"laminar report {run} (all figures, pictures), laminar advise {run}, laminar samples {run}"),
+    ]
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _limit_rows(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Rows on the bottleneck and the first setting to change against it."""
+    diagnosis, config = report.diagnosis, report.snapshot.config
+    if diagnosis is None or config is None:
+        yield "limited by", NO_STEP
+        return
+    binding = diagnosis.binding
+    gain = f"{binding.gain:.2f} x" if binding.gain < MOST_GAIN else f"more than {MOST_GAIN} x"
+    yield "limited by", f"{str(binding.bottleneck).upper()}; without it at most {gain} the goodput"
+    if found := remedies(binding.bottleneck, config, diagnosis.mean_step):
+        yield "change first", str(found[0])
+
+
 def closing_table(summary: Summary) -> Table:
-    """The table with which `laminar train` ends."""
+    """The table of all figures of a run that has ended."""
     lengths, counts, repack = summary.response_length, summary.trajectories, summary.repack
     trained = summary.trained_steps
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))

@@ -32,6 +32,7 @@ from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger import decode_event, in_order, ledger_path, read_rows, reading
+from laminar_py.observe import Summary
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.evaluations import pass_number
 from laminar_py.records.events import (
@@ -198,6 +199,9 @@ class _Summary(msgspec.Struct, frozen=True):
     rl_seconds: float = 0.0  # absent in the summary of `laminar eval`
 
 
+_Kind = TypeVar("_Kind", Summary, _Summary)
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Rows of the files beside the ledger, in order of time."""
@@ -230,13 +234,23 @@ def _without_repeated(done: Iterable[StepRow]) -> tuple[StepRow, ...]:
     return tuple(steps)
 
 
+def read_summary(folder: Path) -> Summary | None:
+    """Read `summary.json`, None without one. Raises `ConfigError` for another format."""
+    return _decode_summary(folder, Summary)
+
+
 def summary_seconds(folder: Path) -> float:
     """Read the seconds of RL from `summary.json`, 0 without one. Raises `ConfigError` for another format."""
+    found = _decode_summary(folder, _Summary)
+    return 0.0 if found is None else found.rl_seconds
+
+
+def _decode_summary(folder: Path, kind: type[_Kind]) -> _Kind | None:
     summary = folder / "summary.json"
     if not summary.is_file():
-        return 0.0
+        return None
     try:
-        return msgspec.json.decode(summary.read_bytes(), type=_Summary).rl_seconds
+        return msgspec.json.decode(summary.read_bytes(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{summary}: {error}; delete it to use the figures of the last step") from error
 

@@ -4,6 +4,10 @@ import msgspec
 import numpy as np
 
 from laminar_lab.report.trajectories import FINISHES, KINDS, REASONS, STATUSES, Trajectories
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.observe.stats import Stats, Totals
+from laminar_py.observe.summary import summarise
+from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import FleetRow, StepRow, TokenFigures
 from laminar_py.records.trajectory import FinishReason, Kind, Status
 
@@ -65,3 +69,15 @@ def make_step_row(step, rl_s, **given):
 def write_rows(path, rows):
     """A file of such rows, one a line."""
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def summary_of(folder, **options):
+    """The summary of the run in a folder, whose controller has counted nothing."""
+    stats = Stats(SystemClock(), replicas=1, totals=Totals())
+    return summarise(RunFolder(folder), stats, finished=True, restarts={}, sets=[], **options)
+
+
+def shown(table):
+    """Second cells of a table, by the first."""
+    first, second = table.columns[:2]
+    return dict(zip(first.cells, second.cells, strict=True))

@@ -9,15 +9,18 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from laminar_lab.commands.report import print_limits
-from laminar_lab.report.run_report import read_report
-from laminar_lab.report.snapshot import read_samples
+from laminar_lab.report.closing import ending_table
+from laminar_lab.report.diagnosis import NO_STEP
+from laminar_lab.report.run_report import RunReport, read_report
+from laminar_lab.report.snapshot import read_samples, read_snapshot
 from laminar_lab.report.tails import NAMES, Distribution, Measure
 from laminar_lab.report.terminal import tail_table
 from laminar_py.cli import app
+from laminar_py.observe.summary import EvaluationFigures
 from laminar_py.records.events import RefillStopped
+from tests.builders import make_evaluated
 from tests.ledger.runs import open_ledger
-from tests.report.builders import make_fleet_row, make_step_row, write_rows
+from tests.report.builders import make_fleet_row, make_step_row, shown, summary_of, write_rows
 from tests.report.ledgers import live, write_small_run
 from tests.runs.runs import REPO
 
@@ -112,13 +115,27 @@ async def test_what_a_crash_tore_counts_for_nothing_and_another_form_is_named(ru
         read_samples(run)
 
 
-async def test_a_run_without_a_whole_step_ends_with_words_too(run, capsys):
+async def test_a_run_ends_with_its_gain_its_limit_and_the_next_command(run):
+    figures = [
+        EvaluationFigures(set_name="heldout", step=3, version=3, rl_s=3.0, figures=make_evaluated(share).figures)
+        for share in (0.25, 0.75)
+    ]
+    summary = msgspec.structs.replace(summary_of(run), evaluations=figures)
+    lines = shown(ending_table(summary, read_report(run), interrupted=False))
+    assert list(lines) == ["heldout accuracy", "RL", "limited by", "change first", "next"]
+    assert lines["heldout accuracy"].startswith("0.250 -> 0.750 (")
+    assert lines["limited by"].endswith(" x the goodput")
+    assert "heldout accuracy" not in shown(ending_table(summary, read_report(run), interrupted=True))
+
+
+async def test_a_run_without_a_whole_step_ends_with_words_too(run):
     (run / "sub").mkdir()
     async with open_ledger(run / "sub") as ledger:
         live(ledger, "g0.0", 3)
     shutil.copy(run / "config.yaml", run / "sub")
-    print_limits(run / "sub")
-    assert "no learner step was completed" in capsys.readouterr().out
+    report = RunReport(read_snapshot(run / "sub"))
+    lines = shown(ending_table(summary_of(run), report, interrupted=True))
+    assert lines["limited by"] == NO_STEP
 
 
 async def test_one_object_of_json_has_all_of_it_and_what_is_derived(run):

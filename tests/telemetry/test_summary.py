@@ -3,27 +3,19 @@
 import pytest
 
 from laminar_lab.report.closing import checkpoint_summary, closing_table, relay_summary
-from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import (
     CheckpointFigures,
     RelayFigures,
     UnscoredFigures,
     checkpoint_figures,
     relay_figures,
-    summarise,
 )
 from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPublished
-from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger
+from tests.report.builders import shown, summary_of
 from tests.report.scripted import TURNS, WITH_ENVIRONMENT, scripted
-
-
-def summary_of(folder, **options):
-    stats = Stats(SystemClock(), replicas=1, totals=Totals())
-    return summarise(RunFolder(folder), stats, finished=True, restarts={}, sets=[], **options)
 
 
 def relayed(node, version, wire_bytes, elapsed_s):
@@ -132,9 +124,3 @@ async def test_a_run_says_how_many_of_its_steps_trained(tmp_path):
 async def flushed(ledger, folder):
     await ledger.commit()
     return summary_of(folder)
-
-
-def shown(table):
-    """Second cells of a table, by the first."""
-    first, second = table.columns[:2]
-    return dict(zip(first.cells, second.cells, strict=True))
