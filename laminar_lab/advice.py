@@ -79,6 +79,8 @@ def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     if rollout.engine.gpus or rollout.engine.hosts or _idle_cores(config, step) > 0:
         change = f"{rollout.replicas} -> {2 * rollout.replicas}"
         yield Remedy("rollout.replicas", change, "generation divides by their number")
+    else:
+        yield _other_machines(step)
     for setting, change, why in rollout.engine.remedies():
         yield Remedy(f"rollout.engine.{setting}", change, why)
 
@@ -307,14 +309,18 @@ def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield from _larger_batch(config, step)
     elif learner_s >= generation_s:
         yield from _less_work(config, step)
-    cores = step.use.cores if step.use is not None else 0
-    why = f"its machines add cores; here {cores} are full, and more replicas, workers or ranks would share them"
-    yield Remedy("cluster.address", "none -> address of a Ray cluster", why)
+    yield _other_machines(step)
     replicas = config.rollout.replicas
     if replicas > 1:
         yield Remedy(
             "rollout.replicas", f"{replicas} -> {replicas // 2}", "as fast on full cores, with less memory"
         )
+
+
+def _other_machines(step: MeanStep) -> Remedy:
+    cores = step.use.cores if step.use is not None else 0
+    why = f"its machines add cores; here {cores} are full, and more replicas, workers or ranks would share them"
+    return Remedy("cluster.address", "none -> address of a Ray cluster", why)
 
 
 def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:

@@ -14,7 +14,7 @@ WHOLE = 0.995  # share of bytes above which versions count as whole
 
 
 def ending_table(summary: Summary, report: RunReport, *, interrupted: bool) -> Table:
-    """What a run gained, what limits it, and the next commands, a line each."""
+    """Gain of a run, its limit and the next commands, a line each."""
     run, steps = summary.run, f"{summary.steps} steps in {summary.rl_seconds:.1f} s"
     trained = "" if summary.trained_steps == summary.steps else f", {summary.trained_steps} of them trained"
     rows = [
@@ -44,7 +44,7 @@ def _limit_rows(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def closing_table(summary: Summary) -> Table:
-    """The table of all figures of a run that has ended."""
+    """All figures of an ended run."""
     lengths, counts, repack = summary.response_length, summary.trajectories, summary.repack
     trained = summary.trained_steps
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
