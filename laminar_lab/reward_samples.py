@@ -21,7 +21,7 @@ class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
 
     response: str
     prompt: str = ""
-    answer: str = ""
+    answer: str | int | float = ""  # a number counts as its text
     task: str = ""
     finish_reason: FinishReason = FinishReason.STOP
     reward: float | None = None  # the expected reward
@@ -48,11 +48,12 @@ def make_sample(
     line: SampleLine,
     fields_json: bytes,
     *,
+    answer: str,
     encode: Callable[[str], IntArray],
     decode: Callable[[IntArray], str],
     end: int,
 ) -> Sample:
-    """Make a sample from a line.
+    """Make a sample from a line, with its `answer` as text.
 
     `encode` turns text into token ids and `decode` back. `end` is the last id of a response that ended by itself.
     Raises `ConfigError` if the tokenizer cannot represent the response.
@@ -65,7 +66,7 @@ def make_sample(
         trajectory_id=place,
         prompt=line.prompt,
         response="",
-        answer=line.answer,
+        answer=answer,
         task=line.task,
         finish_reason=line.finish_reason,
         prompt_ids=encode(line.prompt),

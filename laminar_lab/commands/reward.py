@@ -54,7 +54,7 @@ def try_samples(
     """Score samples; print failures, rewards that differ from the expected ones, and times."""
     from laminar_lab.reward_samples import Sample, SampleLine, make_sample
     from laminar_py.config import load_config
-    from laminar_py.data import load_tokenizer, other_fields, read_records, source_at
+    from laminar_py.data import load_tokenizer, other_fields, read_records, source_at, text_of
     from laminar_py.runtime.preflight import prepare
 
     settings = load_config(config, overrides or [])
@@ -68,6 +68,7 @@ def try_samples(
             source.place(row),
             line,
             other_fields(text, SampleLine.__struct_encode_fields__),
+            answer=text_of(text, "answer", line.answer),
             encode=tokenizer.encode,
             decode=tokenizer.decode,
             end=tokenizer.eos_ids[0],

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from laminar_py.config.engine import BACKENDS, EngineConfig
+from laminar_py.config.registry import SECTION
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -141,7 +142,7 @@ def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str
 
     An unknown key comes before a missing one, since it is often that key in another spelling.
     """
-    first = _first_of(error)
+    first, known = _first_of(error), setting_names(kind)
     where = first["loc"]
     while isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):  # raised by `named_section`
         first = _first_of(inner)
@@ -153,8 +154,10 @@ def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str
     field = ".".join(str(name) for name in where) or "config"
     if field in VERL_SECTIONS and first["type"] == "extra_forbidden":
         return ConfigError(f"{field}: a section of verl; laminar init --from verl FILE translates the whole file")
+    if (named := first.get("ctx", {}).get(SECTION)) is not None:
+        known += setting_names(named.model, "".join(f"{name}." for name in where[: -named.depth]))
     if first["type"] == "extra_forbidden":
-        meant = _engine_remedy(where) or _suggestion(field, setting_names(kind))
+        meant = _engine_remedy(where) or _suggestion(field, known)
         return ConfigError(f"{field}={first['input']!r}: unknown key; {meant}{help_at} lists all settings")
     return ConfigError(_one_line(first, field, help_at))
 

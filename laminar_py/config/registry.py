@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -18,13 +19,14 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from pydantic import ValidationError
-from pydantic_core import InitErrorDetails
+from pydantic import BaseModel, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from laminar_py.config.section import ConfigError, Section
 
 Kind = TypeVar("Kind")
 Named = TypeVar("Named", bound=Section)
+SECTION = "section"  # in the context of an unknown key's error, with its `NamedSection`
 
 
 class Registry(Generic[Kind]):
@@ -129,9 +131,28 @@ def named_section(base: type[Named], *, key: str, registry: Registry[Any]) -> Ca
                 raise shown from error
             if isinstance(cause, ConfigError):
                 raise _located(error, cause, name) from error
-            raise
+            raise _with_section(error, model) from error
 
     return read
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSection:
+    """The model of a section in which a key is unknown, and how deep below the section the key is."""
+
+    model: type[BaseModel]
+    depth: int
+
+
+def _with_section(error: ValidationError, model: type[BaseModel]) -> ValidationError:
+    """Return the error of an unknown key with its `NamedSection`, else `error`; pydantic forgets the model."""
+    unknown = next((one for one in error.errors() if one["type"] == "extra_forbidden"), None)
+    if unknown is None or unknown.get("ctx"):
+        return error
+    context = {SECTION: NamedSection(model, len(unknown["loc"]))}
+    kind = PydanticCustomError("extra_forbidden", "unknown key", context)
+    line = InitErrorDetails(type=kind, loc=unknown["loc"], input=unknown["input"])
+    return ValidationError.from_exception_data(error.title, [line])
 
 
 def _located(error: ValidationError, fault: ConfigError, name: str) -> ValidationError:

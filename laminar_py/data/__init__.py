@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from laminar_py.data.problems import ProblemSet as ProblemSet
     from laminar_py.data.problems import find_leaks as find_leaks
     from laminar_py.data.problems import read_prompts as read_prompts
+    from laminar_py.data.problems import text_of as text_of
     from laminar_py.data.sources import DataSource as DataSource
     from laminar_py.data.sources import other_fields as other_fields
     from laminar_py.data.sources import read_records as read_records

@@ -110,7 +110,7 @@ class ProblemSet:
             index=row,
             text="",
             ids=NO_IDS,
-            answer=_text(written, "answer", line.answer),
+            answer=text_of(written, "answer", line.answer),
             task=self._task(line),
             fields_json=_reward_fields(line, written),
         )
@@ -227,10 +227,10 @@ def text_key(text: str) -> int:
 
 def _row_id(row: int, line: ProblemRow, written: bytes) -> str:
     """Return the id that a row has in its JSON `written`, or "p" and its number."""
-    return _text(written, "id", line.id) or f"p{row}"
+    return text_of(written, "id", line.id) or f"p{row}"
 
 
-def _text(written: bytes, name: str, value: str | float | None) -> str:
+def text_of(written: bytes, name: str, value: str | float | None) -> str:
     """Return a field as text, "" for None; a number is copied from the row's JSON `written`, e.g. `1.50`."""
     if value is None:
         return ""

@@ -31,6 +31,20 @@ SERVED = {"learner": {"lora": {}}, "rollout": {"engine": SGLANG}}
 
 
 @pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("reward.use=[{kind: exact, patern: x}]", "reward.use.0.pattern"),
+        ("environment={kind: tools, tools: {uses: [calculator]}}", "environment.tools.use"),
+        ("warm_start.step=4", "warm_start.steps"),
+        ("learner.learning_rate=1e-6", "learner.lr (TRL's learning_rate)"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_key_that_was_meant(override, meant):
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key; did you mean {meant}?")):
+        load_config(Path(__file__).parents[2] / "configs/quickstart.yaml", [override])
+
+
+@pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"stepz": 1}, "stepz=1: unknown key; did you mean steps? docs/config.md lists"),

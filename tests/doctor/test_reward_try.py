@@ -48,6 +48,11 @@ def mine(tmp_path, body):
     return f"reward.use={tmp_path / 'mine.py'}:score"
 
 
+def test_an_answer_may_be_a_number_as_in_data(try_reward):
+    code, out, err = try_reward(RIGHT | {"answer": 7}, RIGHT | {"answer": 8, "reward": 0})
+    assert (code, err) == (0, ""), out
+
+
 def test_rewards_are_counted_and_timed(try_reward):
     code, out, _ = try_reward(RIGHT, {"response": "#3", "answer": "7"}, {"response": "", "answer": "7"})
     assert code == 0, out
