@@ -101,8 +101,12 @@ def first_events(
     data: dict[str, str],
     resumed_step: int | None = None,
     simulated: bool = False,
+    command_s: float | None = None,
 ) -> list[AnyEvent]:
-    """Return the events of a controller's start and of its fleet; `data` has a digest for each data source."""
+    """Return the events of a controller's start and of its fleet.
+
+    `data` has a digest for each data source, and `command_s` the seconds since the command.
+    """
     started = RunStarted(
         incarnation=incarnation,
         host=host,
@@ -115,6 +119,7 @@ def first_events(
         data=data,
         eval_sampling=config.eval.sampling_by_set(config.rollout.sampling.params()),
         simulated=simulated,
+        command_s=command_s,
     )
     return [started, Scaled(tuple(range(config.rollout.replicas)), config.rollout.engine.servers)]
 

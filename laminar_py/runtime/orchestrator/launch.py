@@ -32,6 +32,7 @@ from laminar_py.runtime.cluster.errors import (
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
+    describe_resume,
     print_fallback,
     refuse_other_draws,
     refuse_other_prompts,
@@ -137,7 +138,8 @@ def lead(
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
-        console.print(f"run {run.path}: {what}")
+        goes_on = f" {describe_resume(resume, config)}" if resume and trains else ""
+        console.print(f"run {run.path}{goes_on}: {what}", soft_wrap=True)
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
         start = RunStart(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
         ending = _lead_logged(start, make)

@@ -105,6 +105,13 @@ def print_fallback(run: RunFolder, console: Console) -> None:
         )
 
 
+def describe_resume(run: RunFolder, config: RunConfig) -> str:
+    """Return where a run with this config goes on, e.g. "goes on at step 9 of 120"."""
+    checkpoint = find_checkpoint(run) if run.has_ledger else None
+    step = 0 if checkpoint is None else checkpoint.step
+    return f"has all {step} steps" if step >= config.steps else f"goes on at step {step + 1} of {config.steps}"
+
+
 def _change(known: Prompt, now: Prompt) -> str | None:
     """Return words for the difference of `now` to the `known` prompt on record; None if they are equal."""
     if known.task != now.task:
