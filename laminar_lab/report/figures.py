@@ -125,6 +125,11 @@ def headline(report: RunReport) -> list[Card]:
         for _, alarm in report.snapshot.history.of_kind(Alarmed)
     ]
     cards += [Card("simulated", "no real run", report.simulation)] if report.simulation else []
+    cards += [
+        Card("resumed", f"step {started.resumed_step or 0}", f"with {' '.join(started.overrides)}")
+        for _, started in report.snapshot.history.of_kind(RunStarted)
+        if started.overrides
+    ]
     if report.diagnosis is not None:
         cards.append(Card("limited by", str(report.diagnosis.binding.bottleneck), "the evidence is below"))
     for figure in FIGURES:

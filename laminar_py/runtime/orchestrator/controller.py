@@ -255,7 +255,6 @@ class Controller:
             on_reports=self._reports.hand_over,
         )
         self._replicas.check, self._scoring = self._alarms.reported, self._make_scoring()
-        self._scoring.check = self._alarms.scored
         self._progress = Progress(incarnation, view=view, scheduler=scheduler, scoring=self._scoring)
         self._evaluator = self._make_evaluator()
         self._learning = self._make_learning() if source is None else None
@@ -267,7 +266,7 @@ class Controller:
 
     def _make_scoring(self) -> Scoring:
         """Make the stage that scores responses; its scores go to `collect_scores`, its warnings to the view."""
-        return Scoring(
+        scoring = Scoring(
             self._incarnation,
             scheduler=self._scheduler,
             segments=self._segments,
@@ -276,6 +275,8 @@ class Controller:
             end=self._stop.fail,
             trains=self._source is None,
         )
+        scoring.check = self._alarms.scored
+        return scoring
 
     def _make_evaluator(self) -> Evaluator:
         """Make the evaluator of held-out sets; its results go to the ledger, the view and the trackers."""

@@ -35,7 +35,7 @@ class Progress:
         self._phase = phase
 
     def refresh(self, trainer: Trainer | None) -> None:
-        """Show the present state; without a trainer, that of an evaluation."""
+        """Show the present state; an evaluation has no trainer."""
         counts = self._scheduler.evaluations.counts
         self._pace.keep([count.pass_id for count in counts])
         passes = ", ".join(self._describe(count) for count in counts)

@@ -122,6 +122,7 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
         host=socket.gethostname(),
         data=incarnation.inputs.digests,
         resumed_step=checkpoint.step if checkpoint else None,
+        overrides=incarnation.overrides,
         command_s=round(time.time() - psutil.Process().create_time(), 3),
     )
     incarnation.ledger.append_all([*begun, *(recovered.events if recovered else ())])
