@@ -1,11 +1,14 @@
 """`laminar plan`: rank the placements of a model on a fleet, before the fleet is rented."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from laminar_lab.emulation.settings import EmulationProfile, read_profile
 from laminar_py.cli import console, print_line
@@ -16,7 +19,15 @@ if TYPE_CHECKING:
     from laminar_lab.plan.planner import Ranked, RankedPlan
     from laminar_lab.plan.request import Lengths, PlanRequest
 
-SHOWN = 8  # placements
+SHOWN, SHOWN_FIRST = 8, 5  # placements in the last ranking, and in that before simulations
+LEGEND = """
+learner + replicas x TP: GPUs that train; replicas that generate, GPUs of each
+admits: responses that a replica begins under one weight version
+tokens/s: trained response tokens; step: seconds of a learner step
+stale, most: age of trained data in learner steps, the mean and the most
+vers. alive: most weight versions in use at a time
+binds: the stage to speed up first; 1,000 steps: hours, or a price with --price
+"""
 P50, TAIL = 1500.0, 10.0  # defaults: tokens, and p99 over p50
 GBIT = 1e9 / 8  # bytes
 app = typer.Typer()
@@ -42,13 +53,11 @@ def plan(
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Most seconds of simulation; 0: formulas alone")] = 60,
     explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
 ) -> None:
-    """Rank the placements of a run on a fleet: schedule, learner GPUs, tensor parallelism, replicas.
-
-    Formulas choose placements, simulations rank them. Times come from data sheets (docs/scale.md) or a profile.
-    """
+    """Rank the placements of a run on a fleet, at once by formula, then by simulations (docs/scale.md)."""
     from laminar_lab.plan.inputs import read_fleet, read_subject
     from laminar_lab.plan.request import PlanRequest
     from laminar_lab.plan.writing import refuse_existing
@@ -70,7 +79,7 @@ def plan(
         measured=_measured(profile, mfu),
         learner=subject.learner,
     )
-    made = _rank_placements(request)
+    made = _rank_placements(request, seconds, quiet=as_json)
     _print(made, as_json=as_json, explain=explain)
     _write(made, subject, write, quiet=as_json)
 
@@ -81,11 +90,32 @@ def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | No
     return None if profile is None else read_profile(profile, setting="--profile")
 
 
-def _rank_placements(request: "PlanRequest") -> "RankedPlan":
-    from laminar_lab.plan.judge import judge_in_parallel
-    from laminar_lab.plan.planner import make_plan
+def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> "RankedPlan":
+    """Rank by formula, then by simulations of `seconds` at most; unless `quiet`, show the first ranking too."""
+    from laminar_lab.plan.judge import Judges
+    from laminar_lab.plan.planner import MOST, make_plan, plan_by_formula
 
-    return make_plan(request, judge_all=judge_in_parallel(request))
+    by_formula = plan_by_formula(request)
+    if not seconds:
+        return by_formula
+    if quiet:
+        with Judges(request, within_s=seconds) as judges:
+            return make_plan(request, judge_all=judges)
+    console.print(_ranking(by_formula, most=SHOWN_FIRST))
+    print_line(f"Simulations rank the likeliest of them now, in {seconds:g} s at most; Ctrl-C ends them.\n")
+    began_s = time.monotonic()
+    with console.status("") as status:
+
+        def show(judged: int) -> None:
+            passed_s = time.monotonic() - began_s
+            status.update(f"{judged} simulations done, {MOST} or more to do; {passed_s:.0f} of {seconds:g} s")
+
+        with Judges(request, within_s=seconds, show=show) as judges:
+            made = make_plan(request, judge_all=judges)
+    if made.best.judgement is None:
+        more = 4 * max(seconds, 15)
+        print_line(f"no simulation ended within {seconds:g} s; --seconds {more:g} gives them more")
+    return made
 
 
 def _lengths(
@@ -143,28 +173,33 @@ def _write(plan: "RankedPlan", subject: "Subject", write: Path | None, *, quiet:
         print_line(f"put the model into {subject.folder} first")
 
 
-def _ranking(plan: "RankedPlan") -> Table:
-    """Make the table of the best placements, `SHOWN` at most."""
+def _ranking(plan: "RankedPlan", *, most: int = SHOWN) -> Group:
+    """Make the table of the best placements, `most` at most, with a legend."""
     table = Table(box=None, pad_edge=False)  # fits 80 columns
     titles = ("", "learner +\nreplicas x TP", "admits", "tokens/s", "step, s", "stale,\nmost", "vers.\nalive")
     for title in (*titles, "binds, by\nformula", "1,000\nsteps"):
         table.add_column(title, no_wrap=True)
-    for place, one in enumerate(plan.ranked[:SHOWN], start=1):
-        where, judged, cost = one.placement, one.judgement, plan.cost(one)
-        figures = judged.figures
+    for place, one in enumerate(plan.ranked[:most], start=1):
+        where, cost = one.placement, plan.cost(one)
+        aged, alive = "-", "-"
+        if one.judgement is not None:
+            figures = one.judgement.figures
+            aged = f"{figures.staleness_mean:.1f}, {figures.staleness_max}"
+            alive = f"{figures.versions_alive_max}"
         cells = (
             str(place),
             f"{where.schedule} {where.learner_gpus}+{where.replicas}x{where.tensor_parallel}",
             f"{where.batch_per_replica}",
             f"{one.tokens_per_s:,.0f}",
-            f"{judged.step_s:.1f}",
-            f"{figures.staleness_mean:.1f}, {figures.staleness_max}",
-            f"{figures.versions_alive_max}",
+            f"{one.step_s:.1f}",
+            aged,
+            alive,
             f"{one.estimate.binds.value}",
-            f"{1000 * judged.step_s / 3600:,.1f} h" if cost is None else f"{cost:,.0f}",
+            f"{1000 * one.step_s / 3600:,.1f} h" if cost is None else f"{cost:,.0f}",
         )
         table.add_row(*cells, style="bold" if place == 1 else None)
-    return table
+    kind = "by formula" if plan.best.judgement is None else "simulated"
+    return Group(f"Placements, {kind}:", table, Text(LEGEND, style="dim"))
 
 
 def _memory(plan: "RankedPlan") -> Table:

@@ -8,10 +8,11 @@ the learner keeps its speed per replica
 import math
 import multiprocessing
 import os
+import signal
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from multiprocessing.pool import AsyncResult
 from statistics import mean
 
 from laminar_lab.emulation.settings import EmulationProfile
@@ -28,6 +29,7 @@ MOST_A_STEP = 768  # trajectories of a step, if that leaves enough replicas
 MOST_TRAJECTORIES = 4500  # of a simulation
 LEAST_STEPS, MOST_STEPS = 6, 40
 MOST_PROCESSES = 8
+SHOW_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +59,46 @@ def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, se
     )
 
 
-def judge_in_parallel(request: PlanRequest) -> Callable[[Sequence[FleetPlacement], int], list[Judgement]]:
-    """Return a function that judges placements with a seed, each in a process of its own."""
+class Judges:
+    """Judges placements in processes until `within_s` after its start; calls `show` at least twice a second.
 
-    def judge_all(placements: Sequence[FleetPlacement], seed: int) -> list[Judgement]:
-        workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(placements))
-        if workers < 2:
-            return [judge(request, one, seed=seed) for one in placements]
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            return list(pool.map(partial(judge, request, seed=seed), placements))
+    A context manager, whose end ends the processes at once.
+    """
 
-    return judge_all
+    def __init__(
+        self, request: PlanRequest, *, within_s: float, show: Callable[[int], None] = lambda judged: None
+    ) -> None:
+        self._request, self._show = request, show
+        self._end_s = time.monotonic() + within_s
+        self._judged = 0
+
+    def __enter__(self) -> "Judges":
+        """Start the processes; a Ctrl-C reaches this process alone, which ends them."""
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            workers = min(MOST_PROCESSES, os.cpu_count() or 1)
+            self._pool = multiprocessing.get_context("spawn").Pool(workers)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.terminate()
+
+    def __call__(self, placements: Sequence[FleetPlacement], seed: int, times: int = 1) -> list[Judgement | None]:
+        """Return the judgement of each placement on `times` as many replicas as usual; None: no time was left."""
+        given = {"seed": seed, "times": times}
+        pending = [self._pool.apply_async(judge, (self._request, one), given) for one in placements]
+        return [self._await(result) for result in pending]
+
+    def _await(self, result: "AsyncResult[Judgement]") -> Judgement | None:
+        while not result.ready() and time.monotonic() < self._end_s:
+            self._show(self._judged)
+            result.wait(min(SHOW_S, max(0.0, self._end_s - time.monotonic())))
+        if not result.ready():
+            return None
+        self._judged += 1
+        return result.get()
 
 
 def mean_judgement(judged: Sequence[Judgement]) -> Judgement:

@@ -12,7 +12,7 @@ from laminar_py.config.rollout import Schedule
 
 
 class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated placement, with figures of the whole fleet."""
+    """A placement, with figures of the whole fleet; None where it was not simulated."""
 
     schedule: str
     learner_gpus: int
@@ -24,10 +24,10 @@ class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
     recompute: str
     tokens_per_s: float
     step_s: float
-    staleness_mean: float
-    staleness_max: int
-    versions_alive: int
-    kv_use: float
+    staleness_mean: float | None
+    staleness_max: int | None
+    versions_alive: int | None
+    kv_use: float | None
     binds: str
     binds_next: str
     generation_s: float
@@ -70,7 +70,8 @@ def make_output(plan: RankedPlan) -> PlanOutput:
 
 def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
     """Make the table row of a placement: its settings, simulated figures, formula seconds, cost and memory."""
-    placement, judged, times = ranked.placement, ranked.judgement, ranked.estimate.times
+    placement, times = ranked.placement, ranked.estimate.times
+    figures = None if ranked.judgement is None else ranked.judgement.figures
     return PlacementRow(
         schedule=str(placement.schedule),
         learner_gpus=placement.learner_gpus,
@@ -81,11 +82,11 @@ def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
         pack_tokens=placement.pack_tokens,
         recompute=str(placement.recompute),
         tokens_per_s=ranked.tokens_per_s,
-        step_s=judged.step_s,
-        staleness_mean=judged.figures.staleness_mean,
-        staleness_max=judged.figures.staleness_max,
-        versions_alive=judged.figures.versions_alive_max,
-        kv_use=judged.figures.kv_use,
+        step_s=ranked.step_s,
+        staleness_mean=None if figures is None else figures.staleness_mean,
+        staleness_max=None if figures is None else figures.staleness_max,
+        versions_alive=None if figures is None else figures.versions_alive_max,
+        kv_use=None if figures is None else figures.kv_use,
         binds=ranked.estimate.binds.value,
         binds_next=ranked.estimate.binds_next.value,
         generation_s=times.generation_s,
@@ -115,11 +116,14 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
     )
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])
+    if best.judgement is None:
+        yield f"{plan.considered} placements fit; these are ranked by formula alone"
+        return
     error = best.estimate.tokens_per_s / best.tokens_per_s - 1
     yield f"{plan.considered} placements fit, and the planner simulated the likeliest of them"
-    shrunk = "all of its replicas"
+    shrunk = f"{best.judgement.replicas} of {placement.replicas} replicas"
     if plan.shrink_error is not None:
-        shrunk = f"{best.judgement.replicas} of its replicas ({plan.shrink_error:+.0%} tokens/s on twice as many)"
+        shrunk = f"{shrunk} ({plan.shrink_error:+.0%} tokens/s on twice as many)"
     yield (
         f"the first was simulated on {shrunk}; its formulas give {abs(error):.0%}"
         f" {'more' if error > 0 else 'fewer'} tokens/s than its simulation"
@@ -130,6 +134,8 @@ def _second(first: Ranked, second: Ranked) -> str:
     """Describe the second choice, and why it is slower than the first."""
     share = 1.0 - second.tokens_per_s / first.tokens_per_s
     begun = f"second: {_name(second)}; {share:.0%} less"
+    if share < TIED and first.judgement is None:
+        return f"{begun}, too little for formulas to separate the two"
     if share < TIED:
         return f"{begun}, too little for simulations of this size to separate the two"
     best, other = first.estimate, second.estimate

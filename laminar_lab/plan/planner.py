@@ -3,13 +3,15 @@
 Called by `laminar plan`. A formula class is a schedule, and under `async` also the depth of admission. The
 simulated placements of a class correct the formula for the whole class. Each round then simulates the best
 placements by corrected formula, and neighbours of the best so far. Close placements are simulated with more seeds.
-A plan depends on its request alone (`tests/plan/test_planner.py::test_a_plan_depends_on_its_request_alone`).
+Unless the time for simulations is over earlier, a plan depends on its request alone
+(`tests/plan/test_planner.py::test_a_plan_depends_on_its_request_alone`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log2
 from statistics import median
+from typing import Protocol
 
 from laminar_lab.doctor.memory import Parts, engine_memory
 from laminar_lab.plan.judge import Judgement, judge, mean_judgement
@@ -32,12 +34,17 @@ class Ranked:
 
     placement: FleetPlacement
     estimate: PlacementEstimate
-    judgement: Judgement
+    judgement: Judgement | None  # None: not simulated
 
     @property
     def tokens_per_s(self) -> float:
-        """Simulated trained response tokens per second."""
-        return self.judgement.tokens_per_s
+        """Trained response tokens per second, simulated or else by formula."""
+        return self.estimate.tokens_per_s if self.judgement is None else self.judgement.tokens_per_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, simulated or else by formula."""
+        return self.estimate.step_s if self.judgement is None else self.judgement.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +54,7 @@ class RankedPlan:
     request: PlanRequest
     ranked: tuple[Ranked, ...]
     considered: int  # number of placements that fit
-    shrink_error: float | None  # change of the best's tokens/s on twice the replicas; None if all were simulated
+    shrink_error: float | None  # change of the best's tokens/s on twice the replicas; None if that is unknown
 
     @property
     def best(self) -> Ranked:
@@ -57,7 +64,7 @@ class RankedPlan:
     def cost(self, ranked: Ranked) -> float | None:
         """Return the price of 1,000 steps on all GPUs of the request; None without a price."""
         price = self.request.price
-        hours = 1000.0 * ranked.judgement.step_s / 3600.0
+        hours = 1000.0 * ranked.step_s / 3600.0
         return None if price is None else hours * self.request.fleet.gpus * price
 
     def learner_memory(self, ranked: Ranked) -> Parts:
@@ -76,34 +83,73 @@ class RankedPlan:
         )
 
 
-JudgeAll = Callable[[Sequence[FleetPlacement], int], list[Judgement]]  # simulates placements with a seed
+class JudgeAll(Protocol):
+    """Simulates placements with a seed, on `times` as many replicas as usual; None where no time is left."""
+
+    def __call__(
+        self, placements: Sequence[FleetPlacement], seed: int, times: int = 1, /
+    ) -> Sequence[Judgement | None]:
+        """Return the judgement of each placement."""
+        ...
+
+
 Estimates = dict[FleetPlacement, PlacementEstimate]
 Judged = dict[FleetPlacement, Judgement]
 FormulaClass = tuple[Schedule, int]  # schedule and depth of admission; one factor corrects the class's formula
 FormulaClasses = dict[FleetPlacement, FormulaClass]
 
 
+def plan_by_formula(request: PlanRequest) -> RankedPlan:
+    """Rank the placements of a request by formula alone. Raises `ConfigError` if none fits."""
+    estimates = {placement: estimate(request, placement) for placement in placements(request)}
+    return _ranked_plan(request, estimates, {}, shrink_error=None)
+
+
 def make_plan(request: PlanRequest, *, judge_all: JudgeAll | None = None) -> RankedPlan:
-    """Rank the placements of a request; `judge_all` simulates them. Raises `ConfigError` if none fits."""
-    judge_all = judge_all or (lambda chosen, seed: [judge(request, placement, seed=seed) for placement in chosen])
+    """Rank the placements of a request; `judge_all` simulates them. Raises `ConfigError` if none fits.
+
+    Where no simulation ends in time, the plan is by formula alone.
+    """
+    judge_all = judge_all or _judge_here(request)
     estimates = {placement: estimate(request, placement) for placement in placements(request)}
     classes = {placement: _formula_class(request, placement) for placement in estimates}
     judged: Judged = {}
     chosen = _first_round(estimates, classes)
     while chosen:
-        judged.update(zip(chosen, judge_all(chosen, 0), strict=True))
+        found = judge_all(chosen, 0)
+        judged.update((one, result) for one, result in zip(chosen, found, strict=True) if result is not None)
+        if None in found:
+            return _ranked_plan(request, estimates, judged, shrink_error=None)
         chosen = _next_round(estimates, classes, judged)[: MOST - len(judged)]
     judged |= _judge_ties(judged, judge_all)
+    best = max(judged, key=lambda placement: judged[placement].tokens_per_s)
+    error = _shrink_error(best, judged[best], judge_all)
+    return _ranked_plan(request, estimates, judged, shrink_error=error)
+
+
+def _judge_here(request: PlanRequest) -> JudgeAll:
+    """Return a function that simulates placements one by one in this process."""
+
+    def judge_all(placements: Sequence[FleetPlacement], seed: int, times: int = 1) -> list[Judgement]:
+        return [judge(request, placement, seed=seed, times=times) for placement in placements]
+
+    return judge_all
+
+
+def _ranked_plan(
+    request: PlanRequest, estimates: Estimates, judged: Judged, *, shrink_error: float | None
+) -> RankedPlan:
+    """Rank the simulated placements; all by formula if none was simulated."""
     ranked = [
-        Ranked(placement=placement, estimate=estimates[placement], judgement=judgement)
-        for placement, judgement in judged.items()
+        Ranked(placement=placement, estimate=estimates[placement], judgement=judged.get(placement))
+        for placement in judged or estimates
     ]
     ranked.sort(key=lambda candidate: -candidate.tokens_per_s)
     return RankedPlan(
         request=request,
         ranked=tuple(_first_of_each_split(ranked)),
         considered=len(estimates),
-        shrink_error=_shrink_error(request, ranked[0]),
+        shrink_error=shrink_error,
     )
 
 
@@ -150,9 +196,13 @@ def _judge_ties(judged: Judged, judge_all: JudgeAll) -> Judged:
     tied = [placement for placement in order[:MOST_TIED] if judged[placement].tokens_per_s >= least]
     if len(tied) == 1:
         return {}
-    seeds = [[judged[placement] for placement in tied], *(judge_all(tied, seed) for seed in SEEDS)]
-    by_placement = zip(tied, zip(*seeds, strict=True), strict=True)
-    return {placement: mean_judgement(judgements) for placement, judgements in by_placement}
+    found: list[list[Judgement]] = [[judged[placement]] for placement in tied]
+    for seed in SEEDS:
+        for judgements, another in zip(found, judge_all(tied, seed), strict=True):
+            if another is None:
+                return {}  # no time is left, and all keep one seed
+            judgements.append(another)
+    return {placement: mean_judgement(each) for placement, each in zip(tied, found, strict=True)}
 
 
 def _neighbours(best: FleetPlacement, estimates: Estimates) -> set[FleetPlacement]:
@@ -184,11 +234,13 @@ def _first_of_each_split(ranked: Iterable[Ranked]) -> list[Ranked]:
     return kept
 
 
-def _shrink_error(request: PlanRequest, first: Ranked) -> float | None:
+def _shrink_error(placement: FleetPlacement, judgement: Judgement, judge_all: JudgeAll) -> float | None:
     """Return how much the best plan's tokens/s change when the fleet doubles; this bounds the scaling error.
 
-    A plan is simulated on fewer replicas than it has. Returns None where the simulation had all replicas.
+    A plan is simulated on fewer replicas than it has. Returns None where the simulation had all replicas, and
+    without time for another.
     """
-    if first.judgement.replicas >= first.placement.replicas:
+    if judgement.replicas >= placement.replicas:
         return None
-    return judge(request, first.placement, times=2).tokens_per_s / first.tokens_per_s - 1.0
+    (doubled,) = judge_all([placement], 0, 2)
+    return None if doubled is None else doubled.tokens_per_s / judgement.tokens_per_s - 1.0

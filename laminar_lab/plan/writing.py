@@ -40,10 +40,10 @@ def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, b
         base or {"name": path.stem, **_BEGINNING}, placement_settings(plan.request, ranked.placement, model=model)
     )
     parse_config(tree)
-    fleet = plan.request.fleet
+    fleet, made = plan.request.fleet, "by formula" if ranked.judgement is None else "simulated"
     head = (
         f"# {plan.request.model} on {fleet.nodes} nodes of {fleet.per_node} {fleet.gpu.name}, by `laminar plan`:"
-        f" {ranked.tokens_per_s:,.0f} trained tokens/s, simulated.\n"
+        f" {ranked.tokens_per_s:,.0f} trained tokens/s, {made}.\n"
     )
     refuse_existing(path)
     try:

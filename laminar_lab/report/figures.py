@@ -8,7 +8,7 @@ import numpy as np
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
-from laminar_py.records.events import Alarmed
+from laminar_py.records.events import Alarmed, RunStarted, VersionLoaded
 from laminar_py.records.trajectory import Status
 
 
@@ -54,6 +54,27 @@ def _note_turns(report: RunReport) -> str:
     return f"of the model, the mean; {most:.0f} at most; environments take {share:.0%} of the time on replicas"
 
 
+def _parts_of_first_answer(report: RunReport) -> tuple[float, float, float] | None:
+    """Return the seconds of checks, until a replica serves, and from there to the first finished response.
+
+    None without a finished response, and where the record has no time of the command, as in a simulation.
+    """
+    history, finished_s = report.snapshot.history, report.snapshot.all_trajectories.finished_s
+    started_s, started = next(history.of_kind(RunStarted), (0.0, None))
+    served_s = next((at_s for at_s, _ in history.of_kind(VersionLoaded)), None)
+    finished_s = finished_s[~np.isnan(finished_s)]
+    if started is None or started.command_s is None or served_s is None or not len(finished_s):
+        return None
+    return started.command_s, served_s - started_s, float(finished_s.min()) - served_s
+
+
+def _note_first_answer(report: RunReport) -> str:
+    parts = _parts_of_first_answer(report)
+    assert parts is not None, "a figure without a value has no card"
+    checks, served, answered = map(format_seconds, parts)
+    return f"from the command: {checks} of checks, {served} until a replica has weights, {answered} more"
+
+
 FIGURES = (
     Figure(
         name="goodput",
@@ -77,6 +98,13 @@ FIGURES = (
         note=_note_steps,
     ),
     Figure(name="of the RL phase", value=lambda r: r.rl_s, format=format_seconds, compared="RL"),
+    Figure(
+        name="first response",
+        value=lambda r: None if (parts := _parts_of_first_answer(r)) is None else sum(parts),
+        format=format_seconds,
+        compared="first response",
+        note=_note_first_answer,
+    ),
     Figure(name="trajectories", value=lambda r: r.tokens.issued_trajectories, note=_note_trajectories),
     Figure(
         name="turns",
@@ -100,6 +128,11 @@ def headline(report: RunReport) -> list[Card]:
         for _, alarm in report.snapshot.history.of_kind(Alarmed)
     ]
     cards += [Card("simulated", "no real run", report.simulation)] if report.simulation else []
+    cards += [
+        Card("resumed", f"step {started.resumed_step or 0}", f"with {' '.join(started.overrides)}")
+        for _, started in report.snapshot.history.of_kind(RunStarted)
+        if started.overrides
+    ]
     if report.diagnosis is not None:
         cards.append(Card("limited by", str(report.diagnosis.binding.bottleneck), "the evidence is below"))
     for figure in FIGURES:

@@ -45,8 +45,8 @@ def train(
 ) -> None:
     """Train a model; all files of the run are in runs/<name>-<n>/.
 
-    With --resume a run continues with its own settings and with those given as key=value. A line names settings of
-    the file that have changed since and are ignored.
+    With --resume a run continues with its own settings and with those given as key=value, which it keeps in its
+    config.yaml. A line names settings of the file that have changed since and are ignored.
     """
     changes = overrides or []
     settings = load_config(config, changes)
@@ -61,7 +61,7 @@ def train(
         in_file, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
         if ignored := ignored_settings(settings, in_file, file=config):
             print_line(f"{run.path} resumes with its own settings; {ignored}")
-    summary = launch(settings, resume=run, console=console)
+    summary = launch(settings, resume=run, overrides=changes, console=console)
     _print_end(summary)
     if not summary.finished:
         which = [] if folder is None else [f"--run {folder}"]

@@ -8,10 +8,12 @@ the same ids and seeds, so it keeps the known answers and continues the live tra
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from laminar_py.control.state import ControlState
+from laminar_py.control.views import ReplicaView
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, problem_of, set_of
+from laminar_py.records.evaluations import EvalAnswer, answer_id, pass_id, problem_of
 from laminar_py.records.events import Ready
 from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import sampled_versions
@@ -22,6 +24,14 @@ NO_STEP = -1  # `step` in the `Consumed` events of evaluation trajectories
 
 class EvaluationLostError(Exception):
     """A pass cannot end under one version: a member is lost, or the answers have several versions."""
+
+
+class PassCount(NamedTuple):
+    """Answers of an open pass so far, e.g. `PassCount("e4-aime", 37, 240)`."""
+
+    pass_id: str
+    answers: int
+    members: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +107,8 @@ class Evaluations:
         """Issue the members of each pass that can begin, and return them, QUEUED.
 
         A pass without a version first needs a replica that serves, and another if that replica leaves too early.
-        Passes that begin together get different replicas if there are enough.
+        Passes that begin together get different replicas if there are enough. Before RL, also
+        in a resumed run, no newer version comes, so such a pass takes the newest version and uses all replicas.
         """
         if self._state.phase.gives_nothing:
             return []
@@ -105,8 +116,12 @@ class Evaluations:
         chosen: list[int | None] = []
         for evaluation in list(self._by_id.values()):
             if evaluation.version is None and not self._has_replica(evaluation):
-                evaluation.replica = self._newest_replica(chosen)
-                chosen.append(evaluation.replica)
+                replica = self._newest_replica(chosen)
+                if evaluation.replica is None and replica is not None and self._stays_newest(replica.version):
+                    evaluation.version = replica.version  # no replica leaves it, so each can take members
+                else:
+                    evaluation.replica = None if replica is None else replica.index
+                    chosen.append(evaluation.replica)
             if not evaluation.started and (evaluation.version is not None or evaluation.replica is not None):
                 evaluation.started = True
                 started += self._issue_missing(evaluation)
@@ -114,12 +129,12 @@ class Evaluations:
         return started
 
     @property
-    def progress(self) -> str:
-        """Open passes as text, e.g. "aime: 128 of 960 answers"."""
-        return ", ".join(
-            f"{set_of(evaluation.id)}: {len(evaluation.answers)} of {evaluation.num_members} answers"
+    def counts(self) -> list[PassCount]:
+        """The answers of each open pass so far."""
+        return [
+            PassCount(evaluation.id, len(evaluation.answers), evaluation.num_members)
             for evaluation in self._by_id.values()
-        )
+        ]
 
     def restore_member(self, trajectory: LiveTrajectory) -> bool:
         """Count a crashed controller's live trajectory as pending in its pass; return False without that pass."""
@@ -154,12 +169,16 @@ class Evaluations:
             self._state.record(trajectory.consumed(step=NO_STEP, version=version, staleness=0, weight=0.0))
         self._finish_if_done(evaluation)
 
-    def _newest_replica(self, chosen: Collection[int | None]) -> int | None:
+    def _stays_newest(self, version: int) -> bool:
+        """Whether a version is the newest, and no step will publish another during a pass."""
+        return self._state.before_rl and version == self._state.newest_version
+
+    def _newest_replica(self, chosen: Collection[int | None]) -> ReplicaView | None:
         """Return the replica with the newest version, preferably not `chosen`; None if no replica serves."""
         views = self._state.views.by_index.values()
         serving = [view for view in views if view.has_place and view.version >= 0 and not view.leaving]
         serving.sort(key=lambda view: (-view.version, view.index in chosen, len(view.in_flight)))
-        return serving[0].index if serving else None
+        return serving[0] if serving else None
 
     def _has_replica(self, evaluation: Evaluation) -> bool:
         """Whether a pass's replica is up or will restart; a leaving replica counts while it runs members."""

@@ -94,7 +94,7 @@ class TrajectoryScheduler:
 
     def admit(self) -> None:
         """Let replicas get training work, new groups included."""
-        self.state.phase = Phase.ADMITTING
+        self.state.phase, self.state.before_rl = Phase.ADMITTING, False
 
     def continue_live(self) -> None:
         """Let replicas get live trajectories, but issue no new group."""

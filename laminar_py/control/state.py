@@ -81,6 +81,7 @@ class ControlState:
         self.moves = Moves()
         self.aborts: dict[int, list[str]] = {}  # dropped trajectories that a replica still runs, by replica
         self.phase = Phase.PAUSED
+        self.before_rl = True  # no group was issued by this controller, so no newer version comes
         self.newest_version = -1  # published by the learner
         self.ages = WeightAges()  # of weight versions; defines staleness
         self.refilled = list[float]()  # under `refill`: a reward of each group without signal since the last step

@@ -238,6 +238,11 @@ class ReplicaViews:
         self._rank_changed()
         return min(self._placed.by_version, default=version) > version
 
+    def num_serving(self, version: int) -> int:
+        """Return the number of replicas whose next assignment runs under `version`, without leaving ones."""
+        self._rank_changed()
+        return len(self._serving.by_version.get(version, ()))
+
     def num_starting(self) -> int:
         """Return the number of starting replicas."""
         self._rank_changed()

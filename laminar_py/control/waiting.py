@@ -83,8 +83,9 @@ class Router:
         """Return a replica for a member of a pass of `version`; None if the member has to wait.
 
         `holders` are the replicas that got members, and `num_out` members are there now. While fewer than `most`
-        holders serve the version, it is a replica without members, if there is any. Otherwise it is the least
-        loaded holder, unless each has a batch. A leaving replica gets the member only if no other can take it.
+        holders serve the version, it is a replica without members, if there is any; later it is such a replica
+        only if that is idle. Otherwise it is the least loaded holder, unless each has a batch. A leaving replica
+        gets the member only if no other can take it.
         """
         views = (self._views.by_index[index] for index in holders)
         serving = [view for view in views if view.version >= 0 and view.serving == version]
@@ -95,9 +96,16 @@ class Router:
             other = other or (None if holding else next(self._views.leaving_that_serve(version), None))
             if other is not None:
                 return other
+        elif (idle := self._idle_at(version, holders)) is not None:
+            return idle
         is_full = num_out >= len(holding) * self._state.settings.batch_per_replica
         least = min(holding, key=lambda view: (len(view.in_flight), view.index), default=None)
         return None if is_full else least
+
+    def _idle_at(self, version: int, holders: Collection[int]) -> ReplicaView | None:
+        """Return an idle replica that serves `version` and is none of `holders`, or None."""
+        first = next(self._views.that_serve(version), None)  # the least loaded
+        return first if first is not None and first.idle and first.index not in holders else None
 
     def _idle_below(self, version: int) -> ReplicaView | None:
         """Return an idle replica of an older version that has not promised to keep its version, or None."""
@@ -270,8 +278,21 @@ class WaitingQueue:
     def _limit(self, lane: Lane) -> int | None:
         """Return how many trajectories in flight keep a replica from getting more of a lane; None: no limit."""
         if lane.share is None:
-            return None
+            return self._share_of_pass(lane.entries[0][1])
         return lane.share if self._state.views.num_starting() else self._state.settings.batch_per_replica
+
+    def _share_of_pass(self, member: LiveTrajectory) -> int | None:
+        """Return a replica's share of a pass, while other replicas are about to serve its version; else None.
+
+        Before RL no replica leaves the newest version, so the other members can wait.
+        """
+        state, version = self._state, self.pin(member)
+        if member.kind is not Kind.EVAL or version is None or version != state.newest_version:
+            return None
+        replicas = state.views.num_placed
+        if not state.before_rl or state.views.num_serving(version) >= replicas:
+            return None
+        return -(-self._evaluations.pass_of(member).num_members // replicas)
 
     def _is_unserved(self, version: int, pinned: Mapping[int, list[Need]]) -> bool:
         """Whether some lane that is pinned to a version finds no replica that serves or can load the version."""

@@ -101,8 +101,14 @@ def first_events(
     data: dict[str, str],
     resumed_step: int | None = None,
     simulated: bool = False,
+    overrides: tuple[str, ...] = (),
+    command_s: float | None = None,
 ) -> list[AnyEvent]:
-    """Return the events of a controller's start and of its fleet; `data` has a digest for each data source."""
+    """Return the events of a controller's start and of its fleet.
+
+    `data` has a digest for each data source, `overrides` the settings that a resume changed, and `command_s` the
+    seconds since the command.
+    """
     started = RunStarted(
         incarnation=incarnation,
         host=host,
@@ -115,6 +121,8 @@ def first_events(
         data=data,
         eval_sampling=config.eval.sampling_by_set(config.rollout.sampling.params()),
         simulated=simulated,
+        overrides=overrides,
+        command_s=command_s,
     )
     return [started, Scaled(tuple(range(config.rollout.replicas)), config.rollout.engine.servers)]
 

@@ -5,7 +5,7 @@ The controller calls the view. `Waits` words the causes of a waiting learner.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,7 +20,8 @@ from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import LearnerProgress, StepRow
 
 LINE_EVERY_STEPS = 10
-PROGRESS_EVERY_S = 5.0  # between lines on a starting learner
+PROGRESS_EVERY_S = 5.0  # between lines on a starting learner, and before the first line on a phase
+PHASE_EVERY_S = 15.0  # between lines on a phase before or after RL
 LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
 
 
@@ -28,7 +29,7 @@ LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
 class Waits:
     """Text on the learner's wait, e.g. for a batch while 64 responses wait for a hanging reward."""
 
-    in_rl: bool  # whether the RL phase is on
+    phase: str  # before and after RL: what the run does, e.g. "replicas load version 0"; "" in RL
     step: int
     learner_idle_s: float | None  # since its last batch; None while it has a batch
     ready: int  # groups with advantages
@@ -46,18 +47,37 @@ class Waits:
             parts.append(f"{self.generating} responses being generated")
         if self.current < self.replicas:
             parts.append(f"weights at {self.current} of {self.replicas} replicas")
-        return f"{self._learner}; waiting for: {', '.join(parts) or 'nothing'}"
+        return f"{self._learner}; waiting for: {', '.join(parts)}" if parts else self._learner
 
     @property
     def _learner(self) -> str:
         """State of the learner, e.g. "learner at work on step 4"; before and after RL the phase."""
-        if not self.in_rl:
-            return f"after step {self.step}, RL is over" if self.step else "before RL"
+        if self.phase:
+            return self.phase
         if self.learner_idle_s is None:
             return f"learner at work on step {self.step + 1}"
         return (
             f"learner waits {self.learner_idle_s:.0f} s for a batch ({self.ready} of {self.wanted} groups ready)"
         )
+
+
+class Pace:
+    """Tells the time left of counted work by its pace since the count was first seen."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[float, int]] = {}  # by work: when it was first seen, with which count
+
+    def keep(self, names: Container[str]) -> None:
+        """Forget all work but `names`."""
+        self._first = {name: seen for name, seen in self._first.items() if name in names}
+
+    def describe(self, name: str, done: int, total: int) -> str:
+        """Return the time left of the work `name`, e.g. ", about 40 s left"; "" before its count has grown."""
+        now = time.monotonic()
+        began_s, before = self._first.setdefault(name, (now, done))
+        if done <= before:
+            return ""
+        return f", {format_left((now - began_s) / (done - before) * (total - done))}"
 
 
 class View:
@@ -71,8 +91,11 @@ class View:
         self._steps = steps
         self._max_rl_s = max_rl_s
         self._printed_s = time.monotonic()  # when the last line was printed
+        self._printed_phase = ""  # without numbers: the phase of the last printed line
         self._row: StepRow | None = None
+        self._pace = Pace()
         self._progress = "starting"  # of the learner
+        self._entered = ("", 0.0)  # phase of the starting learner, and when it began
         self._progressed_s = time.monotonic()
         self._evaluated: dict[str, str] = {}  # last mean by set
         # the first drawing starts it, which hides the cursor; an evaluation draws none
@@ -80,10 +103,16 @@ class View:
 
     def progress(self, progress: LearnerProgress) -> None:
         """Show the progress of a starting learner; without a terminal print a line every `PROGRESS_EVERY_S`."""
-        loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
-        self._progress = f"learner: {progress.phase} {progress.done}/{progress.total}{loss}"
-        self._progressed_s = time.monotonic()
-        if self._live is None and time.monotonic() - self._printed_s > PROGRESS_EVERY_S:
+        now = self._progressed_s = time.monotonic()
+        if progress.phase != self._entered[0]:
+            self._entered = progress.phase, now
+        if progress.total > 1:
+            loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
+            left = self._pace.describe(progress.phase, progress.done, progress.total)
+            self._progress = f"learner: {progress.phase} {progress.done}/{progress.total}{loss}{left}"
+        else:
+            self._progress = f"learner: {progress.phase}, {now - self._entered[1]:.0f} s so far"
+        if self._live is None and now - self._printed_s > PROGRESS_EVERY_S:
             self.notice(self._progress)
 
     def step(self, row: StepRow) -> None:
@@ -119,17 +148,23 @@ class View:
         with suppress(OSError, SystemExit):
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str]) -> None:
-        """Draw the live screen; without a terminal, print a line if none was printed for `LINE_EVERY_S`.
+    def refresh(self, stats: Stats, step: int, version: int, notes: Sequence[str], *, phase: str = "") -> None:
+        """Draw the live screen; without a terminal, print a line if none was printed for some time.
 
         `version` is the learner's newest version, -1 before the first. `notes` are further lines; "" is skipped.
+        `phase` names the phase before or after RL, whose lines come more often; "" in RL.
         """
         left = format_time_left(step=step, steps=self._steps, rl_s=stats.rl_s, max_rl_s=self._max_rl_s)
         if self._live is not None:
-            self._draw(self._live, stats, version, [left, *notes])
-        elif version >= 0 and time.monotonic() - self._printed_s > LINE_EVERY_S:
-            done = f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL"
-            self.notice("; ".join(part for part in (done, left, *notes) if part))
+            self._draw(self._live, stats, version, ["" if phase else left, *notes])
+            return
+        every_s = LINE_EVERY_S
+        if phase:
+            every_s = PHASE_EVERY_S if phase == self._printed_phase else PROGRESS_EVERY_S
+        if version >= 0 and time.monotonic() - self._printed_s > every_s:
+            done = () if phase else (f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL", left)
+            self._printed_phase = phase
+            self.notice("; ".join(part for part in (*done, *notes) if part))
 
     def close(self) -> None:
         """Remove the live screen from the terminal."""
@@ -155,10 +190,12 @@ def format_time_left(*, step: int, steps: int, rl_s: float, max_rl_s: float | No
     left = [] if not step else [rl_s / step * (steps - step)]
     if max_rl_s is not None:
         left.append(max(0.0, max_rl_s - rl_s))
-    if not left:
-        return ""
-    minutes = min(left) / 60
-    return f"about {minutes:.0f} min left" if minutes >= 1 else "less than a minute left"
+    return format_left(min(left)) if left else ""
+
+
+def format_left(seconds: float) -> str:
+    """Return a time left in words, e.g. "about 15 min left"."""
+    return f"about {seconds / 60:.0f} min left" if seconds >= 60 else f"about {seconds:.0f} s left"
 
 
 def evaluation_line(result: Evaluated) -> str:
@@ -196,7 +233,8 @@ def _replica_table(stats: Stats, version: int) -> Table:
     """Return a table with the last report of each replica; "behind" counts versions to the learner's `version`."""
     table = Table("replica", "version", "behind", "running", "waiting", "KV used")
     for index, replica in stats.replicas.items():
-        behind = str(version - replica.version)
         load = str(replica.running), str(replica.waiting), f"{replica.kv_use:.0%}"
-        table.add_row(str(index), str(replica.version), behind, *load)
+        has = replica.version >= 0
+        served = (str(replica.version), str(version - replica.version)) if has else ("none yet", "-")
+        table.add_row(str(index), *served, *load)
     return table

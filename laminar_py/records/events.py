@@ -34,6 +34,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     data: dict[str, str] = field(default_factory=dict)  # setting that names a source -> digest of its rows
     eval_sampling: dict[str, str] = field(default_factory=dict)  # by set, see `EvalConfig.sampling_by_set`
     simulated: bool = False  # a simulation: tokens are only counted, times are of a virtual clock
+    overrides: tuple[str, ...] = ()  # settings that a resume changed, e.g. ("steps=8",)
+    command_s: float | None = None  # seconds since its process started; None: not known
 
 
 class RunEnded(Event, frozen=True):

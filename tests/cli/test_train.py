@@ -1,6 +1,7 @@
 """`laminar train --resume`: which run resumes, with which settings, and which changes of the file it names."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -8,8 +9,9 @@ from typer.testing import CliRunner
 from laminar_py.cli import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.run_folder import new_run
+from laminar_py.ledger.run_folder import new_run, run_at
 from laminar_py.runtime.orchestrator import launch
+from laminar_py.runtime.orchestrator.resume import record_overrides
 
 SETTINGS = {
     "name": "mine",
@@ -29,7 +31,7 @@ def resumed(tmp_path, monkeypatch):
         new_run(load_config(tmp_path / "mine.yaml", []))
     begun = []
 
-    def stop(config, *, resume, console):
+    def stop(config, *, resume, overrides, console):
         begun.append((resume and str(resume.path), config))
         raise ConfigError("enough")
 
@@ -61,6 +63,15 @@ def test_a_resume_says_what_does_not_count_of_an_edited_file(resumed, tmp_path):
     again = ["steps=126", "learner.checkpoint_every=3", "eval.every_steps=7"]
     assert train("--resume", "learner.lr=1e-3", *again) == ("", "enough")
     assert [config.steps for _, config in resumed] == [60, 126]
+
+
+def test_overrides_of_a_resume_stay_in_the_runs_config(resumed):
+    run = run_at(Path("runs/mine-2"))
+    record_overrides(run, ["steps=80", "repack.planner=none"])
+    told, _ = train("--resume")
+    ((_, config),) = resumed
+    assert "steps 80 -> 60" in told, "the file has the settings of before"
+    assert (config.steps, config.repack.planner) == (80, "none")
 
 
 def test_a_resume_of_a_run_that_is_named_takes_that(resumed):

@@ -146,6 +146,7 @@ class Fleet:
         segments=None,
         refers=False,
         length_cost=lambda length: 0.0,
+        in_rl=True,
         **settings,
     ):
         self.clock = ManualClock()
@@ -183,7 +184,8 @@ class Fleet:
             clock=self.clock,
         )
         self.draws = None
-        self.scheduler.admit()
+        if in_rl:
+            self.scheduler.admit()
         self.scheduler.published(0)
 
     def _check_draw(self, group, prompt):

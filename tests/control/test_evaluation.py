@@ -213,3 +213,34 @@ async def test_passes_that_begin_together_do_so_on_replicas_of_their_own():
         fleet.scheduler.evaluations.request([make_prompt(place) for place in range(4)], samples=2)
     fleet.hand_out()
     assert not set(members(fleet, "e0")) & set(members(fleet, "e1"))
+
+
+@pytest.mark.parametrize("version", [None, 3])
+async def test_a_pass_before_rl_uses_every_replica_also_one_that_serves_later(version):
+    fleet = Fleet(replicas=2, in_rl=False)
+    fleet.scheduler.published(3)
+    asked = fleet.scheduler.evaluations.request([make_prompt(place) for place in range(20)], version, samples=1)
+    fleet.versions = {0: 3, 1: 3}
+    await fleet.report(0)
+    assert {index: len(ids) for index, ids in members(fleet, "e0").items()} == {0: 10}
+    await fleet.report(1)
+    assert {index: len(ids) for index, ids in members(fleet, "e0").items()} == {0: 10, 1: 10}
+    for index in (0, 1):
+        await fleet.finish_all(index)
+    await fleet.score_all(lambda index: 1.0)
+    assert (await asked).version == 3
+
+
+async def test_a_pass_beside_training_goes_to_a_replica_that_is_idle_too():
+    fleet = Fleet(replicas=2, batch_per_replica=64, capacity=8)
+    fleet.scheduler.published(1)
+    fleet.versions = {0: 1, 1: 1}
+    await fleet.report(0, admissible=0)
+    await fleet.report(1, admissible=0)
+    fleet.scheduler.admit()
+    fleet.scheduler.evaluations.request([make_prompt(place) for place in range(80)], samples=1)
+    fleet.hand_out()
+    ((first, begun),) = members(fleet, "e0").items()
+    await fleet.grow(first, begun[0], tokens=2)
+    fleet.hand_out()
+    assert sorted(len(ids) for ids in members(fleet, "e0").values()) == [16, 64]

@@ -124,8 +124,11 @@ def test_members_of_a_pass_go_where_a_look_at_all_replicas_would_send_them(
     is_full = num_out >= len(held) * scheduler.state.settings.batch_per_replica
     best = None if is_full else first(held, load)
     others = others or ([] if held else last)
-    if others and len(holding) < most:
-        best = first(others, load)
+    least = first(serving, load)
+    if len([view for view in held if not view.leaving]) < most:
+        best = first(others, load) if others else best
+    elif least is not None and least.idle and least.index not in holders:
+        best = least
     chosen = scheduler.router.for_pass(version, holders=holders, most=most, num_out=num_out)
     assert chosen is best
 

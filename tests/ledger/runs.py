@@ -136,7 +136,7 @@ def read_response(run, id):
         return StoredResponses(run, connection).response(row)
 
 
-def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,), data=None):
+def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,), data=None, command_s=None):
     """A run with some versions published."""
     ledger.append(
         RunStarted(
@@ -148,6 +148,7 @@ def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0
             drain=drain,
             max_staleness=max_staleness,
             data=data or {},
+            command_s=command_s,
         )
     )
     for version in versions:

@@ -123,7 +123,7 @@ async def test_deferred_versions_are_held_and_evaluated_with_their_sets_when_rl_
     for step in range(1, 5):
         await evaluator.stepped(EvalPoint(step, step, float(step)), last=False)
     assert held == [2, 4]
-    assert fleet.scheduler.evaluations.progress == ""
+    assert fleet.scheduler.evaluations.counts == []
 
 
 async def test_a_result_is_of_the_step_whose_weights_answered():

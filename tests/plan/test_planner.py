@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.plan.inputs import lengths_by_task, read_subject
-from laminar_lab.plan.judge import judge, shrunk_fleet
+from laminar_lab.plan.judge import Judges, judge, shrunk_fleet
+from laminar_lab.plan.output import describe_plan
 from laminar_lab.plan.placements import learner_bytes, placements
 from laminar_lab.plan.planner import MOST, TIED, make_plan
 from laminar_lab.plan.request import Lengths
@@ -35,6 +36,37 @@ def plan_of(**others):
 @pytest.fixture(scope="module")
 def small():
     return plan_of()
+
+
+def test_formulas_alone_rank_all_placements_where_no_time_is_left_for_simulations():
+    request = make_request(nodes=1, **SMALL)
+    with Judges(request, within_s=0) as judges:
+        plan = make_plan(request, judge_all=judges)
+    assert plan.best.judgement is None
+    assert plan.best.tokens_per_s == max(estimate(request, one).tokens_per_s for one in placements(request))
+    assert list(describe_plan(plan))[-1] == f"{plan.considered} placements fit; these are ranked by formula alone"
+
+
+def test_where_the_time_ends_after_a_round_the_simulated_placements_are_ranked():
+    request, rounds = make_request(nodes=1, **SMALL), []
+    some_judgement = judge(request, placements(request)[0])
+
+    def judge_all(some, seed, times=1):
+        rounds.append(some)
+        done = len(some) if len(rounds) == 1 else 1
+        return [some_judgement] * done + [None] * (len(some) - done)
+
+    plan = make_plan(request, judge_all=judge_all)
+    assert len(rounds) == 2
+    assert {one.placement for one in plan.ranked} <= {*rounds[0], rounds[1][0]}
+    assert all(one.judgement is some_judgement for one in plan.ranked)
+
+
+def test_the_command_ranks_by_formula_at_once_with_a_legend():
+    done = CliRunner().invoke(app, ["plan", "7B", "--gpus", "8x8xH100", "--seconds", "0"], catch_exceptions=False)
+    for words in ("Placements, by formula:", "admits: responses that", "ranked by formula alone"):
+        assert words in done.output
+    assert max(map(len, done.output.partition("first:")[0].splitlines())) <= 80
 
 
 def test_all_placements_use_the_fleet_and_fit_its_memory():
@@ -66,8 +98,10 @@ def test_a_model_that_fits_no_placement_is_told_what_is_missing(wanted, line):
 def test_the_first_choice_has_most_tokens_of_all_that_were_simulated():
     request, seen = make_request(nodes=1, **SMALL), {}
 
-    def judge_all(some, seed):
-        found = [judge(request, one, seed=seed) for one in some]
+    def judge_all(some, seed, times=1):
+        found = [judge(request, one, seed=seed, times=times) for one in some]
+        if times > 1:
+            return found
         for one, judged in zip(some, found, strict=True):
             seen.setdefault(one, []).append(judged.tokens_per_s)
         return found
@@ -89,7 +123,7 @@ def test_a_schedule_whose_formula_is_too_low_is_found_where_simulations_say_so()
         (one for one in every if one.schedule is Schedule.ONE_STEP and one.tensor_parallel == 2), key=every.get
     )
 
-    def judge_all(some, seed):
+    def judge_all(some, seed, times=1):
         times = [5.0 if one.schedule is Schedule.ONE_STEP else 1.0 for one in some]
         return [
             replace(figures, tokens_per_s=every[one] * factor * (1.5 if one == hidden else 1.0))
@@ -109,7 +143,7 @@ def test_a_depth_of_admission_whose_formula_is_too_low_is_found_where_simulation
         shares = one.batch_per_replica * one.replicas / request.trajectories_per_step
         return 1.5 if one.schedule is Schedule.ASYNC and shares > 1.5 else 0.7
 
-    def judge_all(some, seed):
+    def judge_all(some, seed, times=1):
         return [replace(figures, tokens_per_s=every[one] * factor(one)) for one in some]
 
     best = make_plan(request, judge_all=judge_all).best
@@ -121,7 +155,7 @@ def test_no_more_are_simulated_than_is_said_however_small_a_replicas_share_of_a_
     request = make_request(nodes=nodes, prompts_per_step=prompts)
     figures, seen = judge(make_request(nodes=1, **SMALL), placements(make_request(nodes=1, **SMALL))[0]), set()
 
-    def judge_all(some, seed):
+    def judge_all(some, seed, times=1):
         seen.update(some)
         every = [estimate(request, one).tokens_per_s for one in some]
         return [replace(figures, tokens_per_s=rate, replicas=10**6) for rate in every]

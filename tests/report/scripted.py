@@ -95,7 +95,7 @@ class Clock:
 
 
 @asynccontextmanager
-async def scripted(run, *overrides):
+async def scripted(run, *overrides, command_s=None):
     """A run with the quickstart's config, begun at second 0 with version 0."""
     (run / "config.yaml").write_text(dump_config(load_config(CONFIG, list(overrides))))
     clock = Clock()
@@ -105,7 +105,7 @@ async def scripted(run, *overrides):
     wall = patch("laminar_py.ledger.ledger.time", SimpleNamespace(time=lambda: clock.second))
     wall.start()
     try:
-        begin(ledger, versions=())
+        begin(ledger, versions=(), command_s=command_s)
         script.publish(0.0, 0)
         yield script
     finally:

@@ -18,7 +18,7 @@ from laminar_lab.report.page import (
 from laminar_lab.report.run_report import RunReport, read_report
 from laminar_lab.report.snapshot import read_snapshot
 from laminar_py.ledger.database import reading
-from laminar_py.records.events import RunEnded
+from laminar_py.records.events import RunEnded, RunStarted
 from laminar_py.records.trajectory import DropReason
 from tests.builders import make_evaluated
 from tests.report.builders import make_step_row, write_rows
@@ -170,3 +170,22 @@ def test_every_wall_has_its_meaning():
 async def test_a_folder_without_a_config_has_no_diagnosis(tmp_path):
     await simulate(tmp_path, steps=2)
     assert RunReport(read_snapshot(tmp_path)).diagnosis is None
+
+
+async def test_the_headline_has_the_time_from_the_command_to_the_first_response_and_the_overrides_of_a_resume(
+    tmp_path,
+):
+    given = {"host": "h", "pid": 1, "schema": 1, "config_digest": "", "drain": True, "max_staleness": None}
+    overrides = ("steps=8", "repack.planner=none")
+    again = RunStarted(**given, incarnation=2, resumed_step=1, overrides=overrides)
+    async with scripted(tmp_path, command_s=8.0) as script:
+        script.load(12, 0)
+        script.issue(20, "g1.0")
+        script.finish(25, "g1.0")
+        script.score(26, "g1.0")
+        script.step(30, 1, "g1.0")
+        script.at(40, again)
+    cards = {card.name: (card.value, card.note) for card in headline(read_report(tmp_path))}
+    parts = "from the command: 8 s of checks, 12 s until a replica has weights, 13 s more"
+    assert cards["first response"] == ("33 s", parts)
+    assert cards["resumed"] == ("step 1", "with steps=8 repack.planner=none")

@@ -19,7 +19,7 @@ NOTES = ["learner waits 35 s", "12 of 480 responses could not be scored (reward_
 
 def make_waits(**changes) -> Waits:
     given = {
-        "in_rl": True,
+        "phase": "",
         "step": 3,
         "learner_idle_s": 35.4,
         "ready": 0,
@@ -54,9 +54,12 @@ def make_console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
             "learner waits 35 s for a batch (0 of 32 groups ready); waiting for: 40 responses being generated,"
             " weights at 2 of 4 replicas",
         ),
-        ({"learner_idle_s": None, "scores": ""}, "learner at work on step 4; waiting for: nothing"),
-        ({"in_rl": False, "step": 0}, "before RL; waiting for: scores of 64 responses, the oldest 35 s"),
-        ({"in_rl": False, "scores": ""}, "after step 3, RL is over; waiting for: nothing"),
+        ({"learner_idle_s": None, "scores": ""}, "learner at work on step 4"),
+        (
+            {"phase": "evaluation of version 0", "step": 0},
+            "evaluation of version 0; waiting for: scores of 64 responses, the oldest 35 s",
+        ),
+        ({"phase": "replicas load version 0, 4 s so far", "scores": ""}, "replicas load version 0, 4 s so far"),
     ],
 )
 def test_a_line_says_what_everything_waits_for(changes, line):
@@ -70,7 +73,7 @@ def test_a_line_says_what_everything_waits_for(changes, line):
         (10, 100.0, None, "about 15 min left"),
         (10, 100.0, 280.0, "about 3 min left"),
         (0, 100.0, 280.0, "about 3 min left"),
-        (98, 98.0, None, "less than a minute left"),
+        (98, 98.0, None, "about 2 s left"),
     ],
 )
 def test_time_left_is_of_the_steps_or_of_the_limit_whichever_is_less(step, rl_s, max_rl_s, words):
@@ -108,9 +111,10 @@ def test_a_view_that_draws_nothing_as_that_of_an_evaluation_leaves_the_cursor_al
 def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_learner_that_has_long_started():
     console, file = make_console(terminal=True)
     view = View(console, steps=100)
-    view.progress(LearnerProgress("loading", 0, 1, 0.0))
+    view.progress(LearnerProgress("loading the model", 0, 1, 0.0))
     view.refresh(make_stats(), 0, -1, NOTES)
-    assert "learner: loading 0/1" in file.getvalue()
+    assert "learner: loading the model, 0 s so far" in file.getvalue()
+    assert "none yet" in file.getvalue(), "the version of a replica without weights"
     assert NOTES[0] not in file.getvalue()
     view._progressed_s -= 60.0
     before = len(file.getvalue())
@@ -138,6 +142,35 @@ def test_without_a_terminal_the_first_step_and_every_tenth_are_printed():
     for row in make_rows(*[1.0] * 12):
         view.step(row)
     assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == ["step 1/1000", "step 10/1000"]
+
+
+def test_a_warm_start_has_a_count_and_the_time_left(monkeypatch):
+    console, file = make_console()
+    now = 1000.0
+    monkeypatch.setattr(view_module.time, "monotonic", lambda: now)
+    view = View(console, steps=100)
+    for step in (0, 10, 20, 30):
+        now += 6.0
+        view.progress(LearnerProgress("warm start", step, 100, 2.5))
+    assert file.getvalue().splitlines()[::3] == [
+        "learner: warm start 0/100  loss 2.500",
+        "learner: warm start 30/100  loss 2.500, about 42 s left",
+    ]
+
+
+def test_lines_on_a_phase_without_steps_come_soon_and_then_at_longer_intervals(monkeypatch):
+    console, file = make_console()
+    now = 1000.0
+    monkeypatch.setattr(view_module.time, "monotonic", lambda: now)
+    view = View(console, steps=100)
+    for tick in range(120):  # a minute
+        now += 0.5
+        phase = "replicas load version 0" if tick < 20 else "evaluation of version 0, before RL"
+        view.refresh(make_stats(), 0, 0, [f"{phase}, {tick}"], phase=phase)
+    lines = file.getvalue().splitlines()
+    assert [line.partition(",")[0] for line in lines[:2]] == ["replicas load version 0", "evaluation of version 0"]
+    assert len(lines) == 5
+    assert "step" not in file.getvalue()
 
 
 def test_an_evaluation_is_told_with_its_set_its_interval_and_the_count_of_what_has_no_score():

@@ -52,7 +52,7 @@ from laminar_py.ledger.evaluations import comparable, open_passes, read_evaluati
 from laminar_py.ledger.recovery import Recovered, recover
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.observe.fleet import watch_fleet, watch_memory
-from laminar_py.observe.live import View, Waits
+from laminar_py.observe.live import View
 from laminar_py.observe.stats import Stats
 from laminar_py.observe.summary import Summary, summarise
 from laminar_py.records.events import Evaluated, RunEnded
@@ -61,12 +61,14 @@ from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind, Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration, MigrationSettings
+from laminar_py.rollout.calibration import MOST_S
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
 from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
+from laminar_py.runtime.orchestrator.progress import Progress
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
     Handoff,
@@ -100,8 +102,9 @@ Reports: TypeAlias = Sequence[tuple[ReplicaConnection, ReplicaReport]]
 Result: TypeAlias = Summary | EvalSummary
 
 SCORES_AT_ONCE = 16  # recorded before other tasks of the event loop get a turn
-PROGRESS_S = 15.0  # between lines on the progress of an evaluation
 
+
+SPEED_PHASE = f"measuring a replica's speed for repacking (once per model and machine, about {MOST_S:g} s)"
 
 # ---- the loops
 
@@ -252,7 +255,7 @@ class Controller:
             on_reports=self._reports.hand_over,
         )
         self._replicas.check, self._scoring = self._alarms.reported, self._make_scoring()
-        self._scoring.check = self._alarms.scored
+        self._progress = Progress(incarnation, view=view, scheduler=scheduler, scoring=self._scoring)
         self._evaluator = self._make_evaluator()
         self._learning = self._make_learning() if source is None else None
 
@@ -263,7 +266,7 @@ class Controller:
 
     def _make_scoring(self) -> Scoring:
         """Make the stage that scores responses; its scores go to `collect_scores`, its warnings to the view."""
-        return Scoring(
+        scoring = Scoring(
             self._incarnation,
             scheduler=self._scheduler,
             segments=self._segments,
@@ -272,6 +275,8 @@ class Controller:
             end=self._stop.fail,
             trains=self._source is None,
         )
+        scoring.check = self._alarms.scored
+        return scoring
 
     def _make_evaluator(self) -> Evaluator:
         """Make the evaluator of held-out sets; its results go to the ledger, the view and the trackers."""
@@ -407,11 +412,13 @@ class Controller:
         """Start the learner, then the parts that need its first version; yield (task name, loop) of each."""
         await learning.trainer.start()
         if self._reference is not None:
+            self._progress.enter("the reference model starts")
             await self._stop.unless_asked(self._reference.bring_up())  # after a warm start, which it may load
             self._reference.check = self._alarms.referred
             yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks:
+            self._progress.enter(SPEED_PHASE)
             speed = await self._stop.unless_asked(self._replicas.speed())
             log.info("engine: %s", speed)
             yield "repack", learning.migration.run(speed)
@@ -421,6 +428,7 @@ class Controller:
         stats, scheduler = self._incarnation.stats, self._scheduler
         if trainer.step == 0:
             SIGNALS.enter("the last tokens of its replicas")
+            self._progress.enter(f"evaluation of version {trainer.version}, before RL")
             await self._stop.unless_asked(self._evaluator.first(trainer.point))
         stats.set_rl_phase(True)
         if scheduler.state.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
@@ -438,6 +446,7 @@ class Controller:
 
     async def _finish_evaluations(self, trainer: Trainer) -> None:
         """Stop training on all replicas, and evaluate the last version and the deferred ones."""
+        self._progress.enter(f"evaluation of version {trainer.version}, after step {trainer.step}: RL is over")
         await self._replicas.stop(evaluations=False)
         await self._evaluator.finish(trainer.point)
 
@@ -527,34 +536,11 @@ class Controller:
 
     async def _keep_deadlines(self) -> None:
         """Enforce deadlines, which depend on time alone, and show the progress of the run."""
-        clock, shown_s, shown = self._incarnation.clock, 0.0, ""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             await self._scheduler.incoming.enforce_deadlines()
             self._dispatch_loop.wake()
-            if self._learning is not None:
-                self._refresh(self._learning.trainer)
-                continue
-            line = self._scheduler.evaluations.progress
-            if line != shown and clock.now() - shown_s > PROGRESS_S:
-                shown_s, shown = clock.now(), line
-                self.view.notice(line)
-
-    def _refresh(self, trainer: Trainer) -> None:
-        """Refresh the view: step, replicas, what the learner waits for, and failures of the reward."""
-        stats, scheduler, version = self._incarnation.stats, self._scheduler, trainer.version
-        waits = Waits(
-            in_rl=stats.in_rl,
-            step=trainer.step,
-            learner_idle_s=stats.learner_idle_s,
-            ready=len(scheduler.consumption.buffer),
-            wanted=self._incarnation.config.rollout.prompts_per_step,
-            generating=scheduler.views.in_flight,
-            scores=self._scoring.waits,
-            current=sum(replica.version == version for replica in stats.replicas.values()),
-            replicas=len(stats.replicas),
-        )
-        self.view.refresh(stats, trainer.step, version, [waits.line, self._scoring.failures.text])
+            self._progress.refresh(None if self._learning is None else self._learning.trainer)
 
     def _is_followed(self, trajectory_id: str) -> bool:
         """Return True if a trajectory may take another turn. Before `_restore`, any trajectory may."""

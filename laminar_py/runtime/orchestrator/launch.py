@@ -6,7 +6,7 @@ Called by the command line.
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,9 @@ from laminar_py.runtime.cluster.errors import (
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
 from laminar_py.runtime.orchestrator.resume import (
+    describe_resume,
     print_fallback,
+    record_overrides,
     refuse_other_draws,
     refuse_other_prompts,
     refuse_other_rows,
@@ -62,13 +64,19 @@ UNBOUNDED = (
 )
 
 
-def launch(config: RunConfig, *, resume: RunFolder | None, console: Console) -> Summary:
-    """Start or resume a run; return its summary, unfinished after a signal. Raises ConfigError, RunFailedError."""
+def launch(
+    config: RunConfig, *, resume: RunFolder | None, overrides: Sequence[str] = (), console: Console
+) -> Summary:
+    """Start or resume a run; return its summary, unfinished after a signal. Raises ConfigError, RunFailedError.
+
+    A resumed run records the `overrides` of its settings, which `config` has already.
+    """
     if config.staleness.unbounded(config.schedule):
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
     view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
-    summary = lead(config, partial(Controller, view=view), what=what, resume=resume, console=console)
+    make = partial(Controller, view=view)
+    summary = lead(config, make, what=what, resume=resume, overrides=overrides, console=console)
     assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
     return summary
 
@@ -115,6 +123,7 @@ def lead(
     *,
     what: str,
     resume: RunFolder | None,
+    overrides: Sequence[str] = (),
     console: Console,
     begun: RunFolder | None = None,
     trains: bool = True,
@@ -137,9 +146,20 @@ def lead(
         run = resume or begun or new_run(config)
         if run not in (resume, begun):
             run.lock()
-        console.print(f"run {run.path}: {what}")
+        goes_on = f" {describe_resume(resume, config)}" if resume and trains else ""
+        console.print(f"run {run.path}{goes_on}: {what}", soft_wrap=True)
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
-        start = RunStart(config=config, run=run, placement=placement, inputs=inputs, resumed=resume is not None)
+        changed = tuple(overrides) if resume else ()  # a new run has them in its config already
+        if changed:
+            record_overrides(run, changed)
+        start = RunStart(
+            config=config,
+            run=run,
+            placement=placement,
+            inputs=inputs,
+            resumed=resume is not None,
+            overrides=changed,
+        )
         ending = _lead_logged(start, make)
         SIGNALS.enter("its processes to end")
         if ending.finished:

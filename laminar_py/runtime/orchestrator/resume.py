@@ -1,19 +1,22 @@
 """Checks of a resume: the run has a usable checkpoint, and settings and data still make the draws on record.
 
-Called by `launch`. The record names prompts by their rows and ids, so each row must still make the same prompt.
+Called by `launch`, which then records the overrides of the resume.
+The record names prompts by their rows and ids, so each row must still make the same prompt.
 """
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
 
-from laminar_py.config.loading import flatten, load_config, to_overrides
+from laminar_py.config.loading import dump_config, flatten, load_config, to_overrides
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.recovery import is_simulated, known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.host import write_file
 from laminar_py.records.trajectory import Prompt
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.runtime.preflight.inputs import Inputs
@@ -103,6 +106,23 @@ def print_fallback(run: RunFolder, console: Console) -> None:
             soft_wrap=True,
             highlight=False,
         )
+
+
+def describe_resume(run: RunFolder, config: RunConfig) -> str:
+    """Return the step at which a run with this config continues, in words."""
+    checkpoint = find_checkpoint(run) if run.has_ledger else None
+    step = 0 if checkpoint is None else checkpoint.step
+    return f"has all {step} steps" if step >= config.steps else f"goes on at step {step + 1} of {config.steps}"
+
+
+def record_overrides(run: RunFolder, overrides: Sequence[str]) -> None:
+    """Write the overrides of a resume into the run's `config.yaml`, which reports and later resumes read.
+
+    The fleet of `laminar scale` stays in the ledger alone.
+    """
+    partial = run.config.with_suffix(".tmp")
+    write_file(partial, dump_config(load_config(run.config, list(overrides))).encode())
+    partial.replace(run.config)  # a crash leaves one of the two
 
 
 def _change(known: Prompt, now: Prompt) -> str | None:

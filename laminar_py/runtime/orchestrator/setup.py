@@ -5,10 +5,13 @@ import gc
 import logging
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
+
+import psutil
 
 from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -124,6 +127,8 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
         host=socket.gethostname(),
         data=incarnation.inputs.digests,
         resumed_step=checkpoint.step if checkpoint else None,
+        overrides=incarnation.overrides,
+        command_s=round(time.time() - psutil.Process().create_time(), 3),
     )
     incarnation.ledger.append_all([*begun, *(recovered.events if recovered else ())])
     await incarnation.ledger.commit()

@@ -62,6 +62,7 @@ class RunStart:
     placement: Placement
     inputs: Inputs
     resumed: bool
+    overrides: tuple[str, ...] = ()  # settings that this resume changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ class Incarnation:
     ledger: Ledger
     stats: Stats
     supervisor: Supervisor
+    overrides: tuple[str, ...] = ()
     number: int = 1
     checkpoint: Checkpointed | None = None  # from which the learner continues
     draws: Draws | None = None  # check of the groups that are issued, which knows those on record
@@ -107,6 +109,7 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
         ledger=ledger,
         stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
+        overrides=start.overrides,
         number=recovered.incarnation if recovered else 1,
         checkpoint=checkpoint,
         draws=draws,

@@ -59,12 +59,15 @@ from laminar_py.runtime.workers.specs import (
 VERSION = 0  # of all weights that are evaluated, also where an evaluation is resumed
 
 
+LOADING = LearnerProgress("loading the model", 0, 1, 0.0)
+
+
 class LearnerActor(ComputingActor):
     """Hosts a rank of the learner, and on rank 0 the publisher. Calls that only wait can run beside a step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._progress = LearnerProgress("loading", 0, 1, 0.0)
+        self._progress = LOADING
         self._bundles: list[Bundle] = []  # of the next step
         self._learner: Learner | LearnerStandIn
         self._publisher: Publisher | None = None
@@ -178,6 +181,7 @@ def _real_learner(
             WARM_STARTS.get(config.warm_start.kind).make(
                 config, lambda step, steps, loss: note(LearnerProgress("warm start", step, steps, loss))
             )  # the other ranks wait for it in `join_group`
+            note(LOADING)
         model = ModelConfig(path=initial_folder(config))
     mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
     learner = Learner(

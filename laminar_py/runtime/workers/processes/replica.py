@@ -176,7 +176,7 @@ def _speed_key(config: RunConfig) -> str:
         str(os.cpu_count()),
         (config.model.path / "config.json").read_text(),
         rollout.engine.model_dump_json(),
-        rollout.sampling.model_dump_json(),
+        rollout.sampling.model_dump_json(exclude={"max_new_tokens", "temperature"}),
         f"{rollout.record} {rollout.max_batch} {rollout.max_len} {rollout.kv_capacity}",
     )
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
