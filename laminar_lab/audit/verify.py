@@ -46,7 +46,7 @@ from laminar_py.ledger import (
     seal_digest,
 )
 from laminar_py.records.codec import prompt_digest
-from laminar_py.records.events import Alarmed, AnyEvent, Event
+from laminar_py.records.events import Alarmed, AnyEvent, Event, RunStarted
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.trajectory import Prompt
 
@@ -238,9 +238,10 @@ class SilentFailures:
         """Take an event in the order of the log, with the row that it changed."""
         if isinstance(event, Alarmed):
             self._told.append(event)
+        elif isinstance(event, RunStarted) and any(one.startswith("alarms.") for one in event.overrides):
+            self._off = ()  # the config's are the last start's alone
         for alarm in self._checks.observe(event, row):
-            if alarm.check not in self._off:
-                self._found.setdefault((alarm.check, alarm.part), alarm)
+            self._found.setdefault((alarm.check, alarm.part), alarm)
 
     @property
     def notes(self) -> list[str]:
@@ -257,7 +258,7 @@ class SilentFailures:
 
     def _unsaid(self) -> list[Alarm]:
         told = {(one.check, one.part) for one in self._told}
-        return [alarm for key, alarm in self._found.items() if key not in told]
+        return [alarm for key, alarm in self._found.items() if key not in told and key[0] not in self._off]
 
 
 def _check_chain(run: Path, first: int, last: int | None) -> Proof:

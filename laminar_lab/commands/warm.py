@@ -1,5 +1,6 @@
 """`laminar warm`: make the model with which RL would begin, as a folder of its own."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -39,7 +40,9 @@ def warm(
     prepare(settings)
     kind = check_warm_start(settings)
     kind.make(settings, _Progress().tell)
-    shutil.copytree(kind.folder(settings), out)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")  # an interrupted copy is no model
+    shutil.copytree(kind.folder(settings), partial)
+    partial.rename(out)
     print_line(f"{out}: all weights of {settings.model.path} after {config}'s warm start")
     print_line(f"train from it with model.path={out} model.from_scratch=false warm_start=null")
 

@@ -167,7 +167,7 @@ def _on_cores(choices: Choices, shape: ModelShape, longest: int) -> Settings:
         engine = {"rollout.engine.kind": "sglang", "rollout.engine.device": "cpu"}
         engine |= {} if choices.python is None else {"rollout.engine.python": choices.python}
     return engine | {
-        "rollout.replicas": max(1, (os.cpu_count() or 1) // CORES_A_REPLICA),
+        "rollout.replicas": max(1, len(os.sched_getaffinity(0)) // CORES_A_REPLICA),
         "rollout.max_batch": running,
         "rollout.max_len": most,
         "rollout.batch_per_replica": max(group, 2 * running),

@@ -18,6 +18,7 @@ from laminar_py.config.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS, WITHO
 from laminar_py.config.loading import read_tree, read_yaml
 
 YAML = (".yaml", ".yml")
+NOTHING = (None, "", [])
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _FALLBACK = re.compile(r"\$\{(\w+):-([^{}]*)\}")  # ${NAME:-value} of a shell
@@ -52,7 +53,11 @@ def translate(trainer: Trainer, path: Path) -> Translation:
     known = {name for row in COUNTERPARTS if (theirs := row.of(trainer)) is not None for name in theirs.names}
     if not known & set(given):
         raise ConfigError(f"--from {trainer} {path}: has no setting of {trainer} that is known here; name another")
-    others = (name for name, value in given.items() if name not in known and name != EPOCHS[trainer] and value)
+    others = (
+        name
+        for name, value in given.items()
+        if name not in known and name != EPOCHS[trainer] and value not in NOTHING
+    )
     lost |= {f"{name}={given[name]}": _reason(trainer, name) for name in others}
     if _cuts(settings):
         settings["rollout.record"] = ["sampling_mask"]
@@ -95,7 +100,7 @@ def read_given(trainer: Trainer, path: Path) -> dict[str, object]:
 
 
 def _is_open(value: object) -> bool:
-    return value is None or (isinstance(value, str) and (value == "???" or value.startswith("${")))
+    return value is None or (isinstance(value, str) and (value == "???" or "$" in value))
 
 
 def _flat(tree: Given, prefix: str) -> Iterator[tuple[str, object]]:
@@ -109,7 +114,7 @@ def _flat(tree: Given, prefix: str) -> Iterator[tuple[str, object]]:
 def _overrides(path: Path) -> dict[str, object]:
     """Read `name.sub=value` words of a script or text, with the script's own variables."""
     try:
-        words = shlex.split(path.read_text(), comments=True)
+        words = shlex.split(path.read_text().replace("\\\n", " "), comments=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--from verl {path}: cannot be read ({error}); name a YAML file or a script") from None
     variables = {"HOME": str(Path.home())}

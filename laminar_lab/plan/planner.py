@@ -117,6 +117,8 @@ def make_plan(request: PlanRequest, *, judge_all: JudgeAll | None = None) -> Ran
     chosen = _first_round(estimates, classes)
     while chosen:
         found = judge_all(chosen, 0)
+        if None in found and not judged:  # a part of the classes would win over all others
+            return _ranked_plan(request, estimates, {}, shrink_error=None)
         judged.update((one, result) for one, result in zip(chosen, found, strict=True) if result is not None)
         if None in found:
             return _ranked_plan(request, estimates, judged, shrink_error=None)

@@ -83,7 +83,9 @@ def _signal(config: RunConfig, training: Trajectories) -> Iterator[LearningFindi
     worst, best = np.full(scored.group.max() + 1, np.inf), np.full(scored.group.max() + 1, -np.inf)
     np.minimum.at(worst, scored.group, scored.reward)
     np.maximum.at(best, scored.group, scored.reward)
-    known = np.isfinite(worst)
+    known = np.bincount(scored.group, minlength=len(worst)) >= config.rollout.group_size  # whole groups alone
+    if not known.any():
+        return
     equal = known & (worst == best)
     share = equal.sum() / known.sum()
     if share <= WITHOUT_SIGNAL or config.algorithm.learns_from_equal_rewards:
@@ -109,7 +111,7 @@ def _order(config: RunConfig) -> str:
 
 
 def _prompts(steps: Sequence[StepRow]) -> Iterator[LearningFinding]:
-    computed = sum(row.learner_tokens_per_s * row.learner_s for row in steps)
+    computed = sum(row.learner_tokens_per_s * row.learner_s for row in steps if row.learner_s > 0)
     responses = steps[-1].trained_tokens if steps else 0
     if computed > 0 and (share := 1 - responses / computed) > PROMPTS:
         yield LearningFinding(

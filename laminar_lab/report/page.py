@@ -5,6 +5,7 @@ however long the run (`tests/report/test_page.py`). Single trajectories over tim
 Perfetto.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -241,9 +242,10 @@ def curves_panel(snapshot: Snapshot) -> Panel:
             )
         )
     entropy = Series(name="entropy", colour="third", x=at_s, y=[round(row.entropy, 5) for row in rows])
+    is_empty = all(math.isnan(row.entropy) for row in rows)
     time, charts = "time of the RL phase (s)", list[Chart]()
     charts.append(Chart(name="reward, evaluations", x=time, y="", series=series, is_empty=not series))
-    charts.append(Chart(name="entropy", x=time, y="nats", series=[entropy], from_zero=True, is_empty=not rows))
+    charts.append(Chart(name="entropy", x=time, y="nats", series=[entropy], from_zero=True, is_empty=is_empty))
     return Panel(id="curves", title="Reward, evaluations, entropy", charts=charts, is_wide=True)
 
 

@@ -140,7 +140,7 @@ def verl_updates(given: Given) -> object:
 
 
 def trl_data(given: Given) -> object:
-    answers = {"columns": {"answer": "solution"}} if "accuracy_reward" in str(given.get("reward_funcs")) else {}
+    answers = _trl_answers(given)
     mixed = given.get("datasets")
     if isinstance(mixed, list):
         named = [one for one in mixed if isinstance(one, dict) and "path" in one]
@@ -161,7 +161,12 @@ def trl_sets(given: Given) -> object:
     if str(given.get("eval_strategy", "no")) == "no" or given.get("dataset_name") is None:
         return None
     split, subset = given.get("dataset_test_split", "test"), given.get("dataset_config")
-    return {"heldout": {**_source(given["dataset_name"], subset=subset, split=split)}}
+    return {"heldout": _source(given["dataset_name"], subset=subset, split=split) | _trl_answers(given)}
+
+
+def _trl_answers(given: Given) -> dict[str, object]:
+    """Return the column of the answer that TRL's own reward reads."""
+    return {"columns": {"answer": "solution"}} if "accuracy_reward" in str(given.get("reward_funcs")) else {}
 
 
 def trl_eval_steps(given: Given) -> object:

@@ -155,7 +155,8 @@ class PromptEncoder:
         With an environment it ends before the assistant's turn, unless `answered`. Raises `TemplateError`.
         """
         if isinstance(prompt, str) and (self._is_plain(prompt) or not prompt):
-            self._check_text()
+            if prompt:
+                self._check_text()
             return prompt
         messages: list[Turn] = [user_turn(prompt)] if isinstance(prompt, str) else list(prompt)
         self._check(messages)
@@ -215,11 +216,15 @@ class PromptEncoder:
 
         The environment's text about its tools ends the system message.
         """
-        own, others = self._settings.system, list(messages)
-        if messages[0]["role"] == "system":
-            own, others = str(messages[0]["content"]), others[1:]
-        texts = [text for text in (own, self._about_tools) if text]
-        return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others
+        found = list(messages)
+        if self._settings.system is not None and found[0]["role"] != "system":
+            found.insert(0, {"role": "system", "content": self._settings.system})
+        if not self._about_tools:
+            return found
+        if found[0]["role"] != "system":
+            return [{"role": "system", "content": self._about_tools}, *found]
+        texts = [text for text in (found[0]["content"], self._about_tools) if text]
+        return [{**found[0], "content": "\n\n".join(map(str, texts))}, *found[1:]]
 
     def conversation(
         self, messages: Sequence[Turn], *, answers: bool, tools: Sequence[Mapping[str, object]] | None = None

@@ -289,6 +289,8 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
             case Scored():
                 row = rows[event.trajectory_id]
                 row.answer, row.earned, row.roles = event.answer, event.earned, event.roles
+                if row.kind is Kind.EVAL:
+                    row.term_values = event.term_values
             case Ready():
                 rows[event.trajectory_id].roles = event.roles
     pieces: dict[int, list[PieceRow]] = {}

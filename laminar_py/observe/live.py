@@ -217,7 +217,8 @@ def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
         table.add_row("turns", f"mean {turns.mean:.1f}", "environments", times)
     staleness = f"mean {row.staleness_mean:.1f}  max {row.staleness_max}" if row.trajectories else "-"
     table.add_row("staleness", staleness, "clipped", _known("{:.1%}", row.clip_fraction))
-    generated, trained = row.generated_tokens / row.rl_s, row.trained_tokens / row.rl_s
+    rl_s = max(row.rl_s, 1e-9)
+    generated, trained = row.generated_tokens / rl_s, row.trained_tokens / rl_s
     table.add_row("generated", f"{generated:,.0f} tok/s", "trained", f"{trained:,.0f} tok/s")
     stall = f"{row.publish_stall_s * 1e3:.1f} ms"
     table.add_row("learner", f"waits {row.learner_waiting_share:.0%}", "publish stall", stall)

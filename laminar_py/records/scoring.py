@@ -108,16 +108,18 @@ def answer_by(terms: Iterable[TermValue]) -> str:
 
 
 def short_terms(terms: Mapping[str, Value]) -> dict[str, Value]:
-    """Return values by term, a function under its name without its file; equal names keep the file's name.
+    """Return values by term, a function under its name without its file; equal names keep their file.
 
     E.g. {"math": 1.0, "/home/me/rewards.py:short": 0.1} becomes {"math": 1.0, "short": 0.1}.
     """
-    names = {name: name.rpartition(":")[2] for name in terms}
-    times = Counter(names.values())
-    return {
-        short if times[short := names[name]] == 1 else name.rpartition("/")[2]: value
-        for name, value in terms.items()
-    }
+    functions = Counter(name.rpartition(":")[2] for name in terms)
+    files = Counter(name.rpartition("/")[2] for name in terms)
+
+    def short(name: str) -> str:
+        function, file = name.rpartition(":")[2], name.rpartition("/")[2]
+        return function if functions[function] == 1 else file if files[file] == 1 else name
+
+    return {short(name): value for name, value in terms.items()}
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):

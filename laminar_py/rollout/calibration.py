@@ -54,8 +54,8 @@ async def measure_speed(engine: InferenceEngine, bounds: EngineBounds, clock: Cl
     A slow engine gets shorter long prompts.
     """
     requests, few, within_s = TimedRequests(engine, bounds, clock), bounds.few, MOST_S / PARTS
-    await requests.batch(1, PROMPT, 1)  # warm-up: compiles kernels, touches memory
     first = min(FIRST_PROMPT, bounds.long_prompt)
+    await requests.batch(1, first, 1)  # warm-up: compiles kernels, touches memory
     token_s = await requests.batch(1, first, 1) / first
     alone = await requests.step_s(1, PROMPT, within_s=within_s)
     slots = alone if bounds.slots == 1 else await requests.step_s(bounds.slots, PROMPT, within_s=within_s)

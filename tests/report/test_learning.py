@@ -69,6 +69,20 @@ def test_groups_that_teach_nothing_are_named_with_a_remedy_that_fits(groups, wor
     assert words in line
 
 
+def test_groups_of_which_one_response_is_scored_say_nothing():
+    rewards = np.concatenate([MIXED] * 4 + [[np.nan] * 7 + [1.0]] * 28)
+    assert not found(rewards=rewards)
+
+
+def test_steps_that_trained_nothing_hide_no_finding():
+    rows = [
+        make_step_row(1, 9.0, trained_tokens=300, learner_s=2.0, learner_tokens_per_s=1000.0),
+        make_step_row(2, 9.9, trained_tokens=300, learner_s=0.0, learner_tokens_per_s=float("nan")),
+    ]
+    (line,) = found(steps=rows)
+    assert line.startswith("prompts are 85%")
+
+
 def test_half_of_the_groups_without_signal_is_no_finding():
     assert not found(rewards=np.concatenate([MIXED, SOLVED] * 16))
 

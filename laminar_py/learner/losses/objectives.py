@@ -171,7 +171,7 @@ def own_objective(settings: AlgorithmConfig) -> tuple[Callable[..., object] | No
 _load_objective = cache(partial(load_from_file, field="algorithm.objective"))
 
 
-def try_objective(settings: AlgorithmConfig) -> None:
+def try_objective(settings: AlgorithmConfig, *, device: torch.device) -> None:
     """Call an objective of a package or a file on made-up tokens. Raises `ConfigError` if it fails.
 
     A mistake then ends the run before a response has been generated.
@@ -179,19 +179,19 @@ def try_objective(settings: AlgorithmConfig) -> None:
     own, where = own_objective(settings)
     if own is None:
         return
-    logprobs = torch.tensor([-0.5, -1.0, -0.25, -2.0], requires_grad=True)
-    advantages, ones, response = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(4), torch.tensor([0, 0, 1, 1])
+    logprobs = torch.tensor([-0.5, -1.0, -0.25, -2.0], device=device, requires_grad=True)
+    ones, zeros = torch.ones(4, device=device), torch.zeros(4, device=device)
     values = objective_of(
         LossInputs(
             logprobs=logprobs,
             behaviour=logprobs.detach() - 0.1,
             proximal=logprobs.detach() - 0.1,
-            advantages=advantages,
+            advantages=torch.tensor([1.0, 1.0, -1.0, -1.0], device=device),
             weights=ones / 4,
-            staleness=torch.zeros(4),
-            response=response,
-            rewards=torch.tensor([1.0, 0.0]),
-            groups=torch.zeros(2, dtype=torch.int64),
+            staleness=zeros,
+            response=torch.tensor([0, 0, 1, 1], device=device),
+            rewards=torch.tensor([1.0, 0.0], device=device),
+            groups=torch.zeros(2, dtype=torch.int64, device=device),
             columns={column.name: ones for column in settings.columns},
         ),
         settings,

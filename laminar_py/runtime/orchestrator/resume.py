@@ -1,6 +1,6 @@
 """Checks of a resume: the run has a usable checkpoint, and settings and data still make the draws on record.
 
-Called by `launch`, which then records the overrides of the resume.
+Called by `launch`; the controller records the overrides once it has begun.
 The record names prompts by their rows and ids, so each row must still make the same prompt.
 """
 

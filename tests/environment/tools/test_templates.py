@@ -98,6 +98,18 @@ def test_the_tools_end_the_system_message_that_is_there(tmp_path):
         assert text.index("Be brief.") < text.index("calculator") < text.index("2+2=")
 
 
+@pytest.mark.parametrize("shown_in", ["template", "system"])
+def test_an_empty_system_message_stays_and_so_does_a_message_of_other_keys(tmp_path, shown_in):
+    settings = environment("tools", "hermes", shown_in)
+    empty = {"role": "system", "content": "", "name": "x"}
+    make_chat_encoder(tmp_path, HEAD + HERMES + TAIL)
+    encoder = PromptEncoder(load_tokenizer(tmp_path), tmp_path, ChatConfig(), settings)
+    first = encoder.with_system([empty, *ASKED])[0]
+    assert first == (empty if shown_in == "template" else empty | {"content": settings.system_text})
+    encoder = PromptEncoder(load_tokenizer(tmp_path), tmp_path, ChatConfig(system=""), None)
+    assert encoder.with_system(ASKED)[0] == {"role": "system", "content": ""}
+
+
 @pytest.mark.parametrize(("shown_in", "refused"), [("template", True), ("system", True), ("prompt", False)])
 def test_plain_texts_show_no_tool(tmp_path, shown_in, refused):
     settings = environment("tools", "hermes", shown_in)

@@ -404,7 +404,7 @@ def test_an_objective_may_be_a_function_in_a_file(tmp_path):
     file = tmp_path / "loss.py"
     file.write_text(LOSS)
     settings = AlgorithmConfig(objective=f"{file}:credited", clip_high=0.3)
-    try_objective(settings)
+    try_objective(settings, device=torch.device("cpu"))
     own, *others, sequence = random_terms(0)
     logprobs = torch.tensor(own, requires_grad=True)
     terms = make_loss_inputs(logprobs, map(torch.tensor, others), sequence)
@@ -429,7 +429,7 @@ def test_a_mistake_in_an_objective_of_ones_own_is_named_before_the_run(tmp_path,
     file = tmp_path / "loss.py"
     file.write_text(LOSS)
     with pytest.raises(ConfigError, match=f"algorithm.objective=.*loss.py.*{fault}"):
-        try_objective(AlgorithmConfig(objective=objective.format(file)))
+        try_objective(AlgorithmConfig(objective=objective.format(file)), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("objective", ["ppo", "loss.py", 3])

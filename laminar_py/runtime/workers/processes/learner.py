@@ -171,8 +171,8 @@ def _real_learner(
 
     If the config has a warm start and this start needs it, rank 0 makes it first; `note` gets the progress.
     """
-    try_objective(config.algorithm)
     device = config.learner_device.value
+    try_objective(config.algorithm, device=torch.device(device))
     model = config.model
     refers_to_start = config.algorithm.has_reference and config.algorithm.reference is None
     needs_start = spec.checkpoint is None or refers_to_start or config.learner.lora is not None
