@@ -18,7 +18,7 @@ from laminar_py.config.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS, WITHO
 from laminar_py.config.loading import read_tree, read_yaml
 
 YAML = (".yaml", ".yml")
-NOTHING = (None, "", [])
+NOTHING: tuple[object, ...] = (None, "", [], 0)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _FALLBACK = re.compile(r"\$\{(\w+):-([^{}]*)\}")  # ${NAME:-value} of a shell
@@ -53,11 +53,11 @@ def translate(trainer: Trainer, path: Path) -> Translation:
     known = {name for row in COUNTERPARTS if (theirs := row.of(trainer)) is not None for name in theirs.names}
     if not known & set(given):
         raise ConfigError(f"--from {trainer} {path}: has no setting of {trainer} that is known here; name another")
-    others = (
+    others = [
         name
         for name, value in given.items()
-        if name not in known and name != EPOCHS[trainer] and value not in NOTHING
-    )
+        if name not in known and name != EPOCHS[trainer] and (value is False or value not in NOTHING)
+    ]
     lost |= {f"{name}={given[name]}": _reason(trainer, name) for name in others}
     if _cuts(settings):
         settings["rollout.record"] = ["sampling_mask"]
