@@ -60,12 +60,17 @@ def _parts_of_first_answer(report: RunReport) -> tuple[float, float, float] | No
     None without a finished response, and where the record has no time of the command, as in a simulation.
     """
     history, finished_s = report.snapshot.history, report.snapshot.all_trajectories.finished_s
-    started_s, started = next(history.of_kind(RunStarted), (0.0, None))
-    served_s = next((at_s for at_s, _ in history.of_kind(VersionLoaded)), None)
     finished_s = finished_s[~np.isnan(finished_s)]
-    if started is None or started.command_s is None or served_s is None or not len(finished_s):
+    if not len(finished_s):
         return None
-    return started.command_s, served_s - started_s, float(finished_s.min()) - served_s
+    first_s = float(finished_s.min())
+    starts = [(at_s, event) for at_s, event in history.of_kind(RunStarted) if at_s <= first_s]
+    started_s, started = starts[-1]  # earlier starts ended before the first response
+    loads = (at_s for at_s, _ in history.of_kind(VersionLoaded) if started_s <= at_s <= first_s)
+    served_s = next(loads, None)
+    if started.command_s is None or served_s is None:
+        return None
+    return started.command_s, served_s - started_s, first_s - served_s
 
 
 def _note_first_answer(report: RunReport) -> str:

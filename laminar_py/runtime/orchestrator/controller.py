@@ -69,6 +69,7 @@ from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.progress import Progress
+from laminar_py.runtime.orchestrator.resume import record_overrides
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
     Handoff,
@@ -411,6 +412,8 @@ class Controller:
     ) -> AsyncIterator[tuple[str, Coroutine[object, object, None]]]:
         """Start the learner, then the parts that need its first version; yield (task name, loop) of each."""
         await learning.trainer.start()
+        if overrides := self._incarnation.overrides:
+            await asyncio.to_thread(record_overrides, self._incarnation.run, overrides)
         if self._reference is not None:
             self._progress.enter("the reference model starts")
             await self._stop.unless_asked(self._reference.bring_up())  # after a warm start, which it may load

@@ -148,14 +148,13 @@ def lead(
         goes_on = f" {describe_resume(resume, config)}" if resume and trains else ""
         console.print(f"run {run.path}{goes_on}: {what}", soft_wrap=True)
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
-        changed = tuple(overrides) if resume else ()  # a new run has them in its config already
         start = RunStart(
             config=config,
             run=run,
             placement=placement,
             inputs=inputs,
             resumed=resume is not None,
-            overrides=changed,
+            overrides=tuple(overrides) if resume else (),  # a new run has them in its config already
         )
         ending = _lead_logged(start, make)
         SIGNALS.enter("its processes to end")

@@ -1,6 +1,6 @@
 """Checks of a resume: the run has a usable checkpoint, and settings and data still make the draws on record.
 
-Called by `launch`; the controller records the overrides once it has begun.
+Called by `launch`; the controller records the overrides of a resume.
 The record names prompts by their rows and ids, so each row must still make the same prompt.
 """
 
@@ -118,7 +118,8 @@ def describe_resume(run: RunFolder, config: RunConfig) -> str:
 def record_overrides(run: RunFolder, overrides: Sequence[str]) -> None:
     """Write the overrides of a resume into the run's `config.yaml`, which reports and later resumes read.
 
-    The fleet of `laminar scale` stays in the ledger alone.
+    Call it once the learner has started: wrong overrides must not keep the run from its next resume. The fleet of
+    `laminar scale` stays in the ledger alone.
     """
     partial = run.config.with_suffix(".tmp")
     write_file(partial, dump_config(load_config(run.config, list(overrides))).encode())

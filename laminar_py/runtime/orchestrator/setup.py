@@ -24,7 +24,6 @@ from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.trajectory import Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
-from laminar_py.runtime.orchestrator.resume import record_overrides
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -133,8 +132,6 @@ async def record_start(incarnation: Incarnation, recovered: Recovered | None) ->
     )
     incarnation.ledger.append_all([*begun, *(recovered.events if recovered else ())])
     await incarnation.ledger.commit()
-    if incarnation.overrides:
-        record_overrides(incarnation.run, incarnation.overrides)
 
 
 def seal(run: Path) -> None:
