@@ -1,5 +1,6 @@
 """A rank of the learner: it reads the tokens of a step by reference, and steps on nothing else."""
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -136,4 +137,4 @@ def test_masked_trajectories_take_part_and_teach_nothing(rank, tmp_path):
     step = Packed([[[by_id[one.id] for one in bundle] for bundle in bundles]], packed(masked).weights)
     assert fetch(rank, step) == {}
     metrics = take(rank, step.weights).metrics
-    assert (metrics.loss, metrics.grad_norm) == (0.0, 0.0)
+    assert np.isnan([metrics.loss, metrics.grad_norm]).all()
