@@ -51,7 +51,7 @@ def report(
 
 
 def print_ending(summary: "Summary", interrupted: bool) -> None:
-    """Print a few lines on what a run gained and what limits it, unless it trained no model."""
+    """Print a few lines on the gain of a run, its limit and the next commands; no gain if it was interrupted."""
     from laminar_lab.report.closing import ending_table
     from laminar_lab.report.run_report import RunReport
     from laminar_lab.report.snapshot import read_snapshot
