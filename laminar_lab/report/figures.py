@@ -57,7 +57,8 @@ def _note_turns(report: RunReport) -> str:
 def _parts_of_first_answer(report: RunReport) -> tuple[float, float, float] | None:
     """Return the seconds of checks, until a replica serves, and from there to the first finished response.
 
-    None without a finished response, and where the record has no time of the command, as in a simulation.
+    None without a finished response, and where the record has no start or no time of the command, as in a
+    simulation.
     """
     history, finished_s = report.snapshot.history, report.snapshot.all_trajectories.finished_s
     finished_s = finished_s[~np.isnan(finished_s)]
@@ -65,6 +66,8 @@ def _parts_of_first_answer(report: RunReport) -> tuple[float, float, float] | No
         return None
     first_s = float(finished_s.min())
     starts = [(at_s, event) for at_s, event in history.of_kind(RunStarted) if at_s <= first_s]
+    if not starts:
+        return None
     started_s, started = starts[-1]  # earlier starts ended before the first response
     loads = (at_s for at_s, _ in history.of_kind(VersionLoaded) if started_s <= at_s <= first_s)
     served_s = next(loads, None)

@@ -45,8 +45,9 @@ class StepProver:
         self._ranks = ranks
         self._trained = [(name, item) for name, item in model.named_parameters() if item.requires_grad]
         self._scale = _final_scale(model)
-        frozen = None if reference is None else reference.model.parameters()
-        self._reference = None if frozen is None else [local_part(item) for item in frozen]
+        of_reference = () if reference is None else reference.model.parameters()
+        # with adapters the reference is the policy without them
+        self._reference = [local_part(item) for item in of_reference if not item.requires_grad]
         self._still = torch.zeros(len(self._trained), device=ranks.device)
         self.begin()
 
@@ -186,7 +187,7 @@ class StepProver:
             still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
             moved=moved,
             uphill=uphill,
-            reference="" if self._reference is None else fingerprint(self._reference),
+            reference=fingerprint(self._reference) if self._reference else "",
         )
 
 

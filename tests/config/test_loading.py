@@ -195,6 +195,15 @@ def test_overrides_reach_nested_settings_and_read_scientific_notation(tmp_path):
     assert (config.learner.lr, config.rollout.replicas, config.schedule) == (1e-3, 4, "sync")
 
 
+@pytest.mark.parametrize("text", ["off", "'off'"])
+def test_off_is_a_word(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    config = load_config(path, [f"alarms.probes={text}", "model.from_scratch=true"])
+    assert config.alarms.probes == "off"
+    assert config.model.from_scratch is True
+
+
 @pytest.mark.parametrize("text", ["- a\n", "a: [\n", ""])
 def test_a_file_that_holds_no_settings_is_refused(tmp_path, text):
     path = tmp_path / "c.yaml"

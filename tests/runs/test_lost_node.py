@@ -63,6 +63,8 @@ SETTINGS = (
     f"rollout.sampling.max_new_tokens={max(TOKENS)}",
     "rollout.partial_interval_s=0.1",
     "learner.checkpoint_every=100",
+    "alarms.probes=off",  # its tokens are of no model
+    "alarms.sampling=off",
     "repack.planner=none",  # what moved to the node that is lost has its beginning on the other
 )
 
