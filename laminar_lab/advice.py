@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laminar_lab.report.diagnosis import Bottleneck, without_bottleneck
+from laminar_lab.report.diagnosis import Bottleneck, Diagnosis, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import Device
@@ -27,6 +27,7 @@ FIRST_BOUND = 4  # bound on staleness that a remedy advises to a run without a b
 MOST_LOST_SHARE = 0.25  # of the data's weight; above this share, no wider bound is advised
 REFERENCE_SHARE = 0.1  # of a learner's step; above this share, the reference pass may leave the learner
 LEAST_TIMEOUT_S = 0.1  # shortest limit that a remedy advises; jitter of the machine would cut below it
+WORTH = 1.1  # goodput with a change over the present, below which nothing is advised
 STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much as they grow
     "rollout.replicas": StepStage.GENERATION,
     "rollout.max_batch": StepStage.GENERATION,
@@ -34,6 +35,7 @@ STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much a
     "environment.at_once": StepStage.ENVIRONMENT,
     "reward.workers": StepStage.REWARD,
     "learner.world_size": StepStage.LEARNER,
+    "rollout.engine.learner_devices": StepStage.LEARNER,
     "packer.max_tokens": StepStage.LEARNER,
 }
 # shorten waits for environments, if these are the bottleneck
@@ -69,6 +71,40 @@ def remedies(bottleneck: Bottleneck, config: RunConfig, step: MeanStep) -> tuple
         return found
     why = "stages work side by side, and no batch waits for its longest trajectory"
     return (Remedy("schedule", f"{config.schedule} -> async", why), *found)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Remedies against a bottleneck, each with the most goodput that it gives, over the present goodput."""
+
+    gains: tuple[tuple[Remedy, float], ...]
+
+    @property
+    def most(self) -> float:
+        """Largest gain; 1 without a remedy."""
+        return max((gain for _, gain in self.gains), default=1.0)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """True if a remedy may give `WORTH` times the goodput."""
+        return self.most >= WORTH
+
+    @property
+    def balanced(self) -> str:
+        """Line for advice that is not worth a change."""
+        return f"the stages are balanced: no change of one of them gives more than {max(self.most, 1.0):.2f} x"
+
+
+def advise_changes(diagnosis: Diagnosis, config: RunConfig) -> Advice:
+    """Return the remedies against the bottleneck with their predicted gains; try the first one first."""
+    bottleneck, step = diagnosis.binding.bottleneck, diagnosis.mean_step
+    useful = diagnosis.binding.gain * without_bottleneck(bottleneck, step).measured_s / max(step.measured_s, 1e-9)
+    gains = []
+    for one in remedies(bottleneck, config, step):
+        removes = scaled_by(bottleneck, one) is None
+        faster = step.measured_s / max(what_if_set(step, bottleneck, one), 1e-9)
+        gains.append((one, faster * useful if removes else faster))
+    return Advice(tuple(gains))
 
 
 def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -191,6 +227,10 @@ def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Yield less work in a step, then more GPUs for it, compilation and adapters."""
     learner, algorithm = config.learner, config.algorithm
     yield from _less_work(config, step)
+    if config.rollout.engine.emulates is not None:  # of its learner nothing else can change
+        change = f"{config.learner_ranks} -> {2 * config.learner_ranks}"
+        yield Remedy("rollout.engine.learner_devices", change, "a step divides by it")
+        return
     if step.reference_in_learner and step.reference_s > REFERENCE_SHARE * step.times.learner_s:
         yield Remedy("algorithm.reference_pass", "learner -> stage", f"{step.reference_s:.2f} s of its step")
     if algorithm.updates_per_step > 1:
@@ -211,7 +251,7 @@ def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         change = f"{config.packer.max_tokens} -> {2 * config.packer.max_tokens}"
         why = f"a rank computes {step.microbatches:.0f} microbatches a step"
         yield Remedy("packer.max_tokens", change, why)
-    if config.learner.recompute is not Recompute.NONE:
+    if config.learner.recompute is not Recompute.NONE and config.rollout.engine.emulates is None:
         change = f"{config.learner.recompute} -> none"
         yield Remedy("learner.recompute", change, "activations are computed once")
 

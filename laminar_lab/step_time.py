@@ -93,10 +93,13 @@ def kv_tokens(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int, static_share
 # ---- learner
 
 
-def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU) -> LearnerTimes:
-    """Compute the times of one learner GPU from the data sheet: 6 FLOPs a parameter and token, at `mfu`."""
+def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, frozen: bool = False) -> LearnerTimes:
+    """Compute the times of one learner GPU from the data sheet, at `mfu`.
+
+    A parameter and token take 6 FLOPs, and 4 where the weights are `frozen` beneath adapters.
+    """
     return LearnerTimes(
-        train_tokens_per_s=mfu * gpu.bf16_flops / (6.0 * shape.active),
+        train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if frozen else 6.0) * shape.active),
         num_parameters=shape.active,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,

@@ -19,7 +19,7 @@ app = typer.Typer()
 @app.command(epilog="Example: laminar advise runs/quickstart-1")
 def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]) -> None:
     """Say what to change first against what limits a run, and predict a step with other settings and schedules."""
-    from laminar_lab.advice import remedies, what_if_set
+    from laminar_lab.advice import advise_changes
     from laminar_lab.report.run_report import read_report
     from laminar_lab.report.tails import format_seconds
     from laminar_lab.report.terminal import learning_lines, make_table
@@ -29,18 +29,21 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
     if diagnosis is None or config is None:
         print_line("no learner step was completed, so what limits the run is unknown")
         return
-    bottleneck, step = diagnosis.binding.bottleneck, diagnosis.mean_step
+    step = diagnosis.mean_step
     for line in learning_lines(report.learning):
         print_line(line)
-    print_line(f"limited by {str(bottleneck).upper()}: {diagnosis.binding.evidence}")
+    print_line(f"limited by {str(diagnosis.binding.bottleneck).upper()}: {diagnosis.binding.evidence}")
     print_line(
         f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"
     )
-    rows = []
-    for remedy in remedies(bottleneck, config, step):
-        gain = step.measured_s / what_if_set(step, bottleneck, remedy)
-        rows.append((remedy.key, remedy.change, f"at most {gain:.2f} x", remedy.why))
-    console.print(make_table("\nWhat to change, the best first", "setting", ("change", "goodput", "why"), rows))
+    advice = advise_changes(diagnosis, config)
+    if advice.is_worth_it:
+        rows = [(one.key, one.change, f"at most {gain:.2f} x", one.why) for one, gain in advice.gains]
+        console.print(
+            make_table("\nWhat to change, the best first", "setting", ("change", "goodput", "why"), rows)
+        )
+    else:
+        print_line(advice.balanced)
     predicted = [
         (change, format_seconds(step_s), f"{step.measured_s / step_s:.2f} x") for change, step_s in _what_ifs(step)
     ]

@@ -28,7 +28,6 @@ stale, most: age of trained data in learner steps, the mean and the most
 vers. alive: most weight versions in use at a time
 binds: the stage to speed up first; 1,000 steps: hours, or a price with --price
 """
-P50, TAIL = 1500.0, 10.0  # defaults: tokens, and p99 over p50
 GBIT = 1e9 / 8  # bytes
 app = typer.Typer()
 
@@ -127,7 +126,7 @@ def _lengths(
 
     p50, p99 = given
     if run is None:
-        return Lengths.of_percentiles(p50 or P50, p99 or TAIL * (p50 or P50), cap=cap, prompt=prompt)
+        return Lengths.of_percentiles(p50, p99, cap=cap, prompt=prompt)
     if p50 is not None or p99 is not None:
         raise ConfigError(f"--run={run}: the run decides the lengths; leave out --p50 and --p99")
     tasks = lengths_by_task(run)

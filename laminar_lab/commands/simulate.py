@@ -10,38 +10,46 @@ from rich.table import Table
 
 from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_py.cli import console, print_line
+from laminar_py.config import ConfigError
 
 if TYPE_CHECKING:
+    from laminar_lab.emulation.settings import EmulationProfile
     from laminar_lab.simulate.figures import SimulatedFigures
+    from laminar_py.config import RunConfig
     from laminar_py.records import StepRow
 
 LINE_EVERY_S = 5.0
 app = typer.Typer()
 
 
-@app.command(epilog="Example: laminar simulate configs/emulation/paper_7b.yaml repack.planner=none")
+@app.command(epilog="Example: laminar simulate experiments/math_long_cot/7b_8gpu.yaml steps=24 --gpu H100")
 def simulate(
-    config: Annotated[Path, typer.Argument(help="YAML file of a run with rollout.engine.kind=emulated")],
+    config: Annotated[
+        Path, typer.Argument(help="YAML file of a run with emulated engines, or of any run with --gpu")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=64")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU, e.g. H100, that engines and learner of the config have")
+    ] = None,
+    p50: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500")] = None,
+    p99: Annotated[float | None, typer.Option(min=1, help="Their 99th percentile; default: 10 x p50")] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt")] = 400,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Keep a run folder, for laminar report, audit and dashboard")
     ] = False,
 ) -> None:
     """Simulate a run on a virtual clock: production scheduling, repacking and packing, with engines and a learner
-    that take the times of the profile.
+    that take the times of the profile, or with --gpu of that GPU's data sheet.
 
     Figures are in emulated seconds, over all steps except the first quarter. `laminar train` runs the same config
     on emulated engines in real time. --record writes runs/simulated-<name>-<n>/, which is marked as simulated.
     """
     from laminar_lab.simulate.record import new_simulated_run
-    from laminar_lab.simulate.run import check
     from laminar_lab.simulate.run import simulate as simulate_run
     from laminar_py.config import load_config
 
-    settings = load_config(config, overrides or [])
-    check(settings)
-    profile = read_profile(emulation_of(settings).profile)  # a mistake there leaves no run folder
+    settings, profile = _emulated(load_config(config, overrides or []), gpu, (p50, p99), prompt=prompt)
     run = new_simulated_run(settings) if record else None
     began = printed = time.monotonic()
 
@@ -63,6 +71,28 @@ def simulate(
     if run is not None:
         print_line(f"laminar report {run.path} has all figures, and draws report.html")
         print_line(f"laminar audit {run.path} verify checks the record")
+
+
+def _emulated(
+    settings: "RunConfig", gpu: str | None, percentiles: tuple[float | None, float | None], *, prompt: int
+) -> "tuple[RunConfig, EmulationProfile]":
+    """Return a config with emulated engines and its profile: its own, or of the named GPU. Raises `ConfigError`."""
+    from laminar_lab.gpus import gpu_named
+    from laminar_lab.plan.pretend import pretend
+    from laminar_lab.plan.request import Lengths
+    from laminar_lab.simulate.run import check
+
+    if gpu is not None:
+        cap = settings.rollout.sampling.max_new_tokens
+        settings, profile = pretend(
+            settings, gpu_named(gpu), Lengths.of_percentiles(*percentiles, cap=cap, prompt=prompt)
+        )
+        check(settings)
+        return settings, profile
+    if percentiles != (None, None):
+        raise ConfigError("--p50, --p99: the config's engines have lengths of their own; give --gpu, too")
+    check(settings)
+    return settings, read_profile(emulation_of(settings).profile)  # a mistake there leaves no run folder
 
 
 def _control_rates(figures: "SimulatedFigures") -> str:

@@ -121,6 +121,7 @@ def shrunk_fleet(
     profile = request.profile(placement.tensor_parallel)
     rate = profile.learner.train_tokens_per_s * ratio * placement.learner_gpus / devices
     lengths, is_async = request.lengths, placement.schedule is Schedule.ASYNC
+    spread_s = estimate(request, placement).step_s if is_async else 0.0
     config = parse_config(
         {
             "name": "plan",
@@ -131,7 +132,7 @@ def shrunk_fleet(
             "data": {"train": "train.jsonl"},
             "reward": {"use": ["math"]},
             "rollout": {
-                "engine": _emulated(request, placement, devices=devices),
+                "engine": request.emulated_engine(learner_devices=devices, start_spread_s=spread_s),
                 "replicas": max(1, round(ratio * placement.replicas)),
                 "max_batch": placement.max_batch,
                 "max_len": lengths.most,
@@ -148,25 +149,6 @@ def shrunk_fleet(
     )
     learner = profile.learner.model_copy(update={"train_tokens_per_s": rate})
     return config, EmulationProfile(engine=profile.engine, learner=learner)
-
-
-def _emulated(request: PlanRequest, placement: FleetPlacement, *, devices: int) -> dict[str, object]:
-    """Settings of emulated engines and of the learner on `devices` GPUs."""
-    lengths, is_async = request.lengths, placement.schedule is Schedule.ASYNC
-    return {
-        "kind": "emulated",
-        "profile": "of the plan",
-        "start_spread_s": estimate(request, placement).step_s if is_async else 0,
-        "learner_devices": devices,
-        "median_tokens": max(1, round(lengths.median)),
-        "sigma": lengths.sigma,
-        "prompt_share": lengths.prompt_share,
-        "simulation": {
-            "prompt_tokens": lengths.prompt,
-            "reward_median_s": request.reward_s,
-            "publish_s": request.publish_s,
-        },
-    }
 
 
 def _live_steps(request: PlanRequest, placement: FleetPlacement) -> float:

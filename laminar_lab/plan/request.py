@@ -16,6 +16,7 @@ from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
 
 QUANTILES = 4000
+P50, TAIL = 1500.0, 10.0  # of responses whose lengths nobody gives: tokens, and p99 over p50
 P99 = NormalDist().inv_cdf(0.99)
 
 Tokens = npt.NDArray[np.float64]
@@ -42,9 +43,11 @@ class Lengths:
 
     @classmethod
     def of_percentiles(
-        cls, p50: float, p99: float, *, cap: int, prompt: int, prompt_share: float = 0.0
+        cls, p50: float | None, p99: float | None, *, cap: int, prompt: int, prompt_share: float = 0.0
     ) -> "Lengths":
-        """Make lengths with these percentiles before the cut. Raises `ConfigError`."""
+        """Make lengths with these percentiles before the cut; None: the defaults. Raises `ConfigError`."""
+        p50 = p50 or P50
+        p99 = p99 or TAIL * p50
         if p99 < p50:
             raise ConfigError(f"p99={p99:g}: is below p50={p50:g}; give both in tokens")
         sigma = math.log(p99 / p50) / P99
@@ -134,9 +137,13 @@ class PlanRequest:
     def publish_s(self) -> float:
         """Seconds from a learner step until every node has the new version."""
         fleet = self.fleet
-        return publish_s(
-            version_bytes(self.shape.total), nodes=fleet.nodes, network_bytes_per_s=fleet.network_bytes_per_s
-        )
+        return publish_s(self.version_bytes, nodes=fleet.nodes, network_bytes_per_s=fleet.network_bytes_per_s)
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of a version: of the adapters alone where the learner trains adapters."""
+        lora = self.learner.lora
+        return version_bytes(self.shape.total if lora is None else self.shape.adapters(lora))
 
     def profile(self, tensor_parallel: int) -> EmulationProfile:
         """Return the measured times, or the computed times of such a replica and of a learner GPU."""
@@ -144,5 +151,23 @@ class PlanRequest:
             return self.measured
         return EmulationProfile(
             engine=engine_times(self.shape, self.fleet.gpu, tensor_parallel=tensor_parallel),
-            learner=learner_times(self.shape, self.fleet.gpu, mfu=self.mfu),
+            learner=learner_times(self.shape, self.fleet.gpu, mfu=self.mfu, frozen=self.learner.lora is not None),
         )
+
+    def emulated_engine(self, *, learner_devices: int, start_spread_s: float = 0.0) -> dict[str, object]:
+        """Settings of `rollout.engine` that emulate engines with these lengths, and a learner on some GPUs."""
+        lengths = self.lengths
+        return {
+            "kind": "emulated",
+            "profile": "of the plan",
+            "start_spread_s": start_spread_s,
+            "learner_devices": learner_devices,
+            "median_tokens": max(1, round(lengths.median)),
+            "sigma": lengths.sigma,
+            "prompt_share": lengths.prompt_share,
+            "simulation": {
+                "prompt_tokens": lengths.prompt,
+                "reward_median_s": self.reward_s,
+                "publish_s": self.publish_s,
+            },
+        }

@@ -20,7 +20,6 @@ from laminar_lab.step_time import (
     decode_step_s,
     learner_step_s,
     token_cost,
-    version_bytes,
 )
 from laminar_py.config.rollout import Schedule
 
@@ -266,10 +265,7 @@ def _wait_for_weights(
     that. So learner, weights and generation follow one another within two steps, and part of the way is hidden.
     """
     load_s, seconds = rates.times.load_s, _on_the_way_s(request, rates)
-    text = (
-        f"{version_bytes(request.shape.total) / 1e9:.0f} GB to all nodes {request.publish_s:.2f} s"
-        f" + load {load_s:.2f} s"
-    )
+    text = f"{request.version_bytes / 1e9:,.1f} GB to all nodes {request.publish_s:.2f} s + load {load_s:.2f} s"
     if schedule is Schedule.ONE_STEP:
         two_s = learner_s + request.publish_s + load_s + generation_s
         seconds = max(generation_s + load_s, learner_s, two_s / 2) - max(generation_s, learner_s)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from laminar_lab.advice import remedies
+from laminar_lab.advice import advise_changes
 from laminar_lab.report.diagnosis import NO_STEP
 from laminar_lab.report.run_report import RunReport
 from laminar_py.observe import CheckpointFigures, EvaluationFigures, RelayFigures, Summary
@@ -39,8 +39,8 @@ def _limit_rows(report: RunReport) -> Iterator[tuple[str, str]]:
     binding = diagnosis.binding
     gain = f"{binding.gain:.2f} x" if binding.gain < MOST_GAIN else f"more than {MOST_GAIN} x"
     yield "limited by", f"{str(binding.bottleneck).upper()}; without it at most {gain} the goodput"
-    if found := remedies(binding.bottleneck, config, diagnosis.mean_step):
-        yield "change first", str(found[0])
+    advice = advise_changes(diagnosis, config)
+    yield ("change first", str(advice.gains[0][0])) if advice.is_worth_it else ("change", advice.balanced)
 
 
 def closing_table(summary: Summary) -> Table:

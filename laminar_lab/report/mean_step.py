@@ -249,7 +249,7 @@ def mean_step(
         reward_p95_s=float(np.nanpercentile(finished.score_s, 95)) if np.isfinite(finished.score_s).any() else 0.0,
         transfer_s=mean(pipeline.transfer_s),
         load_s=mean(pipeline.load_s),
-        microbatches=tokens / (config.packer.max_tokens * config.learner.world_size),
+        microbatches=tokens / (config.packer.max_tokens * config.learner_ranks),
         use=use,
         cpu_s=_cpu_s(config, use, times, mean(pipeline.measured_s)),
         age=measure_age(samples.steps),

@@ -91,8 +91,8 @@ def check(config: RunConfig) -> None:
     engine = config.rollout.engine
     if not isinstance(engine, EmulationConfig):
         raise ConfigError(
-            f"rollout.engine.kind={engine.kind}: no profile gives the speed of GPUs and model; set it to emulated,"
-            " and rollout.engine.profile to a profile such as configs/emulation/h100_7b_tp1.yaml"
+            f"rollout.engine.kind={engine.kind}: nothing gives the speed of GPUs and model; name the GPU, e.g."
+            " --gpu H100, or set the kind to emulated and rollout.engine.profile to a profile"
         )
     if config.eval.sets:
         names = ",".join(config.eval.sets)

@@ -32,9 +32,9 @@ class StalenessConfig(Section):
     """Bound on the age of a trajectory when the learner consumes it: learner steps since the oldest weights in
     it."""
 
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    max_staleness: Annotated[int, Field(ge=0)] | None = 4
     """Bound in learner steps; at least `learner.publish_every` - 1. None: no bound, so generation time decides."""
-    policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.DROP)
+    policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.REWEIGHT)
     """`wait`: delay admission so that trajectories rarely reach the bound. `drop`: drop trajectories above the
     bound at consumption. `reweight`: scale their loss by `(max_staleness + 1) / (staleness + 1)`."""
 

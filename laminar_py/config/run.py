@@ -137,6 +137,12 @@ class RunConfig(Section):
         return self.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
 
     @property
+    def learner_ranks(self) -> int:
+        """Ranks of the learner; of an emulated one, the GPUs that share its work."""
+        emulated = self.rollout.engine.emulates
+        return self.learner.world_size if emulated is None else emulated.learner_devices
+
+    @property
     def gpus(self) -> int:
         """GPUs of the learner, the reference stage, engines and reward servers, without attached servers."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)

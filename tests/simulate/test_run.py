@@ -96,7 +96,12 @@ def test_no_more_responses_are_scored_at_a_time_than_there_are_scorers():
 def test_a_bound_on_staleness_holds():
     free = run("rollout.batch_per_replica=200", "repack.planner=none")
     assert max(row.staleness_max for row in free.rows) > 1
-    bounded = run("rollout.batch_per_replica=200", "repack.planner=none", "staleness.max_staleness=1")
+    bounded = run(
+        "rollout.batch_per_replica=200",
+        "repack.planner=none",
+        "staleness.max_staleness=1",
+        "staleness.policies=[drop]",
+    )
     assert max(row.staleness_max for row in bounded.rows) == 1
 
 
@@ -143,7 +148,10 @@ def test_what_replicas_say_comes_in_the_order_in_which_they_say_it(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["rollout.engine={kind: local}"], "rollout.engine.kind=local: .* set it to emulated, and"),
+        (
+            ["rollout.engine={kind: local}"],
+            "rollout.engine.kind=local: .* name the GPU, e.g. --gpu H100, or set the kind to emulated and",
+        ),
         (["steps=1"], "steps=1: figures need 2 steps; raise it"),
         (["rollout.engine.profile=none.yaml"], "rollout.engine.profile=none.yaml: no such file"),
         (["rollout.max_seconds=4"], "rollout.max_seconds=4: a cap on time is not simulated; leave it out"),

@@ -1,0 +1,53 @@
+"""The recipes of GPU fleets, simulated: no setting limits them that one could change on the same GPUs."""
+
+import pytest
+
+from laminar_lab.advice import WORTH, advise_changes
+from laminar_lab.gpus import gpu_named
+from laminar_lab.plan.pretend import pretend
+from laminar_lab.plan.request import Lengths
+from laminar_lab.report.diagnosis import describe_diagnosis
+from laminar_lab.report.run_report import read_report
+from laminar_lab.simulate.record import new_simulated_run
+from laminar_lab.simulate.run import simulate
+from laminar_py.config import ConfigError
+from laminar_py.config.loading import load_config
+from tests.runs.runs import REPO
+
+MORE_GPUS = ("rollout.replicas", "rollout.engine.learner_devices")
+RECIPES = sorted(path for path in REPO.glob("experiments/*/*gpu.yaml"))
+
+
+def pretended(path, *overrides, p50=None):
+    config = load_config(path, overrides)
+    return pretend(config, gpu_named("H100"), Lengths.of_percentiles(p50, None, cap=16_384, prompt=400))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_nothing_is_advised_to_a_recipe_on_its_own_gpus(tmp_path, recipe, monkeypatch):
+    monkeypatch.chdir(REPO)
+    config, profile = pretended(recipe, "steps=24", f"runs={tmp_path}")
+    run = new_simulated_run(config)
+    simulate(config, run=run, profile=profile)
+    report = read_report(run.path)
+    advice = advise_changes(report.diagnosis, report.snapshot.config)
+    gains = {one.key: gain for one, gain in advice.gains if one.key not in MORE_GPUS}
+    assert {key: gain for key, gain in gains.items() if gain >= WORTH} == {}
+    assert "is neither too tight nor too loose" in dict(describe_diagnosis(report.diagnosis))["staleness"]
+
+
+def test_adapters_train_faster_and_travel_as_their_own_bytes(monkeypatch):
+    monkeypatch.chdir(REPO)
+    (recipe,) = (path for path in RECIPES if path.parent.name == "lora_7b")
+    config, profile = pretended(recipe)
+    whole, whole_profile = pretended(recipe, "learner.lora=null", "learner.world_size=2", "cluster.address=auto")
+    assert profile.learner.train_tokens_per_s == pytest.approx(1.5 * whole_profile.learner.train_tokens_per_s)
+    assert config.rollout.engine.learner_devices == 1
+    assert config.rollout.replicas == whole.rollout.replicas
+
+
+def test_an_environment_whose_times_nobody_knows_is_refused(monkeypatch):
+    monkeypatch.chdir(REPO)
+    with pytest.raises(ConfigError, match=r"environment: a simulation does not know its times; leave it out"):
+        pretended(REPO / "experiments/tool_calculator/tool_calculator.yaml")
