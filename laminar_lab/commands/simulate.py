@@ -76,7 +76,7 @@ def simulate(
 def _emulated(
     settings: "RunConfig", gpu: str | None, percentiles: tuple[float | None, float | None], *, prompt: int
 ) -> "tuple[RunConfig, EmulationProfile]":
-    """Return a config with emulated engines and its profile: its own, or of the named GPU. Raises `ConfigError`."""
+    """Return a config with emulated engines and its profile, or the profile of `gpu`. Raises `ConfigError`."""
     from laminar_lab.gpus import gpu_named
     from laminar_lab.plan.pretend import pretend
     from laminar_lab.plan.request import Lengths
