@@ -9,7 +9,7 @@ import typer
 
 from laminar_py.cli import print_line
 from laminar_py.config import ConfigError
-from laminar_py.config.conversions import Trainer
+from laminar_py.config.their_names import Trainer
 
 if TYPE_CHECKING:
     from laminar_lab.init.choices import Choices

@@ -113,6 +113,9 @@ def settings_of(choices: Choices, *, prompt_tokens: int | None) -> Settings:
         key: value for key, value in choices.given.items() if key not in task and value != _DEFAULTS.get(key)
     }
     settings = others | task | placed(choices, shape, longest)
+    for key in ("schedule", "cluster.address", "learner.recompute"):  # the usual ones need no line
+        if key in settings and settings[key] == _DEFAULTS[key]:
+            del settings[key]
     if "eval.sets" in settings:
         settings.setdefault("eval.every_steps", EVERY_STEPS)
     return settings
@@ -199,9 +202,6 @@ def _on_gpus(choices: Choices, shape: ModelShape, longest: int) -> Settings:
     placed = dict(_flat(placement_settings(request, best, model=choices.folder)))
     if choices.python is not None:
         placed["rollout.engine.python"] = choices.python
-    for key in ("schedule", "cluster.address", "learner.recompute"):  # the usual ones need no line
-        if placed[key] == _DEFAULTS[key]:
-            del placed[key]
     return placed | ({"relay.nodes": 1} if request.fleet.nodes == 1 else {})
 
 
