@@ -211,11 +211,11 @@ def _verl_source(path: str, given: Given) -> dict[str, object]:
 
 
 def trl_reward(given: Given, names: Names) -> object:
-    names = given.get("reward_funcs")
-    names = names if isinstance(names, list) else [names] if names else []
-    terms = [TRL_REWARDS[name] for name in names if name in TRL_REWARDS]
-    if len(terms) < len(names) or given.get("reward_model_name_or_path"):
-        others = ", ".join(str(name) for name in names if name not in TRL_REWARDS) or "a reward model"
+    found = given.get("reward_funcs")
+    funcs = found if isinstance(found, list) else [found] if found else []
+    terms = [TRL_REWARDS[name] for name in funcs if name in TRL_REWARDS]
+    if len(terms) < len(funcs) or given.get("reward_model_name_or_path"):
+        others = ", ".join(str(name) for name in funcs if name not in TRL_REWARDS) or "a reward model"
         raise NoCounterpartError(
             f"{others}: rewards have other arguments, see docs/rewards.md", instead=terms or None
         )

@@ -155,7 +155,9 @@ def test_hydra_yaml_is_read_like_its_overrides(tmp_path):
     assert "rollout.group_size" not in found.settings, "a group of one has no advantages"
     assert found.lost == {
         "actor_rollout_ref.rollout.n=1": "a group has two samples at least; 8 are used",
-        "algorithm.adv_estimator=gae (the default)": "gae needs a critic, and there is none; GRPO's group_std is used",
+        "algorithm.adv_estimator=gae (the default)": (
+            "gae needs a critic, and there is none; GRPO's group_std is used"
+        ),
     }
 
 
