@@ -92,7 +92,7 @@ def dump_config(config: RunConfig) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML loader that reads `1e-3` as a number and `off` as a word, as YAML 1.2 does."""
 
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's loaders declare it so
         first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:bool"]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
