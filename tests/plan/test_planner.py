@@ -71,6 +71,13 @@ def test_the_command_ranks_by_formula_at_once_with_a_legend():
     assert max(map(len, done.output.partition("first:")[0].splitlines())) <= 80
 
 
+def test_the_ranking_is_printed_once_where_no_simulation_ends():
+    call = ["plan", "7B", "--gpus", "1x8xH100", "--seconds", "0.01"]
+    done = CliRunner().invoke(app, call, catch_exceptions=False)
+    assert "no simulation ended within 0.01 s; --seconds 60 gives them more" in done.output
+    assert done.output.count("Placements, by formula:") == 1
+
+
 def test_all_placements_use_the_fleet_and_fit_its_memory():
     request = make_request()
     for one in placements(request):
