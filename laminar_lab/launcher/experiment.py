@@ -255,7 +255,7 @@ def _end(key: str) -> str:
 
 
 def check_existing_runs(experiment: Experiment) -> list[str]:
-    """Return a line for each run that a resume by hand gave other settings, with which the run goes on.
+    """Return a line for each run that a resume by hand gave other settings, with which the run continues.
 
     Raises `ConfigError` for a run with two folders, or with a folder of other settings than the file has.
     """
@@ -280,7 +280,7 @@ def check_existing_runs(experiment: Experiment) -> list[str]:
                 )
             if changes:
                 kept = " ".join(changes.values())
-                lines.append(f"{run.name}: a resume by hand changed {kept}; the run goes on with that")
+                lines.append(f"{run.name}: a resume by hand changed {kept}; the run continues with that")
     return lines
 
 

@@ -132,7 +132,7 @@ async def test_a_run_that_was_resumed_by_hand_goes_on_with_its_overrides(tmp_pat
     ledger.append(started)
     await ledger.close()
     record_overrides(run_at(path), overrides)
-    line = "e-base-s0: a resume by hand changed steps=8 algorithm.name=dapo; the run goes on with that"
+    line = "e-base-s0: a resume by hand changed steps=8 algorithm.name=dapo; the run continues with that"
     assert check_existing_runs(experiment) == [line]
     with pytest.raises(ConfigError, match=r"learner.lr=0.002: "):
         check_existing_runs(make_experiment(tmp_path, set={"learner.lr": 2e-3}))
