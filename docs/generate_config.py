@@ -9,14 +9,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from laminar_py.config.conversions import Trainer
-from laminar_py.config.counterparts import COUNTERPARTS, MOST_CHANGED, WITHOUT, Counterpart
+from laminar_lab.init.counterparts import COUNTERPARTS, MOST_CHANGED
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import ENVIRONMENTS, EnvironmentConfig
 from laminar_py.config.registry import Registry
 from laminar_py.config.reward import REWARDS, TermConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import Section
+from laminar_py.config.their_names import WITHOUT, Trainer, their_names
 from laminar_py.config.warm_start import WARM_STARTS, WarmStartConfig
 
 PAGE = Path(__file__).with_name("from_trl_verl.md")
@@ -132,10 +132,9 @@ def of_kinds(section: str, base: type[Section], registry: Registry[Any]) -> list
     return parts
 
 
-def theirs_of(row: Counterpart, trainer: Trainer) -> str:
+def theirs_of(key: str, trainer: Trainer) -> str:
     """The names of a setting in another trainer; `actor_rollout_ref.` is left out."""
-    theirs = row.of(trainer)
-    names = () if theirs is None else theirs.names
+    names = their_names(key, trainer)
     return ", ".join(f"`{name.removeprefix('actor_rollout_ref.')}`" for name in names) or "-"
 
 
@@ -153,18 +152,18 @@ def default_at(key: str) -> str:
 def most_changed() -> str:
     """The table with which docs/config.md begins."""
     lines = ["| setting | default | TRL | verl | meaning |", "|---|---|---|---|---|"]
-    for row in COUNTERPARTS[:MOST_CHANGED]:
-        names = " | ".join(theirs_of(row, trainer) for trainer in Trainer)
-        lines.append(f"| `{row.key}` | {default_at(row.key)} | {names} | {row.meaning} |")
+    for key, row in list(COUNTERPARTS.items())[:MOST_CHANGED]:
+        names = " | ".join(theirs_of(key, trainer) for trainer in Trainer)
+        lines.append(f"| `{key}` | {default_at(key)} | {names} | {row.meaning} |")
     return "\n".join(lines)
 
 
 def side_by_side() -> str:
     """The tables of docs/from_trl_verl.md: counterparts, then settings without one."""
     lines = ["| setting here | TRL | verl | difference |", "|---|---|---|---|"]
-    for row in COUNTERPARTS:
-        names = " | ".join(theirs_of(row, trainer) for trainer in Trainer)
-        lines.append(f"| `{row.key}` | {names} | {row.differs} |")
+    for key, row in COUNTERPARTS.items():
+        names = " | ".join(theirs_of(key, trainer) for trainer in Trainer)
+        lines.append(f"| `{key}` | {names} | {row.differs} |")
     lines += ["", "These settings have no counterpart:", "", "| setting | here |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for trainer in Trainer for name, why in WITHOUT[trainer].items()]
     return "\n".join(lines)

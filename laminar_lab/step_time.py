@@ -38,7 +38,6 @@ JOIN_S = 10.6e-6  # more for each layer that is spread over GPUs
 EXPOSED_SHARE = 0.5  # of a sequence's FLOPs in decode; reading the weights hides the rest
 PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
-MOST_CACHED = 4_000_000  # tokens; no engine keeps an index of more
 # Rates measured with this project's own runs
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
 REPACK_SHARE = 0.5  # of the draining loss, which repacking recovers: the simulator's figure for a 7B, rounded
@@ -82,12 +81,6 @@ def decode_terms(sequences: float, kv_tokens: float) -> tuple[float, float, floa
 def decode_step_s(times: EngineTimes, sequences: Floats | float, context: Floats | float) -> Floats | float:
     """Return the seconds of a decode step; `context` is the sequences' mean number of tokens."""
     return times.step_s + sequences * (times.sequence_s + times.kv_token_s * context)
-
-
-def kv_tokens(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int, static_share: float) -> int:
-    """Return the tokens that fit a replica's KV cache beside the weights; 0 or less if the weights do not fit."""
-    room = static_share * gpu.memory_bytes - version_bytes(shape.total) / tensor_parallel
-    return min(int(room / kv_token_bytes(shape, tensor_parallel)), MOST_CACHED)
 
 
 # ---- learner

@@ -7,7 +7,6 @@ tokens/s of the formulas' first choice over those of the planner's. Each fleet t
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing import get_context
 
 from laminar_lab.gpus import gpu_named
@@ -19,52 +18,38 @@ from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_py.config.learner import LearnerConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A request, e.g. `Case("7B", "H100", 1, 1500, 15000, 32, 8)`."""
-
-    size: str
-    gpu: str
-    nodes: int  # of eight GPUs
-    p50: float  # tokens of a response
-    p99: float
-    prompts: int  # of a step
-    group_size: int
-
-    @property
-    def request(self) -> PlanRequest:
-        """The planner's request."""
-        name, shape = model_named(self.size)
-        return PlanRequest(
-            model=name,
-            shape=shape,
-            fleet=GpuFleet(gpu=gpu_named(self.gpu), nodes=self.nodes, per_node=8),
-            lengths=Lengths.of_percentiles(self.p50, self.p99, cap=16_384, prompt=400),
-            prompts_per_step=self.prompts,
-            group_size=self.group_size,
-            learner=LearnerConfig(),
-        )
+def ask(size: str, gpu: str, nodes: int, p50: float, p99: float, *, prompts: int = 32) -> PlanRequest:
+    """Make the request for a model on nodes of eight GPUs, with percentiles of response tokens."""
+    name, shape = model_named(size)
+    return PlanRequest(
+        model=name,
+        shape=shape,
+        fleet=GpuFleet(gpu=gpu_named(gpu), nodes=nodes, per_node=8),
+        lengths=Lengths.of_percentiles(p50, p99, cap=16_384, prompt=400),
+        prompts_per_step=prompts,
+        group_size=8,
+        learner=LearnerConfig(),
+    )
 
 
 CASES = (
-    Case("1.5B", "H100", 1, 1000, 8000, 32, 8),
-    Case("3B", "H100", 1, 1500, 15_000, 32, 8),
-    Case("7B", "H100", 1, 1500, 15_000, 32, 8),
-    Case("7B", "H100", 2, 1500, 15_000, 32, 8),
-    Case("7B", "A100", 2, 800, 6000, 32, 8),
-    Case("7B", "H100", 4, 4000, 16_000, 64, 8),
-    Case("14B", "H100", 2, 1500, 15_000, 32, 8),
-    Case("14B", "H100", 4, 3000, 12_000, 32, 8),
-    Case("32B", "H100", 4, 1500, 15_000, 32, 8),
-    Case("32B", "H200", 8, 4000, 16_000, 64, 8),
-    Case("7B", "H100", 8, 1500, 15_000, 64, 8),
-    Case("Qwen3-30B-A3B", "H100", 4, 1500, 15_000, 32, 8),
+    ask("1.5B", "H100", 1, 1000, 8000),
+    ask("3B", "H100", 1, 1500, 15_000),
+    ask("7B", "H100", 1, 1500, 15_000),
+    ask("7B", "H100", 2, 1500, 15_000),
+    ask("7B", "A100", 2, 800, 6000),
+    ask("7B", "H100", 4, 4000, 16_000, prompts=64),
+    ask("14B", "H100", 2, 1500, 15_000),
+    ask("14B", "H100", 4, 3000, 12_000),
+    ask("32B", "H100", 4, 1500, 15_000),
+    ask("32B", "H200", 8, 4000, 16_000, prompts=64),
+    ask("7B", "H100", 8, 1500, 15_000, prompts=64),
+    ask("Qwen3-30B-A3B", "H100", 4, 1500, 15_000),
 )
 
 
-def measure(case: Case) -> tuple[Case, str, str, float]:
+def measure(request: PlanRequest) -> tuple[PlanRequest, str, str, float]:
     """Return the formulas' first choice, the planner's, and their simulated tokens/s, first over planner's."""
-    request = case.request
     simulated: dict[tuple[FleetPlacement, int, int], Judgement] = {}
 
     def judge_all(placements: Sequence[FleetPlacement], seed: int, times: int = 1) -> list[Judgement]:
@@ -75,7 +60,7 @@ def measure(case: Case) -> tuple[Case, str, str, float]:
 
     plan, first = make_plan(request, judge_all=judge_all), plan_by_formula(request).best.placement
     (judged,) = judge_all([first], 0)
-    return case, words(first), words(plan.best.placement), judged.tokens_per_s / plan.best.tokens_per_s
+    return request, words(first), words(plan.best.placement), judged.tokens_per_s / plan.best.tokens_per_s
 
 
 def words(placement: FleetPlacement) -> str:
@@ -94,7 +79,8 @@ def main() -> None:
     with get_context("spawn").Pool(min(len(cases), os.cpu_count() or 1)) as pool:
         for case, first, best, share in pool.imap(measure, cases):
             shares.append(share)
-            print(f"{case.size:13} {case.nodes} x 8 {case.gpu}: {first:24} {best:24} {share:.2f}", flush=True)
+            fleet = f"{case.fleet.nodes} x 8 {case.fleet.gpu.name}"
+            print(f"{case.model:13} {fleet}: {first:24} {best:24} {share:.2f}", flush=True)
     print(f"within 10 %: {sum(share >= 0.9 for share in shares)} of {len(shares)}; the least {min(shares):.2f}")
 
 

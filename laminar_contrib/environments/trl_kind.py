@@ -6,7 +6,7 @@ another, since they share the state of one object (`tests/environment/test_trl.p
 """
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MethodType
@@ -15,17 +15,16 @@ from typing import Any, SupportsFloat
 from pydantic import JsonValue
 
 from laminar_contrib.environments.turns import row_of
-from laminar_contrib.tools.call_formats import ToolCall, check_family
-from laminar_contrib.tools.kind import CallSettings
+from laminar_contrib.tools.kind import CallingEnvironment
 from laminar_contrib.tools.tool import Tool, call_function, make_tool, run_call
 from laminar_contrib.tools.tool_environment import CallTurns
-from laminar_py.config import ConfigError, EnvironmentConfig, EnvironmentHome, EnvironmentKind, load_from_file
+from laminar_py.config import ConfigError, EnvironmentHome, EnvironmentKind, load_from_file
 from laminar_py.environment import Answer, End, Environment, Observation, Problem
 
 NO_TOOLS = ("reset", "get_reward")
 
 
-class TrlEnvironment(EnvironmentConfig):
+class TrlEnvironment(CallingEnvironment):
     """A class for TRL's `environment_factory` in a Python file; a turn without a call ends."""
 
     kind: str = "trl"
@@ -33,27 +32,10 @@ class TrlEnvironment(EnvironmentConfig):
     """`path/to/file.py:Class`."""
     arguments: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies it
     """Arguments of the class; TRL gives none."""
-    tools: CallSettings = CallSettings()
-    """How the model calls the methods."""
 
-    @property
-    def definitions(self) -> Sequence[dict[str, JsonValue]]:
-        """Methods as tools for the chat template; none for models that write tags."""
-        return self.tools.definitions(lambda: load_tools(self))
-
-    @property
-    def system_text(self) -> str:
-        """Text about the methods that ends the system message, if they are shown there."""
-        return self.tools.system_text(lambda: load_tools(self))
-
-    @property
-    def calls_tools(self) -> bool:
-        """True: a turn without a call ends the trajectory."""
-        return True
-
-    def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
-        """Raise `ConfigError` if `tools.family` does not read a call in `text`."""
-        check_family(self.tools.family, text, ToolCall(name, arguments), field="environment.tools.family")
+    def declared_tools(self) -> Mapping[str, Tool]:
+        """Return the public methods of the class by name."""
+        return load_tools(self)
 
 
 class TrlTurns:

@@ -57,19 +57,41 @@ class CallSettings(Section):
             raise ConfigError(f"tools.result_form={self.result_form}: write {{}} once, where the result stands")
         return self
 
-    def definitions(self, load: "Callable[[], Mapping[str, Tool]]") -> Sequence[dict[str, JsonValue]]:
-        """Return the definitions of the tools that `load` gives, for the chat template."""
-        if self.family is CallFamily.TAGS or self.shown_in is not ShownIn.TEMPLATE:
-            return ()
-        return [tool.definition for tool in load().values()]
 
-    def system_text(self, load: "Callable[[], Mapping[str, Tool]]") -> str:
-        """Return a text about the tools that `load` gives for the system message, "" if it does not show them."""
-        if self.shown_in is not ShownIn.SYSTEM:
+class CallingEnvironment(EnvironmentConfig):
+    """An environment whose model calls tools; a turn without a call ends. A subclass declares the tools."""
+
+    tools: CallSettings = CallSettings()
+    """How the model calls the tools."""
+
+    def declared_tools(self) -> "Mapping[str, Tool]":
+        """Return the tools by name. Raises `ConfigError` if one cannot be declared."""
+        raise NotImplementedError
+
+    @property
+    def definitions(self) -> Sequence[dict[str, JsonValue]]:
+        """Definitions of the tools for the chat template; none for models that write tags."""
+        if self.tools.family is CallFamily.TAGS or self.tools.shown_in is not ShownIn.TEMPLATE:
+            return ()
+        return [tool.definition for tool in self.declared_tools().values()]
+
+    @property
+    def system_text(self) -> str:
+        """Text about the tools that ends the system message, if they are shown there."""
+        if self.tools.shown_in is not ShownIn.SYSTEM:
             return ""
         from laminar_contrib.tools.tool_environment import describe_tools
 
-        return describe_tools(self.family, load())
+        return describe_tools(self.tools.family, self.declared_tools())
+
+    @property
+    def calls_tools(self) -> bool:
+        """True: a turn without a call ends the trajectory."""
+        return True
+
+    def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
+        """Raise `ConfigError` if `tools.family` does not read a call in `text`."""
+        check_family(self.tools.family, text, ToolCall(name, arguments), field="environment.tools.family")
 
 
 class ToolSettings(CallSettings):
@@ -96,7 +118,7 @@ class ToolSettings(CallSettings):
         return self
 
 
-class ToolsEnvironment(EnvironmentConfig):
+class ToolsEnvironment(CallingEnvironment):
     """Tools that answer a turn's calls; a turn without a call ends, and the terms of the task judge it."""
 
     kind: str = "tools"
@@ -112,29 +134,11 @@ class ToolsEnvironment(EnvironmentConfig):
             )
         return self
 
-    @property
-    def definitions(self) -> Sequence[dict[str, JsonValue]]:
-        """Definitions of the tools for the chat template; none for models that write tags."""
-        return self.tools.definitions(self._load_tools)
-
-    @property
-    def system_text(self) -> str:
-        """Text about the tools that ends the system message, if they are shown there."""
-        return self.tools.system_text(self._load_tools)
-
-    def _load_tools(self) -> "Mapping[str, Tool]":
+    def declared_tools(self) -> "Mapping[str, Tool]":
+        """Return the tools of `tools.use` by name."""
         from laminar_contrib.tools.tool_environment import load_tools
 
         return load_tools(self.tools, only_declared=True)
-
-    @property
-    def calls_tools(self) -> bool:
-        """True: a turn without a call ends the trajectory."""
-        return True
-
-    def check_call(self, text: str, name: str, arguments: dict[str, str]) -> None:
-        """Raise `ConfigError` if `tools.family` does not read a call in `text`."""
-        check_family(self.tools.family, text, ToolCall(name, arguments), field="environment.tools.family")
 
     @property
     def has_session(self) -> bool:

@@ -113,12 +113,17 @@ def _group_table(cluster: "PretendedCluster") -> Table:
 
 
 def _memory_table(columns: Sequence["GpuMemory"]) -> Table:
-    """Peak GB by part, with a column for each kind of GPU; a part that takes no memory has no row."""
+    """Peak GB by part, with a column for each kind of GPU; a part that takes no memory has no row.
+
+    Tokens are of a learner's microbatch, and of an engine's KV cache.
+    """
     table = Table("GB of a GPU, by formula", *(column.kind for column in columns))
     names = dict.fromkeys(name for column in columns for name, size in column.parts.items() if size)
     for name in names:
         table.add_row(
             name, *(f"{column.parts[name] / 1e9:.1f}" if name in column.parts else "-" for column in columns)
         )
-    table.add_row("all", *(f"{column.total / 1e9:.1f}" for column in columns), style="bold")
+    table.add_row("all", *(f"{column.total / 1e9:.1f}" for column in columns), style="bold", end_section=True)
+    table.add_row("tokens asked", *("all" if column.asked is None else f"{column.asked:,}" for column in columns))
+    table.add_row("tokens that fit", *(f"{column.fitting:,}" for column in columns))
     return table

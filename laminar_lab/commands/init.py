@@ -9,7 +9,7 @@ import typer
 
 from laminar_py.cli import print_line
 from laminar_py.config import ConfigError
-from laminar_py.config.conversions import Trainer
+from laminar_py.config.their_names import Trainer
 
 if TYPE_CHECKING:
     from laminar_lab.init.choices import Choices
@@ -71,7 +71,7 @@ def _write(out: Path, choices: "Choices", *, epochs: float | None) -> bool:
     from laminar_lab.init.text import commented, to_tree
     from laminar_py.config import parse_config
 
-    if has_template(choices.folder):
+    if has_template(choices.folder) or not choices.folder.exists():  # a model to download, most likely of chats
         choices = replace(choices, given={"data.chat.texts": True, **choices.given})
     seen = look(parse_config(to_tree(settings_of(choices, prompt_tokens=None))))
     settings = settings_of(choices, prompt_tokens=seen.longest)

@@ -43,7 +43,8 @@ def launch(
     if report:
         _report(experiment)
         return
-    check_existing_runs(experiment)
+    for line in check_existing_runs(experiment):
+        print_line(line)
     if dry_run:
         _print_plan(experiment)
         return

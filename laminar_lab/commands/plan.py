@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from laminar_lab.plan.planner import Ranked, RankedPlan
     from laminar_lab.plan.request import Lengths, PlanRequest
 
-SHOWN, SHOWN_FIRST = 8, 5  # placements in the last ranking, and in that before simulations
+SHOWN = 8  # placements in a ranking
 LEGEND = """
 learner + replicas x TP: GPUs that train; replicas that generate, GPUs of each
 admits: responses that a replica begins under one weight version
@@ -90,17 +89,18 @@ def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | No
 
 
 def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> "RankedPlan":
-    """Rank by formula, then by simulations of `seconds` at most; unless `quiet`, show the first ranking too."""
+    """Rank by formula, then by simulations of `seconds` at most; unless `quiet`, print each ranking."""
     from laminar_lab.plan.judge import Judges
     from laminar_lab.plan.planner import MOST, make_plan, plan_by_formula
 
-    by_formula = plan_by_formula(request)
-    if not seconds:
-        return by_formula
-    if quiet:
+    if seconds and quiet:
         with Judges(request, within_s=seconds) as judges:
             return make_plan(request, judge_all=judges)
-    console.print(_ranking(by_formula, most=SHOWN_FIRST))
+    by_formula = plan_by_formula(request)
+    if not quiet:
+        console.print(*_ranking(by_formula), Text(LEGEND, style="dim"), sep="\n")
+    if not seconds:
+        return by_formula
     print_line(f"Simulations rank the likeliest of them now, in {seconds:g} s at most; Ctrl-C ends them.\n")
     began_s = time.monotonic()
     with console.status("") as status:
@@ -114,6 +114,8 @@ def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> 
     if made.best.judgement is None:
         more = 4 * max(seconds, 15)
         print_line(f"no simulation ended within {seconds:g} s; --seconds {more:g} gives them more")
+    else:
+        console.print(*_ranking(made), "", sep="\n")
     return made
 
 
@@ -140,13 +142,12 @@ def _lengths(
 
 
 def _print(plan: "RankedPlan", *, as_json: bool, explain: bool) -> None:
-    """Print the ranking, memory and reasons of a plan, or one JSON object with everything."""
+    """Print memory and reasons of a plan, or one JSON object with everything."""
     from laminar_lab.plan.output import describe_plan, make_output
 
     if as_json:
         print(msgspec.json.encode(make_output(plan)).decode())
         return
-    console.print(_ranking(plan))
     console.print(_memory(plan))
     if explain:
         console.print(_formulas(plan.best))
@@ -172,13 +173,13 @@ def _write(plan: "RankedPlan", subject: "Subject", write: Path | None, *, quiet:
         print_line(f"put the model into {subject.folder} first")
 
 
-def _ranking(plan: "RankedPlan", *, most: int = SHOWN) -> Group:
-    """Make the table of the best placements, `most` at most, with a legend."""
+def _ranking(plan: "RankedPlan") -> tuple[str, Table]:
+    """Make the table of the best placements, and its title."""
     table = Table(box=None, pad_edge=False)  # fits 80 columns
     titles = ("", "learner +\nreplicas x TP", "admits", "tokens/s", "step, s", "stale,\nmost", "vers.\nalive")
     for title in (*titles, "binds, by\nformula", "1,000\nsteps"):
         table.add_column(title, no_wrap=True)
-    for place, one in enumerate(plan.ranked[:most], start=1):
+    for place, one in enumerate(plan.ranked[:SHOWN], start=1):
         where, cost = one.placement, plan.cost(one)
         aged, alive = "-", "-"
         if one.judgement is not None:
@@ -198,7 +199,7 @@ def _ranking(plan: "RankedPlan", *, most: int = SHOWN) -> Group:
         )
         table.add_row(*cells, style="bold" if place == 1 else None)
     kind = "by formula" if plan.best.judgement is None else "simulated"
-    return Group(f"Placements, {kind}:", table, Text(LEGEND, style="dim"))
+    return f"Placements, {kind}:", table
 
 
 def _memory(plan: "RankedPlan") -> Table:

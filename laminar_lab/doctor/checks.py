@@ -15,7 +15,15 @@ from pathlib import Path
 
 import psutil
 
-from laminar_lab.doctor.memory import GPU_BYTES, KINDS, GpuMemory, gpu_memory, memory_faults, smallest_gpu
+from laminar_lab.doctor.memory import (
+    GPU_BYTES,
+    KINDS,
+    GpuMemory,
+    gpu_memory,
+    memory_faults,
+    memory_warnings,
+    smallest_gpu,
+)
 from laminar_lab.gpus import Gpu, read_group
 from laminar_lab.plan.known_models import shape_at
 from laminar_py.config import ConfigError, RunConfig
@@ -95,13 +103,14 @@ def _fit(
     except ConfigError as error:
         placement, unplaced = None, error
         held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
-    memory, found = [], []
+    memory, found, warnings = [], [], []
     for kind, smallest in find_smallest(held).items():
         size = gpu_bytes or smallest or GPU_BYTES
         memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
         found += memory_faults(config, gpu_bytes=size, kinds=[kind])
+        warnings += memory_warnings(config, gpu_bytes=size, kinds=[kind])
     if placement is None:
-        return Fit(nodes=seen, memory=memory, rows=[], warnings=[], faults=found, unplaced=unplaced)
+        return Fit(nodes=seen, memory=memory, rows=[], warnings=warnings, faults=found, unplaced=unplaced)
     found += find_faults(placement)
     try:
         if (config.model.path / "config.json").is_file():  # else `data.prepare` makes it later
@@ -111,7 +120,7 @@ def _fit(
         if not any(line.startswith(str(error)) for line in found):
             found.append(str(error))
     rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(needs, placement.plan)]
-    return Fit(nodes=seen, memory=memory, rows=rows, warnings=_warnings(needs, seen), faults=found)
+    return Fit(nodes=seen, memory=memory, rows=rows, warnings=warnings + _warnings(needs, seen), faults=found)
 
 
 def gpu_nodes(plan: Plan) -> dict[str, set[str]]:

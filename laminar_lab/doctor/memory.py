@@ -9,7 +9,8 @@ engine are exact; activations and the memory that CUDA and its allocator keep ar
 """
 
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
@@ -23,6 +24,8 @@ from laminar_py.records.codec import encode
 GPU_BYTES = 80e9  # assumed size of a GPU
 HEAD_TOKENS = 2048  # tokens with logits at the same time: `learner.losses.logprob.FUSED_CHUNK`
 SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
+MARGIN = 0.02  # share of a GPU that a plan leaves free, and without which doctor warns
+MOST_TOKENS = 1 << 24  # of a microbatch
 MOST_RANKS = 1024
 KINDS = ("learner", "engine")  # of GPUs
 COMMAND_TIMEOUT_S = 10.0  # for `nvidia-smi`
@@ -33,10 +36,12 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Memory of one kind of GPU, e.g. `GpuMemory("learner", {"masters": 15.2e9, "moments": 30.5e9})`."""
+    """Memory of one kind of GPU, e.g. `GpuMemory("engine", parts, asked=850_000, fitting=920_000)`."""
 
     kind: str  # one of `KINDS`; the column's title
     parts: Parts
+    asked: int | None  # tokens of a microbatch or of an engine's KV cache; None: an engine takes all that fit
+    fitting: int  # the most of them that a GPU, or the GPUs of an engine, hold
 
     @property
     def total(self) -> float:
@@ -53,11 +58,21 @@ def gpu_memory(
         return []
     columns, engine = [], config.rollout.engine
     if config.learner_device is Device.CUDA:
-        parts = learner_parts(shape, config, reference=_reference_shape(config, shape))
-        columns.append(GpuMemory("learner", parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * gpu_bytes}))
+        columns.append(_learner_column(shape, config, gpu_bytes))
     if engine.gpus and not engine.hosts:
-        columns.append(GpuMemory("engine", engine_parts(shape, config, gpu_bytes=gpu_bytes)))
+        parts, room = engine_parts(shape, config, gpu_bytes=gpu_bytes), _cache_room(config, shape, gpu_bytes)
+        columns.append(GpuMemory("engine", parts, config.rollout.kv_capacity, room(engine.gpus)))
     return [column for column in columns if column.kind in kinds]
+
+
+def with_spare(parts: Parts, gpu_bytes: float) -> Parts:
+    """Return the bytes of a learner's GPU by part, with the share that CUDA, NCCL and the allocator keep."""
+    return parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * gpu_bytes}
+
+
+def has_margin(parts: Parts, gpu_bytes: float) -> bool:
+    """Return whether a GPU with these parts has `MARGIN` left, since activations are estimates."""
+    return sum(parts.values()) <= (1.0 - MARGIN) * gpu_bytes
 
 
 def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS) -> list[str]:
@@ -65,6 +80,17 @@ def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Col
     faults = {"learner": _learner_fault, "engine": _engine_fault}
     columns = gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
     return list(filter(None, (faults[column.kind](config, column, gpu_bytes) for column in columns)))
+
+
+def memory_warnings(config: RunConfig, *, gpu_bytes: float, kinds: Collection[str] = KINDS) -> list[str]:
+    """Return a line for each kind of GPU that the run fits without a margin."""
+    settings = {"learner": "raise learner.world_size", "engine": "lower rollout.kv_capacity"}
+    return [
+        f"a GPU of the {column.kind} holds {column.total / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB by formula, which"
+        f" leaves less than {MARGIN:.0%}; {settings[column.kind]}"
+        for column in gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
+        if column.asked is not None and column.total <= gpu_bytes and not has_margin(column.parts, gpu_bytes)
+    ]
 
 
 def smallest_gpu() -> bytes:
@@ -80,6 +106,19 @@ def smallest_gpu() -> bytes:
 
 
 # ---- the learner
+
+
+def _learner_column(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> GpuMemory:
+    def total(tokens: int) -> float:
+        packer = config.packer.model_copy(update={"max_tokens": tokens})
+        return sum(_learner_gpu(shape, config.model_copy(update={"packer": packer}), gpu_bytes).values())
+
+    fitting = bisect_right(range(1, MOST_TOKENS), gpu_bytes, key=total)
+    return GpuMemory("learner", _learner_gpu(shape, config, gpu_bytes), config.packer.max_tokens, fitting)
+
+
+def _learner_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> Parts:
+    return with_spare(learner_parts(shape, config, reference=_reference_shape(config, shape)), gpu_bytes)
 
 
 def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape | None = None) -> Parts:
@@ -180,10 +219,11 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
     """Return an error line if the learner does not fit, with the cheapest settings that fit; else None."""
     if column.total <= gpu_bytes:
         return None
-    learner, needs = config.learner, _needs(column, gpu_bytes)
+    learner, needs, shape = config.learner, _needs(column, gpu_bytes), shape_at(config.model.path)
+    assert shape is not None, "a column has a shape"
     for change in _changes(learner):
         changed = config.model_copy(update={"learner": learner.model_copy(update=dict(change))})
-        if gpu_memory(changed, gpu_bytes=gpu_bytes)[0].total <= gpu_bytes:
+        if sum(_learner_gpu(shape, changed, gpu_bytes).values()) <= gpu_bytes:
             (first, value), *others = change.items()
             further = "".join(f" and learner.{name} to {value}" for name, value in others)
             return f"learner.{first}={getattr(learner, first)}: {needs}; set it to {value}{further}"
@@ -242,6 +282,18 @@ def engine_memory(
     return {"engine's weights": weights, "KV cache": cache, "engine's activations, CUDA graphs": rest}
 
 
+def cache_tokens(shape: ModelShape, *, gpus: int, static_bytes: float, width: float = 2.0) -> int:
+    """Return the tokens of KV cache that fit beside the weights into `static_bytes` of each GPU."""
+    left = static_bytes - width * shape.total / gpus
+    return max(0, int(left / kv_token_bytes(shape, gpus, width=width)))
+
+
+def _cache_room(config: RunConfig, shape: ModelShape, gpu_bytes: float) -> Callable[[int], int]:
+    """Return a function from an engine's number of GPUs to the tokens of KV cache that fit."""
+    static, width = config.rollout.engine.static_share * gpu_bytes, _width(config)
+    return lambda gpus: cache_tokens(shape, gpus=gpus, static_bytes=static, width=width)
+
+
 def _width(config: RunConfig) -> float:
     """Return the bytes of a number in the dtype that engines serve; bf16 for a model that is not here."""
     if not config.model.path.exists():
@@ -251,17 +303,10 @@ def _width(config: RunConfig) -> float:
 
 def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
     """Complaint about weights and cache that do not fit, or about a cache that has no room for one trajectory."""
-    engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
+    engine, rollout = config.rollout.engine, config.rollout
     shape = shape_at(config.model.path)
     assert shape is not None, "a column has a shape"
-    static = engine.static_share * gpu_bytes
-
-    def room(gpus: int) -> int:
-        """Return the tokens of KV cache that fit beside the weights."""
-        left = static - width * shape.total / gpus
-        return max(0, int(left / kv_token_bytes(shape, gpus, width=width)))
-
-    here, too_large = room(engine.gpus), column.total > gpu_bytes
+    room, here, too_large = _cache_room(config, shape, gpu_bytes), column.fitting, column.total > gpu_bytes
     if here >= rollout.max_len:
         return _cache_fault(config, column, gpu_bytes, room=here) if too_large else None
     why = (

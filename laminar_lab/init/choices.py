@@ -1,7 +1,8 @@
 """From a user's choices to the settings of a run: the smallest config that runs, for this machine or for GPUs.
 
-A machine's cores get the embedded engine, or SGLang's servers for CPUs. GPUs are placed by the formulas of
-`laminar plan`. Settings that a foreign file gave are kept, and the others are made to fit them.
+A machine's cores get the embedded engine, or SGLang's servers for CPUs, as many as its memory holds by the
+formulas of `laminar doctor`. GPUs are placed by the formulas of `laminar plan`. Settings that a foreign file gave
+are kept, and the others are made to fit them.
 """
 
 import math
@@ -12,6 +13,9 @@ from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
+from laminar_lab.doctor.memory import engine_memory, learner_memory, with_spare
 from laminar_lab.gpus import read_group
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.inputs import MAX_STALENESS
@@ -113,6 +117,9 @@ def settings_of(choices: Choices, *, prompt_tokens: int | None) -> Settings:
         key: value for key, value in choices.given.items() if key not in task and value != _DEFAULTS.get(key)
     }
     settings = others | task | placed(choices, shape, longest)
+    for key in ("schedule", "cluster.address", "learner.recompute"):  # the usual ones need no line
+        if key in settings and settings[key] == _DEFAULTS[key]:
+            del settings[key]
     if "eval.sets" in settings:
         settings.setdefault("eval.every_steps", EVERY_STEPS)
     return settings
@@ -126,8 +133,7 @@ def _prompt_room(choices: Choices) -> int:
 
 def _task(choices: Choices, shape: ModelShape) -> Settings:
     """Return the settings that do not depend on the machine."""
-    lora = LoraConfig()
-    adapters: Settings = {"learner.lora.rank": lora.rank, "learner.lora.alpha": lora.alpha} if choices.lora else {}
+    adapters: Settings = {"learner.lora.rank": LoraConfig().rank} if choices.lora else {}
     sets: Settings = {} if choices.heldout is None else {"eval.sets": {"heldout": choices.heldout}}
     task: Settings = {
         "name": choices.name,
@@ -162,22 +168,46 @@ def _on_cores(choices: Choices, shape: ModelShape, longest: int) -> Settings:
     group = choices.number("rollout.group_size", 8)
     fitting = int(KV_BYTES // (kv_token_bytes(shape, 1, width=4.0) * most))
     running = max(group, min(MOST_RUNNING, fitting))
+    packed = max(most, choices.number("packer.max_tokens", 2048))
     engine: Settings = {"rollout.engine.kind": "local"}
     if choices.engine is Engine.SGLANG:
         engine = {"rollout.engine.kind": "sglang", "rollout.engine.device": "cpu"}
         engine |= {} if choices.python is None else {"rollout.engine.python": choices.python}
     return engine | {
-        "rollout.replicas": max(1, len(os.sched_getaffinity(0)) // CORES_A_REPLICA),
+        "rollout.replicas": _replicas_here(choices, shape, kv_tokens=running * most, microbatch=packed),
         "rollout.max_batch": running,
         "rollout.max_len": most,
         "rollout.batch_per_replica": max(group, 2 * running),
         "rollout.prompts_per_step": choices.number("rollout.prompts_per_step", 8),
         "rollout.group_size": group,
         "rollout.sampling.max_new_tokens": cap,
-        "packer.max_tokens": max(most, choices.number("packer.max_tokens", 2048)),
+        "packer.max_tokens": packed,
         "relay.nodes": 1,
         "staleness.max_staleness": MAX_STALENESS,
     }
+
+
+def _replicas_here(choices: Choices, shape: ModelShape, *, kv_tokens: int, microbatch: int) -> int:
+    """Return the engines that this machine's cores and memory have room for, beside the learner.
+
+    Raises `ConfigError` if its memory cannot hold one.
+    """
+    memory = psutil.virtual_memory().total
+    learner = with_spare(learner_memory(shape, _learner(choices), tokens=microbatch), memory)
+    engine = engine_memory(shape, gpus=1, kv_tokens=kv_tokens, static_bytes=0, gpu_bytes=0, width=4.0)
+    beside, each = sum(learner.values()), sum(engine.values())
+    fitting = int((memory - beside) / each)
+    if fitting < 1:
+        smaller = "a smaller model" if choices.lora else "--lora, a smaller model"
+        raise ConfigError(
+            f"--model={choices.model}: learner and engine need {(beside + each) / 1e9:.1f} GB by formula, and this"
+            f" machine has {memory / 1e9:.1f}; choose {smaller}, or GPUs by --on"
+        )
+    return max(1, min(fitting, len(os.sched_getaffinity(0)) // CORES_A_REPLICA))
+
+
+def _learner(choices: Choices) -> LearnerConfig:
+    return LearnerConfig(lora=LoraConfig() if choices.lora else None)
 
 
 def _on_gpus(choices: Choices, shape: ModelShape, longest: int) -> Settings:
@@ -192,16 +222,13 @@ def _on_gpus(choices: Choices, shape: ModelShape, longest: int) -> Settings:
         prompts_per_step=choices.number("rollout.prompts_per_step", 64),
         group_size=choices.number("rollout.group_size", 8),
         max_staleness=MAX_STALENESS,
-        learner=LearnerConfig(lora=LoraConfig() if choices.lora else None),
+        learner=_learner(choices),
     )
     found = [place for place in placements(request) if place.schedule is Schedule.ASYNC]
     best = max(found, key=lambda place: estimate(request, place).tokens_per_s)
     placed = dict(_flat(placement_settings(request, best, model=choices.folder)))
     if choices.python is not None:
         placed["rollout.engine.python"] = choices.python
-    for key in ("schedule", "cluster.address", "learner.recompute"):  # the usual ones need no line
-        if placed[key] == _DEFAULTS[key]:
-            del placed[key]
     return placed | ({"relay.nodes": 1} if request.fleet.nodes == 1 else {})
 
 

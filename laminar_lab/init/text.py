@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import yaml
 
+from laminar_lab.init.counterparts import COUNTERPARTS
 from laminar_py.config import RunConfig
-from laminar_py.config.counterparts import COUNTERPARTS
 from laminar_py.config.loading import setting_names
 
 WIDTH = 112  # of a line with its comment
 _ORDER = {name: place for place, name in enumerate(setting_names(RunConfig))}
-COMMENTS = {row.key: row.meaning for row in COUNTERPARTS} | {
+COMMENTS = {key: row.meaning for key, row in COUNTERPARTS.items()} | {
     "data.chat.texts": "a text prompt becomes a message of the user",
     "rollout.engine.python": "interpreter of the environment that has SGLang",
     "rollout.engine.device": "cuda or cpu",

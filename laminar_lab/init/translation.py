@@ -1,4 +1,4 @@
-"""Files of TRL and verl as settings of ours, by the table in `laminar_py.config.counterparts`.
+"""Files of TRL and verl as settings of ours, by the table in `laminar_lab.init.counterparts`.
 
 TRL's file is the YAML of `trl grpo --config`. verl's is Hydra YAML, or a script or text with overrides.
 """
@@ -12,10 +12,11 @@ from string import Template
 
 import yaml
 
+from laminar_lab.init.conversions import Given, NoCounterpartError
+from laminar_lab.init.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS
 from laminar_py.config import ConfigError
-from laminar_py.config.conversions import Given, NoCounterpartError, Trainer
-from laminar_py.config.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS, WITHOUT
 from laminar_py.config.loading import read_tree, read_yaml
+from laminar_py.config.their_names import WITHOUT, Trainer, their_names
 
 YAML = (".yaml", ".yml")
 NOTHING: tuple[object, ...] = (None, "", [], 0)
@@ -39,18 +40,20 @@ def translate(trainer: Trainer, path: Path) -> Translation:
     full = DEFAULTS[trainer] | given
     settings: dict[str, object] = {}
     lost: dict[str, str] = {}
-    for row in COUNTERPARTS:
-        theirs = row.of(trainer)
-        if theirs is None or not any(name in full for name in theirs.names):
+    for key, row in COUNTERPARTS.items():
+        names = their_names(key, trainer)
+        if not any(name in full for name in names):
             continue
         try:
-            value = theirs.value(full)
+            value = row.convert(trainer)(full, names)
         except NoCounterpartError as error:
             value = error.instead
-            lost |= {f"{name}={given[name]}": str(error) for name in theirs.names if name in given}
+            lost |= {f"{name}={given[name]}": str(error) for name in names if name in given} or {
+                f"{name}={full[name]} (the default)": str(error) for name in names if name in full
+            }
         if value is not None:
-            settings[row.key] = value
-    known = {name for row in COUNTERPARTS if (theirs := row.of(trainer)) is not None for name in theirs.names}
+            settings[key] = value
+    known = {name for key in COUNTERPARTS for name in their_names(key, trainer)}
     if not known & set(given):
         raise ConfigError(f"--from {trainer} {path}: has no setting of {trainer} that is known here; name another")
     others = [

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import Annotated, Any, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from laminar_py.config import ConfigError, Count, RunConfig, Section, load_config
-from laminar_py.config.loading import dump_config, flatten, load_settings, read_tree, to_overrides
-from laminar_py.ledger import RunFolder, newest_run, runs_of
+from laminar_py.config.loading import RESETTING, dump_config, flatten, load_settings, read_tree, to_overrides
+from laminar_py.ledger import RunFolder, newest_run, read_events, reading, runs_of
+from laminar_py.records.events import RunStarted
 
 HELP_AT = "docs/launch.md"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
@@ -252,8 +254,12 @@ def _end(key: str) -> str:
     return sections[-1] if sections and end in UNTELLING else end
 
 
-def check_existing_runs(experiment: Experiment) -> None:
-    """Raise `ConfigError` for a run with two folders, or with a folder of other settings than the file has."""
+def check_existing_runs(experiment: Experiment) -> list[str]:
+    """Return a line for each run that a resume by hand gave other settings, with which the run continues.
+
+    Raises `ConfigError` for a run with two folders, or with a folder of other settings than the file has.
+    """
+    lines = []
     for run in experiment.runs:
         try:
             begun = [folder for folder in runs_of(run.config) if folder.has_ledger]
@@ -267,22 +273,36 @@ def check_existing_runs(experiment: Experiment) -> None:
                 " of them elsewhere"
             )
         for folder in begun:
-            if difference := find_difference(run, folder):
+            changes = _changes_by_hand(folder)
+            if difference := _find_difference(run, folder, besides=[*OWN_KEYS, *changes]):
                 raise ConfigError(
                     f"{difference}; set the old value to continue the run, or give the experiment another name"
                 )
+            if changes:
+                kept = " ".join(changes.values())
+                lines.append(f"{run.name}: a resume by hand changed {kept}; the run continues with that")
+    return lines
 
 
-def find_difference(run: PlannedRun, folder: RunFolder) -> str:
+def _changes_by_hand(folder: RunFolder) -> dict[str, str]:
+    """Return the last override of each setting that resumes of a run changed, by key."""
+    with reading(folder.ledger) as connection:
+        given = [override for started in read_events(connection, RunStarted) for override in started.overrides]
+    changes = {override.partition("=")[0]: override for override in given}
+    return {key: override for key, override in changes.items() if key not in OWN_KEYS}
+
+
+def _find_difference(run: PlannedRun, folder: RunFolder, *, besides: Sequence[str]) -> str:
     """Describe the first setting in which a run's folder differs from the file; "" without a difference.
 
-    Raises `ConfigError` if the config in the folder cannot be read.
+    Settings and sections of `besides` may differ. Raises `ConfigError` if the config in the folder cannot be read.
     """
     try:
         before = flatten(load_config(folder.config, []))
     except ConfigError as error:
         raise ConfigError(f"{folder.config}: {error}") from None
     now = flatten(run.config)
-    differing = (key for key in sorted({*before, *now} - set(OWN_KEYS)) if before.get(key) != now.get(key))
-    key = next(differing, None)
+    free = tuple(f"{key.rpartition('.')[0] if key in RESETTING else key}." for key in besides)
+    differing = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
+    key = next((key for key in differing if not f"{key}.".startswith(free)), None)
     return "" if key is None else f"{key}={now.get(key)}: {folder.path} was made with {before.get(key)}"

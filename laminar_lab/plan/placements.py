@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from laminar_lab.doctor.memory import SPARE_SHARE, Parts, learner_memory
+from laminar_lab.doctor.memory import MARGIN, Parts, cache_tokens, has_margin, learner_memory, with_spare
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
-from laminar_lab.step_time import kv_tokens
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import Schedule
 
 STATIC_SHARE = 0.85  # of an engine's GPU memory, for weights and KV cache
 MOST_RUNNING = 256  # sequences of an engine, the usual limit of CUDA graphs
+MOST_CACHED = 4_000_000  # tokens; no engine keeps an index of more
 RESERVE_SHARE = 0.95  # of a KV cache; with more in use an engine retracts sequences
 LEARNER_SIZES = 16  # numbers of learner GPUs to try
 DEPTHS = (1, 2, 4)  # a draining replica admits so many times its share of a step under one version
@@ -74,7 +74,7 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
     fitting = [degree for degree in within if _kv_tokens(request, degree) >= lengths.most]
     if not fitting:
         most = within[-1]
-        room = max(0, _kv_tokens(request, most))
+        room = _kv_tokens(request, most)
         raise ConfigError(
             f"gpu={fleet.gpu.name}: {most} of a node leave {request.model} room for {room:,} tokens of KV cache"
             f" and the longest trajectory has {lengths.most:,}; take GPUs with more memory, or lower cap"
@@ -90,18 +90,19 @@ def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
 def _learner_bytes(request: PlanRequest, ranks: int, recompute: Recompute) -> Parts:
     learner = request.learner.model_copy(update={"world_size": ranks, "recompute": recompute})
     parts = learner_memory(request.shape, learner, tokens=request.lengths.most)
-    return parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * request.fleet.gpu.memory_bytes}
+    return with_spare(parts, request.fleet.gpu.memory_bytes)
 
 
 def _least_recompute(request: PlanRequest, ranks: int) -> Recompute | None:
     """Return the least recomputation with which the model fits the ranks; None if it does not fit."""
     room = request.fleet.gpu.memory_bytes
-    fits = (one for one in Recompute if sum(_learner_bytes(request, ranks, one).values()) <= room)
+    fits = (one for one in Recompute if has_margin(_learner_bytes(request, ranks, one), room))
     return next(fits, None)
 
 
 def _kv_tokens(request: PlanRequest, degree: int) -> int:
-    return kv_tokens(request.shape, request.fleet.gpu, tensor_parallel=degree, static_share=STATIC_SHARE)
+    static_bytes = (STATIC_SHARE - MARGIN) * request.fleet.gpu.memory_bytes
+    return min(cache_tokens(request.shape, gpus=degree, static_bytes=static_bytes), MOST_CACHED)
 
 
 def _least_learner(request: PlanRequest) -> int:

@@ -18,7 +18,7 @@ STEPS = 500
 HEARTBEAT_S = 60.0
 
 Tree = dict[str, object]
-_BEGINNING: Tree = {
+BEGINNING: Tree = {
     "steps": STEPS,
     "data": {
         "train": {"path": "open-r1/DAPO-Math-17k-Processed", "subset": "en", "columns": {"answer": "solution"}},
@@ -37,7 +37,7 @@ def refuse_existing(path: Path | None) -> None:
 def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, base: Tree | None = None) -> None:
     """Write the config of a placement. Raises `ConfigError` if `path` exists, or `base` does not fit."""
     tree = _merged(
-        base or {"name": path.stem, **_BEGINNING}, placement_settings(plan.request, ranked.placement, model=model)
+        base or {"name": path.stem, **BEGINNING}, placement_settings(plan.request, ranked.placement, model=model)
     )
     parse_config(tree)
     fleet, made = plan.request.fleet, "by formula" if ranked.judgement is None else "simulated"

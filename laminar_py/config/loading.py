@@ -156,7 +156,7 @@ def _to_config_error(error: ValidationError, kind: type[BaseModel], help_at: str
         where += first["loc"]
     if isinstance(inner, Exception) and not isinstance(inner, ConfigError):
         return inner
-    from laminar_py.config.counterparts import VERL_SECTIONS  # a table that only a mistake needs
+    from laminar_py.config.their_names import VERL_SECTIONS  # a table that only a mistake needs
 
     field = ".".join(str(name) for name in where) or "config"
     if field in VERL_SECTIONS and first["type"] == "extra_forbidden":
@@ -200,12 +200,12 @@ def _suggestion(field: str, known: list[str]) -> str:
     Suggests `steps` for `stepz` in the same section, `learner.lr` for `lr` in another section or for TRL's
     `learning_rate`. For a setting of TRL or verl without a counterpart it says what to do.
     """
-    from laminar_py.config.counterparts import reason_without, their_names_for
+    from laminar_py.config.their_names import our_keys, reason_without
 
     section, _, key = field.rpartition(".")
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
-    theirs = [f"{ours} ({name})" for ours, name in their_names_for(key) if ours in known and not elsewhere]
+    theirs = [f"{ours} ({name})" for ours, name in our_keys(key) if ours in known and not elsewhere]
     near = theirs or [beside[name] for name in get_close_matches(key, beside, n=1, cutoff=NEAR)] or elsewhere
     return f"did you mean {' or '.join(near)}? " if near else reason_without(key)
 

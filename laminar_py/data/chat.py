@@ -251,11 +251,16 @@ class PromptEncoder:
         return isinstance(prompt, str) and not self._settings.texts
 
     def _check(self, messages: Sequence[Turn]) -> None:
-        """Raise `TemplateError` if messages cannot be a prompt, or the tokenizer has no template."""
+        """Raise `TemplateError` or `ConfigError` if messages cannot be a prompt, or there is no template."""
         if not messages:
             raise TemplateError("messages is empty")
         if messages[-1]["role"] == "assistant":
             raise TemplateError("the last message is the assistant's, which the model is to write")
+        if self._template is None and self._settings.texts:
+            raise ConfigError(
+                f"data.chat.texts=true: the tokenizer in model.path={self._model_dir} has no chat template;"
+                " leave it out, or name a model that was trained on chats"
+            )
         if self._template is None:
             raise TemplateError(
                 f"messages, and the tokenizer in model.path={self._model_dir} has no chat template"

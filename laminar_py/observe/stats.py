@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import stdev
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.host import Clock
@@ -150,7 +149,7 @@ class Stats:
 
     def add_group(self, group: GroupRewards) -> None:
         """Note the rewards of a training group that closed, for the next row."""
-        self._deviations.append(stdev(group.rewards) if len(group.rewards) > 1 else 0.0)
+        self._deviations.append(_deviation(group.rewards))
 
     def add_turns(self, turns: int, environment_s: float) -> None:
         """Note how many turns a scored training trajectory had, and its seconds in the environment."""
@@ -343,6 +342,14 @@ def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
 def _mean(values: Sequence[float]) -> float:
     """Return the mean, exact in any order of arrival; NaN without values."""
     return math.fsum(values) / len(values) if values else math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation; exactly 0 for equal values, and for one alone."""
+    if len(values) < 2 or min(values) == max(values):
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def quantile(counts: Counter[int], q: float) -> int:

@@ -12,7 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laminar_lab.doctor.memory import HEAD_TOKENS, activations, gpu_memory, memory_faults, state_parts
+from laminar_lab.doctor.memory import (
+    HEAD_TOKENS,
+    activations,
+    gpu_memory,
+    memory_faults,
+    memory_warnings,
+    state_parts,
+)
 from laminar_lab.model_shape import ModelShape, read_shape
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute
@@ -230,6 +237,28 @@ def test_what_cannot_fit_is_refused_with_the_setting_and_a_value_that_fits(setti
     (line,) = memory_faults(shipped("7b_8gpu", tmp_path, *settings))
     assert re.fullmatch(fault, line), line
     assert memory_faults(shipped("7b_8gpu", tmp_path, *settings, *change)) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "rollout.kv_capacity=915000",
+            "a GPU of the engine holds 79.7 of 80.0 GB by formula, which leaves less",
+        ),
+        (
+            "packer.max_tokens={fits}",
+            "a GPU of the learner holds 80.0 of 80.0 GB by formula, which leaves less",
+        ),
+    ],
+)
+def test_a_run_that_fits_without_a_margin_is_warned_of(setting, line, tmp_path):
+    fits = gpu_memory(shipped("7b_8gpu", tmp_path))[0].fitting
+    config = shipped("7b_8gpu", tmp_path, setting.format(fits=fits))
+    (warning,) = memory_warnings(config, gpu_bytes=80e9)
+    assert warning.startswith(line)
+    assert memory_faults(config) == []
+    assert memory_faults(shipped("7b_8gpu", tmp_path, f"packer.max_tokens={fits + 1}")) != []
 
 
 @pytest.mark.parametrize(

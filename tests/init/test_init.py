@@ -4,7 +4,9 @@ import json
 import os
 import pty
 import subprocess
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -105,12 +107,49 @@ def run_two_steps(folder, config):
     assert rows[-1]["trained_tokens"] > 0
 
 
+SIZES_05B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "tuning", "replicas"), [(64, "--full", 4), (24, "--full", 2), (24, "--lora", 3)]
+)
+def test_replicas_fit_the_memory_of_this_machine(gigabytes, tuning, replicas, here, monkeypatch):
+    """The learner takes 14 GB, or 8 with adapters, and a replica 4 GB: half weights, half cache."""
+    machine(here, monkeypatch, gigabytes)
+    _, config = config_of(here, "--model", here / "0.5B", *TASK[:2], "--reward", "reward.py:score", tuning)
+    assert config.rollout.replicas == replicas
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused_in_one_line(here, monkeypatch):
+    machine(here, monkeypatch, 8)
+    line = str(init(here / "mine.yaml", "--model", here / "0.5B", "--data", "train.jsonl", "--full").exception)
+    assert "learner and engine need 17.4 GB by formula, and this machine has 8.0; choose --lora, a smaller" in line
+
+
+def machine(here, monkeypatch, gigabytes):
+    """Make this a machine of 16 cores, with a model of 494 million parameters."""
+    (here / "0.5B").mkdir()
+    (here / "0.5B/config.json").write_text(json.dumps(SIZES_05B))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
+
+
 @pytest.mark.parametrize("tuning", TUNING)
 def test_a_config_for_8_gpus_passes_doctor_and_simulator(tuning, here, monkeypatch):
     out, config = config_of(here, "--model", "7B", *TASK, tuning, "--on", "8xH100")
     fit = fit_pretended(config, pretended_cluster(["1x8xH100"]))
     assert (fit.faults, fit.warnings, fit.unplaced) == ([], [], None)
     assert config.gpus == 8
+    assert config.data.chat.texts, "7B stands for Qwen2.5-7B, whose prompts are chats"
     assert len(out.read_text().splitlines()) <= MOST_LINES
     monkeypatch.chdir(REPO)
     emulated = load_config(

@@ -4,7 +4,7 @@ import pytest
 
 from laminar_lab.init.translation import translate
 from laminar_py.config import ConfigError
-from laminar_py.config.conversions import Trainer
+from laminar_py.config.their_names import Trainer
 
 TRL = """\
 model_name_or_path: Qwen/Qwen2.5-7B
@@ -96,6 +96,7 @@ def test_a_file_of_trl_becomes_our_settings(tmp_path):
         "algorithm.aggregation": "constant",
         "algorithm.advantage": "group_mean",
         "eval.every_steps": 25,
+        "learner.recompute": "all",
         "tracking.kinds": ["wandb"],
     }
     assert {key: found.settings.get(key) for key in wanted} == wanted
@@ -134,6 +135,7 @@ def test_a_script_of_verl_becomes_our_settings(tmp_path, monkeypatch):
         "algorithm.kl_coef": 0.001,
         "algorithm.kl_estimator": "k1",
         "algorithm.importance_cap": 3.0,
+        "learner.recompute": "all",
         "tracking.kinds": ["wandb"],
     }
     assert found.settings == wanted
@@ -151,7 +153,19 @@ def test_hydra_yaml_is_read_like_its_overrides(tmp_path):
     assert found.settings["rollout.prompts_per_step"] == 64
     assert set(found.settings["eval.sets"]["heldout"]) == {"path", "columns"}, "greedy, as verl has it"
     assert "rollout.group_size" not in found.settings, "a group of one has no advantages"
-    assert found.lost == {"actor_rollout_ref.rollout.n=1": "a group has two samples at least; 8 are used"}
+    assert found.lost == {
+        "actor_rollout_ref.rollout.n=1": "a group has two samples at least; 8 are used",
+        "algorithm.adv_estimator=gae (the default)": (
+            "gae needs a critic, and there is none; GRPO's group_std is used"
+        ),
+    }
+
+
+def test_gradient_checkpointing_that_is_off_stays_off(tmp_path):
+    text = "actor_rollout_ref.model.enable_gradient_checkpointing=False algorithm.adv_estimator=rloo\n"
+    found = translated(tmp_path, Trainer.VERL, text, "run.sh")
+    assert "learner.recompute" not in found.settings
+    assert (found.settings["algorithm.advantage"], found.lost) == ("leave_one_out", {})
 
 
 @pytest.mark.parametrize(

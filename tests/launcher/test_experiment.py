@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from laminar_lab.launcher.experiment import ExperimentSettings, check_existing_runs, read_experiment
 from laminar_py.config.loading import load_settings, to_overrides
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger.database import open_writer
-from laminar_py.ledger.run_folder import new_run
+from laminar_py.ledger.database import LEDGER_NAME, open_writer
+from laminar_py.ledger.ledger import Ledger
+from laminar_py.ledger.recovery import first_events
+from laminar_py.ledger.run_folder import new_run, run_at
+from laminar_py.records.host import SystemClock
+from laminar_py.runtime.orchestrator.resume import record_overrides
 from tests.depth import examples
 from tests.launcher.experiments import make_experiment
 
@@ -116,6 +120,22 @@ def test_a_run_that_was_made_with_other_settings_is_not_taken_for_one_of_this_ex
         ConfigError, match=r"learner.lr=0.002: .*e-base-s0-1 was made with 0.001; set the old value"
     ):
         check_existing_runs(changed)
+
+
+async def test_a_run_that_was_resumed_by_hand_goes_on_with_its_overrides(tmp_path):
+    experiment = make_experiment(tmp_path, set={"learner.lr": 1e-3})
+    path, config = begin(experiment.runs[0]), experiment.runs[0].config
+    overrides = ("name=e-base-s0", "steps=8", "algorithm.name=dapo")
+    (started, _) = first_events(config, incarnation=2, host="a", data={}, overrides=overrides)
+    ledger = Ledger(path / LEDGER_NAME, host="a", clock=SystemClock())
+    await ledger.start()
+    ledger.append(started)
+    await ledger.close()
+    record_overrides(run_at(path), overrides)
+    line = "e-base-s0: a resume by hand changed steps=8 algorithm.name=dapo; the run continues with that"
+    assert check_existing_runs(experiment) == [line]
+    with pytest.raises(ConfigError, match=r"learner.lr=0.002: "):
+        check_existing_runs(make_experiment(tmp_path, set={"learner.lr": 2e-3}))
 
 
 def test_a_run_that_was_made_twice_is_refused(tmp_path):

@@ -8,18 +8,20 @@ from statistics import mean
 import pytest
 from typer.testing import CliRunner
 
-from laminar_lab.doctor.memory import memory_faults
+from laminar_lab.doctor.checks import fit_pretended, pretended_cluster
+from laminar_lab.doctor.memory import has_margin, memory_faults
 from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.plan.inputs import lengths_by_task, read_subject
 from laminar_lab.plan.judge import Judges, judge, shrunk_fleet
 from laminar_lab.plan.output import describe_plan
 from laminar_lab.plan.placements import learner_bytes, placements
-from laminar_lab.plan.planner import MOST, TIED, make_plan
+from laminar_lab.plan.planner import MOST, TIED, make_plan, plan_by_formula
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import estimate
-from laminar_lab.plan.writing import write_config
+from laminar_lab.plan.writing import BEGINNING, write_config
 from laminar_lab.step_time import learner_times
 from laminar_py.cli.command import app
+from laminar_py.config.learner import LearnerConfig, LoraConfig
 from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
@@ -69,12 +71,38 @@ def test_the_command_ranks_by_formula_at_once_with_a_legend():
     assert max(map(len, done.output.partition("first:")[0].splitlines())) <= 80
 
 
+def test_the_ranking_is_printed_once_where_no_simulation_ends():
+    call = ["plan", "7B", "--gpus", "1x8xH100", "--seconds", "0.01"]
+    done = CliRunner().invoke(app, call, catch_exceptions=False)
+    assert "no simulation ended within 0.01 s; --seconds 60 gives them more" in done.output
+    assert done.output.count("Placements, by formula:") == 1
+
+
 def test_all_placements_use_the_fleet_and_fit_its_memory():
     request = make_request()
     for one in placements(request):
         assert one.learner_gpus + one.replicas * one.tensor_parallel == request.fleet.gpus
-        assert sum(learner_bytes(request, one).values()) <= request.fleet.gpu.memory_bytes
+        assert has_margin(learner_bytes(request, one), request.fleet.gpu.memory_bytes)
         assert one.kv_tokens >= request.lengths.most
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "lora"), [(1, "7B", False), (1, "32B", True), (8, "7B", False), (8, "32B", False)]
+)
+def test_doctor_has_no_warning_for_the_first_choice_of_a_plan(nodes, size, lora, tmp_path):
+    """All weights of a 32B do not fit a learner on eight GPUs; adapters do."""
+    learner = LearnerConfig(lora=LoraConfig() if lora else None)
+    plan = plan_by_formula(make_request(size=size, nodes=nodes, learner=learner))
+    tree = {"name": "p", **BEGINNING, "learner": {"lora": {} if lora else None}}
+    folder, path = Path("models") / plan.request.model, tmp_path / "p.yaml"
+    write_config(plan, plan.best, path, model=folder, base=tree)
+    fit = fit_pretended(load_config(path, []), pretended_cluster([f"{nodes}x8xH100"]))
+    assert (fit.faults, fit.warnings, fit.unplaced) == ([], [], None)
+    assert [column.parts for column in fit.memory] == [
+        plan.learner_memory(plan.best),
+        plan.engine_memory(plan.best),
+    ]
+    assert all(column.asked <= column.fitting and has_margin(column.parts, 80e9) for column in fit.memory)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_lab.doctor.memory import cache_tokens
 from laminar_lab.emulation.settings import read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
@@ -16,7 +17,6 @@ from laminar_lab.step_time import (
     decode_terms,
     engine_times,
     fit,
-    kv_tokens,
     learner_step_s,
     learner_times,
     token_cost,
@@ -38,9 +38,7 @@ def test_rules_meet_published_decode_steps_within_seven_percent(size, gpus, room
             expected = table.seconds(1, running=running, kv_used=kv)
             assert ruled.seconds(1, running=running, kv_used=kv) == pytest.approx(expected, rel=0.07)
     assert ruled.prefill_tokens_per_s == pytest.approx(table.prefill_tokens_per_s, rel=0.12)
-    assert kv_tokens(shape, gpu_named("H100"), tensor_parallel=gpus, static_share=0.85) == pytest.approx(
-        room, rel=0.02
-    )
+    assert cache_tokens(shape, gpus=gpus, static_bytes=0.85 * 80e9) == pytest.approx(room, rel=0.02)
 
 
 @pytest.mark.parametrize(("size", "gigabytes"), [("70B", 140), ("405B", 810)])

@@ -13,9 +13,10 @@ from laminar_py.children import hosted
 from laminar_py.config.loading import load_config
 from laminar_py.ledger.run_folder import run_of
 from laminar_py.relay.sockets import generate_keys
-from laminar_py.runtime.workers.processes import base
+from laminar_py.runtime.workers.processes import base, replica
 from laminar_py.runtime.workers.processes.base import ComputingActor, learner_threads, on_compute_thread
 from laminar_py.runtime.workers.processes.relay import RelayActor
+from laminar_py.runtime.workers.processes.replica import speed_key
 from laminar_py.runtime.workers.specs import RelaySpec
 from tests.runs.runs import REPO
 
@@ -35,6 +36,24 @@ def test_a_rank_that_updates_weights_on_the_host_has_its_share_of_the_cores(name
     config = load_config(REPO / f"{name}.yaml", settings)
     assert learner_threads(config, num_cores=96, ranks_here=3) == threads
     assert learner_threads(config, num_cores=1, ranks_here=3) == 1
+
+
+def test_a_stored_speed_is_of_the_same_model_settings_code_and_torch(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+
+    def key(*settings):
+        return speed_key(load_config(REPO / f"{LAPTOP}.yaml", [f"model.path={tmp_path}", *settings]))
+
+    known = key()
+    assert key("steps=9", "rollout.sampling.max_new_tokens=7") == known
+    found = {known, key("rollout.max_batch=9"), key("learner.lora={}")}
+    monkeypatch.setattr(replica, "version", lambda package: "9.9.9")
+    found.add(key())
+    (tmp_path / "calibration.py").write_text("MOST_S = 1.0")
+    monkeypatch.setattr(replica.calibration, "__file__", str(tmp_path / "calibration.py"))
+    found.add(key())
+    (tmp_path / "config.json").write_text('{"vocab_size": 2}')
+    assert len({*found, key()}) == 6
 
 
 def test_the_threads_of_a_part_are_its_own_choice_whatever_its_environment_says():

@@ -1,16 +1,18 @@
 """The process of a rollout replica and its engine.
 
-The process stores the measured speed of its engine in `.cache/engine_speed`, by hardware and settings.
+The process stores the measured speed of its engine in `.cache/engine_speed`, by hardware, code and settings.
 """
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import platform
 from collections.abc import Callable, Iterator
 from functools import cache
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -25,6 +27,7 @@ from laminar_py.records.host import SystemClock
 from laminar_py.relay.sockets import PeerClient, SocketFactory, peer_sockets
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.repack.signals import EngineSpeed
+from laminar_py.rollout import calibration
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from laminar_py.rollout.verifying import Prober
@@ -106,7 +109,7 @@ class ReplicaActor(PartActor):
         rollout = config.rollout
         speed: EngineSpeed | None = BACKENDS.get(rollout.engine.kind).known_speed(config)
         if speed is None:
-            path = CACHE / f"{await asyncio.to_thread(_speed_key, config)}.json"
+            path = CACHE / f"{await asyncio.to_thread(speed_key, config)}.json"
             try:
                 speed = msgspec.json.decode(path.read_bytes(), type=EngineSpeed)
             except (OSError, msgspec.DecodeError):
@@ -165,18 +168,28 @@ def _store_speed(path: Path, speed: EngineSpeed) -> None:
         log.warning("%s is not stored: %s", path, error)
 
 
-def _speed_key(config: RunConfig) -> str:
-    """Return a digest of the GPUs' model, the CPUs, and all settings that a speed depends on."""
-    rollout = config.rollout
+def _cpu_name() -> str:
+    """Return the model of this host's CPUs, or their architecture where Linux names no model."""
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    return next((line for line in told.splitlines() if line.startswith("model name")), platform.machine())
+
+
+def speed_key(config: RunConfig) -> str:
+    """Return a digest of all that a speed depends on.
+
+    It is of GPUs and CPUs, model, settings, the code of measurement and backend, and the release of torch.
+    """
+    rollout, backend = config.rollout, BACKENDS.get(config.rollout.engine.kind)
+    code = [Path(calibration.__file__), *sorted(Path(inspect.getfile(backend.open)).parent.glob("*.py"))]
     described = (path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
     models = {line for text in described for line in text.splitlines() if line.startswith("Model:")}
     parts = (
         *sorted(models),
-        platform.machine(),
-        str(os.cpu_count()),
+        f"{_cpu_name()} {os.cpu_count()} torch {version('torch')}",
+        *(path.read_text() for path in code),
         (config.model.path / "config.json").read_text(),
         rollout.engine.model_dump_json(),
         rollout.sampling.model_dump_json(exclude={"max_new_tokens", "temperature"}),
-        f"{rollout.record} {rollout.max_batch} {rollout.max_len} {rollout.kv_capacity}",
+        f"{rollout.record} {rollout.max_batch} {rollout.max_len} {rollout.kv_capacity} {config.learner.lora}",
     )
     return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar_lab.init.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS, MOST_CHANGED
 from laminar_py.config import RunConfig
-from laminar_py.config.conversions import Trainer
-from laminar_py.config.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS, MOST_CHANGED, WITHOUT, their_names_for
 from laminar_py.config.loading import setting_names
+from laminar_py.config.their_names import NAMES, WITHOUT, Trainer, our_keys, their_names
 
 LAUNCH = "num_processes"  # an argument of accelerate, which TRL's files may have
 
@@ -41,7 +41,7 @@ def trl():
 
 
 def names(trainer):
-    return [name for row in COUNTERPARTS if row.of(trainer) is not None for name in row.of(trainer).names]
+    return [name for key in NAMES for name in their_names(key, trainer)]
 
 
 def test_every_name_of_trl_is_a_field_of_its_classes(trl):
@@ -55,11 +55,10 @@ def test_the_defaults_of_trl_are_its_own(trl):
     assert written == {name: trl[name] for name in written}
 
 
-def test_every_row_is_a_setting_of_ours_and_is_there_once():
-    keys = [row.key for row in COUNTERPARTS]
-    assert set(keys) - set(setting_names(RunConfig)) == set()
-    assert len(set(keys)) == len(keys)
-    assert len({row.meaning for row in COUNTERPARTS}) == len(keys) > MOST_CHANGED
+def test_every_row_is_a_setting_of_ours():
+    assert NAMES.keys() - COUNTERPARTS.keys() == set()
+    assert COUNTERPARTS.keys() - set(setting_names(RunConfig)) == set()
+    assert len({row.meaning for row in COUNTERPARTS.values()}) == len(COUNTERPARTS) > MOST_CHANGED
 
 
 @pytest.mark.parametrize(
@@ -73,4 +72,4 @@ def test_every_row_is_a_setting_of_ours_and_is_there_once():
     ],
 )
 def test_a_name_of_another_trainer_finds_our_setting(name, found):
-    assert their_names_for(name) == found
+    assert our_keys(name) == found

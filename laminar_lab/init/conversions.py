@@ -1,16 +1,15 @@
-"""From settings of TRL and verl to ours: the functions of the table in `config.counterparts`.
+"""From settings of TRL and verl to ours: the functions of the table in `laminar_lab.init.counterparts`.
 
-A function gets a file's settings, with that trainer's defaults below them, and returns our value. Files are flat
-here: `actor_rollout_ref.rollout.n`.
+A function gets a file's settings, with that trainer's defaults below them, and the names of one setting there. It
+returns our value, or None where our default stands, and raises `NoCounterpartError`. Files are flat here:
+`actor_rollout_ref.rollout.n`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
-OPTIM = f"{ACTOR}.optim"
+from laminar_py.config.their_names import ACTOR, MODEL, ROLLOUT
+
 TRL_REWARDS: dict[object, object] = {
     "accuracy_reward": "math",
     "think_format_reward": {"kind": "format", "pattern": "^<think>(?!.*<think>).*</think>"},
@@ -19,12 +18,8 @@ TRL_REWARDS: dict[object, object] = {
 Given = Mapping[str, object]
 """Settings of another trainer by dotted name, with its defaults below them."""
 
-
-class Trainer(StrEnum):
-    """Trainers whose files `laminar init --from` reads."""
-
-    TRL = "trl"
-    VERL = "verl"
+Names = Sequence[str]
+Convert = Callable[[Given, Names], object]
 
 
 class NoCounterpartError(Exception):
@@ -35,22 +30,9 @@ class NoCounterpartError(Exception):
         self.instead = instead
 
 
-@dataclass(frozen=True, slots=True)
-class Theirs:
-    """Names of a setting in another trainer, and the function from its settings to our value.
-
-    The function returns None where our default stands, and raises `NoCounterpartError`. Without a function, the
-    first of the names that has a value gives the value. E.g. `Theirs(("learning_rate",))`.
-    """
-
-    names: tuple[str, ...]
-    convert: Callable[[Given], object] | None = None
-
-    def value(self, given: Given) -> object:
-        """Return our value for the settings of a file. Raises `NoCounterpartError`."""
-        if self.convert is not None:
-            return self.convert(given)
-        return next((given[name] for name in self.names if given.get(name) is not None), None)
+def first(given: Given, names: Names) -> object:
+    """Return the value of the first name that has one."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
 
 
 def number(given: Given, name: str) -> float:
@@ -74,41 +56,62 @@ def _truth(given: Given, name: str) -> bool:
     return str(given.get(name)).lower() in ("true", "1", "yes")
 
 
-def positive(*names: str) -> Theirs:
-    """A whole number; 0, -1 and the like leave our default."""
-    return Theirs(names, lambda given: next((_whole(given, name) for name in names if given.get(name)), None))
+def positive(given: Given, names: Names) -> object:
+    """Return a whole number; 0, -1 and the like leave our default."""
+    return next((_whole(given, name) for name in names if given.get(name)), None)
 
 
-def group(name: str) -> Theirs:
-    """Samples of a prompt, of which a group needs two."""
-
-    def convert(given: Given) -> object:
-        if given.get(name) is not None and number(given, name) < 2:
-            raise NoCounterpartError("a group has two samples at least; 8 are used")
-        return _whole(given, name)
-
-    return Theirs((name,), convert)
+def total(given: Given, names: Names) -> object:
+    return int(sum(number(given, name) for name in names)) or None
 
 
-def choice(name: str, words: Mapping[str, object], other: str) -> Theirs:
+def coefficient(given: Given, names: Names) -> object:
+    """Return a number other than 0, which leaves our default."""
+    return number(given, names[0]) or None
+
+
+def numbers(given: Given, names: Names) -> object:
+    return [number(given, name) for name in names]
+
+
+def group(given: Given, names: Names) -> object:
+    """Return the samples of a prompt, of which a group needs two."""
+    if given.get(names[0]) is not None and number(given, names[0]) < 2:
+        raise NoCounterpartError("a group has two samples at least; 8 are used")
+    return _whole(given, names[0])
+
+
+def choice(words: Mapping[str, object], other: str) -> Convert:
     """A word that has another word here. `other` says what to do about a word that has none."""
 
-    def convert(given: Given) -> object:
-        word = str(given.get(name)).lower()
+    def convert(given: Given, names: Names) -> object:
+        word = str(given.get(names[0])).lower()
         if word not in words:
             raise NoCounterpartError(other)
         return words[word]
 
-    return Theirs((name,), convert)
+    return convert
 
 
-def elsewhere(reason: str, *names: str) -> Theirs:
+def elsewhere(reason: str) -> Convert:
     """Settings that `laminar init` decides itself."""
 
-    def convert(given: Given) -> object:
+    def convert(given: Given, names: Names) -> object:
         raise NoCounterpartError(reason)
 
-    return Theirs(names, convert)
+    return convert
+
+
+def when(value: object) -> Convert:
+    """A switch: `value` where it is on, else our default."""
+    return lambda given, names: value if _truth(given, names[0]) else None
+
+
+def trackers(given: Given, names: Names) -> object:
+    """Return trackers by their names, which are the same; others and the console are left out."""
+    value = given.get(names[0])
+    named = value if isinstance(value, list) else [value]
+    return [one for one in named if one in ("tensorboard", "wandb", "mlflow")] or None
 
 
 def _trl_batch(given: Given) -> tuple[int, int]:
@@ -119,11 +122,11 @@ def _trl_batch(given: Given) -> tuple[int, int]:
     return int(number(given, "generation_batch_size") or step * steps or update), update
 
 
-def trl_prompts(given: Given) -> object:
+def trl_prompts(given: Given, names: Names) -> object:
     return max(1, _trl_batch(given)[0] // max(1, int(number(given, "num_generations"))))
 
 
-def trl_updates(given: Given) -> object:
+def trl_updates(given: Given, names: Names) -> object:
     generated, update = _trl_batch(given)
     updates = max(1, generated // max(1, update))
     if number(given, "num_iterations") > 1:
@@ -131,7 +134,7 @@ def trl_updates(given: Given) -> object:
     return updates if updates > 1 else None
 
 
-def verl_updates(given: Given) -> object:
+def verl_updates(given: Given, names: Names) -> object:
     prompts, mini = number(given, "data.train_batch_size"), number(given, f"{ACTOR}.ppo_mini_batch_size")
     updates = max(1, int(prompts // max(1, mini)))
     if number(given, f"{ACTOR}.ppo_epochs") > 1:
@@ -139,7 +142,7 @@ def verl_updates(given: Given) -> object:
     return updates if updates > 1 else None
 
 
-def trl_data(given: Given) -> object:
+def trl_data(given: Given, names: Names) -> object:
     answers = _trl_answers(given)
     mixed = given.get("datasets")
     if isinstance(mixed, list):
@@ -157,7 +160,7 @@ def _source(path: object, *, subset: object = None, split: object = None) -> dic
     return {"path": str(path), **named, **({} if split in (None, "train") else {"split": split})}
 
 
-def trl_sets(given: Given) -> object:
+def trl_sets(given: Given, names: Names) -> object:
     if str(given.get("eval_strategy", "no")) == "no" or given.get("dataset_name") is None:
         return None
     split, subset = given.get("dataset_test_split", "test"), given.get("dataset_config")
@@ -169,16 +172,16 @@ def _trl_answers(given: Given) -> dict[str, object]:
     return {"columns": {"answer": "solution"}} if "accuracy_reward" in str(given.get("reward_funcs")) else {}
 
 
-def trl_eval_steps(given: Given) -> object:
-    return None if str(given.get("eval_strategy", "no")) != "steps" else _whole(given, "eval_steps")
+def trl_eval_steps(given: Given, names: Names) -> object:
+    return None if str(given.get("eval_strategy", "no")) != "steps" else _whole(given, names[0])
 
 
-def verl_data(given: Given) -> object:
+def verl_data(given: Given, names: Names) -> object:
     found = [_verl_source(path, given) for path in _paths(given.get("data.train_files"))]
     return (found[0] if len(found) == 1 else found) or None
 
 
-def verl_sets(given: Given) -> object:
+def verl_sets(given: Given, names: Names) -> object:
     drawn = {
         ours: number(given, f"{ROLLOUT}.val_kwargs.{theirs}")
         for ours, theirs in (("samples", "n"), ("temperature", "temperature"))
@@ -207,77 +210,82 @@ def _verl_source(path: str, given: Given) -> dict[str, object]:
     return {"path": path, "columns": columns if prompt == "prompt" else {"prompt": prompt, **columns}}
 
 
-def trl_reward(given: Given) -> object:
-    names = given.get("reward_funcs")
-    names = names if isinstance(names, list) else [names] if names else []
-    terms = [TRL_REWARDS[name] for name in names if name in TRL_REWARDS]
-    if len(terms) < len(names) or given.get("reward_model_name_or_path"):
-        others = ", ".join(str(name) for name in names if name not in TRL_REWARDS) or "a reward model"
+def trl_reward(given: Given, names: Names) -> object:
+    found = given.get("reward_funcs")
+    funcs = found if isinstance(found, list) else [found] if found else []
+    terms = [TRL_REWARDS[name] for name in funcs if name in TRL_REWARDS]
+    if len(terms) < len(funcs) or given.get("reward_model_name_or_path"):
+        others = ", ".join(str(name) for name in funcs if name not in TRL_REWARDS) or "a reward model"
         raise NoCounterpartError(
             f"{others}: rewards have other arguments, see docs/rewards.md", instead=terms or None
         )
     return terms or None
 
 
-def trl_lora(name: str) -> Callable[[Given], object]:
-    return lambda given: _whole(given, name) if _truth(given, "use_peft") else None
+def trl_lora(given: Given, names: Names) -> object:
+    return _whole(given, names[-1]) if _truth(given, "use_peft") else None
 
 
-def verl_lora(name: str) -> Callable[[Given], object]:
-    return lambda given: _whole(given, name) if number(given, f"{MODEL}.lora_rank") > 0 else None
+def verl_lora(given: Given, names: Names) -> object:
+    return _whole(given, names[0]) if number(given, f"{MODEL}.lora_rank") > 0 else None
 
 
-def targets(name: str, rank: Callable[[Given], object]) -> Theirs:
-    """Projections with adapters; all of them is our default."""
-
-    def convert(given: Given) -> object:
-        named = given.get(name)
-        if rank(given) is None or named in (None, "all-linear", ["all-linear"]):
-            return None
-        if not isinstance(named, list):
-            raise NoCounterpartError("give a list of projections, e.g. [q_proj, v_proj]")
-        return named
-
-    return Theirs((name,), convert)
+def trl_targets(given: Given, names: Names) -> object:
+    return _targets(given[names[0]]) if _truth(given, "use_peft") and names[0] in given else None
 
 
-def trl_warmup(given: Given) -> object:
-    share = number(given, "warmup_steps")
-    return round(share * number(given, "max_steps")) or None if 0 < share < 1 else _whole(given, "warmup_steps")
+def verl_targets(given: Given, names: Names) -> object:
+    return _targets(given[names[0]]) if number(given, f"{MODEL}.lora_rank") > 0 and names[0] in given else None
 
 
-def trl_scale(given: Given) -> object:
-    scale = str(given.get("scale_rewards")).lower()
+def _targets(named: object) -> object:
+    """Return the projections with adapters; all of them is our default."""
+    if named in (None, "all-linear", ["all-linear"]):
+        return None
+    if not isinstance(named, list):
+        raise NoCounterpartError("give a list of projections, e.g. [q_proj, v_proj]")
+    return named
+
+
+def trl_warmup(given: Given, names: Names) -> object:
+    share = number(given, names[0])
+    return round(share * number(given, "max_steps")) or None if 0 < share < 1 else _whole(given, names[0])
+
+
+def trl_scale(given: Given, names: Names) -> object:
+    scale = str(given.get(names[0])).lower()
     if scale == "batch":
         raise NoCounterpartError("batch_std here also subtracts the mean of the step; group_std is used")
     return "group_mean" if scale in ("none", "false") else None
 
 
-def verl_advantage(given: Given) -> object:
+def verl_advantage(given: Given, names: Names) -> object:
     name = str(given.get("algorithm.adv_estimator"))
     estimators = {"grpo": "group_std", "rloo": "leave_one_out", "reinforce_plus_plus": "batch_std"}
+    if name == "gae":
+        raise NoCounterpartError("gae needs a critic, and there is none; GRPO's group_std is used")
     if name not in estimators:
-        raise NoCounterpartError(f"{name} is unknown here, and there is no critic; GRPO's group_std is used")
+        raise NoCounterpartError(f"{name} is unknown here; GRPO's group_std is used")
     if name == "grpo":
         return "group_mean" if str(given.get("algorithm.norm_adv_by_std_in_grpo")).lower() == "false" else None
     return estimators[name]
 
 
-def verl_kl(given: Given) -> object:
+def verl_kl(given: Given, names: Names) -> object:
     return number(given, f"{ACTOR}.kl_loss_coef") if _truth(given, f"{ACTOR}.use_kl_loss") else None
 
 
-def verl_kl_kind(given: Given) -> object:
+def verl_kl_kind(given: Given, names: Names) -> object:
     kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-    kind = str(given.get(f"{ACTOR}.kl_loss_type"))
-    if verl_kl(given) is None:
+    kind = str(given.get(names[0]))
+    if not _truth(given, f"{ACTOR}.use_kl_loss"):
         return None
     if kind not in kinds:
         raise NoCounterpartError("choose k1, k2 or k3")
     return None if kinds[kind] == "k3" else kinds[kind]
 
 
-def trl_clip_high(given: Given) -> object:
+def trl_clip_high(given: Given, names: Names) -> object:
     """Return the upper clip; CISPO's `epsilon_high` bounds the ratio itself."""
     cispo = given.get("loss_type") == "cispo"
     if given.get("epsilon_high") is None:
@@ -285,21 +293,9 @@ def trl_clip_high(given: Given) -> object:
     return number(given, "epsilon_high") - cispo
 
 
-def sums(*names: str) -> Callable[[Given], object]:
-    return lambda given: int(sum(number(given, name) for name in names)) or None
+def trl_name(given: Given, names: Names) -> object:
+    return "cispo" if given.get(names[0]) == "cispo" else None
 
 
-def trackers(name: str) -> Theirs:
-    """Trackers by their names, which are the same; others and the console are left out."""
-
-    def convert(given: Given) -> object:
-        value = given.get(name)
-        named = value if isinstance(value, list) else [value]
-        return [one for one in named if one in ("tensorboard", "wandb", "mlflow")] or None
-
-    return Theirs((name,), convert)
-
-
-def when(name: str, value: object) -> Theirs:
-    """A switch: `value` where it is on, else our default."""
-    return Theirs((name,), lambda given: value if _truth(given, name) else None)
+def trl_clip_low(given: Given, names: Names) -> object:
+    return None if given.get("loss_type") == "cispo" else given.get(names[0])
