@@ -166,7 +166,7 @@ def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> It
         if figure.compared
     ]
     yield _table("Speed and tails", heads, [*speed, *_tail_rows(reports)])
-    yield make_table("\nStaleness of consumed trajectories", "versions", heads, _staleness_rows(reports))
+    yield make_table("\nStaleness of consumed trajectories", "learner steps", heads, _staleness_rows(reports))
     measure = comparison.measure
     if comparison.reached:
         yield _table(f"\nUntil {measure} is", heads, list(_reached_rows(comparison)))

@@ -401,7 +401,7 @@ COUNTERPARTS = (
     ),
     Counterpart(
         key="algorithm.truncated",
-        meaning="train on responses that the cap ended, or mask them",
+        meaning="train on truncated responses, which a cap ended, or mask them",
         trl=when("mask_truncated_completions", "mask"),
     ),
     Counterpart(
