@@ -6,6 +6,7 @@ evaluations is interpolated. Runs whose configs differ only in their seeds share
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,13 +75,15 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class SeedGroup:
-    """Runs of one config and their results at equal device-hours.
+    """Runs of one config and their results at the end, and at equal device-hours.
 
-    E.g. `SeedGroup((0, 1), {"aime": (0.31, 0.35)})` for the first two runs.
+    E.g. `SeedGroup((0, 1), {"aime": (0.41, 0.45)}, {"aime": (0.31, 0.35)})` for the first two runs. Results are by
+    set, or of the reward in training where no run has a set.
     """
 
     runs: tuple[int, ...]  # places among the compared runs
-    at_equal: dict[str, tuple[float, ...]]  # by set, or the reward without any, of each run with a result by then
+    at_end: dict[str, tuple[float, ...]]  # of each run with a result
+    at_equal: dict[str, tuple[float, ...]]  # of each run with a result by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +127,12 @@ def _group_by_seed(runs: Sequence[ComparedRun], budget: float) -> tuple[SeedGrou
         curves = [{"reward in training": run.reward} for run in runs]
     sets = list(dict.fromkeys(name for by_set in curves for name in by_set))
 
-    def results(group: Sequence[int], name: str) -> tuple[float, ...]:
-        found = (_last_within(curves[place].get(name, ()), budget) for place in group)
-        return tuple(point.value for point in found if point is not None)
+    def results(group: Sequence[int], most: float) -> dict[str, tuple[float, ...]]:
+        found = {name: [_last_within(curves[place].get(name, ()), most) for place in group] for name in sets}
+        return {name: tuple(point.value for point in points if point) for name, points in found.items()}
 
     return tuple(
-        SeedGroup(tuple(group), {name: results(group, name) for name in sets}) for group in places.values()
+        SeedGroup(tuple(group), results(group, math.inf), results(group, budget)) for group in places.values()
     )
 
 
@@ -141,12 +144,18 @@ def _config_without_seed(config: RunConfig) -> str:
 
 
 def _levels(curves: Sequence[Sequence[Point]]) -> list[float]:
-    """Return levels between the best start and the worst end, none if the curves do not overlap."""
+    """Return levels between the best start and the worst end, none if the curves do not overlap.
+
+    A level within the interval of a first evaluation is left out, since the start may be there already.
+    """
     if not all(curves):
         return []
-    start = max(curve[0].value for curve in curves)
+    firsts = [curve[0] for curve in curves]
+    start = max(point.value for point in firsts)
+    surely = max(point.value if point.figures is None else point.figures.mean.high for point in firsts)
     end = min(max(point.value for point in curve) for curve in curves)
-    return [start + (end - start) * stage for stage in _STAGES] if end > start else []
+    levels = [start + (end - start) * stage for stage in _STAGES] if end > start else []
+    return [level for level in levels if level > surely]
 
 
 def _first_at(curve: Sequence[Point], level: float) -> Point | None:
@@ -195,30 +204,30 @@ def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> It
 
 
 def sets_table(comparison: Comparison, names: Sequence[str]) -> Group:
-    """Return the table of each set's results at equal device-hours, with a row for each group of seeds.
+    """Return the table of each set's results at the end and at equal device-hours, a row for each group of seeds.
 
-    The first set's intervals are drawn on one axis, which has 0 on it: from 0 to 1 if no value is beyond.
+    The first set's intervals at the end are drawn on one axis, which has 0 on it: from 0 to 1 if no value is
+    beyond.
     """
-    title = (
-        f"\nSets at {comparison.device_hours:.3g} device-hours: mean ± half of the 95 % t-interval over the runs"
-        " of one config"
-    )
-    first, *others = comparison.groups[0].at_equal
-    drawn = [value for group in comparison.groups for value in group.at_equal[first]]
+    title = "\nSets at the end: mean ± half of the 95 % t-interval over the runs of one config"
+    first, *others = comparison.groups[0].at_end
+    drawn = [value for group in comparison.groups for value in group.at_end[first]]
     low, high = min([0.0, *drawn]), max([0.0, *drawn])
     high = 1.0 if low == 0.0 and high <= 1.0 else max(high, low + 1e-9)
     rows = [
         [
             name,
             str(len(group.runs)),
-            format_mean(group.at_equal[first]),
-            draw_mean(group.at_equal[first], low=low, high=high),
-            *(format_mean(group.at_equal[other]) for other in others),
+            format_mean(group.at_end[first]),
+            draw_mean(group.at_end[first], low=low, high=high),
+            *(format_mean(group.at_end[other]) for other in others),
+            *map(format_mean, group.at_equal.values()),
         ]
         for name, group in zip(names, comparison.groups, strict=True)
     ]
     axis = f"{low:<.3g}{f'{high:.3g}':>{BAR - len(f'{low:.3g}')}}"
-    return make_table(title, "runs", ["seeds", first, axis, *others], rows)
+    equal = [f"{name} at {comparison.device_hours:.3g} device-hours" for name in (first, *others)]
+    return make_table(title, "runs", ["seeds", first, axis, *others, *equal], rows)
 
 
 def seed_warning(comparison: Comparison, names: Sequence[str]) -> Text | None:

@@ -53,7 +53,7 @@ def warm(
 
 def _print_progress(clock: "Clock") -> "Progress":
     """Return a function that prints a line on the steps every few seconds, and at the end."""
-    from laminar_py.observe.live import Pace
+    from laminar_py.observe import Pace
 
     pace, told_s = Pace(clock), clock.now()
 

@@ -77,6 +77,8 @@ def launch(
     """
     if config.staleness.unbounded(config.schedule):
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
+    if config.warm_start is not None and config.learner.lora is not None and resume is None:
+        console.print(WHOLE_WARM_START, soft_wrap=True, highlight=False)
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
     view = View(console, clock=SystemClock(), steps=config.steps, max_rl_s=config.max_rl_seconds)
     make = partial(Controller, view=view)
@@ -153,8 +155,6 @@ def lead(
         goes_on = f" {describe_resume(resume, config)}" if resume and trains else ""
         console.print(f"run {run.path}{goes_on}: {what}", soft_wrap=True)
         console.print(inputs.example, markup=False, soft_wrap=True, highlight=False)
-        if trains and not resume and config.warm_start is not None and config.learner.lora is not None:
-            console.print(WHOLE_WARM_START, soft_wrap=True, highlight=False)
         start = RunStart(
             config=config,
             run=run,
