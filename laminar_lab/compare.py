@@ -6,6 +6,7 @@ evaluations is interpolated. Runs whose configs differ only in their seeds share
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,18 @@ from functools import cached_property
 from pathlib import Path
 
 from rich.console import Group
+from rich.text import Text
 
-from laminar_lab.curves import Point, count_devices, evaluation_curves, format_mean, read_fleet_sizes, reward_curve
+from laminar_lab.curves import (
+    BAR,
+    Point,
+    count_devices,
+    draw_mean,
+    evaluation_curves,
+    format_mean,
+    read_fleet_sizes,
+    reward_curve,
+)
 from laminar_lab.report.figures import FIGURES
 from laminar_lab.report.run_report import RunReport, read_report
 from laminar_lab.report.tails import NAMES, Measure, format_seconds
@@ -64,13 +75,15 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class SeedGroup:
-    """Runs of one config and their results at equal device-hours.
+    """Runs of one config and their results at the end, and at equal device-hours.
 
-    E.g. `SeedGroup((0, 1), {"aime": (0.31, 0.35)})` for the first two runs.
+    E.g. `SeedGroup((0, 1), {"aime": (0.41, 0.45)}, {"aime": (0.31, 0.35)})` for the first two runs. Results are by
+    set, or of the reward in training where no run has a set.
     """
 
     runs: tuple[int, ...]  # places among the compared runs
-    at_equal: dict[str, tuple[float, ...]]  # by set, of each run with a result by then
+    at_end: dict[str, tuple[float, ...]]  # of each run with a result
+    at_equal: dict[str, tuple[float, ...]]  # of each run with a result by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +122,17 @@ def _group_by_seed(runs: Sequence[ComparedRun], budget: float) -> tuple[SeedGrou
     places: dict[str, list[int]] = defaultdict(list)
     for place, run in enumerate(runs):
         places[_config_without_seed(run.config)].append(place)
-    sets = list(dict.fromkeys(name for run in runs for name in run.by_set))
+    curves = [run.by_set for run in runs]
+    if not any(curves):
+        curves = [{"reward in training": run.reward} for run in runs]
+    sets = list(dict.fromkeys(name for by_set in curves for name in by_set))
 
-    def results(group: Sequence[int], name: str) -> tuple[float, ...]:
-        found = (_last_within(runs[place].by_set.get(name, ()), budget) for place in group)
-        return tuple(point.value for point in found if point is not None)
+    def results(group: Sequence[int], most: float) -> dict[str, tuple[float, ...]]:
+        found = {name: [_last_within(curves[place].get(name, ()), most) for place in group] for name in sets}
+        return {name: tuple(point.value for point in points if point) for name, points in found.items()}
 
     return tuple(
-        SeedGroup(tuple(group), {name: results(group, name) for name in sets}) for group in places.values()
+        SeedGroup(tuple(group), results(group, math.inf), results(group, budget)) for group in places.values()
     )
 
 
@@ -128,12 +144,18 @@ def _config_without_seed(config: RunConfig) -> str:
 
 
 def _levels(curves: Sequence[Sequence[Point]]) -> list[float]:
-    """Return levels between the best start and the worst end, none if the curves do not overlap."""
+    """Return levels between the best start and the worst end, none if the curves do not overlap.
+
+    A level within the interval of a first evaluation is left out, since the start may be there already.
+    """
     if not all(curves):
         return []
-    start = max(curve[0].value for curve in curves)
+    firsts = [curve[0] for curve in curves]
+    start = max(point.value for point in firsts)
+    surely = max(point.value if point.figures is None else point.figures.mean.high for point in firsts)
     end = min(max(point.value for point in curve) for curve in curves)
-    return [start + (end - start) * stage for stage in _STAGES] if end > start else []
+    levels = [start + (end - start) * stage for stage in _STAGES] if end > start else []
+    return [level for level in levels if level > surely]
 
 
 def _first_at(curve: Sequence[Point], level: float) -> Point | None:
@@ -157,36 +179,67 @@ class CompareRow:
     format: Callable[[float], str]
 
 
-def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> Iterator[Group]:
+def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> Iterator[Group | Text]:
     """Yield tables of speed, of staleness, of quality against time and device-hours, and of all sets by seeds."""
     heads, reports = short_names([run.report for run in runs]), [run.report for run in runs]
+    names = [_group_name(heads, group) for group in comparison.groups]
+    if (warning := seed_warning(comparison, names)) is not None:
+        yield warning
     speed = [
         CompareRow(figure.compared, [figure.value(report) for report in reports], figure.format)
         for figure in FIGURES
         if figure.compared
     ]
     yield _table("Speed and tails", heads, [*speed, *_tail_rows(reports)])
-    yield make_table("\nStaleness of consumed trajectories", "versions", heads, _staleness_rows(reports))
+    yield make_table("\nStaleness of consumed trajectories", "learner steps", heads, _staleness_rows(reports))
     measure = comparison.measure
     if comparison.reached:
         yield _table(f"\nUntil {measure} is", heads, list(_reached_rows(comparison)))
     kinds = ", ".join(dict.fromkeys("{} x {}".format(*count_devices(run.config)) for run in runs))
     title = f"\nAt equal device-hours: {comparison.device_hours:.3g} ({kinds})"
-    yield _table(title, heads, list(_equal_rows(comparison)))
+    yield make_table(title, "", heads, _equal_rows(comparison))
     sets = comparison.groups[0].at_equal
     if len(sets) > 1 or (sets and len(comparison.groups) < len(runs)):
-        yield sets_table(comparison, [_group_name(heads, group) for group in comparison.groups])
+        yield sets_table(comparison, names)
 
 
 def sets_table(comparison: Comparison, names: Sequence[str]) -> Group:
-    """Return the table of each set's results at equal device-hours, with a row for each group of seeds."""
-    title = (
-        f"\nSets at {comparison.device_hours:.3g} device-hours: mean ± half of the 95 % t-interval over the runs"
-        " of one config"
+    """Return the table of each set's results at the end and at equal device-hours, a row for each group of seeds.
+
+    The first set's intervals at the end are drawn on one axis, which has 0 on it: from 0 to 1 if no value is
+    beyond.
+    """
+    title = "\nSets at the end: mean ± half of the 95 % t-interval over the runs of one config"
+    first, *others = comparison.groups[0].at_end
+    drawn = [value for group in comparison.groups for value in group.at_end[first]]
+    low, high = min([0.0, *drawn]), max([0.0, *drawn])
+    high = 1.0 if low == 0.0 and high <= 1.0 else max(high, low + 1e-9)
+    rows = [
+        [
+            name,
+            str(len(group.runs)),
+            format_mean(group.at_end[first]),
+            draw_mean(group.at_end[first], low=low, high=high),
+            *(format_mean(group.at_end[other]) for other in others),
+            *map(format_mean, group.at_equal.values()),
+        ]
+        for name, group in zip(names, comparison.groups, strict=True)
+    ]
+    axis = f"{low:<.3g}{f'{high:.3g}':>{BAR - len(f'{low:.3g}')}}"
+    equal = [f"{name} at {comparison.device_hours:.3g} device-hours" for name in (first, *others)]
+    return make_table(title, "runs", ["seeds", first, axis, *others, *equal], rows)
+
+
+def seed_warning(comparison: Comparison, names: Sequence[str]) -> Text | None:
+    """Return a warning of configs that ran once, by their `names` in the order of the groups; None without any."""
+    once = [name for name, group in zip(names, comparison.groups, strict=True) if len(group.runs) == 1]
+    if not once:
+        return None
+    who = "each config" if len(once) == len(names) else ", ".join(once)
+    return Text(
+        f"ONE SEED: {who} ran once, so a difference may be the luck of a seed; run three seeds or more of each",
+        style="bold red",
     )
-    groups = zip(names, comparison.groups, strict=True)
-    rows = ([name, *map(format_mean, group.at_equal.values())] for name, group in groups)
-    return make_table(title, "runs", list(comparison.groups[0].at_equal), rows)
 
 
 def _group_name(heads: Sequence[str], group: SeedGroup) -> str:
@@ -251,13 +304,19 @@ def _reached_rows(comparison: Comparison) -> Iterator[CompareRow]:
         yield CompareRow("  device-hours", _values(lambda point: point.device_hours, points), "{:.3g}".format)
 
 
-def _equal_rows(comparison: Comparison) -> Iterator[CompareRow]:
+def _equal_rows(comparison: Comparison) -> Iterator[list[str]]:
+    """Yield rows of quality with the intervals over problems; ratios would make noise look like a result."""
     points = comparison.at_equal
-    yield CompareRow(comparison.measure, _values(lambda point: point.value, points), "{:.3f}".format)
-    yield CompareRow("  last known at", _values(lambda point: point.device_hours, points), "{:.3g}".format)
+    yield [comparison.measure, *map(_quality, points)]
+    yield ["  last known at", *("-" if point is None else f"{point.device_hours:.3g}" for point in points)]
     if comparison.measure != "reward":
-        rewards = _values(lambda point: point.value, comparison.reward_at_equal)
-        yield CompareRow("reward in training", rewards, "{:.3f}".format)
+        yield ["reward in training", *map(_quality, comparison.reward_at_equal)]
+
+
+def _quality(point: Point | None) -> str:
+    if point is None:
+        return "-"
+    return f"{point.value:.3f}" if point.figures is None else point.figures.mean.describe()
 
 
 def _values(value: Callable[[Point], float], points: Sequence[Point | None]) -> list[float | None]:

@@ -39,11 +39,37 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def format_mean(values: Sequence[float]) -> str:
-    """Return the mean with half of its 95 % t-interval, e.g. "0.412 ± 0.031"; without interval for one value."""
+    """Return the mean with half of its 95 % t-interval, e.g. "0.412 ± 0.031", or "0.412, one seed"."""
     if not values:
         return "–"
     half = half_width(values)
-    return f"{fmean(values):,.3f}" + ("" if half is None else f" ± {half:,.3f}")
+    return f"{fmean(values):,.3f}" + (", one seed" if half is None else f" ± {half:,.3f}")
+
+
+BAR = 31  # characters of an interval's axis
+
+
+def draw_mean(values: Sequence[float], *, low: float, high: float) -> str:
+    """Return a mean and its 95 % t-interval on an axis from `low` to `high`, e.g. "····├──●──┤····".
+
+    An interval that leaves the axis has no end there, and one value has no interval.
+    """
+
+    def place(value: float) -> int:
+        return round((min(max(value, low), high) - low) / (high - low) * (BAR - 1))
+
+    cells = ["·"] * BAR
+    if not values:
+        return "".join(cells)
+    mean, half = fmean(values), half_width(values) or 0.0
+    first, last = place(mean - half), place(mean + half)
+    cells[first : last + 1] = "─" * (last + 1 - first)
+    if half and mean - half >= low:
+        cells[first] = "├"
+    if half and mean + half <= high:
+        cells[last] = "┤"
+    cells[place(mean)] = "●"
+    return "".join(cells)
 
 
 @dataclass(frozen=True, slots=True)

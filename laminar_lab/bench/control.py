@@ -28,6 +28,7 @@ from laminar_py.config import load_config
 from laminar_py.ledger import decode_event, reading
 from laminar_py.observe import View
 from laminar_py.records.events import Stepped
+from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster import cluster, use_cluster
 from laminar_py.runtime.orchestrator import Controller, Result, lead
 from laminar_py.runtime.workers import RunStart
@@ -136,7 +137,7 @@ def main(folder: Path, *, replicas: int, rate: float, steps: int) -> None:
     console, samples = Console(file=sys.stderr), ProcessSamples()
 
     def make(start: RunStart) -> Controller:
-        controller = SampledController(start, view=View(console, steps=steps))
+        controller = SampledController(start, view=View(console, clock=SystemClock(), steps=steps))
         controller.samples = samples
         return controller
 

@@ -87,8 +87,9 @@ def _print_plan(experiment: "Experiment") -> None:
     slots = make_slots(experiment)
     scripts = check_variants(experiment, slots=len(slots))
     settings, config = experiment.settings, experiment.runs[0].config
+    seeds = "" if len(settings.seeds) > 1 else " with ONE SEED each"
     print_line(
-        f"{settings.name}: {len(experiment.runs)} runs of {len(experiment.variants)} variants,"
+        f"{settings.name}: {len(experiment.runs)} runs of {len(experiment.variants)} variants{seeds},"
         f" {_describe_slots(slots, config.cluster.address)}; in {config.runs}"
     )
     common = to_overrides(settings.set)
@@ -114,7 +115,7 @@ def _describe_slots(slots: "list[Slot]", address: str | None) -> str:
 
 def _report(experiment: "Experiment") -> int:
     """Print the table of all runs and compare the finished runs; return their number."""
-    from laminar_lab.compare import compare, read_run, sets_table
+    from laminar_lab.compare import compare, read_run, seed_warning, sets_table
     from laminar_lab.launcher.progress import RunState, progress_table, read_all_progress
 
     progress = read_all_progress(experiment)
@@ -124,7 +125,10 @@ def _report(experiment: "Experiment") -> int:
     folders = [run.folder.path for run in finished if run.folder is not None]
     if len(folders) > 1:
         comparison = compare([read_run(folder) for folder in folders])
-        wide.print(sets_table(comparison, [finished[group.runs[0]].variant for group in comparison.groups]))
+        names = [finished[group.runs[0]].variant for group in comparison.groups]
+        wide.print(sets_table(comparison, names))
+        if (warning := seed_warning(comparison, names)) is not None:
+            wide.print(warning)
         print_line(f"two runs side by side: laminar compare {folders[0]} {folders[1]}")
     print_line(f"{len(finished)} of {len(progress)} runs have finished")
     return len(finished)

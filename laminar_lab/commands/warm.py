@@ -2,14 +2,18 @@
 
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from laminar_py.cli import print_line
 from laminar_py.config import ConfigError, load_config
+from laminar_py.records.host import SystemClock
+
+if TYPE_CHECKING:
+    from laminar_py.config.warm_start import Progress
+    from laminar_py.records.host import Clock
 
 EVERY_S = 5.0  # between lines on the progress
 WHOLE = (
@@ -39,7 +43,7 @@ def warm(
         raise ConfigError(f"out={out}: exists; name a new folder")
     prepare(settings)
     kind = check_warm_start(settings)
-    kind.make(settings, _Progress().tell)
+    kind.make(settings, _print_progress(SystemClock()))
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")  # an interrupted copy is no model
     shutil.copytree(kind.folder(settings), partial)
     partial.rename(out)
@@ -47,17 +51,17 @@ def warm(
     print_line(f"train from it with model.path={out} model.from_scratch=false warm_start=null")
 
 
-class _Progress:
-    """Prints a line on the steps every few seconds, and at the end."""
+def _print_progress(clock: "Clock") -> "Progress":
+    """Return a function that prints a line on the steps every few seconds, and at the end."""
+    from laminar_py.observe import Pace
 
-    def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
+    pace, told_s = Pace(clock), clock.now()
 
-    def tell(self, step: int, steps: int, loss: float) -> None:
-        now = time.monotonic()
-        if step == 1:  # loading the model is no part of a step
-            self._began = now
-        elif now - self._told >= EVERY_S or step == steps:
-            left_s = (now - self._began) / (step - 1) * (steps - step)
-            print_line(f"step {step} of {steps}: loss {loss:.3f}, {left_s:.0f} s left")
-            self._told = now
+    def show(step: int, steps: int, loss: float) -> None:
+        nonlocal told_s
+        left = pace.describe("steps", step, steps)  # from the first step on, since loading is no part of it
+        if clock.now() - told_s >= EVERY_S or step == steps:
+            print_line(f"step {step} of {steps}: loss {loss:.3f}{left}")
+            told_s = clock.now()
+
+    return show

@@ -143,7 +143,7 @@ def _figures(progress: RunProgress, compared: str) -> dict[str, str]:
     return {
         "step": steps,
         "reward": "" if row is None else f"{row.reward:.3f}",
-        compared: f"{points[-1].value:.3f}" if points else "",
+        compared: figures.mean.describe() if points and (figures := points[-1].figures) else "",
         "tokens/s": f"{row.trained_tokens / row.rl_s:,.0f}" if row is not None and row.rl_s else "",
         "staleness": f"{row.staleness_mean:.1f}" if row is not None and row.trajectories else "",
     }

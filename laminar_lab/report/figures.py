@@ -148,7 +148,9 @@ def headline(report: RunReport) -> list[Card]:
         if figure.note is not None and value is not None:
             cards.append(Card(figure.name, figure.format(value), figure.note(report)))
     for name, passes in report.snapshot.history.evaluations_by_set.items():
-        last = passes[-1].figures
-        words = f"{passes[0].figures.mean.value:.3f} at the first evaluation; the last: {last.describe()}"
+        last, first = passes[-1].figures, passes[0].figures.mean.value
+        before = f"was {first:.3f}; " if len(passes) > 1 else ""
+        unscored = f"; {last.unscored} not scored" if last.unscored else ""
+        words = f"{before}{last.mean.low:.3f} to {last.mean.high:.3f}{unscored}"  # a line, so that cards align
         cards.append(Card(f"{name}: {last.name}", f"{last.mean.value:.3f}", words))
     return cards

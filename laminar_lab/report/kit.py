@@ -53,7 +53,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     y: str
     series: list[Series] = []
     heat: Heat | None = None
-    marks: list[tuple[str, float]] = []  # vertical lines with names
+    marks: list[tuple[str, float]] = []  # vertical lines with texts, e.g. ("p50 12.4 s", 12.4)
     log: bool = False  # a logarithmic axis x, in seconds
     from_zero: bool = False  # an axis y that begins at 0
     is_empty: bool = False

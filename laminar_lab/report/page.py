@@ -7,6 +7,8 @@ Perfetto.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,8 +24,16 @@ from laminar_lab.report.figures import headline
 from laminar_lab.report.kit import Card, Chart, Heat, Panel, Series, Table, render
 from laminar_lab.report.learning import LearningFinding
 from laminar_lab.report.run_report import RunReport
-from laminar_lab.report.snapshot import Snapshot
-from laminar_lab.report.tails import COUNTED, NAMES, Measure, distribution, format_seconds, measures
+from laminar_lab.report.snapshot import Snapshot, Stop
+from laminar_lab.report.tails import (
+    COUNTED,
+    NAMES,
+    Measure,
+    distribution,
+    format_duration,
+    format_seconds,
+    measures,
+)
 from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
 from laminar_lab.report.trajectories import Times, Trajectories
@@ -33,9 +43,13 @@ from laminar_py.records.trajectory import Status
 
 REPORT_NAME = "report.html"
 MOST_BINS, MOST_COLUMNS, MOST_POINTS = 50, 240, 2_000
+MOST_MARKS = 12  # stops, on a chart over time
 MOST_TEXTS = 12  # responses on the page
 MOST_TERMS = 6  # of the reward, each a chart
 MOST_CELLS, MOST_TIMES, MOST_STEPS = 60_000, 600, 400  # of the timeline
+
+
+_PLACES = (Measure.GENERATION, *Measure)  # of the choices: the panel opens on generation
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +136,13 @@ def bottleneck_panel(diagnosis: Diagnosis, learning: Sequence[LearningFinding]) 
 
 def timeline_panel(snapshot: Snapshot) -> Panel:
     """Return the panel of replicas over time, by their number of trajectories, with the learner steps."""
-    residences, end_s = snapshot.residences, max(snapshot.end_s, 1e-3)
+    residences, stops = snapshot.residences, snapshot.history.stops
+    residences = replace(
+        residences,
+        start_s=without_stops(residences.start_s, stops),
+        end_s=without_stops(residences.end_s, stops),
+    )
+    end_s = max(float(without_stops(np.array([snapshot.end_s]), stops)[0]), 1e-3)
     bins = max(1, min(MOST_TIMES, MOST_CELLS // max(1, len(np.unique(residences.replica)))))
     edges = np.linspace(0.0, end_s, bins + 1)
     running = {replica: mean for replica, mean, _ in occupancy(residences, edges=edges)}
@@ -133,10 +153,11 @@ def timeline_panel(snapshot: Snapshot) -> Panel:
         z=[[round(value, 2) for value in row.tolist()] for row in running.values()],
     )
     chart = Chart(
-        x="time since the first trajectory (s)",
+        x="time since the first trajectory (s)" + (", without stops" if stops else ""),
         y="",
         heat=heat,
         series=list(_step_bars(snapshot)),
+        marks=stop_marks(stops, without_stops(np.array([stop.begin_s for stop in stops], np.float64), stops)),
         is_empty=not running,
     )
     note = (
@@ -146,9 +167,23 @@ def timeline_panel(snapshot: Snapshot) -> Panel:
     return Panel(id="timeline", title="Timeline", note=note, charts=[chart], is_wide=True)
 
 
+def without_stops(times: Times, stops: Sequence[Stop]) -> Times:
+    """Return times [N] less the seconds without a controller before each, so that a chart has no empty night."""
+    stopped_s = [np.clip(times - stop.begin_s, 0.0, stop.end_s - stop.begin_s) for stop in stops]
+    return times - np.sum(stopped_s, axis=0) if stopped_s else times
+
+
+def stop_marks(stops: Sequence[Stop], at: Sequence[float] | Times) -> list[tuple[str, float]]:
+    """Return marks of the last stops, whose places on the axis are `at` [S]."""
+    places = zip(stops, at, strict=True)
+    marks = [(f"stopped for {format_duration(stop.end_s - stop.begin_s)}", float(place)) for stop, place in places]
+    return marks[-MOST_MARKS:]
+
+
 def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
     """Yield bars of the learner steps, each with the mean reward of its trajectories."""
     train, steps = snapshot.trajectories, keep_evenly(snapshot.history.steps, MOST_STEPS)
+    at = without_stops(np.array([at_s for at_s, _ in steps], np.float64), snapshot.history.stops).tolist()
     used = train.is_status(Status.CONSUMED) & ~np.isnan(train.reward)
     rewards = _means_by_step(train.step[used], train.reward[used])
     if steps:
@@ -157,7 +192,7 @@ def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
             kind="row",
             x=[round(step.elapsed_s, 4) for _, step in steps],
             y=["learner"] * len(steps),
-            base=[round(at_s - step.elapsed_s, 4) for at_s, step in steps],
+            base=[round(end_s - step.elapsed_s, 4) for end_s, (_, step) in zip(at, steps, strict=True)],
             words=[
                 f"learner, step {step.step}: {format_seconds(step.elapsed_s)},"
                 f" after {format_seconds(step.waited_s)} without a batch; {step.num_trajectories:,} trajectories,"
@@ -171,7 +206,8 @@ def distribution_panels(train: Trajectories) -> tuple[Panel, Panel]:
     """Return the panel of lengths (and turns, if there are any), and the panel of times."""
     values = measures(train)
     counted = [_histogram(name, column) for name, column in values.items() if name in COUNTED]
-    times = [_histogram(name, column) for name, column in values.items() if name not in COUNTED]
+    stages = sorted(values.keys() - COUNTED.keys(), key=_PLACES.index)
+    times = [_histogram(name, values[name]) for name in stages]
     return (
         Panel(id="lengths", title="Response length", charts=counted, choose="of"),
         Panel(id="latencies", title="Latency", charts=times, choose="stage"),
@@ -200,7 +236,7 @@ def _histogram(measure: Measure, values: Times) -> Chart:
         width=np.diff(edges).tolist(),
         words=[f"{show(low)} to {show(high)}: {count:,}" for low, high, count in bars],
     )
-    marks = list(found.percentiles.items())
+    marks = [(f"{name} {show(value)}", value) for name, value in found.percentiles.items()]
     return Chart(name=name, x=title, y="trajectories", series=[series], marks=marks, log=log)
 
 
@@ -223,7 +259,7 @@ def staleness_panel(train: Trajectories) -> Panel:
 
 
 def curves_panel(snapshot: Snapshot) -> Panel:
-    """Return the panel of rewards, evaluations and entropy over seconds of RL."""
+    """Return the panel of rewards, evaluations and entropy over seconds of RL, with each set's last evaluation."""
     ends = {step.step: at_s for at_s, step in snapshot.history.steps}
     rows = [row for row in keep_evenly(snapshot.samples.steps, MOST_POINTS) if row.step in ends]
     at_s = [round(row.rl_s, 3) for row in rows]
@@ -243,10 +279,21 @@ def curves_panel(snapshot: Snapshot) -> Panel:
         )
     entropy = Series(name="entropy", colour="third", x=at_s, y=[round(row.entropy, 5) for row in rows])
     is_empty = all(math.isnan(row.entropy) for row in rows)
-    time, charts = "time of the RL phase (s)", list[Chart]()
-    charts.append(Chart(name="reward, evaluations", x=time, y="", series=series, is_empty=not series))
-    charts.append(Chart(name="entropy", x=time, y="nats", series=[entropy], from_zero=True, is_empty=is_empty))
-    return Panel(id="curves", title="Reward, evaluations, entropy", charts=charts, is_wide=True)
+    stops, rl_s = snapshot.history.stops, {row.step: row.rl_s for row in snapshot.samples.steps}
+    chart = partial(
+        Chart,
+        x="time of the RL phase (s)",
+        marks=stop_marks(stops, [rl_s.get(stop.step, 0.0) for stop in stops]),
+        from_zero=True,
+    )
+    charts = [
+        chart(name="reward, evaluations", y="", series=series, is_empty=not series),
+        chart(name="entropy", y="nats", series=[entropy], is_empty=is_empty),
+    ]
+    lines = [
+        f"{name}: {last.figures.describe()}" for name, (*_, last) in snapshot.history.evaluations_by_set.items()
+    ]
+    return Panel(id="curves", title="Reward, evaluations, entropy", lines=lines, charts=charts, is_wide=True)
 
 
 def learner_panel(snapshot: Snapshot) -> Panel:

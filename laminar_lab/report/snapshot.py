@@ -120,12 +120,22 @@ _KINDS = [  # of events that are not about one trajectory
 EventKind = TypeVar("EventKind")
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Time without a controller, e.g. `Stop(130.0, 1_290.0, 40)`: its resume began with step 40 done."""
+
+    begin_s: float
+    end_s: float
+    step: int
+
+
 @dataclass(frozen=True)
 class History:
     """Events that are not about one trajectory, in the order of the log."""
 
     happened: tuple[Happened, ...]
     starts_s: Times  # start of each controller
+    stops_s: Times  # last event before each later start
 
     def of_kind(self, kind: type[EventKind]) -> Iterator[tuple[float, EventKind]]:
         """Iterate over (time, event) of one type."""
@@ -142,6 +152,16 @@ class History:
                 last = stamped.event.step
                 steps = [(at_s, step) for at_s, step in steps if step.step <= last]
         return tuple(steps)
+
+    @property
+    def stops(self) -> list[Stop]:
+        """Times between the last event of a controller and the start of the next, in order."""
+        starts = list(self.of_kind(RunStarted))[-len(self.stops_s) :] if len(self.stops_s) else []
+        return [
+            Stop(begin_s, at_s, started.resumed_step or 0)
+            for begin_s, (at_s, started) in zip(self.stops_s.tolist(), starts, strict=True)
+            if at_s > begin_s
+        ]
 
     @cached_property
     def skipped(self) -> tuple[int, ...]:
@@ -192,7 +212,7 @@ def read_history(connection: sqlite3.Connection, times: RunTimes) -> History:
     seq, mono, bodies = zip(*rows, strict=True) if rows else ((), (), ())
     at = times.at(seq, mono).tolist() if rows else []
     events = tuple(Happened(at_s, decode_event(body)) for at_s, body in zip(at, bodies, strict=True))
-    return History(events, times.starts_s)
+    return History(events, times.starts_s, times.stops_s)
 
 
 class _Summary(msgspec.Struct, frozen=True):

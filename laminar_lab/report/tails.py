@@ -150,3 +150,10 @@ def format_seconds(value: float) -> str:
     if value < 0.9995:
         return f"{value * 1000:.0f} ms"
     return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with two digits in the unit that people say, e.g. "45 s", "12 min" or "8.2 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

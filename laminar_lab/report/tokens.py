@@ -1,8 +1,8 @@
 """Use and loss of generated tokens: the waterfall from issued to useful tokens.
 
 The useful tokens over seconds of RL are the goodput. Each response token of a training trajectory is counted once:
-issued = sum of the losses + useful (`tests/report/test_tokens.py`). Recomputed tokens and tokens of undone
-steps stand beside the waterfall.
+issued = sum of the losses + useful, and so is each trajectory (`tests/report/test_tokens.py`). Recomputed tokens
+and tokens of undone steps stand beside the waterfall.
 """
 
 from dataclasses import dataclass, replace
@@ -36,13 +36,13 @@ class TokenLoss:
 
     name: str
     tokens: int
-    trajectories: int
+    trajectories: int  # 0: trajectories that count as useful lost a part of their weight
     reward: float | None  # mean of known rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAccount:
-    """Tokens of a run so far; the losses and `useful` sum to `issued`."""
+    """Tokens and trajectories of a run so far; of both the losses and the useful ones sum to the issued ones."""
 
     issued: int  # generated for training trajectories
     losses: tuple[TokenLoss, ...]
@@ -85,13 +85,10 @@ def account_tokens(snapshot: Snapshot) -> TokenAccount:
     ]
     whole = int(lengths[stands].sum())
     useful = round(float(np.sum(lengths[stands] * t.weight[stands].astype(np.float64))))
-    light = stands & (t.weight < 1)
-    losses.append(
-        TokenLoss("weighed less for staleness", whole - useful, int(light.sum()), _mean_reward(t, light))
-    )
+    losses.append(TokenLoss("weight lost to staleness", whole - useful, 0, None))
     return TokenAccount(
         issued=int(lengths.sum()),
-        losses=tuple(loss for loss in losses if loss.trajectories),
+        losses=tuple(loss for loss in losses if loss.trajectories or loss.tokens),
         useful=useful,
         issued_trajectories=len(t),
         useful_trajectories=int(stands.sum()),
@@ -146,7 +143,7 @@ def token_cells(account: TokenAccount) -> list[list[str]]:
             row.name,
             f"{row.tokens:,}",
             f"{row.tokens / max(1, account.issued):.1%}",
-            f"{row.trajectories:,}",
+            f"{row.trajectories:,}" if row.trajectories or not row.tokens else "-",
             "-" if row.reward is None else f"{row.reward:.3g}",
         ]
         for row in waterfall(account)

@@ -242,6 +242,11 @@ class RunTimes:
         ).fetchall()
         self._since, self._wall, self._mono = np.array(rows, np.float64).reshape(-1, 3).T
         self.origin_s = origin_s
+        last = connection.execute(  # the seal of a finished run is broken by the resume
+            "SELECT seq, mono FROM event WHERE seq IN (SELECT (SELECT seq FROM event WHERE seq < incarnation.seq"
+            " AND kind != 'sealbroken' ORDER BY seq DESC LIMIT 1) FROM incarnation) ORDER BY seq"
+        ).fetchall()
+        self.stops_s = self.at([seq for seq, _ in last], [mono for _, mono in last])  # before each later start
 
     def at(self, seq: npt.ArrayLike, mono: npt.ArrayLike) -> Times:
         """Return seconds since the origin for events with these numbers and monotonic stamps [n]."""

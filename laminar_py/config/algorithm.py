@@ -90,7 +90,7 @@ class Divergence(StrEnum):
 
 
 class Truncated(StrEnum):
-    """Use of responses that a token limit ended; see `AlgorithmConfig.truncated`."""
+    """Use of responses that a cap ended; see `AlgorithmConfig.truncated`."""
 
     TRAIN = "train"
     MASK = "mask"
@@ -146,12 +146,12 @@ class AlgorithmConfig(Section):
     `rollout.sampling.max_new_tokens` loses reward, from 0 at the first of them linearly to 1 at the cap. The
     shaping changes advantages; whether a group has signal depends on its rewards alone. None: no shaping."""
     truncated: Truncated = Truncated.TRAIN
-    """Use of responses that `rollout.sampling.max_new_tokens` or `rollout.max_seconds` ended: `train` on
-    them, or `mask` them from the loss (DAPO's overlong filtering). Masked responses count for the advantages of
-    their group and are consumed with weight 0."""
+    """Use of responses that a cap on tokens, seconds or turns ended: `train` on them, or `mask` them from the
+    loss (DAPO's overlong filtering). Masked responses count for the advantages of their group and are consumed
+    with weight 0."""
     objective: Annotated[str, PlainValidator(_as_objective), WithJsonSchema({"type": "string"})] = Objective.CLIP
     """`clip`: PPO's, token by token. `sequence_clip`: one ratio for a whole response. `weighted`: the
-    log-probability times a truncated importance weight, which has a gradient everywhere. `balance`: minus the
+    log-probability times a capped importance weight, which has a gradient everywhere. `balance`: minus the
     squared imbalance of a response, `log Z + log (policy / reference) - reward / beta`. It needs no importance
     weights for old responses. log Z of a prompt is estimated from its responses in the step, by one more forward
     pass. `path/to/file.py:function`: a function of your own ([extending.md](extending.md))."""

@@ -7,6 +7,7 @@ from laminar_py._lazy import public_names
 if TYPE_CHECKING:
     from laminar_py.observe.fleet import folder_bytes as folder_bytes
     from laminar_py.observe.fleet import watch_fleet as watch_fleet
+    from laminar_py.observe.live import Pace as Pace
     from laminar_py.observe.live import View as View
     from laminar_py.observe.stats import Stats as Stats
     from laminar_py.observe.stats import Totals as Totals

@@ -4,11 +4,11 @@ The controller calls the view. `Waits` words the causes of a waiting learner.
 """
 
 import math
-import time
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -17,12 +17,23 @@ from rich.text import Text
 
 from laminar_py.observe.stats import Stats
 from laminar_py.records.events import Evaluated
+from laminar_py.records.host import Clock, visible
 from laminar_py.records.metrics import LearnerProgress, StepRow
 
 LINE_EVERY_STEPS = 10
 PROGRESS_EVERY_S = 5.0  # between lines on a starting learner, and before the first line on a phase
 PHASE_EVERY_S = 15.0  # between lines on a phase before or after RL
 LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
+MOST_SHOWN = 100  # columns of a sample's text
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSample:
+    """A response of training on the live screen, e.g. `ShownSample("2+2=", "4", 1.0)`; a text may be an end."""
+
+    prompt: str
+    response: str
+    reward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +75,8 @@ class Waits:
 class Pace:
     """Tells the time left of counted work by its pace since the count was first seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._first: dict[str, tuple[float, int]] = {}  # by work: when it was first seen, with which count
 
     def keep(self, names: Container[str]) -> None:
@@ -73,7 +85,7 @@ class Pace:
 
     def describe(self, name: str, done: int, total: int) -> str:
         """Return the time left of the work `name`, e.g. ", about 40 s left"; "" before its count has grown."""
-        now = time.monotonic()
+        now = self._clock.now()
         began_s, before = self._first.setdefault(name, (now, done))
         if done <= before:
             return ""
@@ -86,24 +98,31 @@ class View:
     Without a terminal it prints a line every ten steps and at least one a minute.
     """
 
-    def __init__(self, console: Console, *, steps: int, max_rl_s: float | None = None) -> None:
+    def __init__(self, console: Console, *, clock: Clock, steps: int, max_rl_s: float | None = None) -> None:
         self._console = console
+        self._clock = clock
         self._steps = steps
         self._max_rl_s = max_rl_s
-        self._printed_s = time.monotonic()  # when the last line was printed
+        self._printed_s = clock.now()  # when the last line was printed
         self._printed_phase = ""  # without numbers: the phase of the last printed line
         self._row: StepRow | None = None
-        self._pace = Pace()
+        self._sample: ShownSample | None = None
+        self._pace = Pace(clock)
         self._progress = "starting"  # of the learner
         self._entered = ("", 0.0)  # phase of the starting learner, and when it began
-        self._progressed_s = time.monotonic()
+        self._progressed_s = clock.now()
         self._evaluated: dict[str, str] = {}  # last mean by set
         # the first drawing starts it, which hides the cursor; an evaluation draws none
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
+    @property
+    def shows_samples(self) -> bool:
+        """Whether the view shows samples: on a terminal alone, since lines of a model do not belong in logs."""
+        return self._live is not None
+
     def progress(self, progress: LearnerProgress) -> None:
         """Show the progress of a starting learner; without a terminal print a line every `PROGRESS_EVERY_S`."""
-        now = self._progressed_s = time.monotonic()
+        now = self._progressed_s = self._clock.now()
         if progress.phase != self._entered[0]:
             self._entered = progress.phase, now
         if progress.total > 1:
@@ -141,9 +160,13 @@ class View:
         self._evaluated[name] = f"{name} {mean:.3f} (step {result.step})"
         self.notice(evaluation_line(result))
 
+    def sample(self, sample: ShownSample) -> None:
+        """Show a sample on the live screen until the next one comes."""
+        self._sample = sample
+
     def notice(self, line: str) -> None:
         """Print a line without markup; on a terminal it stands above the live screen."""
-        self._printed_s = time.monotonic()
+        self._printed_s = self._clock.now()
         # the terminal is closed, or the pipe: rich raises SystemExit, and prints nothing from then on
         with suppress(OSError, SystemExit):
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -161,7 +184,7 @@ class View:
         every_s = LINE_EVERY_S
         if phase:
             every_s = PHASE_EVERY_S if phase == self._printed_phase else PROGRESS_EVERY_S
-        if version >= 0 and time.monotonic() - self._printed_s > every_s:
+        if version >= 0 and self._clock.now() - self._printed_s > every_s:
             done = () if phase else (f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL", left)
             self._printed_phase = phase
             self.notice("; ".join(part for part in (*done, *notes) if part))
@@ -175,11 +198,13 @@ class View:
     def _draw(self, live: Live, stats: Stats, version: int, lines: list[str]) -> None:
         """Redraw the view; before the first version it shows only the progress of the start."""
         shown = lines if version >= 0 else []
-        if version < 0 or time.monotonic() - self._progressed_s < PROGRESS_EVERY_S:
+        if version < 0 or self._clock.now() - self._progressed_s < PROGRESS_EVERY_S:
             shown = [*shown, self._progress]
         evaluated = ", ".join(self._evaluated.values()) or "-"
         figures = [] if self._row is None else [_figure_table(self._row, self._steps, evaluated)]
-        body = Group(*figures, _replica_table(stats, version), *(Text(line) for line in shown if line))
+        samples = [] if self._sample is None else [_sample_table(self._sample, width=self._console.width)]
+        texts = (Text(line) for line in shown if line)
+        body = Group(*figures, _replica_table(stats, version), *texts, *samples)
         with suppress(OSError):  # as in `notice`
             live.start()  # the first time only
             live.update(Panel(body, title="laminar", expand=False), refresh=True)
@@ -223,6 +248,28 @@ def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
     stall = f"{row.publish_stall_s * 1e3:.1f} ms"
     table.add_row("learner", f"waits {row.learner_waiting_share:.0%}", "publish stall", stall)
     return table
+
+
+def _sample_table(sample: ShownSample, *, width: int) -> Table:
+    """Return two lines with the ends of a sample's prompt and response; `width` is of the terminal."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="dim")
+    names = "prompt", f"reward {sample.reward:.3g}"
+    room = min(MOST_SHOWN, width - max(map(len, names)) - 8)  # beside padding and the panel's border
+    for name, text in zip(names, (sample.prompt, sample.response), strict=True):
+        table.add_row(name, Text(text_end(text, room)))
+    return table
+
+
+def text_end(text: str, room: int) -> str:
+    """Return the end of a text on one line of at most `room` columns, e.g. "...and so the answer is 4"."""
+    line = visible(" ".join(text[-4 * MOST_SHOWN :].split()))
+    if cell_len(line) <= room:
+        return line
+    while line and cell_len(line) > room - 3:
+        line = line[1:]
+    return f"...{line.lstrip()}"
 
 
 def _known(form: str, value: float) -> str:

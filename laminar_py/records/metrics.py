@@ -23,7 +23,7 @@ class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
     ratio_deviation: float = nan  # |ratio - 1|
     ratio_max: float = nan
     clip_fraction: float = nan  # share of tokens whose ratio is outside the clip range
-    truncated_fraction: float = nan  # share of tokens whose ratio is above the importance cap
+    importance_capped_fraction: float = nan  # share of tokens whose ratio is above the importance cap
     kl_behaviour_k1: float = nan  # from behaviour to new policy
     kl_behaviour_k3: float = nan
     kl_proximal_k1: float = nan  # from proximal to new policy

@@ -1,14 +1,26 @@
 """Curves of runs, and runs side by side."""
 
+import io
 import json
+import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from laminar_lab.commands.compare import app
-from laminar_lab.compare import ComparedRun, compare
+from laminar_lab.compare import (
+    ComparedRun,
+    Comparison,
+    SeedGroup,
+    _equal_rows,
+    compare,
+    seed_warning,
+    sets_table,
+)
 from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds, read_curves, read_fleet_sizes
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
@@ -50,8 +62,48 @@ def test_runs_that_differ_in_their_seeds_stand_together_with_every_set_at_equal_
     found = compare([seeds[0], other, seeds[1]])
     assert found.device_hours == 1.0
     assert [group.runs for group in found.groups] == [(0, 2), (1,)]
+    assert found.groups[0].at_end == {"first": (0.9, 0.9), "hard": (0.4, 0.9)}
     assert found.groups[0].at_equal == {"first": (0.9, 0.1), "hard": (0.4, 0.6)}
     assert found.groups[1].at_equal == {"first": (0.1,), "hard": (0.8,)}
+
+
+@pytest.mark.parametrize(
+    ("results", "axis"),
+    [([(0.1, 0.2), (0.9,)], "0 1"), ([(3.0, 5.0), (4.0,)], "0 5"), ([(-2.0, -1.0), (-1.0,)], "-2 0")],
+)
+def test_the_axis_of_the_sets_begins_at_0_and_a_single_seed_is_named(results, axis):
+    groups = tuple(SeedGroup((0, 1)[: len(values)], {"first": values}, {"first": ()}) for values in results)
+    comparison = Comparison(
+        measure="reward", reached=(), device_hours=1.0, at_equal=(), reward_at_equal=(), groups=groups
+    )
+    console = Console(width=120, file=io.StringIO())
+    console.print(sets_table(comparison, ["twice", "once"]))
+    head, twice, once = console.file.getvalue().splitlines()[-3:]
+    assert " ".join(head.split()) == f"runs seeds first {axis} first at 1 device-hours"
+    assert "±" in twice
+    assert "one seed" in once
+    assert str(seed_warning(comparison, ["twice", "once"])).startswith("ONE SEED: once ran once, so ")
+
+
+def test_the_quality_of_a_run_has_its_interval_and_no_ratio():
+    figures = make_evaluated(0.5, problems=300).figures
+    points = tuple(
+        Point(step=1, rl_s=1.0, tokens=1, device_hours=1.0, value=0.5, figures=figures) for _ in range(2)
+    )
+    comparison = Comparison(
+        measure="accuracy", reached=(), device_hours=1.0, at_equal=points, reward_at_equal=(None, None), groups=()
+    )
+    quality, *_ = _equal_rows(comparison)
+    assert quality[1] == quality[2] == figures.mean.describe()
+    assert "(0.4" in quality[1]
+
+
+def test_without_an_evaluation_seeds_are_compared_by_the_reward():
+    runs = [make_run(9.0, 1, rewards=((1.0, 0.1), (9.0, end))) for end in (0.7, 0.8)]
+    for run in runs:
+        run.by_set.clear()
+    (group,) = compare(runs).groups
+    assert group.at_end == group.at_equal == {"reward in training": (0.7, 0.8)}
 
 
 def test_levels_lie_between_the_best_start_and_the_worst_end_and_count_when_first_reached():
@@ -66,6 +118,15 @@ def test_levels_lie_between_the_best_start_and_the_worst_end_and_count_when_firs
         [50.0, 20.0],
         [100.0, 20.0],
     ]
+
+
+def test_a_level_that_a_first_evaluation_may_have_reached_by_luck_is_left_out():
+    runs = [make_run(9.0, 1, (0.0, 0.5), (9.0, 0.9)) for _ in range(2)]
+    first = runs[0].evaluated[0]
+    figures = make_evaluated(0.5, problems=20).figures
+    assert 0.6 < figures.mean.high < 0.8
+    runs[0].evaluated[0] = replace(first, figures=figures)
+    assert [reached.level for reached in compare(runs).reached] == pytest.approx([0.8, 0.9])
 
 
 def test_quality_is_compared_at_the_device_hours_that_all_have_had():
@@ -172,12 +233,15 @@ async def run(tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, list(map(str, arguments)), catch_exceptions=False)
 
 
 async def test_runs_stand_side_by_side(run):
     other = shutil.copytree(run, run.with_name("small-2"))
+    with (other / "config.yaml").open("a") as file:
+        file.write("max_rl_seconds: 77.0\n")
     output = invoke(run, other).stdout
+    assert "ONE SEED: each config ran once" in output.splitlines()[0]
     for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "At equal device-hours", "Until reward is"):
         assert words in output
     assert json.loads(invoke(run, run, "--json").stdout)["measure"] == "reward"
@@ -190,7 +254,9 @@ async def test_runs_that_differ_in_their_seeds_are_one_row_of_sets(run):
     with (other / "config.yaml").open("a") as file:
         file.write("seed: 7\n")
     output = invoke(run, other).stdout
-    assert "small-1 and 1 more" in output
-    assert "0.500 ± 0.000" in output
+    assert "ONE SEED" not in output
+    assert re.search(
+        r"small-1 and 1 more +2 +0\.500 ± 0\.000 +·{15}●·{15} +0\.500 ± 0\.000 +$", output, re.MULTILINE
+    )
     (group,) = json.loads(invoke(run, other, "--json").stdout)["groups"]
     assert (group["runs"], list(group["at_equal"].values())) == ([0, 1], [[0.5, 0.5]])

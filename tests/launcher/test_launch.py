@@ -101,8 +101,9 @@ def test_the_same_command_finds_nothing_left_to_run(launched):
     assert done.returncode == 0
     assert "4 of 4 runs have finished" in done.stdout
     comparison = done.stdout[done.stdout.index("Sets at ") :]
-    assert re.search(r"runs +heldout", comparison)
-    assert [re.search(rf"\n{name} +\d\.\d+ ± ", comparison) is not None for name in ("low", "high")] == [True] * 2
+    assert re.search(r"runs +seeds +heldout +0 +1", comparison)
+    for name in ("low", "high"):
+        assert re.search(rf"\n{name} +2 +\d\.\d+ ± .*●", comparison)
     assert len(list(experiment.folder.glob("runs/*-1"))) == 4
 
 

@@ -49,7 +49,7 @@ def test_means_have_the_loss_weights_of_their_tokens():
     found = sums.tokens()
     assert found.num_tokens == 4
     assert found.clip_fraction == pytest.approx(0.6)
-    assert found.truncated_fraction == pytest.approx(0.1)
+    assert found.importance_capped_fraction == pytest.approx(0.1)
     assert found.ratio == pytest.approx(0.4 + 0.3 * 1.5 + 0.2 * 0.5 + 0.1 * 5.0)
     assert found.ratio_deviation == pytest.approx(0.3 * 0.5 + 0.2 * 0.5 + 0.1 * 4.0)
     assert found.entropy == pytest.approx(0.3 * 1 + 0.2 * 2 + 0.1 * 3)

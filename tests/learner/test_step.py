@@ -48,7 +48,7 @@ def test_on_policy_step_has_ratio_one(model_folder: Path):
     logprobs, _ = policy_logprobs(learner.model, batch)
     metrics = learner.step([msgspec.structs.replace(batch, behaviour_logprobs=logprobs.detach().numpy())])
     assert metrics.tokens.ratio_deviation == pytest.approx(0.0, abs=1e-6)
-    assert metrics.tokens.clip_fraction == metrics.tokens.truncated_fraction == 0.0
+    assert metrics.tokens.clip_fraction == metrics.tokens.importance_capped_fraction == 0.0
     assert metrics.mismatch.max < 1e-6
     assert metrics.tokens.effective_share == pytest.approx(1.0)
     assert metrics.loss == pytest.approx(-1.0, rel=1e-5)

@@ -28,15 +28,21 @@ def opened(folder):
 BUG = r"probably a bug of laminar's: {}; the traceback is in .*controller\.log"
 
 
+LORA = "learner.lora.rank=4"
+
+
 @pytest.mark.parametrize(
-    ("settings", "times"),
+    ("settings", "line", "times"),
     [
-        (["staleness.max_staleness=null"], 1),
-        (["staleness.max_staleness=2"], 0),
-        (["staleness.max_staleness=null", "schedule=sync"], 0),
+        (["staleness.max_staleness=null"], launch.UNBOUNDED, 1),
+        (["staleness.max_staleness=2"], launch.UNBOUNDED, 0),
+        (["staleness.max_staleness=null", "schedule=sync"], launch.UNBOUNDED, 0),
+        ([LORA], launch.WHOLE_WARM_START, 1),
+        ([], launch.WHOLE_WARM_START, 0),
+        ([LORA, "warm_start=null", "model.from_scratch=false"], launch.WHOLE_WARM_START, 0),
     ],
 )
-def test_a_run_whose_staleness_nothing_bounds_says_so_once_at_its_start(monkeypatch, settings, times):
+def test_a_start_says_once_what_a_user_may_not_expect_of_its_settings(monkeypatch, settings, line, times):
     monkeypatch.setattr(launch, "lead", lambda *arguments, **settings: sys.exit())
     said = io.StringIO()
     with pytest.raises(SystemExit):
@@ -45,7 +51,7 @@ def test_a_run_whose_staleness_nothing_bounds_says_so_once_at_its_start(monkeypa
             resume=None,
             console=Console(file=said, width=80),
         )
-    assert said.getvalue().count(launch.UNBOUNDED) == times
+    assert said.getvalue().count(line) == times
 
 
 UNWRITTEN = r"cannot be written \(.*{}\); .* MiB are free there, and it needs room for checkpoints .* --resume$"

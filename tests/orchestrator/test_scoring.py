@@ -44,7 +44,9 @@ class Scorers:
 
     async def submit_responses(self, responses):
         for one in responses:
-            self._scores.put_nowait(self._scored(one.request, self._reward(one.request)))
+            score = self._scored(one.request, self._reward(one.request))
+            end = f"end of {one.id}" if one.is_shown else ""
+            self._scores.put_nowait(msgspec.structs.replace(score, response_end=end))
 
     def publish_addresses(self, addresses):
         raise AssertionError("nothing is launched")
@@ -66,7 +68,7 @@ class Scorers:
 
 
 @asynccontextmanager
-async def scoring_of(monkeypatch, reward, *, prompts):
+async def scoring_of(monkeypatch, reward, *, prompts, view=None):
     """Scoring, a fleet whose finished responses go there, the scorers, and what the user is told."""
     config = load_config(
         REPO / "configs/quickstart.yaml",
@@ -94,7 +96,7 @@ async def scoring_of(monkeypatch, reward, *, prompts):
         scheduler=fleet.scheduler,
         segments=None,
         deliver=deliver,
-        show_line=told.append,
+        view=view or SimpleNamespace(notice=told.append, shows_samples=False),
         end=ends.append,
     )
     await scoring.start()
@@ -177,6 +179,24 @@ async def test_a_response_that_no_scorer_can_read_is_begun_anew_and_is_no_failur
         assert dropped.detail == "its segment is gone"
         assert "g0.4" in fleet.scheduler.state.live
         assert (told, ends, scoring.failures.text) == ([], [], "")
+
+
+async def test_a_terminal_gets_one_sample_of_many_responses_and_the_next_after_a_while(monkeypatch):
+    shown = []
+    view = SimpleNamespace(shows_samples=True, sample=shown.append)
+    async with scoring_of(monkeypatch, lambda request: 0.5, prompts=[], view=view) as (scoring, fleet, *_):
+        await fleet.report(0)
+        await fleet.finish_all(0)
+        assert len(fleet.unscored) > 4
+        late = fleet.unscored.pop(0)
+        first = fleet.unscored[-1]
+        await score_all(scoring, fleet)
+        assert [(one.response, one.reward) for one in shown] == [(f"end of {first.id}", 0.5)]
+        monkeypatch.setattr(scoring_module, "SAMPLE_EVERY_S", 0.0)
+        fleet.unscored.append(late)
+        await score_all(scoring, fleet)
+        assert shown[-1].response == f"end of {late.id}"
+        assert shown[-1].prompt
 
 
 async def test_an_outage_keeps_what_waits_and_the_first_value_ends_its_rest(monkeypatch):

@@ -106,7 +106,8 @@ def test_signals_are_taken_back_from_libraries_and_nohup_keeps_its_own():
 NOTICES = """
 from rich.console import Console
 from laminar_py.observe.live import View
-view = View(Console(), steps=1)
+from laminar_py.records.host import SystemClock
+view = View(Console(), clock=SystemClock(), steps=1)
 view.notice("first"), view.notice("second")
 """
 

@@ -1,5 +1,6 @@
 """What the panels draw is what the record says, also where a step brought nothing."""
 
+import re
 from contextlib import asynccontextmanager
 from math import isnan
 
@@ -10,6 +11,7 @@ from laminar_lab.report.figures import headline
 from laminar_lab.report.page import (
     bottleneck_panel,
     curves_panel,
+    distribution_panels,
     learner_panel,
     rewards_panel,
     timeline_panel,
@@ -18,12 +20,14 @@ from laminar_lab.report.page import (
 from laminar_lab.report.run_report import RunReport, read_report
 from laminar_lab.report.snapshot import read_snapshot
 from laminar_py.ledger.database import reading
-from laminar_py.records.events import RunEnded, RunStarted
+from laminar_py.records.events import RunEnded, RunStarted, SealBroken
 from laminar_py.records.trajectory import DropReason
 from tests.builders import make_evaluated
 from tests.report.builders import make_step_row, write_rows
 from tests.report.scripted import scripted
 from tests.report.synthetic import simulate
+
+STARTED = {"host": "h", "pid": 1, "schema": 1, "config_digest": "", "drain": True, "max_staleness": None}
 
 
 @asynccontextmanager
@@ -134,7 +138,7 @@ async def test_a_run_has_ended_when_it_says_so_and_is_heard_until_its_last_event
     assert read_snapshot(killed).history.live
 
 
-@pytest.mark.parametrize(("unscored", "words"), [(0, ""), (2, ", 2 answers not scored")])
+@pytest.mark.parametrize(("unscored", "words"), [(0, ""), (2, "; 2 not scored")])
 async def test_answers_without_a_score_stand_beside_the_accuracy_that_they_are_left_out_of(
     tmp_path, unscored, words
 ):
@@ -143,8 +147,35 @@ async def test_answers_without_a_score_stand_beside_the_accuracy_that_they_are_l
         script.at(32, make_evaluated(0.5, rl_s=32.0, index=1, unscored=unscored))
     (found,) = (one for one in headline(RunReport(read_snapshot(tmp_path))) if one.name == "heldout: accuracy")
     assert found.value == "0.500"
-    assert found.note.startswith("0.250 at the first evaluation; the last: accuracy 0.500 (")
-    assert found.note.endswith(f"on 8 problems{words}")
+    assert re.fullmatch(rf"was 0\.250; 0\.\d+ to 0\.\d+{words}", found.note), "one line of a card"
+
+
+@pytest.mark.parametrize("ended", [[RunEnded(1, "interrupted")], []], ids=["stopped", "killed"])
+async def test_a_stop_is_marked_on_the_charts_over_time_and_takes_no_room_there(tmp_path, ended):
+    async with three_steps(tmp_path) as script:
+        script.issue(32, "g4.0")
+        script.at(33, *ended)
+        stop_s = 33.0 if ended else 32.0
+        script.at(9_033, SealBroken(""), RunStarted(**STARTED, incarnation=2, resumed_step=2))
+        script.finish(9_040, "g4.0")
+        script.score(9_041, "g4.0")
+        script.step(9_050, 4, "g4.0")
+    write_rows(tmp_path / "metrics.jsonl", [make_step_row(step, 10.0 * step) for step in (1, 2, 3, 4)])
+    snapshot = read_snapshot(tmp_path)
+    (timeline,), (rewards, entropy) = timeline_panel(snapshot).charts, curves_panel(snapshot).charts
+    assert timeline.marks == [("stopped for 2.5 h", stop_s)]
+    assert rewards.marks == entropy.marks == [("stopped for 2.5 h", 20.0)], (
+        "at the step that the resume began with"
+    )
+    assert timeline.series[0].base[-1] + timeline.series[0].x[-1] == pytest.approx(stop_s + 17.0)
+    assert timeline.heat.x[-1] < stop_s + 17.0
+
+
+async def test_the_latencies_open_on_generation(tmp_path):
+    async with three_steps(tmp_path):
+        pass
+    _, latencies = distribution_panels(read_snapshot(tmp_path).trajectories)
+    assert [chart.name for chart in latencies.charts[:2]] == ["generation", "wait for a replica"]
 
 
 async def test_the_page_names_the_wall_that_the_triage_found(tmp_path):
@@ -175,9 +206,8 @@ async def test_a_folder_without_a_config_has_no_diagnosis(tmp_path):
 async def test_the_headline_has_the_time_from_the_command_to_the_first_response_and_the_overrides_of_a_resume(
     tmp_path,
 ):
-    given = {"host": "h", "pid": 1, "schema": 1, "config_digest": "", "drain": True, "max_staleness": None}
     overrides = ("steps=8", "repack.planner=none")
-    again = RunStarted(**given, incarnation=2, resumed_step=1, overrides=overrides)
+    again = RunStarted(**STARTED, incarnation=2, resumed_step=1, overrides=overrides)
     async with scripted(tmp_path, command_s=8.0) as script:
         script.load(12, 0)
         script.issue(20, "g1.0")

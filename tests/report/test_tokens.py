@@ -41,7 +41,7 @@ async def test_every_token_of_a_small_run_is_where_it_belongs(tmp_path):
         "no signal: all wrong": 9,
         "still live": 15,
         "step skipped": 7,
-        "weighed less for staleness": 10,
+        "weight lost to staleness": 10,
     }
     assert (found.issued, found.useful, found.goodput) == (103, 25, 2.5)
     assert (found.recomputed, found.cut) == (3 + 15, 0)
@@ -74,6 +74,4 @@ def test_issued_is_the_sum_of_the_losses_and_what_is_useful(draws):
     assert found.issued == sum(length for _, length, _, _ in draws)
     assert found.issued == found.useful + sum(loss.tokens for loss in found.losses)
     assert abs(found.useful - useful(draws)) <= 1, "rounded once"
-    assert len(draws) == found.useful_trajectories + sum(
-        loss.trajectories for loss in found.losses if loss.name != "weighed less for staleness"
-    )
+    assert len(draws) == found.useful_trajectories + sum(loss.trajectories for loss in found.losses)

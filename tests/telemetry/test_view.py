@@ -6,12 +6,12 @@ import re
 import pytest
 from rich.console import Console
 
-from laminar_py.observe import live as view_module
-from laminar_py.observe.live import View, Waits, evaluation_line, format_time_left
+from laminar_py.observe.live import Pace, ShownSample, View, Waits, evaluation_line, format_time_left, text_end
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerProgress
 from tests.builders import make_evaluated
+from tests.control.fleet import ManualClock
 from tests.telemetry.rows import make_rows
 
 NOTES = ["learner waits 35 s", "12 of 480 responses could not be scored (reward_failed 12)"]
@@ -80,14 +80,13 @@ def test_time_left_is_of_the_steps_or_of_the_limit_whichever_is_less(step, rl_s,
     assert format_time_left(step=step, steps=100, rl_s=rl_s, max_rl_s=max_rl_s) == words
 
 
-def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
+def test_plain_output_says_a_line_a_minute_with_the_time_left():
     console, file = make_console()
-    now = 1000.0
-    monkeypatch.setattr(view_module.time, "monotonic", lambda: now)
-    view = View(console, steps=100)
+    clock = ManualClock()
+    view = View(console, clock=clock, steps=100)
     for _ in range(500):  # looks at half a second each
         view.refresh(make_stats(rl_s=100.0), 10, 3, NOTES)
-        now += 0.5
+        clock.time += 0.5
     lines = file.getvalue().splitlines()
     assert len(lines) == 4, "in 250 s"
     assert set(lines) == {f"step 10/100, 100 s of RL; about 15 min left; {NOTES[0]}; {NOTES[1]}"}
@@ -96,7 +95,7 @@ def test_plain_output_says_a_line_a_minute_with_the_time_left(monkeypatch):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_notice_is_printed_at_once_and_as_it_is(terminal):
     console, file = make_console(terminal=terminal)
-    view = View(console, steps=100)
+    view = View(console, clock=SystemClock(), steps=100)
     view.notice("reward.use=mine.py:score: KeyError: '[red]' " + "x" * 300)
     view.close()
     assert "KeyError: '[red]' " + "x" * 300 in file.getvalue()
@@ -104,13 +103,13 @@ def test_a_notice_is_printed_at_once_and_as_it_is(terminal):
 
 def test_a_view_that_draws_nothing_as_that_of_an_evaluation_leaves_the_cursor_alone():
     console, file = make_console(terminal=True)
-    View(console, steps=0).notice("math: 3 of 8")
+    View(console, clock=SystemClock(), steps=0).notice("math: 3 of 8")
     assert file.getvalue() == "math: 3 of 8\n"
 
 
 def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_learner_that_has_long_started():
     console, file = make_console(terminal=True)
-    view = View(console, steps=100)
+    view = View(console, clock=SystemClock(), steps=100)
     view.progress(LearnerProgress("loading the model", 0, 1, 0.0))
     view.refresh(make_stats(), 0, -1, NOTES)
     assert "learner: loading the model, 0 s so far" in file.getvalue()
@@ -127,7 +126,7 @@ def test_the_live_view_shows_what_is_waited_for_before_the_first_step_and_no_lea
 
 def test_every_step_leaves_a_line_above_the_live_screen_that_fits_80_columns():
     console, file = make_console(terminal=True)
-    view = View(console, steps=1000)
+    view = View(console, clock=SystemClock(), steps=1000)
     for row in make_rows(*[1.0] * 12):
         view.step(row)
     view.close()
@@ -138,19 +137,18 @@ def test_every_step_leaves_a_line_above_the_live_screen_that_fits_80_columns():
 
 def test_without_a_terminal_the_first_step_and_every_tenth_are_printed():
     console, file = make_console()
-    view = View(console, steps=1000)
+    view = View(console, clock=SystemClock(), steps=1000)
     for row in make_rows(*[1.0] * 12):
         view.step(row)
     assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == ["step 1/1000", "step 10/1000"]
 
 
-def test_a_warm_start_has_a_count_and_the_time_left(monkeypatch):
+def test_a_warm_start_has_a_count_and_the_time_left():
     console, file = make_console()
-    now = 1000.0
-    monkeypatch.setattr(view_module.time, "monotonic", lambda: now)
-    view = View(console, steps=100)
+    clock = ManualClock()
+    view = View(console, clock=clock, steps=100)
     for step in (0, 10, 20, 30):
-        now += 6.0
+        clock.time += 6.0
         view.progress(LearnerProgress("warm start", step, 100, 2.5))
     assert file.getvalue().splitlines()[::3] == [
         "learner: warm start 0/100  loss 2.500",
@@ -158,13 +156,12 @@ def test_a_warm_start_has_a_count_and_the_time_left(monkeypatch):
     ]
 
 
-def test_lines_on_a_phase_without_steps_come_soon_and_then_at_longer_intervals(monkeypatch):
+def test_lines_on_a_phase_without_steps_come_soon_and_then_at_longer_intervals():
     console, file = make_console()
-    now = 1000.0
-    monkeypatch.setattr(view_module.time, "monotonic", lambda: now)
-    view = View(console, steps=100)
+    clock = ManualClock()
+    view = View(console, clock=clock, steps=100)
     for tick in range(120):  # a minute
-        now += 0.5
+        clock.time += 0.5
         phase = "replicas load version 0" if tick < 20 else "evaluation of version 0, before RL"
         view.refresh(make_stats(), 0, 0, [f"{phase}, {tick}"], phase=phase)
     lines = file.getvalue().splitlines()
@@ -184,10 +181,10 @@ def test_a_step_that_trained_nothing_shows_no_loss_of_zero():
     facts = {"version": 1, "batch": [], "staleness": [], "generated_tokens": 0, "versions_alive": 1}
     row = stats.step_row(step=10, metrics=None, stall_s=0.0, **facts)
     console, file = make_console()
-    View(console, steps=100).step(row)
+    View(console, clock=SystemClock(), steps=100).step(row)
     assert "  nothing to train  " in file.getvalue()
     console, file = make_console(terminal=True)
-    view = View(console, steps=100)
+    view = View(console, clock=SystemClock(), steps=100)
     view.step(row)
     view.refresh(make_stats(rl_s=9.0), 10, 3, [])
     view.close()
@@ -197,9 +194,43 @@ def test_a_step_that_trained_nothing_shows_no_loss_of_zero():
 
 def test_a_view_hides_the_cursor_from_its_first_drawing_until_it_closes():
     console, file = make_console(terminal=True)
-    view = View(console, steps=100)
+    view = View(console, clock=SystemClock(), steps=100)
     view.notice("heldout: accuracy 0.500")  # an evaluation prints lines alone
     assert "\x1b[?25l" not in file.getvalue()
     view.refresh(make_stats(), 0, -1, NOTES)
     view.close()
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
+
+
+def test_the_live_screen_shows_the_ends_of_a_sample_until_the_next_and_leaves_no_trace_in_a_pipe():
+    console, file = make_console(terminal=True)
+    view = View(console, clock=SystemClock(), steps=100)
+    view.refresh(make_stats(), 1, 1, [])
+    assert "reward" not in file.getvalue()
+    view.sample(ShownSample("Add.\n" * 90 + "What is 2+2?", "[red]\x1b[2J" + "so " * 90 + "4", 0.5))
+    view.refresh(make_stats(), 1, 1, [])
+    drawn = file.getvalue()
+    assert re.search(r"prompt +\x1b\[2m\.\.\..* Add\. What is 2\+2\?", drawn)
+    assert re.search(r"reward 0\.5 +\x1b\[2m\.\.\..*so so 4", drawn)
+    view.sample(ShownSample("2+3=", "[red]\x1b[2J5", 1.0))
+    before = len(drawn)
+    view.refresh(make_stats(), 1, 1, [])
+    view.close()
+    assert r"[red]\x1b[2J5" in file.getvalue()[before:], "no markup, and nothing that a terminal obeys"
+    assert "so so" not in file.getvalue()[before:]
+    assert not View(make_console()[0], clock=SystemClock(), steps=1).shows_samples
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\n b", "a b"), ("x" * 30 + "end", "...xxxxend"), ("\u4e2d" * 30, "..." + "\u4e2d" * 3)]
+)
+def test_the_end_of_a_text_fits_its_columns(text, shown):
+    assert text_end(text, 10) == shown
+
+
+def test_time_left_is_by_the_pace_since_the_count_was_first_seen():
+    clock = ManualClock()
+    pace = Pace(clock)
+    assert pace.describe("heldout", 100, 300) == "", "answers of an earlier controller have no pace"
+    clock.time = 10.0
+    assert pace.describe("heldout", 150, 300) == ", about 30 s left"

@@ -97,15 +97,15 @@ function drawChart(box, chart) {
   };
   if (heat) box.style.height = `${Math.max(280, Math.min(640, 120 + 26 * heat.y.length))}px`;
   const ends = series.length && chart.log ? [series[0].x[0], series[0].x.at(-1)] : null, place = (x) => (chart.log ? Math.log10(Math.max(x, ends[0])) : x);
-  const shown = (x) => (chart.log ? seconds(x) : number(x));
+  const across = [...(heat ? heat.x : []), ...series.flatMap((one) => (rows ? one.base : one.x))], middle = marks.length && (place(Math.min(...across)) + place(Math.max(...across))) / 2;
   plot(box, chart.is_empty ? [] : [...(heat ? [grid] : []), ...series.map(trace)], {
     xaxis: axis(chart.x, chart.log && ends ? logTicks(...ends) : {}),
     yaxis: axis(chart.y, { ...(rows || heat ? { autorange: rows ? "reversed" : true, showgrid: false } : {}), ...(chart.from_zero ? { rangemode: "tozero" } : {}) }),
-    showlegend: legend, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 56, r: 16, t: marks.length ? 52 : legend ? 44 : 16, b: 44 },
+    showlegend: legend, legend: { orientation: "h", yref: "container", y: 1, yanchor: "top", x: 0 }, margin: { l: 56, r: 16, t: (marks.length ? 10 + 14 * Math.min(3, marks.length) : 16) + (legend ? 28 : 0), b: 44 },
     shapes: marks.map(([, x]) => ({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: css("second"), width: 1.5, dash: "dot" } })),
     annotations: marks.map(([name, x], i) => ({
-      x: place(x), y: 1, yref: "paper", yanchor: "bottom", yshift: 14 * (marks.length - 1 - i), showarrow: false, xanchor: i ? "left" : "right",
-      text: plain(`${name} ${shown(x)}`), font: { size: 11, color: css("second") },
+      x: place(x), y: 1, yref: "paper", yanchor: "bottom", yshift: 14 * ((marks.length - 1 - i) % 3), showarrow: false, xanchor: place(x) < middle ? "left" : "right",
+      text: plain(name), font: { size: 11, color: css("second") },
     })),
   });
 }

@@ -272,7 +272,7 @@ class Controller:
             scheduler=self._scheduler,
             segments=self._segments,
             deliver=self._scores.hand_over,
-            show_line=self.view.notice,
+            view=self.view,
             end=self._stop.fail,
             trains=self._source is None,
         )

@@ -21,6 +21,7 @@ from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.fleet import folder_bytes
 from laminar_py.observe.live import View
 from laminar_py.observe.summary import Summary
+from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     RunFailedError,
@@ -61,6 +62,10 @@ UNBOUNDED = (
     "staleness.max_staleness=null: nothing bounds staleness; set it to 4 to 8, or see in `laminar report` how much"
     " weight old data lose"
 )
+WHOLE_WARM_START = (
+    "the warm start trains all weights; RL then trains adapters (learner.lora) on its result, and `laminar export`"
+    " writes both as one model"
+)
 
 
 def launch(
@@ -72,8 +77,10 @@ def launch(
     """
     if config.staleness.unbounded(config.schedule):
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
+    if config.warm_start is not None and config.learner.lora is not None and resume is None:
+        console.print(WHOLE_WARM_START, soft_wrap=True, highlight=False)
     what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
-    view = View(console, steps=config.steps, max_rl_s=config.max_rl_seconds)
+    view = View(console, clock=SystemClock(), steps=config.steps, max_rl_s=config.max_rl_seconds)
     make = partial(Controller, view=view)
     summary = lead(config, make, what=what, resume=resume, overrides=overrides, console=console)
     assert isinstance(summary, Summary), f"{summary} belongs to an evaluation"
@@ -103,7 +110,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     assert source is not None, f"{run.path} has no source on disk"
     summary = lead(
         config,
-        partial(Controller, view=View(console, steps=0), source=source),
+        partial(Controller, view=View(console, clock=SystemClock(), steps=0), source=source),
         what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
         resume=run if resumed else None,
         begun=None if resumed else run,

@@ -25,7 +25,7 @@ class Progress:
         self._stats: Stats = incarnation.stats
         self._wanted = incarnation.config.rollout.prompts_per_step
         self._view, self._scheduler, self._scoring = view, scheduler, scoring
-        self._pace = Pace()
+        self._pace = Pace(self._clock)
         self._phase = "the first version is published and saved"
         self._named, self._named_s = "", 0.0  # the phase of the last `refresh`, and when it was first seen
         self._shown, self._shown_s = "", 0.0  # the last line on an evaluation without a learner

@@ -6,6 +6,7 @@ reported at once. Before RL, trials of the reward find such errors. A run in whi
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -13,10 +14,11 @@ from contextlib import suppress
 from laminar_py.config.run import RunConfig
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.observe.live import ShownSample, View
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
 from laminar_py.records.spans import num_turns
-from laminar_py.records.trajectory import FinishReason, Prompt, TrajectoryRef
+from laminar_py.records.trajectory import FinishReason, Kind, Prompt, TrajectoryRef
 from laminar_py.reward.failures import ScoreFailures, trials
 from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.preflight.inputs import Inputs
@@ -26,6 +28,7 @@ from laminar_py.runtime.workers.segments import RunSegments
 
 log = logging.getLogger(__name__)
 
+SAMPLE_EVERY_S = 15.0  # between samples on the user's terminal
 OUTAGE_REST_S = 5.0  # pause of a scorer between responses in an outage
 
 
@@ -40,10 +43,10 @@ def max_scored(config: RunConfig, inputs: Inputs) -> int:
 class Scoring:
     """The scoring stage, its processes, and the servers that the run launches for its terms.
 
-    `deliver` returns once scores are taken in. `show_line` shows lines to the user. `end` ends the run with a
-    reason, since nothing can be scored. `laminar eval` does not train (`trains`). In an outage each scorer tries
-    one response at a time, which is dropped if it fails, and then pauses; the first score ends the pause of all
-    scorers.
+    `deliver` returns once scores are taken in. `view` shows warnings and samples to the user. `end` ends the run
+    with a reason, since nothing can be scored. `laminar eval` does not train (`trains`). In an outage each scorer
+    tries one response at a time, which is dropped if it fails, and then pauses; the first score ends the pause of
+    all scorers.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Scoring:
         scheduler: TrajectoryScheduler,
         segments: RunSegments,
         deliver: Callable[[Sequence[Score]], Awaitable[None]],
-        show_line: Callable[[str], None],
+        view: View,
         end: Callable[[str], None],
         trains: bool = True,
     ) -> None:
@@ -66,7 +69,8 @@ class Scoring:
         self._clock = incarnation.clock
         self._reward = config.reward
         self.most = max_scored(config, inputs)  # trajectories that can wait at the start
-        self._show_line = show_line
+        self._view = view
+        self._sampled_s = -math.inf  # when the last sample was asked for
         self._end = end
         self._on_scores = deliver
         self.check: Callable[[Score, LiveTrajectory], None] = lambda score, trajectory: None  # for alarms
@@ -110,8 +114,10 @@ class Scoring:
 
     def submit_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Queue a finished response for a score."""
+        is_shown = trajectory.kind is Kind.TRAIN and self._is_sample_due()
         self._open_stage.submit_response(
             Unscored(
+                is_shown=is_shown,
                 tokens=trajectory.tokens,
                 request=ScoringRequest(
                     trajectory_id=trajectory.id,
@@ -128,6 +134,14 @@ class Scoring:
                 ),
             )
         )
+
+    def _is_sample_due(self) -> bool:
+        """Whether the view shows samples and needs one; the next is due `SAMPLE_EVERY_S` later."""
+        now = self._clock.now()
+        if not self._view.shows_samples or now - self._sampled_s < SAMPLE_EVERY_S:
+            return False
+        self._sampled_s = now
+        return True
 
     @property
     def waits(self) -> str:
@@ -180,6 +194,8 @@ class Scoring:
         if trajectory.trains and score.value is not None:
             cut = trajectory.finish_reason is FinishReason.LENGTH
             self._stats.add_score(score.value, score.terms, trajectory.length, cut=cut)
+            if score.response_end:
+                self._view.sample(ShownSample(trajectory.prompt.text, score.response_end, score.value))
             if trajectory.environment_s:
                 self._stats.add_turns(num_turns(trajectory.token_spans), trajectory.environment_s)
 
@@ -205,4 +221,4 @@ class Scoring:
 
     def _warn_user(self, line: str) -> None:
         log.warning("%s", line)
-        self._show_line(line)
+        self._view.notice(line)
