@@ -215,7 +215,9 @@ COUNTERPARTS = {
         "group_std, group_mean, leave_one_out or batch_std", trl=trl_scale, verl=verl_advantage
     ),
     "algorithm.kl_estimator": Counterpart("k1, k2 or k3", verl=verl_kl_kind, differs="TRL has k3"),
-    "algorithm.truncated": Counterpart("train on truncated responses, which a cap ended, or mask them", trl=when("mask")),
+    "algorithm.truncated": Counterpart(
+        "train on truncated responses, which a cap ended, or mask them", trl=when("mask")
+    ),
     "rollout.without_signal": Counterpart(
         "groups whose rewards are all equal: skip, train or refill",
         verl=when("refill"),
