@@ -23,6 +23,7 @@ class ExactTerm(TermConfig):
     """1 for a response that ends by itself and whose last answer after its reasoning is right, else 0."""
 
     kind: str = "exact"
+    verdict: bool | str = True
     pattern: str
     """Regular expression whose first group is the answer: its last match that ends behind `</think>` counts."""
 

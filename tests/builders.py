@@ -106,7 +106,9 @@ def make_answers(rewards, *, answers=None, terms=None, length=10):
             sample=sample,
             reward=reward,
             answer="" if answers is None else answers[problem][sample],
-            terms={} if terms is None else {name: values[problem][sample] for name, values in terms.items()},
+            terms={name: values[problem][sample] for name, values in (terms or {"math": rewards}).items()}
+            if reward is not None
+            else {},
             length=length * (problem + 1) + sample,
             truncated=sample == 1,
         )
@@ -127,5 +129,5 @@ def make_evaluated(
         version=version,
         step=step,
         rl_s=rl_s,
-        figures=set_figures(make_answers(rewards, length=length), samples=1),
+        figures=set_figures(make_answers(rewards, length=length), samples=1, verdicts=["math"]),
     )

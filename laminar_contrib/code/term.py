@@ -280,6 +280,7 @@ class CodeTerm(TermConfig):
     """1 for a program that passes all tests of its problem, else 0; with `partial`, the share that passes."""
 
     kind: str = "code"
+    verdict: bool | str = True
     timeout_s: Seconds | None = 60.0
     """Longest time of a response's tests together; null: `reward.timeout_s`. `sandbox` limits each run."""
     partial: bool = False

@@ -20,6 +20,7 @@ class MathTerm(TermConfig):
     a decimal of four significant digits or more, any number that rounds to it is right."""
 
     kind: str = "math"
+    verdict: bool | str = True
     timeout_s: Seconds | None = 3.0
     """Longest time of a verification, which takes milliseconds; null: `reward.timeout_s`."""
     most_processes: Count = PROCESSES

@@ -294,7 +294,8 @@ class FiguresCheck(Check):
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Collect an answer, or compare figures with the answers."""
         if isinstance(event, Evaluated):
-            computed = set_figures(self._answers.pop(event.pass_id, []), samples=event.figures.samples)
+            told, answers = event.figures, self._answers.pop(event.pass_id, [])
+            computed = set_figures(answers, samples=told.samples, verdicts=told.verdicts)
             if computed is None or computed.exact != event.figures.exact:
                 expected = "none" if computed is None else computed.describe()
                 message = f"says {event.figures.describe()}, but its answers give {expected}"

@@ -70,6 +70,10 @@ class TermConfig(Section):
     timeout_s: Seconds | None = None
     """Longest call for one response, seconds. Default: `reward.timeout_s`."""
 
+    verdict: bool | str = False
+    """The value is a verdict, right (1) or wrong (0): evaluations call its mean accuracy and have its pass@k. Of a
+    function with several values, the name of the verdict."""
+
     asks_servers: ClassVar[bool] = False  # True where servers compute the value: the scorer waits and uses no core
     gives_columns: ClassVar[bool] = False  # True where the term may return columns beside its value
     rounding: ClassVar[float] = 1e-6  # relative difference that counts as equal when a reward is computed again
@@ -78,6 +82,11 @@ class TermConfig(Section):
     def title(self) -> str:
         """Name of the term's value."""
         return self.name or self.kind
+
+    @property
+    def verdict_name(self) -> str | None:
+        """Name of the value that is a verdict; None: there is none."""
+        return self.verdict if isinstance(self.verdict, str) else self.title if self.verdict else None
 
     @property
     def asked_unless(self) -> str | None:
@@ -254,6 +263,11 @@ class RewardConfig(Section):
         """Terms of every task and every set."""
         rules = (*self.rules.values(), *self.by_set.values())
         return tuple(term for terms in rules for term in terms)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """Names of the values that are right or wrong, of every task and every set."""
+        return tuple(dict.fromkeys(term.verdict_name for term in self.terms if term.verdict_name is not None))
 
     @property
     def waits_for_servers(self) -> bool:

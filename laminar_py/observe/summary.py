@@ -95,7 +95,7 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Mean reward; an accuracy if rewards are 0 or 1."""
+        """Mean reward; an accuracy if the reward is a verdict."""
         return self.figures.mean.value
 
 
@@ -113,7 +113,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     finished: bool
     simulated: bool = False  # no tokens, no training; seconds of a virtual clock
-    accuracy_start: float | None  # of the first set, if its rewards are 0 or 1
+    accuracy_start: float | None  # of the first set, if its reward is a verdict
     accuracy_end: float | None
     rl_seconds: float
     steps: int

@@ -74,7 +74,7 @@ class TermFigures(msgspec.Struct, frozen=True):
     """Figures of one term of the reward, e.g. `TermFigures(Estimate(0.41, 0.36, 0.47))`."""
 
     mean: Estimate  # before the term's weight
-    pass_at: dict[int, Estimate] = {}  # k -> pass@k, if each value is 0 or 1, as of `math` and `code`
+    pass_at: dict[int, Estimate] = {}  # k -> pass@k, if the term gives verdicts, as `math` and `code`
 
     def describe(self) -> str:
         """Text such as "accuracy 0.410 pass@32 0.733"; the mean alone where values are no verdicts."""
@@ -93,7 +93,8 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
     problems: int
     samples: int  # of each problem
     unscored: int  # answers without a score
-    is_accuracy: bool  # every reward is 0 or 1
+    verdicts: tuple[str, ...] = ()  # terms whose values are right (1) or wrong (0)
+    is_accuracy: bool  # every reward is the value of one of `verdicts` alone
     mean: Estimate  # mean reward: avg@k
     terms: dict[str, TermFigures] = {}  # of the reward
     pass_at: dict[int, Estimate] = {}  # k -> pass@k, the share of problems that one of k answers solves
@@ -144,10 +145,11 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(words)
 
 
-def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | None:
+def set_figures(answers: Iterable[EvalAnswer], *, samples: int, verdicts: Sequence[str] = ()) -> SetFigures | None:
     """Compute figures of a pass with `samples` answers to each problem; None if no answer has a score.
 
-    A problem without any scored answer is left out of the means.
+    `verdicts` names the terms whose values are right (1) or wrong (0). A problem without any scored answer is left
+    out of the means.
     """
     ordered = sorted(answers, key=lambda answer: (answer.problem, answer.sample))
     by_problem: dict[int, list[EvalAnswer]] = {}
@@ -158,7 +160,7 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
         return None
     scored = [[one for one in group if one.reward is not None] for group in kept]
     rewards = [[one.reward or 0.0 for one in group] for group in scored]
-    is_accuracy = all(reward in (0.0, 1.0) for group in rewards for reward in group)
+    is_accuracy = all(_is_verdict(one, verdicts) for group in scored for one in group)
     names = dict.fromkeys(name for group in scored for one in group for name in one.terms)
     can_vote = samples > 1 and any(one.answer for group in scored for one in group)
     lengths = [answer.length for answer in ordered]
@@ -166,9 +168,10 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
         problems=len(by_problem),
         samples=samples,
         unscored=sum(answer.reward is None for answer in ordered),
+        verdicts=tuple(verdicts),
         is_accuracy=is_accuracy,
         mean=_estimate([sum(group) / len(group) for group in rewards]),
-        terms={name: _term_figures(scored, name, samples) for name in names},
+        terms={name: _term_figures(scored, name, samples, is_verdict=name in verdicts) for name in names},
         pass_at=_pass_at(rewards, samples) if is_accuracy else {},
         majority=_estimate([_majority_reward(group) for group in scored]) if can_vote else None,
         truncated=_estimate([sum(one.truncated for one in group) / len(group) for group in kept]),
@@ -177,11 +180,19 @@ def set_figures(answers: Iterable[EvalAnswer], *, samples: int) -> SetFigures | 
     )
 
 
-def _term_figures(scored: Sequence[Sequence[EvalAnswer]], name: str, samples: int) -> TermFigures:
+def _is_verdict(answer: EvalAnswer, verdicts: Sequence[str]) -> bool:
+    """Return whether an answer's reward is the verdict of its only term."""
+    verdict = [value for name, value in answer.terms.items() if name in verdicts]
+    return len(answer.terms) == 1 and verdict == [answer.reward] and answer.reward in (0.0, 1.0)
+
+
+def _term_figures(
+    scored: Sequence[Sequence[EvalAnswer]], name: str, samples: int, *, is_verdict: bool
+) -> TermFigures:
     """Return figures of a term, over problems and answers that have it: a task may have terms of its own."""
     having = [[one.terms[name] for one in group if name in one.terms] for group in scored]
     values = [group for group in having if group]
-    are_verdicts = all(value in (0.0, 1.0) for group in values for value in group)
+    are_verdicts = is_verdict and all(value in (0.0, 1.0) for group in values for value in group)
     return TermFigures(
         _estimate([sum(group) / len(group) for group in values]), _pass_at(values, samples) if are_verdicts else {}
     )

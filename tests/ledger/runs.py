@@ -28,6 +28,7 @@ from laminar_py.records.events import (
     VersionPublished,
 )
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece, pack_experts, pack_mask
+from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind
 from tests.builders import make_experts, make_mask, make_prompt
@@ -230,7 +231,8 @@ def score(ledger, id, spans, *, epoch=1, reward=1.0, roles=()):
             generate_s=0.2,
         )
     )
-    ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01, roles=roles))
+    given = {"terms": [TermValue(name="math", value=reward)]} if id.startswith("e") else {}  # of an evaluation
+    ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01, roles=roles, **given))
 
 
 def make_ready(ledger, id, *, spans=((0, 0, 5),), recorded=False, **kwargs):

@@ -16,7 +16,8 @@ async def test_the_mean_of_a_set_is_an_accuracy_in_all_of_its_passes_or_in_none(
     first = make_evaluated(0.0, step=0, rl_s=0.0, set_name="bonus")
     plain = make_evaluated(0.5, step=0, rl_s=0.0, set_name="plain", index=1)
     later = msgspec.structs.replace(
-        make_evaluated(set_name="bonus", index=2), figures=set_figures(make_answers([[0.4], [0.0]]), samples=1)
+        make_evaluated(set_name="bonus", index=2),
+        figures=set_figures(make_answers([[0.4], [0.0]]), samples=1, verdicts=["math"]),
     )
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
@@ -40,7 +41,11 @@ async def test_a_term_has_an_accuracy_in_all_passes_of_a_set_or_in_none(tmp_path
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
         for index, code in enumerate((verdicts, shares)):
-            figures = set_figures(make_answers(verdicts, terms={"code": code, "math": verdicts}), samples=1)
+            figures = set_figures(
+                make_answers(verdicts, terms={"code": code, "math": verdicts}),
+                samples=1,
+                verdicts=["math", "code"],
+            )
             ledger.append(msgspec.structs.replace(make_evaluated(index=index), figures=figures))
     first, later = (one.figures.terms for one in read_evaluations(tmp_path))
     assert [bool(term.pass_at) for term in (first["code"], later["code"])] == [False, False]
@@ -89,6 +94,6 @@ async def test_open_passes_are_those_begun_and_neither_done_nor_given_up_nor_of_
     found = open_passes(tmp_path)
     assert [(one.id, one.version, one.step) for one in found] == [("e1-aime", 2, 2), ("e4-new", None, None)]
     assert [dict(one.answers) for one in found] == [
-        {"e1-aime.1": EvalAnswer(problem=1, sample=1, reward=0.25, length=3)},
+        {"e1-aime.1": EvalAnswer(problem=1, sample=1, reward=0.25, terms={"math": 0.25}, length=3)},
         {},
     ]

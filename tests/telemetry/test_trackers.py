@@ -229,7 +229,9 @@ def test_a_function_is_named_without_its_file_unless_two_have_one_name():
 
 def test_the_terms_of_an_evaluation_have_names_below_their_set():
     right = [[1.0, 0.0], [0.0, 0.0]]
-    figures = set_figures(make_answers(right, terms={"math": right, "b.py:short": right}), samples=2)
+    figures = set_figures(
+        make_answers(right, terms={"math": right, "b.py:short": right}), samples=2, verdicts=["math"]
+    )
     told = flat_evaluation(msgspec.structs.replace(make_evaluated(), figures=figures))
     assert (told["eval/heldout/reward/math"], told["eval/heldout/reward/math_pass_at_2"]) == (0.25, 0.5)
     assert told["eval/heldout/reward/short"] == 0.25

@@ -55,6 +55,7 @@ class Evaluator:
     ) -> None:
         config = incarnation.config
         self._config = config.eval
+        self._verdicts = config.reward.verdicts
         self._intervals = config.eval.intervals()
         self._sampling = config.eval.sampling_by_set(config.rollout.sampling.params())
         self._sets = incarnation.inputs.sets  # prompts by name
@@ -210,7 +211,9 @@ class Evaluator:
         if evaluation.replica is not None and evaluation.version is not None:  # its replica chose the version
             point = self._points_by_version.get(evaluation.version, point)
         answers = list(evaluation.answers.values())
-        figures = await asyncio.to_thread(set_figures, answers, samples=evaluation.samples)
+        figures = await asyncio.to_thread(
+            set_figures, answers, samples=evaluation.samples, verdicts=self._verdicts
+        )
         if figures is None:
             self._show_line(
                 f"{name}: no figures at step {point.step}: none of {len(answers)} answers could be scored"
