@@ -40,7 +40,9 @@ PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
 # Rates measured with this project's own runs
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
-REPACK_SHARE = 0.5  # of the draining loss, which repacking recovers: the simulator's figure for a 7B, rounded
+# of the draining loss that repacking and what begins meanwhile recover, with 1, 2, 3, 4 and more replicas: medians of
+# simulations (experiments/plan)
+RECOVERED = (0.2, 0.24, 0.33, 0.48, 0.5)
 CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
 # Assumptions
 HOST_BYTES_PER_S = 30e9  # from the host's memory to a GPU over PCIe 5
@@ -81,6 +83,11 @@ def decode_terms(sequences: float, kv_tokens: float) -> tuple[float, float, floa
 def decode_step_s(times: EngineTimes, sequences: Floats | float, context: Floats | float) -> Floats | float:
     """Return the seconds of a decode step; `context` is the sequences' mean number of tokens."""
     return times.step_s + sequences * (times.sequence_s + times.kv_token_s * context)
+
+
+def recovered_share(replicas: int) -> float:
+    """Return the share of the draining loss that a fleet of replicas recovers."""
+    return RECOVERED[min(replicas, len(RECOVERED)) - 1]
 
 
 # ---- learner

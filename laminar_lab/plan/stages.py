@@ -16,9 +16,9 @@ from laminar_lab.plan.request import Lengths, PlanRequest
 from laminar_lab.report.diagnosis import Bottleneck
 from laminar_lab.report.mean_step import StageTimes, StepStage, compose
 from laminar_lab.step_time import (
-    REPACK_SHARE,
     decode_step_s,
     learner_step_s,
+    recovered_share,
     token_cost,
 )
 from laminar_py.config.rollout import Schedule
@@ -41,7 +41,7 @@ class PlacementEstimate:
 
     schedule: Schedule
     times: StageTimes
-    freshness_s: float  # shortest step in which no response grows older than the bound on staleness
+    freshness_s: float  # shortest step in which the groups that the bound on staleness admits end
     tokens_per_s: float  # trained response tokens
     formulas: tuple[Formula, ...]
 
@@ -117,7 +117,7 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
         cycle = _drain_cycle(request, placement, rates)
         generation_s, generated = _generate_async(request, placement, rates, cycle)
         weights_s, moved = _load_between_batches(request, placement, rates, cycle)
-        freshness_s, aged = _freshness(request, cycle, handed_on_s=learner_s + _on_the_way_s(request, rates))
+        freshness_s, aged = _freshness(request, rates, cycle, learner_s=learner_s)
     else:
         generation_s, generated = _generate_batch(request, placement, rates)
         weights_s, moved = _wait_for_weights(
@@ -179,18 +179,18 @@ def _drain_cycle(request: PlanRequest, placement: FleetPlacement, rates: Replica
 def _generate_async(
     request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
 ) -> _Stage:
-    """Replicas drain one by one, and repacking recovers a part of each tail."""
+    """Replicas drain one by one, and a part of each tail is recovered."""
     lengths, per_step = request.lengths, request.trajectories_per_step
     rate = rates.full_tokens_per_s(cycle.running)
     drained = min(1.0, cycle.admitted * lengths.mean / cycle.seconds / rate)
-    share = drained + REPACK_SHARE * (1.0 - drained) if placement.replicas > 1 else drained
+    share = drained + recovered_share(placement.replicas) * (1.0 - drained)
     seconds = per_step * lengths.mean / (placement.replicas * rate * share)
     return seconds, (
         _decode_formula(rates, cycle.running),
         Formula(
             name="a replica",
             text=f"{rate:,.0f} tokens/s without draining; the last of a version's {cycle.admitted:.0f} responses"
-            f" ends after {cycle.seconds:.0f} s: {drained:.0%} of that rate, {share:.0%} with repacking",
+            f" ends after {cycle.seconds:.0f} s: {drained:.0%} of that rate, {share:.0%} with what begins meanwhile",
             result=f"{rate * share:,.0f} tokens/s",
         ),
         Formula(
@@ -277,15 +277,22 @@ def _on_the_way_s(request: PlanRequest, rates: ReplicaRates) -> float:
     return request.publish_s + rates.times.load_s
 
 
-def _freshness(request: PlanRequest, cycle: ReplicaCycle, *, handed_on_s: float) -> _Stage:
-    """Return the shortest step in which a replica's last response is not older than the bound."""
+def _freshness(request: PlanRequest, rates: ReplicaRates, cycle: ReplicaCycle, *, learner_s: float) -> _Stage:
+    """Return the shortest step in which the admitted groups end: those of the bound and one more step.
+
+    A group counts from its issue to the end of its learner step, so it waits for a slot, decodes until its longest
+    response ends, is scored and trained.
+    """
     bound = request.max_staleness
     if bound is None:
         return 0.0, ()
-    whole_s = cycle.seconds + request.reward_s + handed_on_s
-    text = (
-        f"from a version to the step of its last response {cycle.seconds:.0f} s of generation,"
-        f" {request.reward_s:g} s of reward, {handed_on_s:.0f} s of learner and weights, within {bound} + 1 steps"
+    waiting_s = (
+        (cycle.admitted - cycle.running) * request.lengths.mean / rates.full_tokens_per_s(cycle.running) / 2
     )
-    seconds = whole_s / (bound + 1)
+    decode_s = rates.batch_s(cycle.running, request.lengths.longest_of(request.group_size))
+    text = (
+        f"a group waits {waiting_s:.0f} s, decodes {decode_s:.0f} s, is scored {request.reward_s:g} s and trained"
+        f" {learner_s:.0f} s; {bound} + 1 steps of groups may be under way"
+    )
+    seconds = (waiting_s + decode_s + request.reward_s + learner_s) / (bound + 1)
     return seconds, (Formula(name="freshness", text=text, result=f"{seconds:.1f} s"),)
