@@ -190,7 +190,7 @@ def _generate_async(
         Formula(
             name="a replica",
             text=f"{rate:,.0f} tokens/s without draining; the last of a version's {cycle.admitted:.0f} responses"
-            f" ends after {cycle.seconds:.0f} s: {drained:.0%} of that rate, {share:.0%} with what begins meanwhile",
+            f" ends after {cycle.seconds:.0f} s: {drained:.0%} of that rate, {share:.0%} with others meanwhile",
             result=f"{rate * share:,.0f} tokens/s",
         ),
         Formula(
