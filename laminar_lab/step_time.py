@@ -40,7 +40,7 @@ PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
 # Rates measured with this project's own runs
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
-# of the draining loss that repacking and what begins meanwhile recover, with 1, 2, 3, 4 and more replicas: medians of
+# of the draining loss that repacking and later responses recover, with 1, 2, 3, 4 and more replicas: medians of
 # simulations (experiments/plan)
 RECOVERED = (0.2, 0.24, 0.33, 0.48, 0.5)
 CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
