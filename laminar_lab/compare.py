@@ -244,7 +244,7 @@ def seed_warning(comparison: Comparison, names: Sequence[str]) -> Text | None:
 
 def _group_name(heads: Sequence[str], group: SeedGroup) -> str:
     first, *others = group.runs
-    return heads[first] + (f" and {len(others)} more" if others else "")
+    return heads[first] + (f" +{len(others)}" if others else "")
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:

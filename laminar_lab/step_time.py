@@ -42,7 +42,7 @@ LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
 RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
 # of the draining loss that repacking and later responses recover, with 1, 2, 3, 4 and more replicas: medians of
 # simulations (experiments/plan)
-RECOVERED = (0.2, 0.24, 0.33, 0.48, 0.5)
+RECOVERED = (0.3, 0.2, 0.35, 0.4, 0.5)
 CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
 # Assumptions
 HOST_BYTES_PER_S = 30e9  # from the host's memory to a GPU over PCIe 5

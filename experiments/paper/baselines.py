@@ -16,7 +16,7 @@ from laminar_lab.simulate.figures import SimulatedRun
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
 from laminar_lab.simulate.run import LearnerMaker, simulate
 from laminar_py.config import ConfigError, RunConfig
-from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalenessConfig
+from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalenessConfig, StalePolicy
 from laminar_py.control import StepBatch
 from laminar_py.records import StepRow
 from laminar_py.records.metrics import StepMetrics, Work
@@ -174,7 +174,9 @@ def _baseline_config(
             "schedule": SCHEDULES[baseline],
             "rollout": config.rollout.model_copy(update={"on_new_weights": policy, "engine": engine}),
             "repack": config.repack.model_copy(update={"planner": NO_PLANNER}),
-            "staleness": StalenessConfig(max_staleness=max_staleness if is_partial else None),
+            "staleness": StalenessConfig(
+                max_staleness=max_staleness if is_partial else None, policies=(StalePolicy.WAIT, StalePolicy.DROP)
+            ),
         }
     )
 

@@ -10,6 +10,7 @@ from laminar_lab.plan.placements import placements
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import ReplicaRates, estimate
 from laminar_lab.report.diagnosis import Bottleneck
+from laminar_lab.report.mean_step import StageTimes
 from laminar_py.config.rollout import Schedule
 from tests.plan.builders import LENGTHS, make_request
 
@@ -74,3 +75,22 @@ def test_what_binds_is_what_shortens_the_step_most():
 def test_no_bound_leaves_no_wall_of_freshness():
     request = replace(make_request(), max_staleness=None)
     assert all(estimate(request, one).freshness_s == 0.0 for one in placements(request))
+
+
+def test_an_asynchronous_step_is_an_eighth_longer_where_two_stages_are_alike():
+    request = make_request()
+    (one, *_) = (place for place in placements(request) if place.schedule is Schedule.ASYNC)
+    times = StageTimes(generation_s=9.0, learner_s=10.0, weights_s=1.0)
+    alike = replace(estimate(request, one), times=times, freshness_s=0.0)
+    assert alike.step_s == pytest.approx(10 * 2 ** (1 / 6))
+    apart = replace(alike, times=replace(times, learner_s=5.0))
+    assert apart.step_s == pytest.approx(10.0, rel=0.01)
+    assert alike.tokens_per_s == pytest.approx(alike.tokens / alike.step_s)
+
+
+def test_a_tighter_bound_holds_groups_back_longer():
+    request = make_request()
+    (one, *_) = (place for place in placements(request) if place.schedule is Schedule.ASYNC)
+    held = [estimate(replace(request, max_staleness=bound), one).freshness_s for bound in (0, 1, 4)]
+    assert held[0] == pytest.approx(2 * held[1], rel=0.2)
+    assert held[0] > held[1] > held[2]
