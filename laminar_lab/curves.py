@@ -46,7 +46,7 @@ def format_mean(values: Sequence[float]) -> str:
     return f"{fmean(values):,.3f}" + (", one seed" if half is None else f" ± {half:,.3f}")
 
 
-BAR = 21  # characters of a drawn interval; a row fits 80 columns
+BAR = 19  # characters of a drawn interval; a row fits 80 columns
 
 
 def draw_mean(values: Sequence[float], *, low: float, high: float) -> str:

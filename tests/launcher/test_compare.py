@@ -256,7 +256,7 @@ async def test_runs_that_differ_in_their_seeds_are_one_row_of_sets(run):
     output = invoke(run, other).stdout
     assert "ONE SEED" not in output
     assert re.search(
-        r"small-1 \+1 +2 +0\.500 ± 0\.000 +·{10}●·{10} +0\.500 ± 0\.000 +$", output, re.MULTILINE
+        r"small-1 \+1 +2 +0\.500 ± 0\.000 +·{9}●·{9} +0\.500 ± 0\.000 +$", output, re.MULTILINE
     )
     (group,) = json.loads(invoke(run, other, "--json").stdout)["groups"]
     assert (group["runs"], list(group["at_equal"].values())) == ([0, 1], [[0.5, 0.5]])
