@@ -23,7 +23,7 @@ from laminar_lab.step_time import (
 )
 from laminar_py.config.rollout import Schedule
 
-NORM = 6  # of the stages of an asynchronous step
+NORM = 6  # order of the norm over an asynchronous step's stages
 GRID = 400  # points of an integral over lengths
 
 
@@ -291,7 +291,7 @@ def _on_the_way_s(request: PlanRequest, rates: ReplicaRates) -> float:
 
 
 def _freshness(request: PlanRequest, rates: ReplicaRates, cycle: ReplicaCycle, *, learner_s: float) -> _Stage:
-    """Return the shortest step in which the admitted groups end: those of the bound and one more step.
+    """Return the shortest step in which the admitted groups end.
 
     A group counts from its issue to the end of its learner step, so it waits for a slot, decodes until its longest
     response ends, is scored and trained.
