@@ -514,7 +514,13 @@ def _(module: ModuleType) -> None:
     module.Learner.step = lambda self, microbatches: step(self, microbatches[1:] or microbatches)
 
 
-@plant("gradients_of_half", "laminar_py.learner.step", "step", "gradients of some microbatches are dropped")
+@plant(
+    "gradients_of_half",
+    "laminar_py.learner.step",
+    "step",
+    "gradients of some microbatches are dropped",
+    settings=["packer.max_tokens=1024"],  # several microbatches in the first step, too
+)
 def _(module: ModuleType) -> None:
     backward = module.Learner._backward
 
