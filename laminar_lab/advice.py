@@ -75,36 +75,27 @@ def remedies(bottleneck: Bottleneck, config: RunConfig, step: MeanStep) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Remedies against a bottleneck, each with the most goodput that it gives, over the present goodput."""
+    """Remedies that are worth it, each with the most goodput that it gives, over the present goodput."""
 
     gains: tuple[tuple[Remedy, float], ...]
-
-    @property
-    def most(self) -> float:
-        """Largest gain; 1 without a remedy."""
-        return max((gain for _, gain in self.gains), default=1.0)
-
-    @property
-    def is_worth_it(self) -> bool:
-        """True if a remedy may give `WORTH` times the goodput."""
-        return self.most >= WORTH
-
-    @property
-    def balanced(self) -> str:
-        """Line for advice that is not worth a change."""
-        return f"the stages are balanced: no change of one of them gives more than {max(self.most, 1.0):.2f} x"
+    without: str  # line for an advice without remedies
 
 
 def advise_changes(diagnosis: Diagnosis, config: RunConfig) -> Advice:
     """Return the remedies against the bottleneck with their predicted gains; try the first one first."""
     bottleneck, step = diagnosis.binding.bottleneck, diagnosis.mean_step
     useful = diagnosis.binding.gain * without_bottleneck(bottleneck, step).measured_s / max(step.measured_s, 1e-9)
-    gains = []
+    gains, most = [], 1.0
     for one in remedies(bottleneck, config, step):
         removes = scaled_by(bottleneck, one) is None
         faster = step.measured_s / max(what_if_set(step, bottleneck, one), 1e-9)
-        gains.append((one, faster * useful if removes else faster))
-    return Advice(tuple(gains))
+        gain = faster * useful if removes else faster
+        most = max(most, gain)
+        if gain >= WORTH:
+            gains.append((one, gain))
+    balanced = f"the stages are balanced: no change of one of them gives more than {most:.2f} x"
+    held = "no setting of this run on this machine removes what limits it"
+    return Advice(tuple(gains), balanced if diagnosis.binding.gain < WORTH else held)
 
 
 def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -412,7 +403,9 @@ def what_if_set(step: MeanStep, bottleneck: Bottleneck, remedy: Remedy) -> float
     if stage is not None:
         factor = float(remedy.new) / float(remedy.old)
         return step.measured_s if bottleneck is Bottleneck.CPU and factor < 1 else what_if(step, stage, factor)
-    return max(without_bottleneck(bottleneck, step).measured_s, min(step.cpu_s, step.measured_s))
+    without_s = without_bottleneck(bottleneck, step).measured_s
+    adds_cores = remedy.key == "cluster.address"
+    return without_s if adds_cores else max(without_s, min(step.cpu_s, step.measured_s))
 
 
 def scaled_by(bottleneck: Bottleneck, remedy: Remedy) -> StepStage | None:

@@ -7,7 +7,7 @@ evaluations is interpolated. Runs whose configs differ only in their seeds share
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,10 +118,13 @@ def compare(runs: Sequence[ComparedRun]) -> Comparison:
 
 
 def _group_by_seed(runs: Sequence[ComparedRun], budget: float) -> tuple[SeedGroup, ...]:
-    """Group runs of one config; `budget` is the device-hours of their results."""
-    places: dict[str, list[int]] = defaultdict(list)
+    """Group runs of one config and different seeds; `budget` is the device-hours of their results."""
+    places: dict[tuple[str, int], list[int]] = defaultdict(list)
+    seen: Counter[tuple[str, int]] = Counter()
     for place, run in enumerate(runs):
-        places[_config_without_seed(run.config)].append(place)
+        config = _config_without_seed(run.config)
+        places[config, seen[config, run.config.seed]].append(place)  # a repeated seed is no further seed
+        seen[config, run.config.seed] += 1
     curves = [run.by_set for run in runs]
     if not any(curves):
         curves = [{"reward in training": run.reward} for run in runs]

@@ -603,6 +603,18 @@ def _(module: ModuleType) -> None:
 
 
 @plant(
+    "reference_is_the_policy",
+    "laminar_py.learner.reference",
+    "reference",
+    "the policy itself is its reference model",
+    within=2,
+    settings=["algorithm.kl_coef=0.01", "algorithm.reference_pass=learner"],
+)
+def _(module: ModuleType) -> None:
+    module.open_reference = lambda policy, *arguments, **options: module.InnerReference(policy)
+
+
+@plant(
     "reference_follows",
     "laminar_py.learner.reference",
     "reference",

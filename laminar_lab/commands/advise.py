@@ -37,13 +37,13 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
         f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"
     )
     advice = advise_changes(diagnosis, config)
-    if advice.is_worth_it:
+    if advice.gains:
         rows = [(one.key, one.change, f"at most {gain:.2f} x", one.why) for one, gain in advice.gains]
         console.print(
             make_table("\nWhat to change, the best first", "setting", ("change", "goodput", "why"), rows)
         )
     else:
-        print_line(advice.balanced)
+        print_line(advice.without)
     predicted = [
         (change, format_seconds(step_s), f"{step.measured_s / step_s:.2f} x") for change, step_s in _what_ifs(step)
     ]

@@ -24,7 +24,9 @@ def init(
     model: Annotated[str | None, typer.Option(help="Model folder; for GPUs also a size such as 7B")] = None,
     data: Annotated[str | None, typer.Option(help="JSONL or Parquet file with `prompt` and `answer`")] = None,
     heldout: Annotated[str | None, typer.Option(help="The same, of held-out rows")] = None,
-    reward: Annotated[str | None, typer.Option(help="math, code, or file.py:function")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="math, code, or file.py:function; give it again for a further term")
+    ] = None,
     lora: Annotated[bool | None, typer.Option("--lora/--full", help="Train adapters, or all weights")] = None,
     on: Annotated[str | None, typer.Option(help="here: this machine's cores; or GPUs such as 8xH100")] = None,
     engine: Annotated[str | None, typer.Option(help="embedded, on cores; or sglang, on both")] = None,
@@ -48,7 +50,7 @@ def init(
     translation = None if source is None else translate(*source)
     given = {} if translation is None else translation.settings
     train = None if lora is None else LORA if lora else FULL
-    options = {"model": model, "data": data, "heldout": heldout, "reward": reward}
+    options = {"model": model, "data": data, "heldout": heldout, "reward": ",".join(reward) if reward else None}
     options |= {"train": train, "on": on, "engine": engine}
     answers = choose(options, given, translated=translation is not None)
     choices = make_choices(answers, given, name=out.stem, python=python)

@@ -36,7 +36,9 @@ def plan(
     model: Annotated[str, typer.Argument(help="Model folder, config.json, size such as 7B, or config of a run")],
     gpus: Annotated[str, typer.Option(help="Nodes x GPUs of each x kind, e.g. 8x8xH100")],
     run: Annotated[Path | None, typer.Option(help="Run with typical response lengths")] = None,
-    p50: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500")] = None,
+    p50: Annotated[
+        float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500, or cap / 4")
+    ] = None,
     p99: Annotated[float | None, typer.Option(min=1, help="Their 99th percentile; default: 10 x p50")] = None,
     cap: Annotated[int | None, typer.Option(min=1, help="Longest response; default: config's, or 16384")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt")] = 400,

@@ -31,9 +31,11 @@ def simulate(
     gpu: Annotated[
         str | None, typer.Option(help="GPU, e.g. H100, that engines and learner of the config have")
     ] = None,
-    p50: Annotated[float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500")] = None,
+    p50: Annotated[
+        float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500, or cap / 4")
+    ] = None,
     p99: Annotated[float | None, typer.Option(min=1, help="Their 99th percentile; default: 10 x p50")] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt")] = 400,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; default: 400")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Keep a run folder, for laminar report, audit and dashboard")
@@ -49,7 +51,7 @@ def simulate(
     from laminar_lab.simulate.run import simulate as simulate_run
     from laminar_py.config import load_config
 
-    settings, profile = _emulated(load_config(config, overrides or []), gpu, (p50, p99), prompt=prompt)
+    settings, profile = _emulated(load_config(config, overrides or []), gpu, (p50, p99, prompt))
     run = new_simulated_run(settings) if record else None
     began = printed = time.monotonic()
 
@@ -74,23 +76,22 @@ def simulate(
 
 
 def _emulated(
-    settings: "RunConfig", gpu: str | None, percentiles: tuple[float | None, float | None], *, prompt: int
+    settings: "RunConfig", gpu: str | None, lengths: tuple[float | None, float | None, int | None]
 ) -> "tuple[RunConfig, EmulationProfile]":
     """Return a config with emulated engines and its profile, or the profile of `gpu`. Raises `ConfigError`."""
     from laminar_lab.gpus import gpu_named
     from laminar_lab.plan.pretend import pretend
-    from laminar_lab.plan.request import Lengths
     from laminar_lab.simulate.run import check
 
     if gpu is not None:
-        cap = settings.rollout.sampling.max_new_tokens
-        settings, profile = pretend(
-            settings, gpu_named(gpu), Lengths.of_percentiles(*percentiles, cap=cap, prompt=prompt)
-        )
+        p50, p99, prompt = lengths
+        settings, profile = pretend(settings, gpu_named(gpu), p50=p50, p99=p99, prompt=prompt)
         check(settings)
         return settings, profile
-    if percentiles != (None, None):
-        raise ConfigError("--p50, --p99: the config's engines have lengths of their own; give --gpu, too")
+    if any(one is not None for one in lengths):
+        raise ConfigError(
+            "--p50, --p99, --prompt: the config's engines have lengths of their own; give --gpu, too"
+        )
     check(settings)
     return settings, read_profile(emulation_of(settings).profile)  # a mistake there leaves no run folder
 

@@ -62,7 +62,7 @@ class Choices:
     model: str  # a folder; on GPUs also a known name or a size such as 7B
     data: str
     heldout: str | None = None
-    reward: str = "math"
+    reward: str = "math"  # terms, with commas between them
     lora: bool = False
     on: str = HERE  # or GPUs, e.g. 8xH100
     engine: Engine = Engine.EMBEDDED
@@ -140,7 +140,7 @@ def _task(choices: Choices, shape: ModelShape) -> Settings:
         "steps": STEPS,
         "model.path": str(choices.folder),
         "data.train": choices.data,
-        "reward.use": [choices.reward],
+        "reward.use": choices.reward.split(","),
         "learner.lr": learning_rate(shape.total, lora=choices.lora),
         "learner.checkpoint_every": EVERY_STEPS,
         **adapters,

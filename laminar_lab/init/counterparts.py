@@ -129,7 +129,7 @@ COUNTERPARTS = {
     ),
     "rollout.max_batch": Counterpart("most responses that one engine decodes at a time", verl=positive),
     "staleness.max_staleness": Counterpart(
-        "most learner steps between a response's weights and its training",
+        "age in learner steps above which a response counts less",
         differs="generation runs ahead of the learner",
     ),
     "learner.world_size": Counterpart(

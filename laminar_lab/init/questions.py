@@ -41,6 +41,11 @@ def _check_model(option: str, answer: str) -> None:
 
 
 def _check_reward(option: str, answer: str) -> None:
+    for term in answer.split(","):
+        _check_term(option, term)
+
+
+def _check_term(option: str, answer: str) -> None:
     file, colon, function = answer.partition(":")
     if colon and not (Path(file).is_file() and function):
         raise ConfigError(f"--{option}={answer}: no such file; write math, code, or file.py:function")
@@ -69,7 +74,12 @@ QUESTIONS = {
     "model": Question("model folder, or for GPUs a size such as 7B", key="model.path", check=_check_model),
     "data": Question("problems, a JSONL or Parquet file", key="data.train", check=_check_file),
     "heldout": Question("held-out problems (none: no evaluation)", "", key="eval.sets", check=_check_file),
-    "reward": Question("reward: math, code, or file.py:function", "math", key="reward.use", check=_check_reward),
+    "reward": Question(
+        "reward: math, code, or file.py:function; several with commas",
+        "math",
+        key="reward.use",
+        check=_check_reward,
+    ),
     "train": Question("train lora or full", LORA, check=_one_of(LORA, FULL)),
     "on": Question("run here, on cores, or on GPUs such as 8xH100", HERE, check=_check_place),
     "engine": Question("engine: embedded or sglang", Engine.EMBEDDED.value, check=_one_of(*Engine)),

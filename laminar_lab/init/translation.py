@@ -97,7 +97,7 @@ def read_given(trainer: Trainer, path: Path) -> dict[str, object]:
     if trainer is Trainer.VERL and path.suffix not in YAML:
         given = _overrides(path)
     else:
-        tree = read_tree(path, [])
+        tree = {key: _with_booleans(value) for key, value in read_tree(path, []).items()}
         given = tree if trainer is Trainer.TRL else dict(_flat(tree, ""))
     return {name: value for name, value in given.items() if not _is_open(value)}
 
@@ -133,6 +133,18 @@ def _overrides(path: Path) -> dict[str, object]:
 
 def _value(text: str) -> object:
     try:
-        return read_yaml(text)
+        return _with_booleans(read_yaml(text))
     except yaml.YAMLError:
         return text
+
+
+_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
+
+
+def _with_booleans(value: object) -> object:
+    """Return a value of YAML 1.1, which TRL and verl read: `on` is true there."""
+    if isinstance(value, dict):
+        return {key: _with_booleans(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_booleans(one) for one in value]
+    return _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value

@@ -160,7 +160,7 @@ def _live_steps(request: PlanRequest, placement: FleetPlacement) -> float:
 
 
 def _num_steps(live: float, per_step: int) -> int:
-    """Return the steps of a simulation: until the fleet is full and as many again, within the limits.
+    """Return the steps of a simulation: until the fleet is full and as many again, near the limits.
 
     The figures leave out a quarter. The rest is whole turns of a replica's batch where possible, since its short
     responses end first: a part of a turn would count as faster than the whole.

@@ -2,6 +2,7 @@
 
 import math
 
+from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
 from laminar_lab.plan.known_models import model_named
@@ -9,15 +10,19 @@ from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_py.config import ConfigError, RunConfig, parse_config
 
 PER_NODE = 8  # GPUs
+PROMPT = 400  # tokens, unless the config has less room
 
 
-def pretend(config: RunConfig, gpu: Gpu, lengths: Lengths) -> tuple[RunConfig, EmulationProfile]:
+def pretend(
+    config: RunConfig, gpu: Gpu, *, p50: float | None = None, p99: float | None = None, prompt: int | None = None
+) -> tuple[RunConfig, EmulationProfile]:
     """Return the config with emulated engines and learner of the same size, and the times of `gpu` for its model.
 
-    Evaluations, the warm start, a cap on a response's time and what experts did are left out. Raises `ConfigError`
-    where the config has an environment, whose times nobody knows.
+    `p50`, `p99` and `prompt` are tokens of responses and prompts. Evaluations, the warm start, the reference model
+    and what experts did are left out; several updates cost as much as one. Raises `ConfigError` for an
+    environment, whose times nobody knows, and for a model that does not fit.
     """
-    engine, learner = config.rollout.engine, config.learner
+    engine, learner, rollout = config.rollout.engine, config.learner, config.rollout
     if config.environment is not None:
         raise ConfigError(
             "environment: a simulation does not know its times; leave it out with environment=null, or describe"
@@ -26,18 +31,25 @@ def pretend(config: RunConfig, gpu: Gpu, lengths: Lengths) -> tuple[RunConfig, E
     if engine.emulates is not None:
         raise ConfigError(f"rollout.engine.kind={engine.kind}: has times of its own; leave out --gpu")
     name, shape = model_named(str(config.model.path))
+    if engine.gpus and engine.gpus not in shape.divisions:
+        raise ConfigError(
+            f"rollout.engine: {engine.gpus} GPUs cannot divide the heads of {name}; choose of {shape.divisions}"
+        )
+    if faults := memory_faults(config, gpu_bytes=gpu.memory_bytes):
+        raise ConfigError(faults[0])
+    cap = rollout.sampling.max_new_tokens
+    prompt = min(PROMPT, rollout.max_len - cap) if prompt is None else prompt
     request = PlanRequest(
         model=name,
         shape=shape,
         fleet=GpuFleet(gpu=gpu, nodes=math.ceil(config.gpus / PER_NODE), per_node=PER_NODE),
-        lengths=lengths,
-        prompts_per_step=config.rollout.prompts_per_step,
-        group_size=config.rollout.group_size,
+        lengths=Lengths.of_percentiles(p50, p99, cap=cap, prompt=prompt),
+        prompts_per_step=rollout.prompts_per_step,
+        group_size=rollout.group_size,
         learner=learner,
     )
     tree = config.model_dump(mode="json")
     tree["rollout"]["engine"] = request.emulated_engine(learner_devices=learner.world_size)
-    tree["rollout"]["max_seconds"] = None
     del tree["rollout"]["record"]
     tree["learner"] |= {"world_size": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None

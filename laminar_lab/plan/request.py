@@ -38,15 +38,18 @@ class Lengths:
     def __post_init__(self) -> None:
         if self.median > self.cap:
             raise ConfigError(
-                f"p50={self.median:.0f}: lies beyond cap={self.cap}, at which responses are cut; raise cap"
+                f"p50={self.median:.0f}: lies beyond cap={self.cap}, a response's end; lower it, or raise cap"
             )
 
     @classmethod
     def of_percentiles(
         cls, p50: float | None, p99: float | None, *, cap: int, prompt: int, prompt_share: float = 0.0
     ) -> "Lengths":
-        """Make lengths with these percentiles before the cut; None: the defaults. Raises `ConfigError`."""
-        p50 = p50 or P50
+        """Make lengths with these percentiles before the cut; None: the defaults, or a quarter of a low `cap`.
+
+        Raises `ConfigError`.
+        """
+        p50 = p50 or min(P50, cap / 4)
         p99 = p99 or TAIL * p50
         if p99 < p50:
             raise ConfigError(f"p99={p99:g}: is below p50={p50:g}; give both in tokens")

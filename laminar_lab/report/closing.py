@@ -40,7 +40,7 @@ def _limit_rows(report: RunReport) -> Iterator[tuple[str, str]]:
     gain = f"{binding.gain:.2f} x" if binding.gain < MOST_GAIN else f"more than {MOST_GAIN} x"
     yield "limited by", f"{str(binding.bottleneck).upper()}; without it at most {gain} the goodput"
     advice = advise_changes(diagnosis, config)
-    yield ("change first", str(advice.gains[0][0])) if advice.is_worth_it else ("change", advice.balanced)
+    yield ("change first", str(advice.gains[0][0])) if advice.gains else ("change", advice.without)
 
 
 def closing_table(summary: Summary) -> Table:

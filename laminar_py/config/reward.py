@@ -78,6 +78,17 @@ class TermConfig(Section):
     gives_columns: ClassVar[bool] = False  # True where the term may return columns beside its value
     rounding: ClassVar[float] = 1e-6  # relative difference that counts as equal when a reward is computed again
 
+    @model_validator(mode="after")
+    def _check_verdict(self) -> Self:
+        named = self.verdict if isinstance(self.verdict, str) else None
+        if named is not None and named != self.title and self.kind != FUNCTION:
+            raise ConfigError(
+                f"reward.use: {self.title}: verdict={named}: the term has one value; write true or false"
+            )
+        if named in ("", "yes", "no", "on", "off"):
+            raise ConfigError(f"reward.use: {self.title}: verdict={named}: write true, false or a value's name")
+        return self
+
     @property
     def title(self) -> str:
         """Name of the term's value."""

@@ -45,9 +45,8 @@ class StepProver:
         self._ranks = ranks
         self._trained = [(name, item) for name, item in model.named_parameters() if item.requires_grad]
         self._scale = _final_scale(model)
-        of_reference = () if reference is None else reference.model.parameters()
-        # with adapters the reference is the policy without them
-        self._reference = [local_part(item) for item in of_reference if not item.requires_grad]
+        of_reference = [] if reference is None else reference.parameters()
+        self._reference = [local_part(item) for item in of_reference]
         self._still = torch.zeros(len(self._trained), device=ranks.device)
         self.begin()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -35,6 +36,10 @@ class InnerReference:
     def __init__(self, model: PreTrainedModel, *, adapters: "LoraAdapters | None" = None) -> None:
         self.model = model
         self._adapters = adapters
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that may not change: all, or those beneath the policy's adapters."""
+        return [one for one in self.model.parameters() if self._adapters is None or not one.requires_grad]
 
     def add_logprobs(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return copies of the microbatches that have the reference's log-probabilities as a column."""

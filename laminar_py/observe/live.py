@@ -23,6 +23,7 @@ from laminar_py.records.metrics import LearnerProgress, StepRow
 LINE_EVERY_STEPS = 10
 PROGRESS_EVERY_S = 5.0  # between lines on a starting learner, and before the first line on a phase
 PHASE_EVERY_S = 15.0  # between lines on a phase before or after RL
+STEP_LINE_S = 10.0  # after so long the next step has a line
 LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
 MOST_SHOWN = 100  # columns of a sample's text
 
@@ -95,7 +96,7 @@ class Pace:
 class View:
     """Shows a run of `steps` learner steps or `max_rl_s` seconds of RL.
 
-    Without a terminal it prints a line every ten steps and at least one a minute.
+    Without a terminal it prints a line every ten steps, or every slow step, and at least one a minute.
     """
 
     def __init__(self, console: Console, *, clock: Clock, steps: int, max_rl_s: float | None = None) -> None:
@@ -104,6 +105,7 @@ class View:
         self._steps = steps
         self._max_rl_s = max_rl_s
         self._printed_s = clock.now()  # when the last line was printed
+        self._stepped_s = clock.now()  # when the last line of a step was printed
         self._printed_phase = ""  # without numbers: the phase of the last printed line
         self._row: StepRow | None = None
         self._sample: ShownSample | None = None
@@ -137,14 +139,18 @@ class View:
     def step(self, row: StepRow) -> None:
         """Print a step's figures: a short line above the live screen, or a long one of some steps.
 
-        Without a terminal these are the first step, the last, and every `LINE_EVERY_STEPS`.
+        Without a terminal these are the first step, the last, and every `LINE_EVERY_STEPS`, or every step if steps
+        take longer than `STEP_LINE_S`.
         """
         self._row = row
         lengths = f"tokens p50 {row.length_p50} p95 {row.length_p95}"
         short = f"step {row.step}/{self._steps}  reward {row.reward:.3f}  {lengths}"
         if self._live is not None:
             self.notice(f"{short}  {row.rl_s:.1f} s")
-        elif row.step % LINE_EVERY_STEPS == 0 or row.step in (1, self._steps):
+            return
+        is_slow = self._clock.now() - self._stepped_s > STEP_LINE_S
+        if is_slow or row.step % LINE_EVERY_STEPS == 0 or row.step in (1, self._steps):
+            self._stepped_s = self._clock.now()
             turns = f"  turns {row.turns.mean:.1f}, environments p95 {row.turns.environment_p95_s:.2f} s"
             staleness = f"staleness {row.staleness_mean:.1f} max {row.staleness_max}"
             about = staleness if row.trained else "nothing to train"

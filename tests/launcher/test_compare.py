@@ -99,9 +99,14 @@ def test_the_quality_of_a_run_has_its_interval_and_no_ratio():
 
 
 def test_without_an_evaluation_seeds_are_compared_by_the_reward():
-    runs = [make_run(9.0, 1, rewards=((1.0, 0.1), (9.0, end))) for end in (0.7, 0.8)]
+    seeds = [QUICKSTART.model_copy(update={"seed": seed}) for seed in (0, 1)]
+    runs = [
+        make_run(9.0, 1, rewards=((1.0, 0.1), (9.0, end)), config=seed)
+        for end, seed in zip((0.7, 0.8), seeds, strict=True)
+    ]
     for run in runs:
         run.by_set.clear()
+    assert len(compare([runs[0], runs[0]]).groups) == 2, "one seed twice is no second seed"
     (group,) = compare(runs).groups
     assert group.at_end == group.at_equal == {"reward in training": (0.7, 0.8)}
 
@@ -255,8 +260,6 @@ async def test_runs_that_differ_in_their_seeds_are_one_row_of_sets(run):
         file.write("seed: 7\n")
     output = invoke(run, other).stdout
     assert "ONE SEED" not in output
-    assert re.search(
-        r"small-1 \+1 +2 +0\.500 ± 0\.000 +·{9}●·{9} +0\.500 ± 0\.000 +$", output, re.MULTILINE
-    )
+    assert re.search(r"small-1 \+1 +2 +0\.500 ± 0\.000 +·{9}●·{9} +0\.500 ± 0\.000 +$", output, re.MULTILINE)
     (group,) = json.loads(invoke(run, other, "--json").stdout)["groups"]
     assert (group["runs"], list(group["at_equal"].values())) == ([0, 1], [[0.5, 0.5]])

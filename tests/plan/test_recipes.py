@@ -5,7 +5,6 @@ import pytest
 from laminar_lab.advice import WORTH, advise_changes
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.pretend import pretend
-from laminar_lab.plan.request import Lengths
 from laminar_lab.report.diagnosis import describe_diagnosis
 from laminar_lab.report.run_report import read_report
 from laminar_lab.simulate.record import new_simulated_run
@@ -20,7 +19,7 @@ RECIPES = sorted(path for path in REPO.glob("experiments/*/*gpu.yaml"))
 
 def pretended(path, *overrides, p50=None):
     config = load_config(path, overrides)
-    return pretend(config, gpu_named("H100"), Lengths.of_percentiles(p50, None, cap=16_384, prompt=400))
+    return pretend(config, gpu_named("H100"), p50=p50)
 
 
 @pytest.mark.slow
@@ -41,7 +40,7 @@ def test_adapters_train_faster_and_travel_as_their_own_bytes(monkeypatch):
     monkeypatch.chdir(REPO)
     (recipe,) = (path for path in RECIPES if path.parent.name == "lora_7b")
     config, profile = pretended(recipe)
-    whole, whole_profile = pretended(recipe, "learner.lora=null", "learner.world_size=2", "cluster.address=auto")
+    whole, whole_profile = pretended(recipe, "learner.lora=null", "learner.world_size=4", "cluster.address=auto")
     assert profile.learner.train_tokens_per_s == pytest.approx(1.5 * whole_profile.learner.train_tokens_per_s)
     assert config.rollout.engine.learner_devices == 1
     assert config.rollout.replicas == whole.rollout.replicas
@@ -51,3 +50,16 @@ def test_an_environment_whose_times_nobody_knows_is_refused(monkeypatch):
     monkeypatch.chdir(REPO)
     with pytest.raises(ConfigError, match=r"environment: a simulation does not know its times; leave it out"):
         pretended(REPO / "experiments/tool_calculator/tool_calculator.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("rollout.engine.tensor_parallel=3", "3 GPUs cannot divide the heads of Qwen2.5-7B; choose of"),
+        ("model.path=Llama-3.1-405B", "GB"),
+    ],
+)
+def test_what_no_such_gpu_can_hold_is_refused(setting, line, monkeypatch):
+    monkeypatch.chdir(REPO)
+    with pytest.raises(ConfigError, match=line):
+        pretended(REPO / "experiments/math_long_cot/7b_8gpu.yaml", setting)
