@@ -161,7 +161,7 @@ def _source(path: object, *, subset: object = None, split: object = None) -> dic
 
 
 def trl_sets(given: Given, names: Names) -> object:
-    if str(given.get("eval_strategy", "no")) == "no" or given.get("dataset_name") is None:
+    if str(given.get("eval_strategy", "no")).lower() in ("no", "false") or given.get("dataset_name") is None:
         return None
     split, subset = given.get("dataset_test_split", "test"), given.get("dataset_config")
     return {"heldout": _source(given["dataset_name"], subset=subset, split=split) | _trl_answers(given)}

@@ -211,3 +211,18 @@ def test_a_file_that_is_none_is_refused_in_one_line(trainer, text, words, tmp_pa
     with pytest.raises(ConfigError, match=words) as caught:
         translated(tmp_path, trainer, text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("yes", "no"), [("true", "false"), ("on", "off"), ("yes", "no")])
+def test_the_words_of_yaml_1_1_are_booleans_in_files_of_others(tmp_path, yes, no):
+    trl = f"dataset_name: a/b\nuse_peft: {yes}\nlora_r: 8\nscale_rewards: {no}\neval_strategy: {no}\n"
+    trl += f"mask_truncated_completions: {yes}\n"
+    found = translated(tmp_path, Trainer.TRL, trl).settings
+    assert found["learner.lora.rank"] == 8
+    assert (found["algorithm.advantage"], found["algorithm.truncated"]) == ("group_mean", "mask")
+    assert "eval.sets" not in found
+    verl = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+    verl += f" algorithm.norm_adv_by_std_in_grpo={no} actor_rollout_ref.actor.use_kl_loss={yes}"
+    verl += " actor_rollout_ref.actor.kl_loss_coef=0.02\n"
+    found = translated(tmp_path, Trainer.VERL, verl, "run.sh").settings
+    assert (found["algorithm.advantage"], found["algorithm.kl_coef"]) == ("group_mean", 0.02)
