@@ -142,6 +142,9 @@ def verl_updates(given: Given, names: Names) -> object:
     return updates if updates > 1 else None
 
 
+FORMATS = ("json", "csv", "parquet", "text")
+
+
 def trl_data(given: Given, names: Names) -> object:
     answers = _trl_answers(given)
     mixed = given.get("datasets")
@@ -150,6 +153,8 @@ def trl_data(given: Given, names: Names) -> object:
         return [_source(one["path"], subset=one.get("name"), split=one.get("split")) | answers for one in named]
     if given.get("dataset_name") is None:
         return None
+    if given["dataset_name"] in FORMATS:
+        raise NoCounterpartError("names a format, not a file; name yours with --data")
     split, subset = given.get("dataset_train_split"), given.get("dataset_config")
     return _source(given["dataset_name"], subset=subset, split=split) | answers
 
