@@ -38,14 +38,20 @@ JOIN_S = 10.6e-6  # more for each layer that is spread over GPUs
 EXPOSED_SHARE = 0.5  # of a sequence's FLOPs in decode; reading the weights hides the rest
 PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
-# Rates measured with this project's own runs
-RELAY_BYTES_PER_S = 1.6e9  # of a version, as deltas of one encoding thread, see docs/scale.md
-# of the draining loss that repacking and later responses recover, with 1, 2, 3, 4 and more replicas: medians of
-# simulations (experiments/plan)
-RECOVERED = (0.3, 0.2, 0.35, 0.4, 0.5)
+# Rates measured on an H100 and its host with 1.5B parameters (docs/performance.md)
+RELAY_BYTES_PER_S = 1.2e9  # of a version, as a delta, until another process has verified it
+LOAD_BYTES_PER_S = 4.2e9  # of a GPU's share of a version that SGLang 0.5.15 reads from a mapped file
+# Medians of simulations (experiments/plan): the share of the draining loss that repacking and later responses recover,
+# with 1, 2, 3, 4 and more replicas, by the shares of a step that a replica admits and by p99 over p50 of the lengths
+DEPTHS, TAILS = (2.0, 4.0), (4.0, 7.5)
+RECOVERED = np.array(
+    [
+        [[0.3, 0.1, 0.3, 0.45, 0.9], [0.3, 0.2, 0.3, 0.4, 0.45]],
+        [[0.3, 0.35, 0.6, 0.75, 0.95], [0.25, 0.25, 0.25, 0.25, 0.25]],
+    ]
+)  # [depth, tail, replicas]
 CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
 # Assumptions
-HOST_BYTES_PER_S = 30e9  # from the host's memory to a GPU over PCIe 5
 LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end
 OPTIMIZER_S = 2.0  # AdamW on sharded states, gradient norm, copy of the weights
 RESERVE_TOKENS = 600  # that an engine keeps free for the growth of a request
@@ -70,7 +76,7 @@ def engine_times(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int) -> Engine
         sequence_s=EXPOSED_SHARE * flops / gpu.bf16_flops + reduced,
         kv_token_s=kv_token_bytes(shape, tensor_parallel) / (CACHE_SHARE * gpu.hbm_bytes_per_s),
         prefill_tokens_per_s=1.0 / (flops / (PREFILL_MFU * gpu.bf16_flops) + reduced),
-        load_s=weights / HOST_BYTES_PER_S,
+        load_s=weights / LOAD_BYTES_PER_S,
         reserve_tokens=RESERVE_TOKENS,
     )
 
@@ -85,9 +91,14 @@ def decode_step_s(times: EngineTimes, sequences: Floats | float, context: Floats
     return times.step_s + sequences * (times.sequence_s + times.kv_token_s * context)
 
 
-def recovered_share(replicas: int) -> float:
-    """Return the share of the draining loss that a fleet of replicas recovers."""
-    return RECOVERED[min(replicas, len(RECOVERED)) - 1]
+def recovered_share(replicas: int, *, depth: float, tail: float) -> float:
+    """Return the share of the draining loss that a fleet of replicas recovers.
+
+    A replica admits `depth` times its share of a step under one version; `tail` is p99 over p50 of the lengths.
+    """
+    of_depths = RECOVERED[:, :, min(replicas, RECOVERED.shape[2]) - 1]
+    of_tails = [float(np.interp(math.log(depth), np.log(DEPTHS), shares)) for shares in of_depths.T]
+    return float(np.interp(math.log(tail), np.log(TAILS), of_tails))
 
 
 # ---- learner

@@ -75,6 +75,12 @@ class Lengths:
         return self.prompt + float((self.quantiles**2).mean()) / (2 * self.mean)
 
     @property
+    def tail(self) -> float:
+        """The 99th percentile over the median, after the cut."""
+        p50, p99 = np.quantile(self.quantiles, (0.5, 0.99))
+        return float(p99 / p50)
+
+    @property
     def most(self) -> int:
         """Tokens of a prompt and the longest response."""
         return self.prompt + self.cap

@@ -196,7 +196,9 @@ def _generate_async(
     lengths, per_step = request.lengths, request.trajectories_per_step
     rate = rates.full_tokens_per_s(cycle.running)
     drained = min(1.0, cycle.admitted * lengths.mean / cycle.seconds / rate)
-    share = drained + recovered_share(placement.replicas) * (1.0 - drained)
+    depth = cycle.admitted * placement.replicas / per_step
+    recovered = recovered_share(placement.replicas, depth=depth, tail=lengths.tail)
+    share = drained + recovered * (1.0 - drained)
     seconds = per_step * lengths.mean / (placement.replicas * rate * share)
     return seconds, (
         _decode_formula(rates, cycle.running),
@@ -275,7 +277,8 @@ def _wait_for_weights(
     """Under `sync` all replicas wait for the weights.
 
     Under `one_step` a batch starts when the learner takes the batch before it, with the weights of the step before
-    that. So learner, weights and generation follow one another within two steps, and part of the way is hidden.
+    that. So learner, weights and generation follow one another within two steps, and part of the way is hidden. A
+    version that takes longer than a step costs more than this formula says.
     """
     load_s, seconds = rates.times.load_s, _on_the_way_s(request, rates)
     text = f"{request.version_bytes / 1e9:,.1f} GB to all nodes {request.publish_s:.2f} s + load {load_s:.2f} s"

@@ -225,7 +225,7 @@ def test_a_simulation_agrees_with_the_formula_where_the_learner_binds():
 def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the_way_of_the_weights():
     lengths = Lengths(median=400, sigma=0.5, cap=16_384, prompt=1000)
     request = make_request(
-        size="32B", gpu="H200", lengths=lengths, prompts_per_step=64, group_size=8, max_staleness=1
+        size="32B", gpu="H200", lengths=lengths, prompts_per_step=80, group_size=8, max_staleness=1
     )
     (wide,) = (
         one for one in placements(request) if one.schedule is Schedule.ONE_STEP and one.tensor_parallel == 8
