@@ -40,6 +40,7 @@ PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
 # Rates measured on an H100 and its host with 1.5B parameters (docs/performance.md)
 RELAY_BYTES_PER_S = 1.2e9  # of a version, as a delta, until another process has verified it
+PUBLISH_BYTES_PER_S = 20e9  # of a version, that the learner's GPU is copied out of while the learner waits
 LOAD_BYTES_PER_S = 4.2e9  # of a GPU's share of a version that SGLang 0.5.15 reads from a mapped file
 # Medians of simulations (experiments/plan): the share of the draining loss that repacking and later responses
 # recover, with 1, 2, 3, 4 and more replicas, by the shares of a step that a replica admits, and by p99 over p50 of

@@ -84,7 +84,8 @@ def test_the_oldest_sglang_is_the_one_that_is_installed():
 def faults(folder, *settings):
     """Complaints about a learner of a model in `folder`."""
     base = REPO / "experiments/math_long_cot/7b_24gpu.yaml"
-    return memory_faults(load_config(base, [f"model.path={folder}", *settings]), kinds=["learner"])
+    changes = [f"model.path={folder}", "learner.recompute=all", *settings]
+    return memory_faults(load_config(base, changes), kinds=["learner"])
 
 
 @pytest.mark.parametrize(("model", "version", "ranks", "adapted", "engines"), ROWS)

@@ -1,6 +1,8 @@
 """`laminar doctor`: print what this machine or a cluster can run."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +17,7 @@ from laminar_py.config import ConfigError, load_config
 if TYPE_CHECKING:
     from laminar_lab.doctor.checks import Fit, PretendedCluster
     from laminar_lab.doctor.memory import GpuMemory
+    from laminar_lab.doctor.trial_rows import TriedRow
     from laminar_py.runtime.cluster import Node
 
 app = typer.Typer()
@@ -34,14 +37,22 @@ def doctor(
         list[str] | None,
         typer.Option(help="Nodes of an imagined cluster: 3x8xH100, 2x64xcpu (cores), 2x8xH200,1x8xA100"),
     ] = None,
+    try_it: Annotated[
+        bool, typer.Option("--try", help="Measure the machines, and run a few steps of the config on them")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="Limit of the steps of --try")] = 360,
+    as_json: Annotated[bool, typer.Option("--json", help="With --try: one JSON object on stdout")] = False,
 ) -> None:
     """Show what this machine can run, and what to install for the rest.
 
     With a config, show where its parts would run and how much memory they take on each GPU, on its cluster or on
-    an imagined one (`--pretend`).
+    an imagined one (`--pretend`). `--try` measures what these machines reach with it, in some minutes, and exits
+    with 2 where a part fails; with `--pretend` it lists what it would measure.
     """
     from laminar_lab.doctor.checks import examine, fit, fit_pretended, pretended_cluster
+    from laminar_lab.doctor.self_test import planned_rows, self_test
     from laminar_lab.plan.known_models import named_folder
+    from laminar_py.runtime.preflight import prepare
 
     gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
     changes = overrides or []
@@ -49,11 +60,23 @@ def doctor(
         if config is None:
             raise ConfigError(f"--model={model}: needs a config; laminar plan {model} --gpus 1x8xH100 needs none")
         changes = [*changes, f"model.path={named_folder(model)}"]
+    if try_it and config is None:
+        raise ConfigError("--try: needs a config to try; name its YAML file, e.g. configs/quickstart.yaml")
     if pretend:
         if config is None:
             raise ConfigError(f"--pretend={','.join(pretend)}: needs a config to place; name its YAML file")
-        cluster = pretended_cluster(pretend)
-        _print_fit(fit_pretended(load_config(config, changes), cluster, gpu_bytes=gpu_bytes), cluster)
+        cluster, settings = pretended_cluster(pretend), load_config(config, changes)
+        placed = fit_pretended(settings, cluster, gpu_bytes=gpu_bytes)
+        if try_it:
+            _print_tried(planned_rows(settings, placed), as_json=as_json)
+        else:
+            _print_fit(placed, cluster)
+        return
+    if config is not None and try_it:
+        settings = load_config(config, changes)
+        prepare(settings)
+        show = (lambda part: None) if as_json else (lambda part: print_line(part, style="dim"))
+        _print_tried(self_test(settings, seconds=seconds, show=show), as_json=as_json)
         return
     if config is not None:
         _print_fit(fit(load_config(config, changes), gpu_bytes=gpu_bytes))
@@ -63,6 +86,22 @@ def doctor(
         style = None if finding.good else "yellow"
         table.add_row(finding.subject, escape(finding.state), escape(finding.remedy), style=style)
     console.print(table)
+
+
+def _print_tried(rows: "Sequence[TriedRow]", *, as_json: bool) -> None:
+    """Print the table of a self-test. Exits with 2 if a row failed."""
+    failed = any(row.verdict == "failed" for row in rows)
+    if as_json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "failed": failed}))
+    else:
+        table = Table("what", "asked", "measured", "verdict", "remedy")
+        styles = {"failed": "red", "slow": "yellow", "not run": "dim"}
+        for row in rows:
+            texts = (row.what, row.asked, row.measured, row.verdict, row.remedy)
+            table.add_row(*map(escape, texts), style=styles.get(row.verdict))
+        console.print(table)
+    if failed:
+        raise typer.Exit(2)
 
 
 def _print_fit(fit: "Fit", pretended: "PretendedCluster | None" = None) -> None:

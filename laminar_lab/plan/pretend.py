@@ -6,6 +6,7 @@ from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
 from laminar_lab.plan.known_models import model_named
+from laminar_lab.plan.placements import MOST_CACHED, FleetPlacement
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_py.config import ConfigError, RunConfig, parse_config
 
@@ -22,7 +23,7 @@ def pretend(
     and what experts did are left out; several updates cost as much as one. Raises `ConfigError` for an
     environment, whose times nobody knows, and for a model that does not fit.
     """
-    engine, learner, rollout = config.rollout.engine, config.learner, config.rollout
+    engine, learner = config.rollout.engine, config.learner
     if config.environment is not None:
         raise ConfigError(
             "environment: a simulation does not know its times; leave it out with environment=null, or describe"
@@ -30,27 +31,54 @@ def pretend(
         )
     if engine.emulates is not None:
         raise ConfigError(f"rollout.engine.kind={engine.kind}: has times of its own; leave out --gpu")
-    name, shape = model_named(str(config.model.path))
+    request = request_of(config, gpu, p50=p50, p99=p99, prompt=prompt)
+    shape = request.shape
     if engine.gpus and engine.gpus not in shape.divisions:
         raise ConfigError(
-            f"rollout.engine: {engine.gpus} GPUs cannot divide the heads of {name}; choose of {shape.divisions}"
+            f"rollout.engine: {engine.gpus} GPUs cannot divide the heads of {request.model}; choose of"
+            f" {shape.divisions}"
         )
     if faults := memory_faults(config, gpu_bytes=gpu.memory_bytes):
         raise ConfigError(faults[0])
-    cap = rollout.sampling.max_new_tokens
-    prompt = min(PROMPT, rollout.max_len - cap) if prompt is None else prompt
-    request = PlanRequest(
-        model=name,
-        shape=shape,
-        fleet=GpuFleet(gpu=gpu, nodes=math.ceil(config.gpus / PER_NODE), per_node=PER_NODE),
-        lengths=Lengths.of_percentiles(p50, p99, cap=cap, prompt=prompt),
-        prompts_per_step=rollout.prompts_per_step,
-        group_size=rollout.group_size,
-        learner=learner,
-    )
     tree = config.model_dump(mode="json")
     tree["rollout"]["engine"] = request.emulated_engine(learner_devices=learner.world_size)
     del tree["rollout"]["record"]
     tree["learner"] |= {"world_size": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
     return parse_config(tree), request.profile(max(1, engine.gpus))
+
+
+def request_of(
+    config: RunConfig, gpu: Gpu, *, p50: float | None = None, p99: float | None = None, prompt: int | None = None
+) -> PlanRequest:
+    """Return the request for a plan of a config on as many of `gpu` as it has. The arguments are `pretend`'s."""
+    rollout, gpus = config.rollout, max(1, config.gpus)
+    name, shape = model_named(str(config.model.path))
+    cap = rollout.sampling.max_new_tokens
+    prompt = min(PROMPT, rollout.max_len - cap) if prompt is None else prompt
+    return PlanRequest(
+        model=name,
+        shape=shape,
+        fleet=GpuFleet(gpu=gpu, nodes=math.ceil(gpus / PER_NODE), per_node=min(PER_NODE, gpus)),
+        lengths=Lengths.of_percentiles(p50, p99, cap=cap, prompt=prompt),
+        prompts_per_step=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        learner=config.learner,
+        max_staleness=config.staleness.max_staleness,
+    )
+
+
+def placement_of(config: RunConfig) -> FleetPlacement:
+    """Return a config's use of its GPUs as a placement of the planner."""
+    rollout, learner = config.rollout, config.learner
+    return FleetPlacement(
+        schedule=config.schedule,
+        learner_gpus=learner.world_size,
+        tensor_parallel=max(1, rollout.engine.gpus),
+        replicas=rollout.replicas,
+        max_batch=rollout.max_batch,
+        batch_per_replica=rollout.batch_per_replica,
+        kv_tokens=rollout.kv_capacity or MOST_CACHED,
+        pack_tokens=config.packer.max_tokens,
+        recompute=learner.recompute,
+    )

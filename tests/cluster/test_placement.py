@@ -410,7 +410,7 @@ async def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_ma
         ("math_long_cot/7b_24gpu", (8, 8, 8), 8, 16),
         ("math_long_cot/32b_64gpu", (8,) * 8, 24, 40),
         ("code_long_cot/7b_8gpu", (8,), 3, 5),
-        ("lora_7b/4gpu", (4,), 1, 3),
+        ("lora/7b_4gpu", (4,), 1, 3),
         ("mixture_30b_a3b/32gpu", (8,) * 4, 12, 20),
     ],
 )

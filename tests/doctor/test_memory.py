@@ -191,7 +191,7 @@ def test_activations_are_near_what_autograd_keeps(name, tmp_path):
 def shipped(name, folder, *settings):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
-    return load_config(MATH / f"{name}.yaml", [f"model.path={folder}", *settings])
+    return load_config(MATH / f"{name}.yaml", [f"model.path={folder}", "learner.recompute=all", *settings])
 
 
 @pytest.mark.parametrize("name", ["7b_8gpu", "7b_24gpu"])
@@ -322,7 +322,7 @@ def test_a_length_that_no_number_of_gpus_holds_is_told_as_such(tmp_path):
 def test_a_reference_inside_the_learner_counts_and_one_elsewhere_does_not(tmp_path):
     inside = shipped("7b_24gpu", tmp_path, "algorithm.kl_coef=0.1")
     elsewhere = shipped("7b_24gpu", tmp_path, "algorithm.kl_coef=0.1", "algorithm.reference_pass=stage")
-    size = 4 * 7.6e9 / 8 + 2 * 1.09e9  # shards in fp32, and its embeddings
+    size = 4 * 7.6e9 / 14 + 2 * 1.09e9  # shards in fp32, and its embeddings
     assert gpu_memory(inside)[0].parts["reference model"] == pytest.approx(size, rel=0.01)
     assert "reference model" not in gpu_memory(elsewhere)[0].parts
 
@@ -374,7 +374,8 @@ def test_a_shape_without_a_size_is_none(tmp_path):
 def test_the_table_and_the_refusal_are_shown_also_where_there_is_no_gpu(tmp_path):
     """Here nothing has a place either, which is the last line."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    config = ("experiments/math_long_cot/7b_8gpu.yaml", f"model.path={tmp_path}", "learner.world_size=2")
+    changes = ("learner.world_size=2", "learner.recompute=all")
+    config = ("experiments/math_long_cot/7b_8gpu.yaml", f"model.path={tmp_path}", *changes)
     code, output, lines = doctor(*config)
     assert code == 2
     assert "masters (fp32)" in output

@@ -78,7 +78,7 @@ def test_what_a_cluster_lacks_is_said_as_placement_says_it(tmp_path):
         make_plan(Needs.from_config(config), cluster.nodes)
     found = fit_pretended(config, cluster)
     assert str(found.unplaced) == str(told.value)
-    assert "rollout.replicas=16: there is room for 8" in str(told.value)
+    assert "rollout.replicas=10: there is room for 2" in str(told.value)
 
 
 @pytest.mark.usefixtures("no_ray")
@@ -137,7 +137,7 @@ def test_a_size_in_place_of_a_model_that_is_not_here(monkeypatch, tmp_path):
     assert (fits.exit_code, "engine's weights" in fits.output) == (0, True)
     larger = CliRunner().invoke(app, ["doctor", recipe, "--model", "14B", "--pretend", "1x8xH100"])
     assert larger.exit_code == 2
-    assert "learner.world_size=3: a GPU of the learner needs" in larger.output
+    assert "learner.world_size=4: a GPU of the learner needs" in larger.output
     unknown = CliRunner().invoke(app, ["doctor", recipe, "--model", "99B", "--pretend", "1x8xH100"])
     assert str(unknown.exception).startswith("model=99B: no folder, and no model that is known")
     alone = CliRunner().invoke(app, ["doctor", "--model", "7B"])

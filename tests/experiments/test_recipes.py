@@ -34,6 +34,13 @@ QWEN_7B = {  # Qwen2.5-7B
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+QWEN_14B = QWEN_7B | {  # Qwen2.5-14B
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 13824,
+}
 QWEN_32B = QWEN_7B | {  # Qwen2.5-32B
     "hidden_size": 5120,
     "num_hidden_layers": 64,
@@ -56,10 +63,12 @@ QWEN_MIXTURE = QWEN_7B | {  # Qwen3-30B-A3B
 }
 RECIPES = {  # config -> model, GPUs of each node
     "math_long_cot/7b_8gpu.yaml": (QWEN_7B, (8,)),
+    "math_long_cot/14b_8gpu.yaml": (QWEN_14B, (8,)),
     "math_long_cot/7b_24gpu.yaml": (QWEN_7B, (8, 8, 8)),
     "math_long_cot/32b_64gpu.yaml": (QWEN_32B, (8,) * 8),
     "code_long_cot/7b_8gpu.yaml": (QWEN_7B, (8,)),
-    "lora_7b/4gpu.yaml": (QWEN_7B, (4,)),
+    "lora/7b_4gpu.yaml": (QWEN_7B, (4,)),
+    "lora/32b_8gpu.yaml": (QWEN_32B, (8,)),
     "mixture_30b_a3b/32gpu.yaml": (QWEN_MIXTURE, (8,) * 4),
 }
 
@@ -103,7 +112,7 @@ def test_doctor_accepts_a_recipe_with_the_nodes_that_it_names(name, tmp_path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora_7b/4gpu.yaml", "math_long_cot/32b_64gpu.yaml"])
+@pytest.mark.parametrize("name", ["lora/7b_4gpu.yaml", "math_long_cot/32b_64gpu.yaml"])
 def test_doctor_accepts_a_recipe_on_a_cluster_of_ray(name, tmp_path):
     with FakeCluster(*RECIPES[name][1]) as cluster:
         accept(name, tmp_path, f"cluster.address={cluster.address}")

@@ -4,7 +4,9 @@ import pytest
 
 from laminar_lab.advice import WORTH, advise_changes
 from laminar_lab.gpus import gpu_named
-from laminar_lab.plan.pretend import pretend
+from laminar_lab.plan.judge import judge
+from laminar_lab.plan.planner import make_plan
+from laminar_lab.plan.pretend import placement_of, pretend, request_of
 from laminar_lab.report.diagnosis import describe_diagnosis
 from laminar_lab.report.run_report import read_report
 from laminar_lab.simulate.record import new_simulated_run
@@ -36,13 +38,23 @@ def test_nothing_is_advised_to_a_recipe_on_its_own_gpus(tmp_path, recipe, monkey
     assert "is neither too tight nor too loose" in dict(describe_diagnosis(report.diagnosis))["staleness"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_recipe_is_within_ten_percent_of_the_plan_for_its_gpus(recipe, monkeypatch):
+    monkeypatch.chdir(REPO)
+    config = load_config(recipe, [])
+    request = request_of(config, gpu_named("H100"))
+    best = make_plan(request).best
+    assert judge(request, placement_of(config)).tokens_per_s >= 0.9 * best.tokens_per_s, best.placement
+
+
 def test_adapters_train_faster_and_travel_as_their_own_bytes(monkeypatch):
     monkeypatch.chdir(REPO)
-    (recipe,) = (path for path in RECIPES if path.parent.name == "lora_7b")
+    recipe = REPO / "experiments/lora/7b_4gpu.yaml"
     config, profile = pretended(recipe)
     whole, whole_profile = pretended(recipe, "learner.lora=null", "learner.world_size=4", "cluster.address=auto")
     assert profile.learner.train_tokens_per_s == pytest.approx(1.5 * whole_profile.learner.train_tokens_per_s)
-    assert config.rollout.engine.learner_devices == 1
+    assert config.rollout.engine.learner_devices == 2
     assert config.rollout.replicas == whole.rollout.replicas
 
 
