@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laminar_lab.report.diagnosis import Bottleneck, Diagnosis, without_bottleneck
+from laminar_lab.report.diagnosis import Bottleneck, Diagnosis, describe_cost, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import Device
@@ -24,7 +24,7 @@ TURNS_PER_PROCESS = 4  # above so many turns at a time, turns of an environment 
 CROWDED_SHARE = 0.3  # of the time with waiting requests; above this share, a larger decode batch may help
 WIDEST_BOUND = 8  # largest bound on staleness that a remedy advises
 FIRST_BOUND = 4  # bound on staleness that a remedy advises to a run without a bound
-MOST_LOST_SHARE = 0.25  # of the data's weight; above this share, no wider bound is advised
+MOST_LOST_SHARE = 0.25  # of the effective sample size, by old data; above this share, no wider bound is advised
 REFERENCE_SHARE = 0.1  # of a learner's step; above this share, the reference pass may leave the learner
 LEAST_TIMEOUT_S = 0.1  # shortest limit that a remedy advises; jitter of the machine would cut below it
 WORTH = 1.1  # goodput with a change over the present, below which nothing is advised
@@ -319,7 +319,7 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
     A lower learning rate comes last, since it slows learning of all data.
     """
-    bound, why = config.staleness.max_staleness, f"{step.age.lost:.0%} of the weight is gone"
+    bound, why = config.staleness.max_staleness, describe_cost(step)
     narrower = FIRST_BOUND if bound is None else max(min(bound // 2, WIDEST_BOUND), 1)
     every, rarest = config.learner.publish_every, narrower + (config.schedule is not Schedule.ONE_STEP)
     if every > rarest:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from laminar_py.observe.stats import Stats
 from laminar_py.records.events import Evaluated
-from laminar_py.records.host import Clock, visible
+from laminar_py.records.host import Clock, counted, visible
 from laminar_py.records.metrics import LearnerProgress, StepRow
 
 LINE_EVERY_STEPS = 10
@@ -56,9 +56,9 @@ class Waits:
         """E.g. "learner waits 35 s for a batch (0 of 32 groups ready); waiting for: scores of 64 responses"."""
         parts = [self.scores] if self.scores else []
         if self.generating:
-            parts.append(f"{self.generating} responses being generated")
+            parts.append(f"{counted(self.generating, 'response')} being generated")
         if self.current < self.replicas:
-            parts.append(f"weights at {self.current} of {self.replicas} replicas")
+            parts.append(f"weights at {self.current} of {counted(self.replicas, 'replica')}")
         return f"{self._learner}; waiting for: {', '.join(parts)}" if parts else self._learner
 
     @property
@@ -68,9 +68,8 @@ class Waits:
             return self.phase
         if self.learner_idle_s is None:
             return f"learner at work on step {self.step + 1}"
-        return (
-            f"learner waits {self.learner_idle_s:.0f} s for a batch ({self.ready} of {self.wanted} groups ready)"
-        )
+        ready = f"{self.ready} of {counted(self.wanted, 'group')} ready"
+        return f"learner waits {self.learner_idle_s:.0f} s for a batch ({ready})"
 
 
 class Pace:

@@ -69,7 +69,7 @@ async def test_drops_are_counted_by_reason(tmp_path):
             script.drop(1 + group, f"g{group}.0", DropReason.NO_SIGNAL if group < 4 else DropReason.STALE)
     (table,) = tokens_panel(RunReport(read_snapshot(tmp_path))).tables
     rows = {name: trajectories for name, _, _, trajectories, _ in table.rows}
-    assert rows == {"issued": "6", "- no signal: all alike": "4", "- stale": "2", "= useful": "0"}
+    assert rows == {"issued": "6", "- no signal: all alike": "4", "- dropped as stale": "2", "= useful": "0"}
 
 
 async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):

@@ -21,7 +21,7 @@ from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.fleet import folder_bytes
 from laminar_py.observe.live import View
 from laminar_py.observe.summary import Summary
-from laminar_py.records.host import SystemClock
+from laminar_py.records.host import SystemClock, counted
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     RunFailedError,
@@ -79,7 +79,7 @@ def launch(
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     if config.warm_start is not None and config.learner.lora is not None and resume is None:
         console.print(WHOLE_WARM_START, soft_wrap=True, highlight=False)
-    what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
+    what = f"{config.schedule}, {counted(config.steps, 'step')}, {counted(config.rollout.replicas, 'replica')}"
     view = View(console, clock=SystemClock(), steps=config.steps, max_rl_s=config.max_rl_seconds)
     make = partial(Controller, view=view)
     summary = lead(config, make, what=what, resume=resume, overrides=overrides, console=console)
@@ -111,7 +111,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     summary = lead(
         config,
         partial(Controller, view=View(console, clock=SystemClock(), steps=0), source=source),
-        what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
+        what=f"{', '.join(config.eval.sets)} of {source.path}, {counted(config.rollout.replicas, 'replica')}",
         resume=run if resumed else None,
         begun=None if resumed else run,
         console=console,

@@ -8,6 +8,7 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.observe.live import Pace, View, Waits
 from laminar_py.observe.stats import Stats
 from laminar_py.records.evaluations import set_of
+from laminar_py.records.host import counted
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -72,7 +73,7 @@ class Progress:
     def _describe(self, count: PassCount) -> str:
         """E.g. "aime: 37 of 240 answers, about 2 min left"."""
         left = self._pace.describe(count.pass_id, count.answers, count.members)
-        return f"{set_of(count.pass_id)}: {count.answers} of {count.members} answers{left}"
+        return f"{set_of(count.pass_id)}: {count.answers} of {counted(count.members, 'answer')}{left}"
 
     def _show_evaluation(self, line: str) -> None:
         """Print the state of an evaluation without a learner if it has changed, at intervals."""
