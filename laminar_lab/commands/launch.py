@@ -128,7 +128,7 @@ def _report(experiment: "Experiment") -> int:
     if len(folders) > 1:
         comparison = compare([read_run(folder) for folder in folders])
         names = [finished[group.runs[0]].variant for group in comparison.groups]
-        wide.print(sets_table(comparison, names))
+        wide.print(sets_table(comparison, names, width=wide.width))
         if (warning := seed_warning(comparison, names)) is not None:
             wide.print(warning)
         print_line(f"two runs side by side: laminar compare {folders[0]} {folders[1]}")

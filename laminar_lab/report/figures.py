@@ -150,8 +150,8 @@ def headline(report: RunReport) -> list[Card]:
             cards.append(Card(figure.name, figure.format(value), figure.note(report)))
     for name, passes in report.snapshot.history.evaluations_by_set.items():
         last, first = passes[-1].figures, passes[0].figures.mean.value
-        before = f"was {first:.3f}; " if len(passes) > 1 else ""
+        before = f", was {first:.3f}" if len(passes) > 1 else ""
         unscored = f"; {last.unscored} not scored" if last.unscored else ""
-        words = f"{before}{last.mean.low:.3f} to {last.mean.high:.3f}{unscored}"  # a line, so that cards align
+        words = f"95 % interval {last.mean.low:.3f} to {last.mean.high:.3f}{before}{unscored}"
         cards.append(Card(f"{name}: {last.name}", f"{last.mean.value:.3f}", words))
     return cards
