@@ -170,7 +170,7 @@ class PromptEncoder:
 
     @property
     def opening(self) -> str:
-        """Text that opens the assistant's turn where an environment does, e.g. a line `assistant`; "" elsewhere."""
+        """Text that opens the assistant's turn where an environment does that; "" where prompts end with it."""
         if self._opens_turn or not self.uses_template:
             return ""
         asked = [user_turn(PROBE)]
