@@ -32,6 +32,7 @@ from laminar_py.runtime.cluster.errors import (
     why_unwritable,
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
+from laminar_py.runtime.orchestrator.progress import named_if_slow
 from laminar_py.runtime.orchestrator.resume import (
     describe_resume,
     print_fallback,
@@ -142,9 +143,10 @@ def lead(
     SIGNALS.enter("the checks of the config and its data")
     if resume and resume.has_ledger:
         refuse_other_draws(resume, config)
-    inputs = check_inputs(config, trains=trains)
-    if resume:
-        _prepare_resume(resume, inputs, console)
+    with named_if_slow("checking the model, the data and the reward", console.print):
+        inputs = check_inputs(config, trains=trains)
+        if resume:
+            _prepare_resume(resume, inputs, console)
     with open_cluster(config.cluster.address):
         SIGNALS.enter("the checks of the nodes")
         # a run that cannot be placed leaves no folder

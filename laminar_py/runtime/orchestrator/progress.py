@@ -3,6 +3,10 @@
 The controller names the phases and calls `refresh` at intervals; lines and screen are the view's.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+
 from laminar_py.control.evaluation import PassCount
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.observe.live import Pace, View, Waits
@@ -13,7 +17,20 @@ from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.workers.incarnation import Incarnation
 
+SLOW_S = 3.0
 EVALUATION_S = 15.0  # between lines on an evaluation without a learner
+
+
+@contextmanager
+def named_if_slow(phase: str, show: Callable[[str], object]) -> Iterator[None]:
+    """Show the name of a phase without other output if it takes longer than `SLOW_S`."""
+    timer = Timer(SLOW_S, show, [phase])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Progress:
@@ -30,6 +47,7 @@ class Progress:
         self._phase = "the first version is published and saved"
         self._named, self._named_s = "", 0.0  # the phase of the last `refresh`, and when it was first seen
         self._shown, self._shown_s = "", 0.0  # the last line on an evaluation without a learner
+        self._lost = self._lost_shown = 0  # trajectories without their version: at the last look, and with a line
 
     def enter(self, phase: str) -> None:
         """Name the phase that begins, e.g. "evaluation of version 0, before RL"; the RL phase needs no name."""
@@ -43,6 +61,7 @@ class Progress:
         if trainer is None:
             self._show_evaluation(passes)
             return
+        self._show_lost(self._scheduler.state.num_version_lost)
         stats, version, phase = self._stats, trainer.version, self._present_phase(trainer)
         now = self._clock.now()
         if phase != self._named:
@@ -61,6 +80,16 @@ class Progress:
         evaluated = f"evaluating {passes}" if passes else ""
         notes = [waits.line, evaluated, self._scoring.failures.text]
         self._view.refresh(stats, trainer.step, version, notes, phase=phase)
+
+    def _show_lost(self, lost: int) -> None:
+        """Print how many trajectories have lost their version, as after a stop, once the number has settled."""
+        if lost == self._lost > self._lost_shown:
+            number = counted(lost - self._lost_shown, "response")
+            self._view.notice(
+                f"begun again: {number} under way, whose weights no relay has any more (version_lost)"
+            )
+            self._lost_shown = lost
+        self._lost = lost
 
     def _present_phase(self, trainer: Trainer) -> str:
         """Return the phase; "" in RL. Nothing runs before a replica has weights."""
