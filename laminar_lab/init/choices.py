@@ -180,7 +180,6 @@ def _on_cores(choices: Choices, shape: ModelShape, longest: int) -> Settings:
         "rollout.replicas": _replicas_here(choices, shape, kv_tokens=running * most, microbatch=packed),
         "rollout.max_batch": running,
         "rollout.max_len": most,
-        "rollout.batch_per_replica": max(group, 2 * running),
         "rollout.prompts_per_step": choices.number("rollout.prompts_per_step", 8),
         "rollout.group_size": group,
         "rollout.sampling.max_new_tokens": cap,
