@@ -66,6 +66,8 @@ def describe(entry: dict[str, object], schema: dict[str, object]) -> str:
 
 def default_of(field: FieldInfo) -> str:
     """The default as YAML, or that there is none."""
+    if field.default_factory is not None:
+        return "derived"
     if field.default is PydanticUndefined:
         return "required"
     value = field.default

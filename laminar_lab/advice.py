@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laminar_lab.report.diagnosis import Bottleneck, Diagnosis, without_bottleneck
+from laminar_lab.report.diagnosis import Bottleneck, Diagnosis, describe_cost, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import Device
@@ -24,8 +24,9 @@ TURNS_PER_PROCESS = 4  # above so many turns at a time, turns of an environment 
 CROWDED_SHARE = 0.3  # of the time with waiting requests; above this share, a larger decode batch may help
 WIDEST_BOUND = 8  # largest bound on staleness that a remedy advises
 FIRST_BOUND = 4  # bound on staleness that a remedy advises to a run without a bound
-MOST_LOST_SHARE = 0.25  # of the data's weight; above this share, no wider bound is advised
+MOST_LOST_SHARE = 0.25  # of the effective sample size, by old data; above this share, no wider bound is advised
 REFERENCE_SHARE = 0.1  # of a learner's step; above this share, the reference pass may leave the learner
+OTHER_MACHINES = "cluster.address"
 LEAST_TIMEOUT_S = 0.1  # shortest limit that a remedy advises; jitter of the machine would cut below it
 WORTH = 1.1  # goodput with a change over the present, below which nothing is advised
 STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much as they grow
@@ -95,6 +96,8 @@ def advise_changes(diagnosis: Diagnosis, config: RunConfig) -> Advice:
             gains.append((one, gain))
     balanced = f"the stages are balanced: no change of one of them gives more than {most:.2f} x"
     held = "no setting of this run on this machine removes what limits it"
+    if not config.gpus and [one.key for one, _ in gains] == [OTHER_MACHINES]:  # no setting for a laptop
+        gains, held = [], f"{held}; more cores or a GPU would, or a Ray cluster ({OTHER_MACHINES})"
     return Advice(tuple(gains), balanced if diagnosis.binding.gain < WORTH else held)
 
 
@@ -103,13 +106,14 @@ def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     rollout = config.rollout
     if step.crowded_share > CROWDED_SHARE:
         yield from _larger_batch(config, step)
-    if rollout.engine.gpus or rollout.engine.hosts or _idle_cores(config, step) > 0:
+    has_room = rollout.engine.gpus or rollout.engine.hosts or _idle_cores(config, step) > 0
+    if has_room:
         change = f"{rollout.replicas} -> {2 * rollout.replicas}"
         yield Remedy("rollout.replicas", change, "generation divides by their number")
-    else:
-        yield _other_machines(step)
     for setting, change, why in rollout.engine.remedies():
         yield Remedy(f"rollout.engine.{setting}", change, why)
+    if not has_room:
+        yield _other_machines(step)
 
 
 def _larger_batch(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -319,7 +323,7 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
     A lower learning rate comes last, since it slows learning of all data.
     """
-    bound, why = config.staleness.max_staleness, f"{step.age.lost:.0%} of the weight is gone"
+    bound, why = config.staleness.max_staleness, describe_cost(step)
     narrower = FIRST_BOUND if bound is None else max(min(bound // 2, WIDEST_BOUND), 1)
     every, rarest = config.learner.publish_every, narrower + (config.schedule is not Schedule.ONE_STEP)
     if every > rarest:
@@ -334,24 +338,24 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _cpu(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Yield savings of work, then other machines, since more processes would share the same cores."""
+    """Yield savings of work, and at last other machines, since more processes would share the same cores."""
     generation_s, learner_s = step.times.generation_s, step.times.learner_s
     if step.crowded_share > CROWDED_SHARE and generation_s >= learner_s:
         yield from _larger_batch(config, step)
     elif learner_s >= generation_s:
         yield from _less_work(config, step)
-    yield _other_machines(step)
     replicas = config.rollout.replicas
     if replicas > 1:
         yield Remedy(
             "rollout.replicas", f"{replicas} -> {replicas // 2}", "as fast on full cores, with less memory"
         )
+    yield _other_machines(step)
 
 
 def _other_machines(step: MeanStep) -> Remedy:
     cores = step.use.cores if step.use is not None else 0
     why = f"its machines add cores; here {cores} are full, and more replicas, workers or ranks would share them"
-    return Remedy("cluster.address", "none -> address of a Ray cluster", why)
+    return Remedy(OTHER_MACHINES, "none -> address of a Ray cluster", why)
 
 
 def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -404,7 +408,7 @@ def what_if_set(step: MeanStep, bottleneck: Bottleneck, remedy: Remedy) -> float
         factor = float(remedy.new) / float(remedy.old)
         return step.measured_s if bottleneck is Bottleneck.CPU and factor < 1 else what_if(step, stage, factor)
     without_s = without_bottleneck(bottleneck, step).measured_s
-    adds_cores = remedy.key == "cluster.address"
+    adds_cores = remedy.key == OTHER_MACHINES
     return without_s if adds_cores else max(without_s, min(step.cpu_s, step.measured_s))
 
 

@@ -8,11 +8,12 @@ evaluations is interpolated. Runs whose configs differ only in their seeds share
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Text
 
@@ -32,6 +33,7 @@ from laminar_lab.report.tails import NAMES, Measure, format_seconds
 from laminar_lab.report.terminal import make_table
 from laminar_py.config import RunConfig
 
+PADDING = 2  # between columns of a table
 _STAGES = (0.25, 0.5, 0.75, 1.0)  # of the way from the best start to the worst end
 
 
@@ -182,8 +184,13 @@ class CompareRow:
     format: Callable[[float], str]
 
 
-def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> Iterator[Group | Text]:
-    """Yield tables of speed, of staleness, of quality against time and device-hours, and of all sets by seeds."""
+def comparison_tables(
+    runs: Sequence[ComparedRun], comparison: Comparison, *, width: int
+) -> Iterator[Group | Text]:
+    """Yield tables of speed, of staleness, of quality against time and device-hours, and of all sets by seeds.
+
+    Tables fit `width` columns of the terminal.
+    """
     heads, reports = short_names([run.report for run in runs]), [run.report for run in runs]
     names = [_group_name(heads, group) for group in comparison.groups]
     if (warning := seed_warning(comparison, names)) is not None:
@@ -193,24 +200,27 @@ def comparison_tables(runs: Sequence[ComparedRun], comparison: Comparison) -> It
         for figure in FIGURES
         if figure.compared
     ]
-    yield _table("Speed and tails", heads, [*speed, *_tail_rows(reports)])
-    yield make_table("\nStaleness of consumed trajectories", "learner steps", heads, _staleness_rows(reports))
+    rows = [*speed, *_tail_rows(reports)]
+    yield _fit("Speed and tails", "", heads, map(_cells, rows), width=width)
+    title = "\nStaleness of consumed trajectories"
+    yield _fit(title, "learner steps", heads, _staleness_rows(reports), width=width)
     measure = comparison.measure
     if comparison.reached:
-        yield _table(f"\nUntil {measure} is", heads, list(_reached_rows(comparison)))
+        reached = map(_cells, _reached_rows(comparison))
+        yield _fit(f"\nUntil {measure} is", "", heads, reached, width=width)
     kinds = ", ".join(dict.fromkeys("{} x {}".format(*count_devices(run.config)) for run in runs))
     title = f"\nAt equal device-hours: {comparison.device_hours:.3g} ({kinds})"
-    yield make_table(title, "", heads, _equal_rows(comparison))
+    yield _fit(title, "", heads, _equal_rows(comparison), width=width)
     sets = comparison.groups[0].at_equal
     if len(sets) > 1 or (sets and len(comparison.groups) < len(runs)):
-        yield sets_table(comparison, names)
+        yield sets_table(comparison, names, width=width)
 
 
-def sets_table(comparison: Comparison, names: Sequence[str]) -> Group:
+def sets_table(comparison: Comparison, names: Sequence[str], *, width: int) -> Group:
     """Return the table of each set's results at the end and at equal device-hours, a row for each group of seeds.
 
     The first set's intervals at the end are drawn on one axis, which has 0 on it: from 0 to 1 if no value is
-    beyond.
+    beyond. The table fits `width` columns.
     """
     title = "\nSets at the end: mean ± half of the 95 % t-interval over the runs of one config"
     first, *others = comparison.groups[0].at_end
@@ -221,16 +231,16 @@ def sets_table(comparison: Comparison, names: Sequence[str]) -> Group:
         [
             name,
             str(len(group.runs)),
-            format_mean(group.at_end[first]),
+            format_mean(group.at_end[first], seeds=len(group.runs)),
             draw_mean(group.at_end[first], low=low, high=high),
-            *(format_mean(group.at_end[other]) for other in others),
-            *map(format_mean, group.at_equal.values()),
+            *(format_mean(group.at_end[other], seeds=len(group.runs)) for other in others),
+            *(format_mean(values, seeds=len(group.runs)) for values in group.at_equal.values()),
         ]
         for name, group in zip(names, comparison.groups, strict=True)
     ]
     axis = f"{low:<.3g}{f'{high:.3g}':>{BAR - len(f'{low:.3g}')}}"
     equal = [f"{name} at {comparison.device_hours:.3g} device-hours" for name in (first, *others)]
-    return make_table(title, "runs", ["seeds", first, axis, *others, *equal], rows)
+    return _fit(title, "runs", ["seeds", first, axis, *others, *equal], rows, width=width)
 
 
 def seed_warning(comparison: Comparison, names: Sequence[str]) -> Text | None:
@@ -259,12 +269,31 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     ]
 
 
-def _table(title: str, heads: list[str], rows: Sequence[CompareRow]) -> Group:
-    return make_table(title, "", heads, ((row.name, *_cells(row)) for row in rows))
+def _fit(title: str, first: str, heads: Sequence[str], rows: Iterable[Iterable[str]], *, width: int) -> Group:
+    """Return a table as parts that fit `width` columns, one below another; each part has the first column."""
+    cells = [[first, *heads], *map(list, rows)]
+    widths = [PADDING + max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    parts: list[list[int]] = []
+    for place, needed in list(enumerate(widths))[1:]:
+        if not parts or widths[0] + sum(widths[it] for it in parts[-1]) + needed > width + PADDING:
+            parts.append([])
+        parts[-1].append(place)
+    return Group(
+        *(
+            make_table(
+                "" if number else title,
+                first,
+                [cells[0][place] for place in part],
+                ([row[0], *(row[place] for place in part)] for row in cells[1:]),
+            )
+            for number, part in enumerate(parts)
+        )
+    )
 
 
 def _cells(row: CompareRow) -> Iterator[str]:
-    """Yield the value of each run, with its ratio to the first run."""
+    """Yield the name of a row, then the value of each run with its ratio to the first run."""
+    yield row.name
     first = row.values[0]
     for place, value in enumerate(row.values):
         if value is None:

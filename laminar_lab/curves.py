@@ -38,12 +38,17 @@ def half_width(values: Sequence[float]) -> float | None:
     return quantile * stdev(values) / sqrt(len(values))
 
 
-def format_mean(values: Sequence[float]) -> str:
-    """Return the mean with half of its 95 % t-interval, e.g. "0.412 ± 0.031", or "0.412, one seed"."""
+def format_mean(values: Sequence[float], *, seeds: int) -> str:
+    """Return the mean with half of its 95 % t-interval, e.g. "0.412 ± 0.031", or "0.412, one seed".
+
+    Where not all `seeds` have a value, it says how many have: "0.412, 1 of 3 seeds".
+    """
     if not values:
         return "–"
     half = half_width(values)
-    return f"{fmean(values):,.3f}" + (", one seed" if half is None else f" ± {half:,.3f}")
+    interval = "" if half is None else f" ± {half:,.3f}"
+    having = f", {len(values)} of {seeds} seeds" if len(values) < seeds else ", one seed" if half is None else ""
+    return f"{fmean(values):,.3f}{interval}{having}"
 
 
 BAR = 19  # characters of a drawn interval; a row fits 80 columns

@@ -47,6 +47,7 @@ from laminar_py.ledger import (
 )
 from laminar_py.records.codec import prompt_digest
 from laminar_py.records.events import Alarmed, AnyEvent, Event, RunStarted
+from laminar_py.records.host import counted
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.trajectory import Prompt
 
@@ -102,7 +103,7 @@ def _check_seal(folder: Path, proof: Proof) -> None:
     if seal is None:
         proof.notes.append("not sealed: the run is running, or was killed")
         return
-    proof.notes.append(f"sealed: {len(seal.files)} files, event {seal.seq} is the last")
+    proof.notes.append(f"sealed: {counted(len(seal.files), 'file')}, event {seal.seq} is the last")
     proof.violations.extend(Violation(Rule.SEAL, *difference) for difference in differences(folder, seal))
 
 

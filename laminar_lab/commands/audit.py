@@ -22,7 +22,7 @@ from laminar_lab.audit.sample_lines import Colour
 from laminar_lab.audit.samples import SampleOrder
 from laminar_py.cli import console, print_line
 from laminar_py.config.section import ConfigError
-from laminar_py.records.host import visible
+from laminar_py.records.host import counted, visible
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def list_trajectories(
         listed += 1
     total = count(run, wanted)
     rest = "" if listed >= total else f"{listed:,} of "
-    print_line(f"{rest}{total:,} trajectories{'; --all lists all' if rest else ''}")
+    print_line(f"{rest}{counted(total, 'trajectory')}{'; --all lists all' if rest else ''}")
 
 
 def _print_trajectory(row: "TrajectoryRow") -> None:
@@ -204,7 +204,7 @@ def export(
     from laminar_lab.audit.export import export as write
 
     count = write(context.obj, out, responses=responses)
-    print_line(f"{out}: {count} trajectories")
+    print_line(f"{out}: {counted(count, 'trajectory')}")
 
 
 def _write_json(record: dict[str, object]) -> None:
@@ -322,8 +322,12 @@ def _print_count(run: Path, wanted: "Filters", shown: int) -> None:
 
     total = count(run, wanted)
     if shown:
-        print_line(f"{shown} of {total:,} trajectories; conditions, --order and --limit choose others, see --help")
+        print_line(
+            f"{shown} of {counted(total, 'trajectory')}; conditions, --order and --limit choose others, see --help"
+        )
     elif total:
-        print_line(f"{total:,} trajectories, none with a score yet; --order newest shows trajectories without one")
+        print_line(
+            f"{counted(total, 'trajectory')}, none with a score yet; --order newest shows trajectories without one"
+        )
     else:
         print_line("0 trajectories; `laminar audit RUN list` lists all")

@@ -28,5 +28,5 @@ def compare(
     if as_json:
         print(msgspec.json.encode(comparison).decode())
         return
-    for table in comparison_tables(read, comparison):
+    for table in comparison_tables(read, comparison, width=console.width):
         console.print(table)

@@ -157,7 +157,7 @@ def _show(
         number = f"{words.number:,} words become" if words.number > 1 else "1 word becomes"
         first = f"the first {words.first!r} in {words.place}"
         print_line(f"{field}: {number} the tokenizer's unknown token, {first}", style="yellow")
-    print_line(shown_prompt(problems.all[0][0], encoder.tokenizer))
+    print_line(shown_prompt(problems.all[0][0], encoder.tokenizer, opening=encoder.opening))
     if demonstrations is not None and demonstrations.all:
         print_line(_shown_demonstration(demonstrations, encoder))
     prompts = {of.source.field for of in problems.all}

@@ -10,6 +10,7 @@ import typer
 from laminar_py.cli import print_line
 from laminar_py.config import ConfigError
 from laminar_py.config.their_names import Trainer
+from laminar_py.records.host import counted
 
 if TYPE_CHECKING:
     from laminar_lab.init.choices import Choices
@@ -91,9 +92,9 @@ def _write(out: Path, choices: "Choices", *, epochs: float | None) -> bool:
 def _print_lost(lost: dict[str, str]) -> None:
     """Print the settings of a foreign file that have no counterpart, and why."""
     if lost:
-        print_line(f"{len(lost)} settings have no counterpart here:")
+        print_line(f"without a counterpart here: {counted(len(lost), 'setting')}")
     for name, reason in sorted(lost.items(), key=lambda one: not one[1])[:MOST_LOST]:
-        print_line(f"  {name}{f': {reason}' if reason else ''}")
+        print_line(f"  {name}: {reason or 'not known here'}")
     if len(lost) > MOST_LOST:
         print_line(f"  and {len(lost) - MOST_LOST} more")
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError
+from laminar_py.records.host import counted
 
 if TYPE_CHECKING:
     from laminar_lab.launcher.experiment import Experiment
@@ -89,7 +90,8 @@ def _print_plan(experiment: "Experiment") -> None:
     settings, config = experiment.settings, experiment.runs[0].config
     seeds = "" if len(settings.seeds) > 1 else " with ONE SEED each"
     print_line(
-        f"{settings.name}: {len(experiment.runs)} runs of {len(experiment.variants)} variants{seeds},"
+        f"{settings.name}: {counted(len(experiment.runs), 'run')} of"
+        f" {counted(len(experiment.variants), 'variant')}{seeds},"
         f" {_describe_slots(slots, config.cluster.address)}; in {config.runs}"
     )
     common = to_overrides(settings.set)
@@ -126,11 +128,11 @@ def _report(experiment: "Experiment") -> int:
     if len(folders) > 1:
         comparison = compare([read_run(folder) for folder in folders])
         names = [finished[group.runs[0]].variant for group in comparison.groups]
-        wide.print(sets_table(comparison, names))
+        wide.print(sets_table(comparison, names, width=wide.width))
         if (warning := seed_warning(comparison, names)) is not None:
             wide.print(warning)
         print_line(f"two runs side by side: laminar compare {folders[0]} {folders[1]}")
-    print_line(f"{len(finished)} of {len(progress)} runs have finished")
+    print_line(f"{len(finished)} of {counted(len(progress), 'run')} have finished")
     return len(finished)
 
 

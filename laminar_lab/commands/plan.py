@@ -34,7 +34,7 @@ app = typer.Typer()
 @app.command(epilog="Example: laminar plan 7B --gpus 8x8xH100 --price 2.5 --write 7b.yaml")
 def plan(
     model: Annotated[str, typer.Argument(help="Model folder, config.json, size such as 7B, or config of a run")],
-    gpus: Annotated[str, typer.Option(help="Nodes x GPUs of each x kind, e.g. 8x8xH100")],
+    gpus: Annotated[str | None, typer.Option(help="Fleet: nodes x GPUs of each x kind, e.g. 8x8xH100")] = None,
     run: Annotated[Path | None, typer.Option(help="Run with typical response lengths")] = None,
     p50: Annotated[
         float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500, or cap / 4")

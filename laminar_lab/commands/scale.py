@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from laminar_py.cli import print_line
+from laminar_py.records.host import counted
 
 app = typer.Typer()
 
@@ -32,4 +33,7 @@ def scale(
         resume = f"laminar train CONFIG --resume rollout.replicas={replicas}"
         raise ConfigError(f"run={run}: no controller runs it; resume it by `{resume}`")
     write_wanted(run, replicas)
-    print_line(f"{run}: asked for {replicas} replicas; the run prints the change, also into logs/controller.log")
+    print_line(
+        f"{run}: asked for {counted(replicas, 'replica')}; the run prints the change, also into"
+        " logs/controller.log"
+    )

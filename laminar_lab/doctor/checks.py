@@ -28,7 +28,7 @@ from laminar_lab.gpus import Gpu, read_group
 from laminar_lab.plan.known_models import shape_at
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.records.codec import decode
-from laminar_py.records.host import Finding
+from laminar_py.records.host import Finding, counted
 from laminar_py.runtime.cluster import Needs, NoAnswerError, Node, Placement, Plan, nodes, on_node, open_cluster
 from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, check_model, node_faults
 
@@ -202,7 +202,7 @@ def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
     if needs.hosts and not needs.rank_gpus and idle > 0:
         lines.append("the learner runs on CPUs; cluster.learner_device=cuda gives it GPUs")
     elif learner + rollout and idle > 0:
-        lines.append(f"{idle} GPUs stay idle; raise rollout.replicas to use them")
+        lines.append(f"{counted(idle, 'GPU')} idle; raise rollout.replicas to use them")
     return lines
 
 
@@ -216,7 +216,7 @@ def _machine() -> Finding:
     cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
     good = cores >= 2 and memory >= 6 << 30
     remedy = "" if good else "the quickstart wants two cores and 6 GiB"
-    return Finding("machine", f"{cores} cores, {memory / 2**30:.0f} GiB", good, remedy)
+    return Finding("machine", f"{counted(cores, 'core')}, {memory / 2**30:.0f} GiB", good, remedy)
 
 
 def _shared_memory() -> Finding:

@@ -38,7 +38,7 @@ KV_BYTES = 2e9  # of an engine on CPUs
 CORES_A_REPLICA = 4
 LARGE = 7e9  # parameters that learn with LARGE_LR
 LARGE_LR = 1e-6
-LORA_LR = 10.0  # learning rate of adapters, over that of all weights
+LORA_SIZE, LORA_LR = 135e6, 1.5e-4  # parameters, and the rate of their adapters, as experiments/smollm2 measured
 P50, P99_OVER_P50 = 1500.0, 10.0  # tokens of a response on GPUs, as `laminar plan` assumes
 
 Settings = dict[str, object]
@@ -150,9 +150,12 @@ def _task(choices: Choices, shape: ModelShape) -> Settings:
 
 
 def learning_rate(parameters: int, *, lora: bool) -> float:
-    """Return a usual learning rate: 1e-6 at 7 billion parameters, more for fewer, ten times that for adapters."""
-    rate = LARGE_LR * math.sqrt(LARGE / max(parameters, 1)) * (LORA_LR if lora else 1.0)
-    return float(f"{min(rate, 1e-3):.0e}")
+    """Return a usual learning rate, more for fewer parameters.
+
+    At 7 billion parameters it is 1e-6, and for adapters 2.1e-5.
+    """
+    size, rate = (LORA_SIZE, LORA_LR) if lora else (LARGE, LARGE_LR)
+    return float(f"{min(rate * math.sqrt(size / max(parameters, 1)), 1e-3):.1e}")
 
 
 def _lengths(choices: Choices, longest: int, cap: int) -> tuple[int, int]:
@@ -177,7 +180,6 @@ def _on_cores(choices: Choices, shape: ModelShape, longest: int) -> Settings:
         "rollout.replicas": _replicas_here(choices, shape, kv_tokens=running * most, microbatch=packed),
         "rollout.max_batch": running,
         "rollout.max_len": most,
-        "rollout.batch_per_replica": max(group, 2 * running),
         "rollout.prompts_per_step": choices.number("rollout.prompts_per_step", 8),
         "rollout.group_size": group,
         "rollout.sampling.max_new_tokens": cap,

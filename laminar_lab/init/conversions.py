@@ -5,6 +5,7 @@ returns our value, or None where our default stands, and raises `NoCounterpartEr
 `actor_rollout_ref.rollout.n`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -143,6 +144,7 @@ def verl_updates(given: Given, names: Names) -> object:
 
 
 FORMATS = ("json", "csv", "parquet", "text")
+READ = (".jsonl", ".json", ".parquet")
 
 
 def trl_data(given: Given, names: Names) -> object:
@@ -150,13 +152,32 @@ def trl_data(given: Given, names: Names) -> object:
     mixed = given.get("datasets")
     if isinstance(mixed, list):
         named = [one for one in mixed if isinstance(one, dict) and "path" in one]
-        return [_source(one["path"], subset=one.get("name"), split=one.get("split")) | answers for one in named]
+        sources = [
+            _files(one.get("data_files"), split=str(one.get("split", "train")))
+            if one["path"] in FORMATS
+            else [_source(one["path"], subset=one.get("name"), split=one.get("split"))]
+            for one in named
+        ]
+        return [source | answers for group in sources for source in group]
     if given.get("dataset_name") is None:
         return None
-    if given["dataset_name"] in FORMATS:
-        raise NoCounterpartError("names a format, not a file; name yours with --data")
     split, subset = given.get("dataset_train_split"), given.get("dataset_config")
+    if given["dataset_name"] in FORMATS:
+        found = [file | answers for file in _files(given.get("data_files"), split=str(split or "train"))]
+        return found[0] if len(found) == 1 else found
     return _source(given["dataset_name"], subset=subset, split=split) | answers
+
+
+def _files(files: object, *, split: str) -> list[dict[str, object]]:
+    """Return sources for `data_files` of a format: a file, a list of files, or either by split."""
+    named = files.get(split) if isinstance(files, dict) else files
+    paths = [str(one) for one in (named if isinstance(named, list) else [named]) if one]
+    if not paths:
+        raise NoCounterpartError("names a format, not a file; name yours with --data")
+    unread = next((path for path in paths if Path(path).suffix not in READ or set("*:") & set(path)), None)
+    if unread is not None:
+        raise NoCounterpartError(f"{unread}: only paths of JSONL and Parquet files are read; name one with --data")
+    return [{"path": path} for path in paths]
 
 
 def _source(path: object, *, subset: object = None, split: object = None) -> dict[str, object]:
@@ -169,6 +190,12 @@ def trl_sets(given: Given, names: Names) -> object:
     if str(given.get("eval_strategy", "no")).lower() in ("no", "false") or given.get("dataset_name") is None:
         return None
     split, subset = given.get("dataset_test_split", "test"), given.get("dataset_config")
+    if given["dataset_name"] in FORMATS:
+        files = given.get("data_files")
+        file, *others = _files(files if isinstance(files, dict) else None, split=str(split))
+        if others:
+            raise NoCounterpartError("a set here has one file; name yours with --heldout")
+        return {"heldout": file | _trl_answers(given)}
     return {"heldout": _source(given["dataset_name"], subset=subset, split=split) | _trl_answers(given)}
 
 
@@ -218,13 +245,29 @@ def _verl_source(path: str, given: Given) -> dict[str, object]:
 def trl_reward(given: Given, names: Names) -> object:
     found = given.get("reward_funcs")
     funcs = found if isinstance(found, list) else [found] if found else []
-    terms = [TRL_REWARDS[name] for name in funcs if name in TRL_REWARDS]
+    weights = given.get("reward_weights") or [1.0] * len(funcs)
+    if not isinstance(weights, list) or len(weights) != len(funcs):
+        raise NoCounterpartError("reward_weights needs a number for each of reward_funcs; correct it")
+    weighed = zip(funcs, weights, strict=True)
+    terms = [_weighted(TRL_REWARDS[name], weight) for name, weight in weighed if name in TRL_REWARDS]
     if len(terms) < len(funcs) or given.get("reward_model_name_or_path"):
         others = ", ".join(str(name) for name in funcs if name not in TRL_REWARDS) or "a reward model"
         raise NoCounterpartError(
             f"{others}: rewards have other arguments, see docs/rewards.md", instead=terms or None
         )
     return terms or None
+
+
+def _weighted(term: object, weight: object) -> object:
+    """Return a term with its weight in the sum, 1 by default."""
+    settings = term if isinstance(term, dict) else {"kind": term}
+    return term if weight in (1, None) else settings | {"weight": weight}
+
+
+def trl_max_len(given: Given, names: Names) -> object:
+    """Return the most tokens of a trajectory; None where no prompt has a limit."""
+    whole, prompt = (number(given, name) for name in names)
+    return int(whole or (prompt and prompt + number(given, "max_completion_length"))) or None
 
 
 def trl_lora(given: Given, names: Names) -> object:
@@ -253,8 +296,13 @@ def _targets(named: object) -> object:
 
 
 def trl_warmup(given: Given, names: Names) -> object:
-    share = number(given, names[0])
-    return round(share * number(given, "max_steps")) or None if 0 < share < 1 else _whole(given, names[0])
+    steps, share = number(given, names[0]), number(given, names[1])
+    if steps >= 1:  # goes before a share, as there
+        return int(steps)
+    share = steps or share
+    if share and number(given, "max_steps") <= 0:
+        raise NoCounterpartError("a share of steps, and the file counts epochs; set learner.warmup_steps")
+    return math.ceil(share * number(given, "max_steps")) or None
 
 
 def trl_scale(given: Given, names: Names) -> object:

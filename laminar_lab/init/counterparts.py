@@ -22,6 +22,7 @@ from laminar_lab.init.conversions import (
     trl_data,
     trl_eval_steps,
     trl_lora,
+    trl_max_len,
     trl_name,
     trl_prompts,
     trl_reward,
@@ -77,7 +78,7 @@ COUNTERPARTS = {
         "terms of the reward: math, code, exact, or file.py:function",
         trl=trl_reward,
         verl=elsewhere("rewards have other arguments, see docs/rewards.md"),
-        differs="`def score(request) -> float` scores one response",
+        differs="`def score(request) -> float` scores one response; a term has a `weight`",
     ),
     "steps": Counterpart("learner steps", trl=positive, verl=positive, differs="steps, no epochs"),
     "rollout.prompts_per_step": Counterpart(
@@ -90,7 +91,7 @@ COUNTERPARTS = {
     "rollout.sampling.max_new_tokens": Counterpart("cap on the tokens of a response", trl=positive, verl=positive),
     "rollout.max_len": Counterpart(
         "most tokens of prompt and response together",
-        trl=positive,
+        trl=trl_max_len,
         verl=total,
         differs="a longer prompt is refused, not cut",
     ),

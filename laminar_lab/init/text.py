@@ -15,7 +15,6 @@ COMMENTS = {key: row.meaning for key, row in COUNTERPARTS.items()} | {
     "rollout.engine.python": "interpreter of the environment that has SGLang",
     "rollout.engine.device": "cuda or cpu",
     "rollout.kv_capacity": "tokens of an engine's KV cache",
-    "rollout.batch_per_replica": "responses that a replica starts under one version; many steps make old data",
     "rollout.record": "the learner has to know a cut vocabulary",
     "relay.nodes": "one host: engines read the learner's files",
     "supervisor.heartbeat_timeout_s": "a part that is silent for so long is started again",

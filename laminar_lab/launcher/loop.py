@@ -25,6 +25,7 @@ from laminar_lab.launcher.progress import (
     unfinished_runs,
 )
 from laminar_py.config import ConfigError
+from laminar_py.records.host import counted
 from laminar_py.runtime.preflight import check_inputs, check_shared_memory
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -50,14 +51,14 @@ def make_slots(experiment: Experiment) -> list[Slot]:
     gpus = visible_gpus() if each else []
     if each > len(gpus):
         raise ConfigError(
-            f"{VISIBLE}={','.join(gpus)}: a run needs {each} GPUs, and this host shows {len(gpus)}; show more, or"
-            " lower learner.world_size or rollout.replicas"
+            f"{VISIBLE}={','.join(gpus)}: a run needs {counted(each, 'GPU')}, and this host shows {len(gpus)};"
+            " show more, or lower learner.world_size or rollout.replicas"
         )
     room = 1 if shared else len(gpus) // each if each else len(configs)
     wanted = experiment.settings.parallel
     if wanted is not None and wanted > room and (shared or each):
         limit = "runs would share one Ray cluster or server (cluster.address, rollout.engine.urls)"
-        limit = limit if shared else f"there is room for {room} at a time, each with {each} GPUs"
+        limit = limit if shared else f"there is room for {room} at a time, each with {counted(each, 'GPU')}"
         raise ConfigError(f"parallel={wanted}: {limit}; lower it to {room}, or leave it out")
     count = min(wanted or (room if each else 1), len(configs))
     return [tuple(gpus[index * each : (index + 1) * each]) for index in range(count)]

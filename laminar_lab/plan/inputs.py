@@ -77,8 +77,13 @@ def read_subject(model: str) -> Subject:
     )
 
 
-def read_fleet(text: str, *, network_bytes_per_s: float) -> GpuFleet:
+def read_fleet(text: str | None, *, network_bytes_per_s: float) -> GpuFleet:
     """Parse nodes x GPUs per node x kind, e.g. `8x8xH100`. Raises `ConfigError`."""
+    if text is None:
+        raise ConfigError(
+            "--gpus: missing; name the fleet, e.g. --gpus 1x8xH100; for the cores of this machine `laminar init`"
+            " writes a config that fits"
+        )
     group = read_group(text, option="--gpus")
     if group.gpu is None:
         raise ConfigError(f"--gpus={text}: names no GPU; write e.g. 3x8xH100")

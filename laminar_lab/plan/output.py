@@ -9,6 +9,7 @@ from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
 from laminar_lab.plan.stages import PlacementEstimate
 from laminar_lab.report.diagnosis import Bottleneck
 from laminar_py.config.rollout import Schedule
+from laminar_py.records.host import counted
 
 
 class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +122,7 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
         return
     error = best.estimate.tokens_per_s / best.tokens_per_s - 1
     yield f"{plan.considered} placements fit, and the planner simulated the likeliest of them"
-    shrunk = f"{best.judgement.replicas} of {placement.replicas} replicas"
+    shrunk = f"{best.judgement.replicas} of {counted(placement.replicas, 'replica')}"
     if plan.shrink_error is not None:
         shrunk = f"{shrunk} ({plan.shrink_error:+.0%} tokens/s on twice as many)"
     yield (
@@ -166,5 +167,5 @@ def _seconds_by_bottleneck(estimate: PlacementEstimate) -> dict[Bottleneck, floa
 
 def _name(ranked: Ranked) -> str:
     placement = ranked.placement
-    trained = f"{placement.schedule}, {placement.learner_gpus} GPUs train"
-    return f"{trained}, {placement.replicas} replicas of {placement.tensor_parallel} generate"
+    trained = f"{placement.schedule}, {counted(placement.learner_gpus, 'GPU')} to train"
+    return f"{trained}, {counted(placement.replicas, 'replica')} of {placement.tensor_parallel} to generate"

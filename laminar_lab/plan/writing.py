@@ -13,6 +13,7 @@ from laminar_lab.plan.planner import Ranked, RankedPlan
 from laminar_lab.plan.request import PlanRequest
 from laminar_py.config import ConfigError, parse_config
 from laminar_py.config.rollout import Schedule
+from laminar_py.records.host import counted
 
 STEPS = 500
 HEARTBEAT_S = 60.0
@@ -42,8 +43,8 @@ def write_config(plan: RankedPlan, ranked: Ranked, path: Path, *, model: Path, b
     parse_config(tree)
     fleet, made = plan.request.fleet, "by formula" if ranked.judgement is None else "simulated"
     head = (
-        f"# {plan.request.model} on {fleet.nodes} nodes of {fleet.per_node} {fleet.gpu.name}, by `laminar plan`:"
-        f" {ranked.tokens_per_s:,.0f} trained tokens/s, {made}.\n"
+        f"# {plan.request.model} on {counted(fleet.nodes, 'node')} of {fleet.per_node} {fleet.gpu.name}, by"
+        f" `laminar plan`: {ranked.tokens_per_s:,.0f} trained tokens/s, {made}.\n"
     )
     refuse_existing(path)
     try:

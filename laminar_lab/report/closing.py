@@ -8,6 +8,7 @@ from laminar_lab.advice import advise_changes
 from laminar_lab.report.diagnosis import NO_STEP
 from laminar_lab.report.run_report import RunReport
 from laminar_py.observe import CheckpointFigures, EvaluationFigures, RelayFigures, Summary
+from laminar_py.records.host import counted
 
 MOST_GAIN = 100  # above it the number says nothing
 WHOLE = 0.995  # share of bytes above which versions count as whole
@@ -15,7 +16,7 @@ WHOLE = 0.995  # share of bytes above which versions count as whole
 
 def ending_table(summary: Summary, report: RunReport, *, interrupted: bool) -> Table:
     """Gain of a run, its limit and the next commands, a line each."""
-    run, steps = summary.run, f"{summary.steps} steps in {summary.rl_seconds:.1f} s"
+    run, steps = summary.run, f"{counted(summary.steps, 'step')} in {summary.rl_seconds:.1f} s"
     trained = "" if summary.trained_steps == summary.steps else f", {summary.trained_steps} of them trained"
     rows = [
         *([] if interrupted else _evaluation_rows(summary.evaluations)),
@@ -53,10 +54,10 @@ def closing_table(summary: Summary) -> Table:
         if repack.rounds
         else ""
     )
-    idle = "" if trained == summary.steps else f"; {trained} of {summary.steps} steps trained"
+    idle = "" if trained == summary.steps else f"; {trained} of {counted(summary.steps, 'step')} trained"
     rows = [
         *_evaluation_rows(summary.evaluations),
-        ("RL", f"{summary.steps} steps in {summary.rl_seconds:.1f} s{idle}"),
+        ("RL", f"{counted(summary.steps, 'step')} in {summary.rl_seconds:.1f} s{idle}"),
         ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
         *_turn_rows(summary),
         ("tokens", f"{summary.tokens.generated:,} generated, {summary.tokens.trained:,} trained"),

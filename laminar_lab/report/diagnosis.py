@@ -186,7 +186,7 @@ def find_evidence(bottleneck: Bottleneck, step: MeanStep) -> str:
                 return held
             return f"{held}, and {step.stale_share:.0%} of the tokens are dropped as too old"
         case Bottleneck.STALE_DATA:
-            return f"{step.age.lost:.0%} of the weight of the training data is gone: {_describe_divergence(step)}"
+            return f"{describe_cost(step)}: {_describe_divergence(step)}"
         case Bottleneck.CPU:
             cpu, cores = (step.use.cpu, step.use.cores) if step.use is not None else (0.0, 0)
             longest = max(StepStage, key=times.seconds_of)
@@ -215,7 +215,7 @@ def describe_diagnosis(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
 
 def _describe_bound(max_staleness: int | None, *, idle: float, step: MeanStep) -> str:
     """Return the two costs of the bound on staleness, the larger first, in one line."""
-    lost, kl = f"{step.age.lost:.0%} of the weight is gone", _describe_divergence(step)
+    lost, kl = describe_cost(step), _describe_divergence(step)
     if max_staleness is None:
         return f"staleness.max_staleness=null: nothing bounds staleness; {lost} ({kl})"
     costs = [f"{idle:.0%} of the goodput is lost to idle replicas and dropped work", lost]
@@ -225,6 +225,11 @@ def _describe_bound(max_staleness: int | None, *, idle: float, step: MeanStep) -
     elif idle < step.age.lost:
         fit, costs = "too loose", costs[::-1]
     return f"staleness.max_staleness={max_staleness} is {fit}: {'; '.join(costs)} ({kl})"
+
+
+def describe_cost(step: MeanStep) -> str:
+    """Return the cost of old data in one phrase."""
+    return f"old data costs {step.age.lost:.0%} of the effective sample size"
 
 
 def _describe_divergence(step: MeanStep) -> str:

@@ -9,6 +9,7 @@ from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
 from laminar_py.records.events import Alarmed, RunStarted, VersionLoaded
+from laminar_py.records.host import counted
 from laminar_py.records.trajectory import Status
 
 
@@ -31,7 +32,7 @@ def _note_steps(report: RunReport) -> str:
     account, ended = report.tokens, "has not ended" if report.snapshot.history.live else "has ended"
     steps = [step for _, step in report.snapshot.history.steps]
     trained = sum(step.loss is not None for step in steps)
-    idle = "" if trained == len(steps) else f"{trained:,} of {len(steps):,} steps trained; "
+    idle = "" if trained == len(steps) else f"{trained:,} of {counted(len(steps), 'step')} trained; "
     if not report.steps or not account.useful_trajectories:
         return f"{idle}the run {ended}"
     size, length = account.useful_trajectories / report.steps, account.useful / account.useful_trajectories
@@ -149,8 +150,8 @@ def headline(report: RunReport) -> list[Card]:
             cards.append(Card(figure.name, figure.format(value), figure.note(report)))
     for name, passes in report.snapshot.history.evaluations_by_set.items():
         last, first = passes[-1].figures, passes[0].figures.mean.value
-        before = f"was {first:.3f}; " if len(passes) > 1 else ""
+        before = f", was {first:.3f}" if len(passes) > 1 else ""
         unscored = f"; {last.unscored} not scored" if last.unscored else ""
-        words = f"{before}{last.mean.low:.3f} to {last.mean.high:.3f}{unscored}"  # a line, so that cards align
+        words = f"95 % interval {last.mean.low:.3f} to {last.mean.high:.3f}{before}{unscored}"
         cards.append(Card(f"{name}: {last.name}", f"{last.mean.value:.3f}", words))
     return cards

@@ -38,6 +38,7 @@ from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
 from laminar_lab.report.trajectories import Times, Trajectories
 from laminar_py.config.loading import dump_config
+from laminar_py.records.host import counted
 from laminar_py.records.scoring import short_terms
 from laminar_py.records.trajectory import Status
 
@@ -161,8 +162,9 @@ def timeline_panel(snapshot: Snapshot) -> Panel:
         is_empty=not running,
     )
     note = (
-        f"{len(snapshot.all_trajectories):,} trajectories. The colour of a replica is its number of trajectories;"
-        " grey is idle. Single trajectories, weights, moves and crashes are in trace.json, for Perfetto."
+        f"{counted(len(snapshot.all_trajectories), 'trajectory')}. The colour of a replica is its number of"
+        " trajectories; grey is idle."
+        " Single trajectories, weights, moves and crashes are in trace.json, for Perfetto."
     )
     return Panel(id="timeline", title="Timeline", note=note, charts=[chart], is_wide=True)
 
@@ -195,7 +197,8 @@ def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
             base=[round(end_s - step.elapsed_s, 4) for end_s, (_, step) in zip(at, steps, strict=True)],
             words=[
                 f"learner, step {step.step}: {format_seconds(step.elapsed_s)},"
-                f" after {format_seconds(step.waited_s)} without a batch; {step.num_trajectories:,} trajectories,"
+                f" after {format_seconds(step.waited_s)} without a batch;"
+                f" {counted(step.num_trajectories, 'trajectory')},"
                 f" {step.num_tokens:,} tokens, reward {rewards.get(step.step, np.nan):.3g}"
                 for _, step in steps
             ],

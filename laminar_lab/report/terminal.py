@@ -13,11 +13,14 @@ from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import COUNTED, NAMES, Distribution, Distributions, Measure, format_seconds
 from laminar_lab.report.tokens import TOKEN_COLUMNS, TokenAccount, token_cells
 from laminar_py.records.events import RefillStopped
+from laminar_py.records.host import counted
 
 
 def run_tables(report: RunReport) -> Iterator[Group | str]:
     """Yield tables and lines, the most important first."""
-    yield _grid(f"{report.run}: {report.steps} steps in {report.rl_s:.1f} s of RL", _headline_rows(report))
+    yield _grid(
+        f"{report.run}: {counted(report.steps, 'step')} in {report.rl_s:.1f} s of RL", _headline_rows(report)
+    )
     yield diagnosis_table(report.diagnosis)
     yield from learning_lines(report.learning)
     yield token_table(report.tokens)

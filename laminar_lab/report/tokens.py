@@ -25,18 +25,18 @@ _LOSSES = {  # name of a loss: its drop reasons; `_without_signal` divides group
         DropReason.ENVIRONMENT_LOST,
     ),
     "too long for a microbatch": (DropReason.TOO_LONG,),
-    "stale": (DropReason.STALE,),
+    "dropped as stale": (DropReason.STALE,),
     "run ended": (DropReason.RUN_ENDED,),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Response tokens lost for one reason, e.g. `TokenLoss("stale", 4120, 40, 0.25)`."""
+    """Response tokens lost for one reason, e.g. `TokenLoss("dropped as stale", 4120, 40, 0.25)`."""
 
     name: str
     tokens: int
-    trajectories: int  # 0: trajectories that count as useful lost a part of their weight
+    trajectories: int  # 0: trajectories that count as useful have a weight below 1
     reward: float | None  # mean of known rewards
 
 
@@ -85,7 +85,7 @@ def account_tokens(snapshot: Snapshot) -> TokenAccount:
     ]
     whole = int(lengths[stands].sum())
     useful = round(float(np.sum(lengths[stands] * t.weight[stands].astype(np.float64))))
-    losses.append(TokenLoss("weight lost to staleness", whole - useful, 0, None))
+    losses.append(TokenLoss("counted less as stale", whole - useful, 0, None))
     return TokenAccount(
         issued=int(lengths.sum()),
         losses=tuple(loss for loss in losses if loss.trajectories or loss.tokens),

@@ -8,7 +8,9 @@ import importlib
 import inspect
 import sys
 import tempfile
+import tomllib
 import traceback
+from collections.abc import Container
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +25,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.records.host import visible
 
 GROUP = "laminar_py.commands"  # entry points of installed packages, each a `typer.Typer`
+CHECKOUT = Path(__file__).parents[2]  # of an editable installation
 COMMANDS = {  # name -> module:attribute of its function, and an example for its help
     "train": ("laminar_py.cli.train:train", "laminar train configs/quickstart.yaml seed=1 steps=60"),
     "export": ("laminar_py.cli.train:export", "laminar export runs/quickstart-1 out/quickstart --dtype bf16"),
@@ -45,7 +48,10 @@ class Commands(TyperGroup):
         return list(dict.fromkeys((*COMMANDS, *(point.name for point in installed_points(GROUP)))))
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
-        """Import and return a command; None for an unknown name. Raises `ConfigError` if its package is broken."""
+        """Import and return a command; None for an unknown name.
+
+        Raises `ConfigError` if its package is broken, or if only the checkout has the command.
+        """
         if cmd_name in COMMANDS:
             location, example = COMMANDS[cmd_name]
             module, _, attribute = location.partition(":")
@@ -60,7 +66,20 @@ class Commands(TyperGroup):
                 raise ConfigError(
                     f"laminar {cmd_name}: {package} cannot be imported ({error}); install {package} again"
                 ) from error
+        if cmd_name in _commands_of(CHECKOUT):
+            raise ConfigError(
+                f"laminar {cmd_name}: this checkout has it, and its installation is older; run pip install -e"
+                f" {CHECKOUT} again"
+            )
         return None
+
+
+def _commands_of(checkout: Path) -> Container[str]:
+    """Return the commands that a checkout announces; none where the package is installed without one."""
+    project = checkout / "pyproject.toml"
+    tree = tomllib.loads(project.read_text()) if project.is_file() else {}
+    commands: dict[str, str] = tree.get("project", {}).get("entry-points", {}).get(GROUP, {})
+    return commands
 
 
 def _make_command(name: str, commands: typer.Typer) -> TyperCommand | TyperGroup:

@@ -13,6 +13,7 @@ from laminar_py.cli.command import console, print_line
 from laminar_py.config.loading import flatten, load_config
 from laminar_py.config.registry import installed_points
 from laminar_py.config.section import ConfigError
+from laminar_py.records.host import counted
 
 if TYPE_CHECKING:
     from laminar_py.config.run import RunConfig
@@ -87,7 +88,8 @@ def _print_end(summary: "Summary") -> None:
         ending.load()(summary, not summary.finished)
     unscored = summary.unscored
     if unscored.count:
-        print_line(f"{unscored.count} of {unscored.of} responses could not be scored; the first: {unscored.first}")
+        of = counted(unscored.of, "response")
+        print_line(f"{unscored.count} of {of} could not be scored; the first: {unscored.first}")
 
 
 def export(

@@ -179,6 +179,8 @@ def _one_line(first: ErrorDetails, field: str, help_at: str) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f"{field}: missing; add it, {help_at} explains it"
+    if first["type"] == "bool_type":
+        return f"{field}={first['input']!r}: is neither true nor false; write true or false"
     named = message.startswith(f"{field.partition('.')[0]}.")
     if first["type"] == "value_error" and (named or isinstance(first["input"], dict)):  # from our own validator
         return message

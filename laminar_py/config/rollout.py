@@ -1,7 +1,7 @@
 """Settings of replicas, sampling, groups and repacking, and of schedule, staleness and buffer."""
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -139,6 +139,12 @@ class SamplingConfig(Section):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+def _usual_batch(rollout: dict[str, Any]) -> int:
+    """Return the default of `batch_per_replica` by the fields before it."""
+    groups, replicas = rollout["prompts_per_step"], rollout["replicas"]
+    return int(rollout["group_size"] * min(groups, -(-2 * groups // replicas)))
+
+
 class RolloutConfig(Section):
     """Replicas and generation."""
 
@@ -153,8 +159,6 @@ class RolloutConfig(Section):
     kv_capacity: Count | None = None
     """KV cache of one engine, in tokens; default `max_batch * max_len`. A full cache retracts the youngest
     request."""
-    batch_per_replica: Count = 128
-    """Trajectories that a draining replica admits under one version before it loads newer weights."""
     on_new_weights: OnNewWeights = OnNewWeights.DRAIN
     """`drain`: finish admitted trajectories, then load, so that a trajectory has one version. `resume`: abort,
     load, continue from partial responses; spans record the mixed versions. `retract`: pause, load, recompute the
@@ -167,6 +171,9 @@ class RolloutConfig(Section):
     """Groups in a learner step."""
     group_size: Count = 8
     """Samples of one prompt (K)."""
+    batch_per_replica: Count = Field(default_factory=_usual_batch)
+    """Trajectories that a draining replica admits under one version before it loads newer weights. Default: twice
+    a replica's share of a learner step, at most a whole step, in whole groups."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""
     max_seconds: Seconds | None = None

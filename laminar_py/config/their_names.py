@@ -2,7 +2,8 @@
 
 A mistyped key gets its "did you mean" from it. `laminar_lab.init.counterparts` adds meanings and conversions for
 `laminar init --from`, and docs/config.md and docs/from_trl_verl.md are generated from both. The names are of TRL
-1.16 (`GRPOConfig`, `ModelConfig`, the script of `trl grpo`) and of verl's `ppo_trainer.yaml`.
+1.16 (`GRPOConfig`, `ModelConfig`, the script of `trl grpo`), three of its earlier releases, and of verl's
+`ppo_trainer.yaml`.
 """
 
 from enum import StrEnum
@@ -21,13 +22,16 @@ class Trainer(StrEnum):
 # ours -> names in TRL and in verl, separated by spaces
 NAMES = {
     "model.path": ("model_name_or_path", f"{MODEL}.path"),
-    "data.train": ("dataset_name dataset_config dataset_train_split datasets", "data.train_files data.prompt_key"),
+    "data.train": (
+        "dataset_name dataset_config dataset_train_split data_files datasets",
+        "data.train_files data.prompt_key",
+    ),
     "eval.sets": (
         "eval_strategy dataset_test_split",
         f"data.val_files {ROLLOUT}.val_kwargs.n {ROLLOUT}.val_kwargs.temperature",
     ),
     "reward.use": (
-        "reward_funcs reward_model_name_or_path",
+        "reward_funcs reward_weights reward_model_name_or_path",
         "custom_reward_function.path custom_reward_function.name",
     ),
     "steps": ("max_steps", "trainer.total_training_steps"),
@@ -38,7 +42,10 @@ NAMES = {
     ),
     "rollout.group_size": ("num_generations", f"{ROLLOUT}.n"),
     "rollout.sampling.max_new_tokens": ("max_completion_length", "data.max_response_length"),
-    "rollout.max_len": ("vllm_max_model_length", "data.max_prompt_length data.max_response_length"),
+    "rollout.max_len": (
+        "vllm_max_model_length max_prompt_length",
+        "data.max_prompt_length data.max_response_length",
+    ),
     "rollout.sampling.temperature": ("temperature", f"{ROLLOUT}.temperature"),
     "learner.lr": ("learning_rate", f"{OPTIM}.lr"),
     "learner.lora.rank": ("use_peft lora_r", f"{MODEL}.lora_rank"),
@@ -63,7 +70,7 @@ NAMES = {
     "rollout.sampling.min_p": ("min_p", ""),
     "learner.lora.alpha": ("lora_alpha", f"{MODEL}.lora_alpha"),
     "learner.lora.targets": ("lora_target_modules", f"{MODEL}.target_modules"),
-    "learner.warmup_steps": ("warmup_steps", f"{OPTIM}.lr_warmup_steps"),
+    "learner.warmup_steps": ("warmup_steps warmup_ratio", f"{OPTIM}.lr_warmup_steps"),
     "learner.decay": ("lr_scheduler_type", f"{OPTIM}.lr_scheduler_type"),
     "learner.weight_decay": ("weight_decay", f"{OPTIM}.weight_decay"),
     "learner.betas": ("adam_beta1 adam_beta2", f"{OPTIM}.betas"),
@@ -91,13 +98,23 @@ WITHOUT: dict[Trainer, dict[str, str]] = {
         "bf16": "GPUs compute in bf16 with fp32 masters",
         "fp16": "GPUs compute in bf16 with fp32 masters",
         "dtype": "the model's own is served, masters are fp32",
+        "torch_dtype": "the model's own is served, masters are fp32",
         "attn_implementation": "the learner takes the best kernel that is installed",
         "logging_steps": "every step is logged",
+        "logging_strategy": "every step is logged",
+        "logging_first_step": "every step is logged",
         "log_completions": "laminar samples RUN",
-        "reward_weights": "a term of reward.use has a `weight`",
         "lora_dropout": "adapters have no dropout",
         "push_to_hub": "laminar export, then upload the folder",
+        "hub_model_id": "laminar export, then upload the folder",
         "save_strategy": "learner.checkpoint_every",
+        "per_device_eval_batch_size": "replicas batch evaluations as they batch training",
+        "eval_on_start": "sets are evaluated before and after RL",
+        "do_eval": "eval.sets",
+        "shuffle_dataset": "data.order is shuffled unless set",
+        "remove_unused_columns": "a reward gets all columns",
+        "trust_remote_code": "code of a model's folder is never run",
+        "repetition_penalty": "the learner needs the sampled distribution, without penalties",
         "vllm_importance_sampling_correction": "algorithm.proximal and algorithm.correction",
         "vllm_importance_sampling_mode": "algorithm.proximal and algorithm.correction",
     },

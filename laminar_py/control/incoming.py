@@ -405,6 +405,7 @@ class Incoming:
             evaluation.lost = True
             evaluation.finish()
             return
+        self._state.num_version_lost += trajectory.trains
         await self._drop_and_reissue(
             trajectory, DropReason.VERSION_LOST, f"version {self._waiting.pin(trajectory)}"
         )

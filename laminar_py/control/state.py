@@ -91,6 +91,7 @@ class ControlState:
         self.num_in_step = 0  # groups in the learner's current step
         self.num_missing = 0  # groups that the current step lacks
         self.generated_tokens = 0  # in training, since this controller started
+        self.num_version_lost = 0  # training trajectories that lost their version, since this controller started
 
     @property
     def refill_exhausted(self) -> bool:

@@ -168,6 +168,14 @@ class PromptEncoder:
             self._check_calls()
         return self.conversation(messages, answers=self._opens_turn or answered)
 
+    @property
+    def opening(self) -> str:
+        """Text that opens the assistant's turn where an environment does that; "" where prompts end with it."""
+        if self._opens_turn or not self.uses_template:
+            return ""
+        asked = [user_turn(PROBE)]
+        return self.conversation(asked, answers=True).removeprefix(self.conversation(asked, answers=False))
+
     def encode(self, prompt: str | Sequence[Turn], *, answered: bool = False) -> tuple[str, IntArray]:
         """Return the text that `write` makes of a prompt, and its [P] ids. Raises `TemplateError`."""
         text = self.write(prompt, answered=answered)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from laminar_py.observe.stats import Stats
 from laminar_py.records.events import Evaluated
-from laminar_py.records.host import Clock, visible
+from laminar_py.records.host import Clock, counted, visible
 from laminar_py.records.metrics import LearnerProgress, StepRow
 
 LINE_EVERY_STEPS = 10
@@ -56,9 +56,9 @@ class Waits:
         """E.g. "learner waits 35 s for a batch (0 of 32 groups ready); waiting for: scores of 64 responses"."""
         parts = [self.scores] if self.scores else []
         if self.generating:
-            parts.append(f"{self.generating} responses being generated")
+            parts.append(f"{counted(self.generating, 'response')} being generated")
         if self.current < self.replicas:
-            parts.append(f"weights at {self.current} of {self.replicas} replicas")
+            parts.append(f"weights at {self.current} of {counted(self.replicas, 'replica')}")
         return f"{self._learner}; waiting for: {', '.join(parts)}" if parts else self._learner
 
     @property
@@ -68,9 +68,8 @@ class Waits:
             return self.phase
         if self.learner_idle_s is None:
             return f"learner at work on step {self.step + 1}"
-        return (
-            f"learner waits {self.learner_idle_s:.0f} s for a batch ({self.ready} of {self.wanted} groups ready)"
-        )
+        ready = f"{self.ready} of {counted(self.wanted, 'group')} ready"
+        return f"learner waits {self.learner_idle_s:.0f} s for a batch ({ready})"
 
 
 class Pace:
@@ -110,9 +109,8 @@ class View:
         self._row: StepRow | None = None
         self._sample: ShownSample | None = None
         self._pace = Pace(clock)
-        self._progress = "starting"  # of the learner
-        self._entered = ("", 0.0)  # phase of the starting learner, and when it began
-        self._progressed_s = clock.now()
+        self._learner: LearnerProgress | None = None  # None until its processes run
+        self._entered_s = self._progressed_s = clock.now()  # when that phase began, and when the learner last told
         self._evaluated: dict[str, str] = {}  # last mean by set
         # the first drawing starts it, which hides the cursor; an evaluation draws none
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
@@ -123,18 +121,30 @@ class View:
         return self._live is not None
 
     def progress(self, progress: LearnerProgress) -> None:
-        """Show the progress of a starting learner; without a terminal print a line every `PROGRESS_EVERY_S`."""
-        now = self._progressed_s = self._clock.now()
-        if progress.phase != self._entered[0]:
-            self._entered = progress.phase, now
-        if progress.total > 1:
-            loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
-            left = self._pace.describe(progress.phase, progress.done, progress.total)
-            self._progress = f"learner: {progress.phase} {progress.done}/{progress.total}{loss}{left}"
-        else:
-            self._progress = f"learner: {progress.phase}, {now - self._entered[1]:.0f} s so far"
-        if self._live is None and now - self._printed_s > PROGRESS_EVERY_S:
-            self.notice(self._progress)
+        """Show the progress of a starting learner, as a line where there is no terminal."""
+        self._progressed_s = self._clock.now()
+        if progress.phase != self._phase_of_learner:
+            self._entered_s = self._progressed_s
+        self._learner = progress
+        self._print_progress()
+
+    @property
+    def _phase_of_learner(self) -> str:
+        return "its processes start" if self._learner is None else self._learner.phase
+
+    def _describe_learner(self) -> str:
+        """Return what the starting learner does, e.g. "learner: loading the model, 12 s so far"."""
+        progress, phase = self._learner, self._phase_of_learner
+        if progress is None or progress.total <= 1:
+            return f"learner: {phase}, {self._clock.now() - self._entered_s:.0f} s so far"
+        loss = f"  loss {progress.loss:.3f}" if progress.loss else ""
+        left = self._pace.describe(phase, progress.done, progress.total)
+        return f"learner: {phase} {progress.done}/{progress.total}{loss}{left}"
+
+    def _print_progress(self) -> None:
+        """Without a terminal, print what the starting learner does every `PROGRESS_EVERY_S`."""
+        if self._live is None and self._clock.now() - self._printed_s > PROGRESS_EVERY_S:
+            self.notice(self._describe_learner())
 
     def step(self, row: StepRow) -> None:
         """Print a step's figures: a short line above the live screen, or a long one of some steps.
@@ -187,10 +197,13 @@ class View:
         if self._live is not None:
             self._draw(self._live, stats, version, ["" if phase else left, *notes])
             return
+        if version < 0:
+            self._print_progress()
+            return
         every_s = LINE_EVERY_S
         if phase:
             every_s = PHASE_EVERY_S if phase == self._printed_phase else PROGRESS_EVERY_S
-        if version >= 0 and self._clock.now() - self._printed_s > every_s:
+        if self._clock.now() - self._printed_s > every_s:
             done = () if phase else (f"step {step}/{self._steps}, {stats.rl_s:.0f} s of RL", left)
             self._printed_phase = phase
             self.notice("; ".join(part for part in (*done, *notes) if part))
@@ -205,7 +218,7 @@ class View:
         """Redraw the view; before the first version it shows only the progress of the start."""
         shown = lines if version >= 0 else []
         if version < 0 or self._clock.now() - self._progressed_s < PROGRESS_EVERY_S:
-            shown = [*shown, self._progress]
+            shown = [*shown, self._describe_learner()]
         evaluated = ", ".join(self._evaluated.values()) or "-"
         figures = [] if self._row is None else [_figure_table(self._row, self._steps, evaluated)]
         samples = [] if self._sample is None else [_sample_table(self._sample, width=self._console.width)]

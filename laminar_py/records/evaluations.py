@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.records.columns import Array
+from laminar_py.records.host import counted
 from laminar_py.records.scoring import short_terms
 
 RESAMPLES = 1_000
@@ -130,7 +131,7 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """Text such as "accuracy 0.410 (0.360 to 0.470) on 30 problems x 32, pass@32 0.733, 4.1% cut"."""
-        words = [f"{self.name} {self.mean.describe()} on {self.problems} problems"]
+        words = [f"{self.name} {self.mean.describe()} on {counted(self.problems, 'problem')}"]
         if self.samples > 1:
             words[0] += f" x {self.samples}"
         if self.best is not None:
@@ -141,7 +142,7 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
         if self.truncated.value:
             words.append(f"{self.truncated.value:.1%} cut")
         if self.unscored:
-            words.append(f"{self.unscored} answers not scored")
+            words.append(f"{counted(self.unscored, 'answer')} not scored")
         return ", ".join(words)
 
 

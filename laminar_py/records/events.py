@@ -8,6 +8,7 @@ from msgspec import field
 
 from laminar_py.records.credit import Earned, RoleCredit
 from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.host import counted
 from laminar_py.records.scoring import TermValue, answer_by
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind
@@ -366,8 +367,8 @@ class RefillStopped(Event, frozen=True, kw_only=True):
         judged = f"{solved:.0%} are solved (all rewards the best of the run), {hopeless:.0%} hopeless (the worst)"
         if self.only_reward is not None:
             judged = f"every reward of the run is {self.only_reward:g}, so they are all solved or all hopeless"
-        others = f"{self.num_without_signal} others had no signal"
-        return f"{self.num_taken} of {self.num_wanted} groups; {others}: {judged}"
+        others = f"{counted(self.num_without_signal, 'other')} had no signal"
+        return f"{self.num_taken} of {counted(self.num_wanted, 'group')}; {others}: {judged}"
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):

@@ -59,6 +59,12 @@ def visible(text: str, *, keep: str = "") -> str:
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, e.g. "1 replica", "2 replicas" or "1,024 trajectories"."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A row of `laminar doctor`, e.g. `Finding("GPU", "none", good=True)`.

@@ -116,11 +116,11 @@ def test_a_resumed_run_that_has_learned_its_task_is_quiet() -> None:
     assert not scored(check, lambda rng, live: 1.0, count=1000)
 
 
-def ended(check: CoverageCheck, dropped, *, count: int = 5000) -> list:
+def ended(check: CoverageCheck, dropped, *, count: int = 5000, reason: DropReason = DropReason.STALE) -> list:
     rng, alarms = np.random.default_rng(0), []
     for number in range(count):
         live = row(number, length=int(rng.integers(5, 300)), task="ab"[number % 2])
-        event = Dropped(live.id, DropReason.STALE) if rng.random() < dropped(live) else consumed(live)
+        event = Dropped(live.id, reason) if rng.random() < dropped(live) else consumed(live)
         alarms += check.observe(event, live)
     return alarms
 
@@ -132,6 +132,10 @@ def test_drops_that_prefer_a_task_or_long_responses_are_named_and_even_drops_are
     assert {alarm.part for alarm in found} == {"long responses"}
     assert not ended(CoverageCheck(task_of), lambda live: 0.3)
     assert not ended(CoverageCheck(task_of), lambda live: 0.02 if live.length > 200 else 0.0)
+    lost = ended(
+        CoverageCheck(task_of), lambda live: 0.5 if live.length > 200 else 0.02, reason=DropReason.VERSION_LOST
+    )
+    assert not lost, "their prompts are issued again"
 
 
 def issue(check: BatchCheck, group: int, members: int) -> list[LiveTrajectory]:

@@ -6,6 +6,7 @@ import pytest
 
 from laminar_py.cli import command
 from laminar_py.cli.command import print_line
+from laminar_py.config import ConfigError
 
 
 def test_a_line_comes_out_as_it_is_brackets_included(capsys):
@@ -23,3 +24,19 @@ def test_a_path_that_the_user_may_not_read_is_bad_input(capsys, monkeypatch):
         command.run()
     line = "laminar: /root/model/config.json: Permission denied; grant access to it, or name another path\n"
     assert (end.value.code, capsys.readouterr().err) == (2, line)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("warm", "laminar warm: this checkout has it, and its installation is older; run pip install -e "),
+        ("warn", ""),
+    ],
+)
+def test_a_command_that_the_installation_lacks_has_a_remedy(name, said, monkeypatch):
+    monkeypatch.setattr(command, "entry_points", lambda **wanted: ())
+    if not said:
+        assert command.Commands().get_command(None, name) is None, "an unknown name stays click's"
+        return
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        command.Commands().get_command(None, name)

@@ -141,6 +141,25 @@ def test_sglang_servers_take_targets_as_they_stack_them_and_embedded_engines_any
         parse_config({**MINIMAL, **SERVED, "learner": learner})
 
 
+@pytest.mark.parametrize(
+    ("replicas", "prompts", "batch"),
+    [(2, 32, 256), (1, 4, 32), (5, 128, 416), (64, 8, 8)],  # of groups of 8
+)
+def test_a_replica_admits_twice_its_share_of_a_step_at_most_a_step_and_at_least_a_group(replicas, prompts, batch):
+    rollout = {"replicas": replicas, "prompts_per_step": prompts}
+    smallest = {
+        "name": "a",
+        "steps": 1,
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "reward": {"use": ["math"]},
+    }
+    assert parse_config({**smallest, "rollout": rollout}).rollout.batch_per_replica == batch
+    assert (
+        parse_config({**smallest, "rollout": rollout | {"batch_per_replica": 48}}).rollout.batch_per_replica == 48
+    )
+
+
 def test_a_missing_field_is_named():
     with pytest.raises(ConfigError, match=r"model: missing; add it"):
         parse_config({"name": "t", "steps": 1, "data": {"train": "x"}})

@@ -97,6 +97,7 @@ async def test_a_lost_version_drops_the_trajectory_and_issues_its_prompt_anew():
     assert [(event.trajectory_id, event.reason) for event in dropped] == [(name, DropReason.VERSION_LOST)]
     assert names(fleet, Issued)[-1] == "g0.4"
     assert "g0.4" in fleet.running[0]
+    assert fleet.scheduler.state.num_version_lost == 1
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_a
         assert faults == {"relay.shm=/dev/shm": 3, "rollout.engine.python=sglang-env/bin/python": 2}
         few = ("rollout.replicas=1", "learner.world_size=5", "relay.nodes=1")
         shape = fit(with_model(tmp_path, "experiments/math_long_cot/32b_64gpu", address, *few))
-        assert "15 GPUs stay idle" in shape.warnings[0]
+        assert "15 GPUs idle" in shape.warnings[0]
 
 
 async def test_what_a_node_lacks_is_named_with_the_node():

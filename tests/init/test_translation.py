@@ -190,6 +190,26 @@ def test_gradient_checkpointing_that_is_off_stays_off(tmp_path):
         ("save_steps: 0.1", "learner.checkpoint_every", None, "save_steps is a share; give a number of steps"),
         ("lora_r: 8", "learner.lora.rank", None, None),
         ("importance_sampling_level: sequence", "algorithm.objective", "sequence_clip", None),
+        ("max_prompt_length: 256\nmax_completion_length: 128", "rollout.max_len", 384, None),
+        ("warmup_ratio: 0.05\nmax_steps: 50", "learner.warmup_steps", 3, None),
+        ("warmup_steps: 0.1\nmax_steps: 50", "learner.warmup_steps", 5, None),
+        ("warmup_ratio: 0.1\nwarmup_steps: 7", "learner.warmup_steps", 7, None),
+        ("warmup_ratio: 0.1", "learner.warmup_steps", None, "a share of steps, and the file counts epochs"),
+        (
+            "reward_funcs: [accuracy_reward]\nreward_weights: [1, 2]",
+            "reward.use",
+            None,
+            "reward_weights needs a number for each",
+        ),
+        ("dataset_name: json", "data.train", None, "names a format, not a file"),
+        ("dataset_name: csv\ndata_files: a.csv", "data.train", None, "a.csv: only paths of JSONL"),
+        ("dataset_name: json\ndata_files: a.jsonl", "data.train", {"path": "a.jsonl"}, None),
+        (
+            "datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}, {path: c/d}]",
+            "data.train",
+            [{"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": "c/d"}],
+            None,
+        ),
     ],
 )
 def test_a_value_without_a_counterpart_is_said_and_why(setting, key, value, why, tmp_path):
@@ -197,6 +217,17 @@ def test_a_value_without_a_counterpart_is_said_and_why(setting, key, value, why,
     assert found.settings.get(key) == value
     assert bool(found.lost) == (why is not None)
     assert why is None or any(reason.startswith(why) for reason in found.lost.values())
+
+
+def test_weights_of_rewards_and_files_by_split_are_kept(tmp_path):
+    text = "reward_funcs: [accuracy_reward, mine.bonus, think_format_reward]\nreward_weights: [1.0, 0.5, 0.2]\n"
+    text += "dataset_name: json\ndata_files: {train: train.jsonl, test: held.jsonl}\neval_strategy: steps\n"
+    found = translated(tmp_path, Trainer.TRL, text)
+    math, form = found.settings["reward.use"]
+    assert (math, form["kind"], form["weight"]) == ("math", "format", 0.2), "each has its own weight"
+    columns = {"answer": "solution"}
+    assert found.settings["data.train"] == {"path": "train.jsonl", "columns": columns}
+    assert found.settings["eval.sets"] == {"heldout": {"path": "held.jsonl", "columns": columns}}
 
 
 @pytest.mark.parametrize(

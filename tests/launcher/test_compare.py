@@ -77,7 +77,7 @@ def test_the_axis_of_the_sets_begins_at_0_and_a_single_seed_is_named(results, ax
         measure="reward", reached=(), device_hours=1.0, at_equal=(), reward_at_equal=(), groups=groups
     )
     console = Console(width=120, file=io.StringIO())
-    console.print(sets_table(comparison, ["twice", "once"]))
+    console.print(sets_table(comparison, ["twice", "once"], width=120))
     head, twice, once = console.file.getvalue().splitlines()[-3:]
     assert " ".join(head.split()) == f"runs seeds first {axis} first at 1 device-hours"
     assert "±" in twice
@@ -237,8 +237,8 @@ async def run(tmp_path):
     return folder
 
 
-def invoke(*arguments):
-    return CliRunner(env={"COLUMNS": "120"}).invoke(app, list(map(str, arguments)), catch_exceptions=False)
+def invoke(*arguments, columns=120):
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, list(map(str, arguments)), catch_exceptions=False)
 
 
 async def test_runs_stand_side_by_side(run):
@@ -252,6 +252,16 @@ async def test_runs_stand_side_by_side(run):
     assert json.loads(invoke(run, run, "--json").stdout)["measure"] == "reward"
     with pytest.raises(ConfigError, match="one run cannot be compared"):
         invoke(run)
+
+
+async def test_five_runs_fit_80_columns_and_no_value_is_lost(run):
+    others = [shutil.copytree(run, run.with_name(f"another-long-name-{place}")) for place in range(4)]
+    lines = invoke(run, *others, columns=80).stdout.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert sum(line.startswith("goodput, useful tokens/s ") for line in lines) > 1, "in parts, each with its names"
+    goodput = [word for line in lines if line.startswith("goodput") for word in re.findall(r"\(1\.00x\)", line)]
+    assert len(goodput) == len(others), "all but the first run have a ratio"
+    assert not any("…" in line for line in lines)
 
 
 async def test_runs_that_differ_in_their_seeds_are_one_row_of_sets(run):

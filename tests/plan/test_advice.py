@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from laminar_lab.advice import Remedy, remedies, steps_under, what_if, what_if_set
+from laminar_lab.advice import Remedy, advise_changes, remedies, steps_under, what_if, what_if_set
 from laminar_lab.commands.advise import app
 from laminar_lab.report.diagnosis import Bottleneck, diagnose
 from laminar_lab.report.mean_step import Age, StepStage
@@ -15,6 +15,7 @@ from laminar_py.config.rollout import Schedule
 from tests.report.scripted import CONFIG, WITH_ENVIRONMENT, scripted
 from tests.report.test_diagnosis import BOTTLENECKS, FULL, mean_step_of, on_full_cores
 
+LAST = ["rollout.replicas", "cluster.address"]  # where all cores are full
 JUDGE = "{kind: judge, %s}"
 
 
@@ -144,9 +145,22 @@ def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_t
 
 def test_on_full_cores_what_saves_work_is_advised_before_more_machines():
     few = replace(on_full_cores(generation_s=9.9), crowded_share=0.9)
-    assert [one.key for one in advised(few).remedies][:2] == ["rollout.max_batch", "cluster.address"]
+    assert [one.key for one in advised(few).remedies] == ["rollout.max_batch", *LAST]
     slow = replace(on_full_cores(learner_s=9.9), microbatches=9.0)
-    assert [one.key for one in advised(slow).remedies][:2] == ["packer.max_tokens", "cluster.address"]
+    assert [one.key for one in advised(slow).remedies] == ["packer.max_tokens", *LAST]
+
+
+def test_on_one_machine_without_gpus_a_cluster_is_no_setting_to_change_first():
+    full = on_full_cores(generation_s=9.9)
+    config = load_config(CONFIG, [])
+    advice = advise_changes(diagnose(full, config), config)
+    assert (advice.gains, advice.without) == (
+        (),
+        "no setting of this run on this machine removes what limits it; more cores or a GPU would, or a Ray"
+        " cluster (cluster.address)",
+    )
+    on_gpus = load_config(CONFIG, ["cluster.learner_device=cuda"])
+    assert [one.key for one, _ in advise_changes(diagnose(full, on_gpus), on_gpus).gains] == ["cluster.address"]
 
 
 def test_data_that_is_mostly_too_old_is_a_wall_and_a_narrower_bound_its_remedy():

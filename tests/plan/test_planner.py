@@ -263,6 +263,7 @@ def test_a_config_that_was_given_keeps_its_data_and_reward(small, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["7B"], "--gpus: missing; name the fleet, e.g. --gpus 1x8xH100"),
         (["7B", "--gpus", "8xH100"], "--gpus=8xH100: not nodes x GPUs x kind"),
         (["7B", "--gpus", "1x8xV100"], "--gpus=1x8xV100: no such GPU is known; choose A100"),
         (["7B", "--gpus", "1x64xcpu"], "--gpus=1x64xcpu: names no GPU"),

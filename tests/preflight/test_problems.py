@@ -99,3 +99,11 @@ def test_other_demonstrations_have_another_digest(tmp_path: Path) -> None:
         (tmp_path / "warm.jsonl").write_text(json.dumps({"prompt": "a", "response": response}))
         found.append(make_inputs(tmp_path, *texts, warm).digests["warm_start.data"])
     assert found[0] == found[2] != found[1]
+
+
+def test_a_prompt_for_an_environment_is_shown_up_to_the_beginning_of_the_response(tmp_path: Path) -> None:
+    tools = "environment={kind: tools, tools: {use: [calculator], shown_in: prompt}, most_kept: 4096}"
+    *_, last = make_inputs(tmp_path).example.splitlines()
+    with_tools = make_inputs(tmp_path, tools, "reward.use=[math]").example.splitlines()
+    *_, about, opened, after = with_tools
+    assert (about[:21], opened, after) == ("then messages of the ", "  <|im_start|>assistant", last)

@@ -149,7 +149,7 @@ def test_replicas_that_are_busy_say_what_of_slots_and_kv_is_in_use():
     ("held_s", "lost", "words"),
     [
         (7.0, 0.02, "is too tight: 60% of the goodput is lost to idle replicas and dropped work"),
-        (0.0, 0.38, "is too loose: 38% of the weight is gone"),
+        (0.0, 0.38, "is too loose: old data costs 38% of the effective sample size"),
         (0.0, 0.02, "is neither too tight nor too loose"),
     ],
 )

@@ -69,7 +69,7 @@ async def test_drops_are_counted_by_reason(tmp_path):
             script.drop(1 + group, f"g{group}.0", DropReason.NO_SIGNAL if group < 4 else DropReason.STALE)
     (table,) = tokens_panel(RunReport(read_snapshot(tmp_path))).tables
     rows = {name: trajectories for name, _, _, trajectories, _ in table.rows}
-    assert rows == {"issued": "6", "- no signal: all alike": "4", "- stale": "2", "= useful": "0"}
+    assert rows == {"issued": "6", "- no signal: all alike": "4", "- dropped as stale": "2", "= useful": "0"}
 
 
 async def test_curves_of_the_learner_are_over_steps_and_lengths_those_of_what_each_trained_on(tmp_path):
@@ -147,7 +147,7 @@ async def test_answers_without_a_score_stand_beside_the_accuracy_that_they_are_l
         script.at(32, make_evaluated(0.5, rl_s=32.0, index=1, unscored=unscored))
     (found,) = (one for one in headline(RunReport(read_snapshot(tmp_path))) if one.name == "heldout: accuracy")
     assert found.value == "0.500"
-    assert re.fullmatch(rf"was 0\.250; 0\.\d+ to 0\.\d+{words}", found.note), "one line of a card"
+    assert re.fullmatch(rf"95 % interval 0\.\d+ to 0\.\d+, was 0\.250{words}", found.note)
 
 
 @pytest.mark.parametrize("ended", [[RunEnded(1, "interrupted")], []], ids=["stopped", "killed"])

@@ -36,12 +36,12 @@ async def test_every_token_of_a_small_run_is_where_it_belongs(tmp_path):
     assert {loss.name: loss.tokens for loss in found.losses} == {
         "group deadline": 12,
         "scoring failed": 6,
-        "stale": 11,
+        "dropped as stale": 11,
         "no signal: all right": 8,
         "no signal: all wrong": 9,
         "still live": 15,
         "step skipped": 7,
-        "weight lost to staleness": 10,
+        "counted less as stale": 10,
     }
     assert (found.issued, found.useful, found.goodput) == (103, 25, 2.5)
     assert (found.recomputed, found.cut) == (3 + 15, 0)

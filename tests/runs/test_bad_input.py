@@ -49,6 +49,8 @@ def children():
     [
         ("stepz=3", "stepz=3: unknown key"),
         ("steps=many", "steps='many': input should be a valid integer"),
+        ("learner.compile=yes", "learner.compile='yes': is neither true nor false; write true or false"),
+        ("data.chat.texts=off", "data.chat.texts='off': is neither true nor false; write true or false"),
         ("reward.use=environment", "reward.use=environment: no environment ends a trajectory with a reward"),
         ("environment=envs.py", "environment='envs.py': names no class; write path/to/file.py:Class"),
         (

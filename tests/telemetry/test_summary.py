@@ -117,7 +117,7 @@ async def test_a_run_says_how_many_of_its_steps_trained(tmp_path):
         whole = closing_table(await flushed(ledger, tmp_path))
         ledger.append_all(consume(2, 0))
         some = closing_table(await flushed(ledger, tmp_path))
-    assert shown(whole)["RL"] == "1 steps in 0.0 s"
+    assert shown(whole)["RL"] == "1 step in 0.0 s"
     assert shown(some)["RL"] == "2 steps in 0.0 s; 1 of 2 steps trained"
 
 

@@ -234,3 +234,20 @@ def test_time_left_is_by_the_pace_since_the_count_was_first_seen():
     assert pace.describe("heldout", 100, 300) == "", "answers of an earlier controller have no pace"
     clock.time = 10.0
     assert pace.describe("heldout", 150, 300) == ", about 30 s left"
+
+
+def test_the_start_of_a_learner_is_never_silent_for_long():
+    console, file = make_console()
+    clock = ManualClock()
+    view = View(console, clock=clock, steps=100)
+    for tick in range(48):
+        clock.time += 0.5
+        if tick == 24:
+            view.progress(LearnerProgress("loading the model", 0, 1, 0.0))
+        view.refresh(make_stats(), 0, -1, [])
+    assert file.getvalue().splitlines() == [
+        "learner: its processes start, 6 s so far",
+        "learner: its processes start, 11 s so far",
+        "learner: loading the model, 4 s so far",
+        "learner: loading the model, 10 s so far",
+    ]

@@ -169,7 +169,10 @@ class RewardsCheck:
                 seen.groups += 1
 
 
-NOT_COUNTED = frozenset({DropReason.NO_SIGNAL, DropReason.RUN_ENDED, DropReason.GROUP_LOST})
+# VERSION_LOST takes the responses under way at a stop, mostly long ones, and their prompts are issued again
+NOT_COUNTED = frozenset(
+    {DropReason.NO_SIGNAL, DropReason.RUN_ENDED, DropReason.GROUP_LOST, DropReason.VERSION_LOST}
+)
 
 
 class CoverageCheck:

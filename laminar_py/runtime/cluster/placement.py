@@ -18,6 +18,7 @@ from functools import cached_property
 from laminar_py.config.cluster import Device
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.records.host import counted
 from laminar_py.relay.tree import Topology
 from laminar_py.runtime.cluster.errors import RunFailedError
 
@@ -183,8 +184,9 @@ class _FreeGpus:
         wanted, total = needs.ranks * needs.rank_gpus, sum(free.values())
         if wanted > total:
             raise ConfigError(
-                f"learner.world_size={needs.ranks}: needs {wanted} GPUs, {total} are free on {len(self._nodes)}"
-                " nodes; lower it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
+                f"learner.world_size={needs.ranks}: needs {counted(wanted, 'GPU')}, {total} are free on"
+                f" {counted(len(self._nodes), 'node')};"
+                " lower it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
             )
         chosen: list[NodeSlot] = []
         rest = sorted(self._nodes, key=lambda node: -free[node.id])

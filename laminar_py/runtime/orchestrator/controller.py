@@ -68,7 +68,7 @@ from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
-from laminar_py.runtime.orchestrator.progress import Progress
+from laminar_py.runtime.orchestrator.progress import Progress, named_if_slow
 from laminar_py.runtime.orchestrator.resume import record_overrides
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
@@ -352,7 +352,8 @@ class Controller:
     async def _lead_phases(self, tasks: asyncio.TaskGroup, background: "list[asyncio.Task[None]]") -> bool:
         """Lead the run to its end; return False, or raise StoppedError, if it stops early. Add to `background`."""
         SIGNALS.enter("the last tokens of its replicas")
-        await self._stop.unless_asked(self._start_parts())
+        with named_if_slow("starting relays, scorers and environments", self.view.notice):
+            await self._stop.unless_asked(self._start_parts())
         background += [tasks.create_task(work, name=name) for name, work in self._loops().items()]
         if self._learning is None:
             await self._stop.unless_asked(self._lead_evaluation())

@@ -21,7 +21,7 @@ from laminar_py.ledger.run_folder import RunFolder, new_run
 from laminar_py.observe.fleet import folder_bytes
 from laminar_py.observe.live import View
 from laminar_py.observe.summary import Summary
-from laminar_py.records.host import SystemClock
+from laminar_py.records.host import SystemClock, counted
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     RunFailedError,
@@ -32,6 +32,7 @@ from laminar_py.runtime.cluster.errors import (
     why_unwritable,
 )
 from laminar_py.runtime.orchestrator.controller import Controller, Result
+from laminar_py.runtime.orchestrator.progress import named_if_slow
 from laminar_py.runtime.orchestrator.resume import (
     describe_resume,
     print_fallback,
@@ -79,7 +80,7 @@ def launch(
         console.print(UNBOUNDED, soft_wrap=True, highlight=False)
     if config.warm_start is not None and config.learner.lora is not None and resume is None:
         console.print(WHOLE_WARM_START, soft_wrap=True, highlight=False)
-    what = f"{config.schedule}, {config.steps} steps, {config.rollout.replicas} replicas"
+    what = f"{config.schedule}, {counted(config.steps, 'step')}, {counted(config.rollout.replicas, 'replica')}"
     view = View(console, clock=SystemClock(), steps=config.steps, max_rl_s=config.max_rl_seconds)
     make = partial(Controller, view=view)
     summary = lead(config, make, what=what, resume=resume, overrides=overrides, console=console)
@@ -111,7 +112,7 @@ def _evaluate(run: RunFolder, *, resumed: bool, console: Console) -> EvalSummary
     summary = lead(
         config,
         partial(Controller, view=View(console, clock=SystemClock(), steps=0), source=source),
-        what=f"{', '.join(config.eval.sets)} of {source.path}, {config.rollout.replicas} replicas",
+        what=f"{', '.join(config.eval.sets)} of {source.path}, {counted(config.rollout.replicas, 'replica')}",
         resume=run if resumed else None,
         begun=None if resumed else run,
         console=console,
@@ -142,9 +143,10 @@ def lead(
     SIGNALS.enter("the checks of the config and its data")
     if resume and resume.has_ledger:
         refuse_other_draws(resume, config)
-    inputs = check_inputs(config, trains=trains)
-    if resume:
-        _prepare_resume(resume, inputs, console)
+    with named_if_slow("checking the model, the data and the reward", console.print):
+        inputs = check_inputs(config, trains=trains)
+        if resume:
+            _prepare_resume(resume, inputs, console)
     with open_cluster(config.cluster.address):
         SIGNALS.enter("the checks of the nodes")
         # a run that cannot be placed leaves no folder

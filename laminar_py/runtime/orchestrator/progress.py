@@ -3,16 +3,34 @@
 The controller names the phases and calls `refresh` at intervals; lines and screen are the view's.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+
 from laminar_py.control.evaluation import PassCount
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.observe.live import Pace, View, Waits
 from laminar_py.observe.stats import Stats
 from laminar_py.records.evaluations import set_of
+from laminar_py.records.host import counted
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.workers.incarnation import Incarnation
 
+SLOW_S = 3.0
 EVALUATION_S = 15.0  # between lines on an evaluation without a learner
+
+
+@contextmanager
+def named_if_slow(phase: str, show: Callable[[str], object]) -> Iterator[None]:
+    """Show the name of a phase without other output if it takes longer than `SLOW_S`."""
+    timer = Timer(SLOW_S, show, [phase])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Progress:
@@ -29,6 +47,7 @@ class Progress:
         self._phase = "the first version is published and saved"
         self._named, self._named_s = "", 0.0  # the phase of the last `refresh`, and when it was first seen
         self._shown, self._shown_s = "", 0.0  # the last line on an evaluation without a learner
+        self._lost = self._lost_shown = 0  # trajectories without their version: at the last look, and with a line
 
     def enter(self, phase: str) -> None:
         """Name the phase that begins, e.g. "evaluation of version 0, before RL"; the RL phase needs no name."""
@@ -42,6 +61,7 @@ class Progress:
         if trainer is None:
             self._show_evaluation(passes)
             return
+        self._show_lost(self._scheduler.state.num_version_lost)
         stats, version, phase = self._stats, trainer.version, self._present_phase(trainer)
         now = self._clock.now()
         if phase != self._named:
@@ -61,6 +81,16 @@ class Progress:
         notes = [waits.line, evaluated, self._scoring.failures.text]
         self._view.refresh(stats, trainer.step, version, notes, phase=phase)
 
+    def _show_lost(self, lost: int) -> None:
+        """Print how many trajectories have lost their version, as after a stop, once the number has settled."""
+        if lost == self._lost > self._lost_shown:
+            number = counted(lost - self._lost_shown, "response")
+            self._view.notice(
+                f"begun again: {number} under way, whose weights no relay has any more (version_lost)"
+            )
+            self._lost_shown = lost
+        self._lost = lost
+
     def _present_phase(self, trainer: Trainer) -> str:
         """Return the phase; "" in RL. Nothing runs before a replica has weights."""
         if self._stats.in_rl:
@@ -72,7 +102,7 @@ class Progress:
     def _describe(self, count: PassCount) -> str:
         """E.g. "aime: 37 of 240 answers, about 2 min left"."""
         left = self._pace.describe(count.pass_id, count.answers, count.members)
-        return f"{set_of(count.pass_id)}: {count.answers} of {count.members} answers{left}"
+        return f"{set_of(count.pass_id)}: {count.answers} of {counted(count.members, 'answer')}{left}"
 
     def _show_evaluation(self, line: str) -> None:
         """Print the state of an evaluation without a learner if it has changed, at intervals."""

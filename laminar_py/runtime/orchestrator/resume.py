@@ -16,7 +16,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.recovery import is_simulated, known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.records.host import write_file
+from laminar_py.records.host import counted, write_file
 from laminar_py.records.trajectory import Prompt
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint, on_record
 from laminar_py.runtime.preflight.inputs import Inputs
@@ -112,7 +112,11 @@ def describe_resume(run: RunFolder, config: RunConfig) -> str:
     """Return the step at which a run with this config continues, in words."""
     checkpoint = find_checkpoint(run) if run.has_ledger else None
     step = 0 if checkpoint is None else checkpoint.step
-    return f"has all {step} steps" if step >= config.steps else f"goes on at step {step + 1} of {config.steps}"
+    return (
+        f"has made its {counted(step, 'step')}"
+        if step >= config.steps
+        else f"goes on at step {step + 1} of {config.steps}"
+    )
 
 
 def record_overrides(run: RunFolder, overrides: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.observe.live import ShownSample, View
 from laminar_py.records.evaluations import set_of
+from laminar_py.records.host import counted
 from laminar_py.records.scoring import NO_IDS, NO_LOGPROBS, Score, ScoringRequest, Unscored
 from laminar_py.records.spans import num_turns
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, TrajectoryRef
@@ -148,7 +149,9 @@ class Scoring:
         """State of responses without a score, e.g. "scores of 64 responses, the oldest 35 s"; "" without any."""
         if self._stage is None or not self._stage.num_unscored:
             return ""
-        return f"scores of {self._stage.num_unscored} responses, the oldest {self._stage.oldest_s:.0f} s"
+        return (
+            f"scores of {counted(self._stage.num_unscored, 'response')}, the oldest {self._stage.oldest_s:.0f} s"
+        )
 
     @property
     def _open_stage(self) -> ScoringStage:

@@ -97,12 +97,22 @@ def read_problems(config: RunConfig, encoder: PromptEncoder, *, limited: bool, t
     return Problems(train, sets)
 
 
-def shown_prompt(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    """Return lines that show a prompt as the model gets it: its size, end-of-response ids and escaped text."""
+def shown_prompt(prompt: Prompt, tokenizer: Tokenizer, *, opening: str) -> str:
+    """Return lines that show a prompt as the model gets it: its size, end-of-response ids and escaped text.
+
+    `opening` is the text that opens the assistant's turn where an environment does, else "".
+    """
     ends = " or ".join(f"{tokenizer.word(id)!r} (id {id})" for id in tokenizer.eos_ids)
     text = prompt.text[:SHOWN_CHARS] + ("..." if len(prompt.text) > SHOWN_CHARS else "")
-    indented = "\n".join(f"  {visible(line)}" for line in text.split("\n"))
-    return f"prompt {prompt.id}, {len(prompt.ids)} tokens; a response ends with {ends}\n{indented}"
+    lines = [f"prompt {prompt.id}, {len(prompt.ids)} tokens; a response ends with {ends}", *_indented(text)]
+    if opening:
+        about = "then messages of the environment, if it begins with any, and the beginning of the response:"
+        lines += [about, *_indented(opening)]
+    return "\n".join(lines)
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {visible(line)}" for line in text.split("\n")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +125,13 @@ class Inputs:
     first_of_tasks: list[Prompt]  # one prompt of each task, from the training data if possible
     digests: dict[str, str]  # of problems and demonstrations, by field of the config
     messages: bool = False  # True if the chat template writes some of the prompts
+    opening: str = ""  # text that opens the assistant's turn where an environment does
     probes: Sequence[IntArray] = ()  # prompts by which engines are compared with the learner
 
     @property
     def example(self) -> str:
         """Lines that show the prompt of one task as the model gets it."""
-        return shown_prompt(self.first_of_tasks[0], self.tokenizer)
+        return shown_prompt(self.first_of_tasks[0], self.tokenizer, opening=self.opening)
 
 
 def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
@@ -167,6 +178,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         sets={name: list(problem_set) for name, problem_set in problems.sets.items()},
         first_of_tasks=first_of_tasks(problems.all),
         messages=encoder.uses_template,
+        opening=encoder.opening,
         digests=digests,
     )
 
