@@ -31,7 +31,7 @@ test-all: $(INSTALLED)
 
 # what `make test-all` has beyond `make test`, or a part of it: PART=3/8
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m "$(HERE) and (slow or hypothesis)" --hypothesis-profile=full --part $(PART) $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -rs -m "$(HERE) and (slow or hypothesis)" --hypothesis-profile=full --part $(PART) $(WORKERS) $(ARGS)
 
 test-sglang: $(INSTALLED) $(SGLANG)
 	LAMINAR_SGLANG_PYTHON=$(CURDIR)/$(dir $(SGLANG))bin/python $(BIN)/python -m pytest -m sglang -rs $(ARGS)

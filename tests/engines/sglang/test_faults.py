@@ -127,7 +127,7 @@ class Server:
             watch_server=self.watch,
         )
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S + self.silent_s):
                 await engine.start()
                 if loaded:
                     await engine.load_weights(WEIGHTS, 1)
@@ -287,7 +287,7 @@ async def test_a_server_that_stops_after_its_first_token_is_lost_in_the_stall_ti
 
 async def test_a_server_without_a_first_token_is_lost_in_the_time_of_its_start():
     server = Server([chunk(5)])
-    server.silent_s = 60.0
+    server.silent_s = 30.0
     async with server.client(stall_timeout_s=0.3, start_timeout_s=1.5) as engine:
         with pytest.raises(EngineLostError, match=r"no first token for 2 s|no answer to v1/loads.* in 1\.5 s"):
             await watched(engine, make_request())
