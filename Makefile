@@ -13,7 +13,7 @@ PART ?= 0/1
 # where a shell forbids it, each of hundreds of processes would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters lint types check silent kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl growth docs clean
+.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters resolve lint types check silent kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl growth docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -31,7 +31,7 @@ test-all: $(INSTALLED)
 
 # what `make test-all` has beyond `make test`, or a part of it: PART=3/8
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m "$(HERE) and (slow or hypothesis)" --hypothesis-profile=full --part $(PART) $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -rs -m "$(HERE) and (slow or hypothesis)" --hypothesis-profile=full --part $(PART) $(WORKERS) $(ARGS)
 
 test-sglang: $(INSTALLED) $(SGLANG)
 	LAMINAR_SGLANG_PYTHON=$(CURDIR)/$(dir $(SGLANG))bin/python $(BIN)/python -m pytest -m sglang -rs $(ARGS)
@@ -39,6 +39,10 @@ test-sglang: $(INSTALLED) $(SGLANG)
 # agents and environments of other packages
 test-adapters: $(INSTALLED) $(ADAPTERS)
 	LAMINAR_ADAPTERS=$(CURDIR)/$(dir $(ADAPTERS)) $(BIN)/python -m pytest -m adapters -rs $(ARGS)
+
+# ours and SGLang in one environment, by pip's resolver; an index without metadata sends gigabytes of wheels
+resolve: $(INSTALLED)
+	LAMINAR_RESOLVE_S=900 $(BIN)/python -m pytest -m slow -rs tests/test_resolution.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

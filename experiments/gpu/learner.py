@@ -1,8 +1,9 @@
 """Learner steps of a Qwen3 of 1.5B parameters: speed, MFU, and memory over the formula of `laminar doctor`.
 
 `python -m experiments.gpu.learner WAY [--cpu]` in the project's folder, as `run` calls it; a way to save memory or
-time is one of `WAYS`, or `attention`: one layer's, padded SDPA over packed varlen. Random weights train on random
-tokens of log-normal lengths, in microbatches of 32k tokens; with `--cpu` a tiny model, without figures of a GPU.
+time is one of `WAYS`, or `attention`: one layer's, padded SDPA over the packed kernel. Random weights train on
+random tokens of log-normal lengths, in microbatches of 32k tokens; with `--cpu` a tiny model, without figures of a
+GPU.
 """
 
 import argparse
@@ -23,9 +24,10 @@ from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.workplace import count_parameters
 from laminar_lab.doctor.memory import learner_parts
 from laminar_lab.model_shape import read_shape
-from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
+from laminar_py.config.learner import Accumulate, Attention, LearnerConfig, Recompute
 from laminar_py.config.loading import parse_config
-from laminar_py.learner.attention import KERNELS, choose_kernel, register_kernel
+from laminar_py.learner.attention import KERNELS
+from laminar_py.learner.kernel_check import choose_kernel
 
 WAYS = {
     "selective": LearnerConfig(recompute=Recompute.SELECTIVE),
@@ -61,7 +63,7 @@ def step_rows(way: str, size: GpuStep, *, device_type: str, folder: Path) -> lis
     device = torch.device(device_type)
     setting = (
         f"{_name(device)}, {count_parameters(size.model) / 1e9:.2g}G parameters, {size.sequences} log-normal"
-        f" sequences in microbatches of at most {size.max_tokens:,} tokens, {choose_kernel(device)}, {way}"
+        f" sequences in microbatches of at most {size.max_tokens:,} tokens, {kernel_of(size.model, device)}, {way}"
     )
     try:
         steps = measure_steps(folder, size, device_type=device_type)
@@ -108,8 +110,7 @@ def attention_row(*, repeats: int) -> Row:
     packed = [_random(sum(lengths), count, size) for count in (heads, groups, groups)]
     padded = [_random(len(lengths), count, max(lengths), size) for count in (heads, groups, groups)]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    kernel = choose_kernel(torch.device("cuda"))
-    register_kernel(kernel)
+    kernel = kernel_of(FULL.model, torch.device("cuda"))
 
     def varlen() -> Tensor:
         return KERNELS[kernel](packed[0], packed[1], packed[2], cu_seqlens, max(lengths), None)
@@ -121,6 +122,13 @@ def attention_row(*, repeats: int) -> Row:
     ratios = [_seconds(sdpa) / _seconds(varlen) for _ in range(repeats + 1)][1:]
     setting = f"{len(lengths)} log-normal sequences, {sum(lengths):,} tokens, {heads} heads, {kernel}, both ways"
     return Row("padded_sdpa_over_varlen", statistics.median(ratios), "x, time", setting)
+
+
+def kernel_of(model: Qwen3Config, device: torch.device) -> Attention:
+    """Choose and activate the kernel that a learner of this model uses."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": model.head_dim}
+    return choose_kernel(Attention.AUTO, device=device, **sizes).kernel
 
 
 def _random(*shape: int) -> Tensor:

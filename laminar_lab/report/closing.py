@@ -54,6 +54,7 @@ def closing_table(summary: Summary) -> Table:
         if repack.rounds
         else ""
     )
+    attention = f"; attention {summary.attention}" if summary.attention else ""
     idle = "" if trained == summary.steps else f"; {trained} of {counted(summary.steps, 'step')} trained"
     rows = [
         *_evaluation_rows(summary.evaluations),
@@ -75,7 +76,7 @@ def closing_table(summary: Summary) -> Table:
         (
             "learner",
             f"waited {summary.learner_waiting_share:.0%}; {summary.overlap_share:.0%} of its work overlapped"
-            " generation",
+            f" generation{attention}",
         ),
         ("memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB at the peak, all processes"),
         ("restarts", ", ".join(f"{part} {count}" for part, count in summary.restarts.items()) or "none"),

@@ -66,6 +66,17 @@ class Recompute(StrEnum):
     ALL = "all"
 
 
+class Attention(StrEnum):
+    """Attention kernels of the learner; see `LearnerConfig.attention`."""
+
+    AUTO = "auto"
+    VARLEN = "varlen"
+    FLASH2 = "flash2"
+    FLASH3 = "flash3"
+    FLASH4 = "flash4"
+    SDPA = "sdpa"
+
+
 class Accumulate(StrEnum):
     """Gradients that a rank keeps between microbatches of an update."""
 
@@ -97,6 +108,11 @@ class LearnerConfig(Section):
     """Activations that the backward pass computes again, to save memory in long microbatches. `all`: the values of
     each layer, which costs a third more work and keeps the memory of one layer. `selective`: all except attention
     and every second matrix product, about a sixth more work."""
+    attention: Attention = Attention.AUTO
+    """Attention kernel. `varlen`: torch's own, on GPUs. `flash2`, `flash3`, `flash4`: FlashAttention, on GPUs with
+    its package; 3 is for Hopper, 4 is a beta. `sdpa`: torch's SDPA, sequence by sequence. `auto`: on a CPU `sdpa`,
+    on GPUs the first of `flash3` (on Hopper), `flash2`, `varlen`, `flash4` and `sdpa` that is installed and passes
+    a check. Each rank compares its kernel with plain attention when it starts: the output and all gradients."""
     compile: bool = False
     """Compile each layer (`torch.compile`): faster on GPUs, with some minutes more at the start."""
     offload: bool = False

@@ -1,4 +1,4 @@
-"""Causal attention over packed rows: the kernels and their names in transformers; `model` chooses one.
+"""Causal attention over packed rows: the kernels and their names in transformers; `kernel_check` chooses one.
 
 A packed row holds S sequences end to end; a token attends to earlier tokens of its own sequence only (law 5). No
 kernel builds a [T, T] mask. A kernel raises for an argument that it would have to ignore
@@ -9,16 +9,22 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+)
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from laminar_py.config.learner import Attention
 
 # Torch 2.12 must be asked to pass grouped heads to the kernel; earlier versions always do.
 _GROUPED: dict[str, Any] = (
@@ -29,47 +35,52 @@ VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float |
 """(q [T, H, D], k [T, KV, D], v [T, KV, D], cu_seqlens [S + 1], longest, scale) -> [T, H, D]."""
 
 
-class PackedKernel(StrEnum):
-    """Kernels for packed rows; the value is the kernel's name in transformers, its `attn_implementation`."""
-
-    SDPA = "packed_sdpa"
-    VARLEN = "packed_varlen"
-    FLASH = "packed_flash"
-    FLASH4 = "packed_flash4"
-
-
-FLASH4_CAPABILITIES = (9, 10)  # Hopper and Blackwell
+_IMPLEMENTATIONS = {Attention.FLASH3: "FA3", Attention.FLASH4: "FA4"}  # torch's names of them
+_MODULES = {  # modules that a kernel needs; two packages share the name `flash_attn`
+    Attention.FLASH2: "flash_attn.flash_attn_interface",
+    Attention.FLASH3: "flash_attn_interface",
+    Attention.FLASH4: "flash_attn.cute.interface",
+}
 
 
-def choose_kernel(device: torch.device) -> PackedKernel:
-    """Return the kernel for a device: on a CPU SDPA for each sequence; on CUDA the first of flash-attn 2,
-    FlashAttention-4 (on `FLASH4_CAPABILITIES`) and torch's own kernel that is installed.
-    """
-    if device.type == "cpu":
-        return PackedKernel.SDPA
-    if _installed("flash_attn.flash_attn_interface"):
-        return PackedKernel.FLASH
-    major, _ = torch.cuda.get_device_capability(device)
-    if major in FLASH4_CAPABILITIES and _installed("flash_attn.cute.interface"):
-        return PackedKernel.FLASH4
-    return PackedKernel.VARLEN
-
-
-def _installed(module: str) -> bool:
-    """True if a module is installed. Two packages share the name `flash_attn`, so the full name is needed."""
+def missing_module(kernel: Attention) -> str:
+    """Say why a kernel is missing on this host; "" for an installed kernel."""
+    module = _MODULES.get(kernel)
+    if module is None:
+        return ""
     package = module.partition(".")[0]
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
+    if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
+        return f"the module {module} is not installed"
+    implementation = _IMPLEMENTATIONS.get(kernel)
+    if implementation is not None and implementation not in list_flash_attention_impls():
+        return f"torch {torch.__version__} does not offer {implementation}"
+    return ""
 
 
-def register_kernel(kernel: PackedKernel) -> None:
-    """Register a kernel with transformers, so that no mask is built; repeated calls change nothing.
+def activate(kernel: Attention) -> None:
+    """Switch torch's flash attention to the code of a kernel, in the whole process; repeats change nothing.
 
-    FLASH4 also becomes the flash attention of torch, in the whole process.
+    FLASH3 and FLASH4 replace torch's own, which serves VARLEN and SDPA, also under the same operators.
     """
-    if kernel is PackedKernel.FLASH4 and current_flash_attention_impl() != "FA4":
-        activate_flash_attention_impl("FA4")
-    AttentionInterface.register(kernel.value, _through_transformers(KERNELS[kernel]))
-    AttentionMaskInterface.register(kernel.value, lambda **_: None)  # `cu_seqlens` has the same information
+    wanted = _IMPLEMENTATIONS.get(kernel)
+    if current_flash_attention_impl() == wanted:
+        return
+    if wanted is None:
+        restore_flash_attention_impl()
+    else:
+        activate_flash_attention_impl(wanted)
+
+
+def register_kernel(kernel: Attention) -> str:
+    """Activate a kernel and register it with transformers, so that no mask is built; repeats change nothing.
+
+    Returns its name in transformers, the `attn_implementation` of a model.
+    """
+    activate(kernel)
+    name = f"packed_{kernel}"
+    AttentionInterface.register(name, _through_transformers(KERNELS[kernel]))
+    AttentionMaskInterface.register(name, lambda **_: None)  # `cu_seqlens` has the same information
+    return name
 
 
 def sdpa_per_sequence(
@@ -87,7 +98,7 @@ def sdpa_per_sequence(
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
-    """Torch's varlen attention, or FlashAttention-4 once `register_kernel` activates it; the window is causal."""
+    """Torch's varlen attention, by the flash attention that `activate` chose; the window is causal."""
     output = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED
     )
@@ -104,11 +115,12 @@ def flash_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: i
     return output
 
 
-KERNELS: dict[PackedKernel, VarlenKernel] = {
-    PackedKernel.SDPA: sdpa_per_sequence,
-    PackedKernel.VARLEN: torch_varlen,
-    PackedKernel.FLASH: flash_varlen,
-    PackedKernel.FLASH4: torch_varlen,  # torch dispatches to it once `register_kernel` has activated it
+KERNELS: dict[Attention, VarlenKernel] = {
+    Attention.SDPA: sdpa_per_sequence,
+    Attention.VARLEN: torch_varlen,
+    Attention.FLASH2: flash_varlen,
+    Attention.FLASH3: torch_varlen,  # torch dispatches to the kernel that `activate` chose
+    Attention.FLASH4: torch_varlen,
 }
 
 

@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging
 
 from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import Attention
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.attention import choose_kernel, register_kernel
+from laminar_py.learner.attention import register_kernel
+from laminar_py.learner.kernel_check import Choice, choose_kernel
 from laminar_py.learner.layers import RouterReplay, fuse_norms
 from laminar_py.learner.losses.logprob import Support, token_logprobs
 from laminar_py.learner.model_folder import check_tied_head, missing_weight
@@ -30,7 +32,13 @@ SAMPLED = 3  # values of each tensor in a fingerprint
 
 
 def load_reference(
-    folder: Path, *, vocab_size: int, temperature: float, device: torch.device, on_meta: bool = False
+    folder: Path,
+    *,
+    vocab_size: int,
+    temperature: float,
+    device: torch.device,
+    on_meta: bool = False,
+    attention: Attention = Attention.AUTO,
 ) -> PreTrainedModel:
     """Load the reference model in `folder`: frozen, in fp32 on `device`, with the packed forward.
 
@@ -39,7 +47,9 @@ def load_reference(
     """
     source = ModelConfig(path=folder)
     check_model_folder(source, field="algorithm.reference")
-    model = load_policy(source, seed=0, temperature=temperature, device=device, on_meta=on_meta)
+    model = load_policy(
+        source, seed=0, temperature=temperature, device=device, on_meta=on_meta, attention=attention
+    )
     if model.config.vocab_size != vocab_size:
         raise ConfigError(
             f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size} tokens, the policy"
@@ -51,24 +61,29 @@ def load_reference(
 
 
 def load_policy(
-    settings: ModelConfig, *, seed: int, temperature: float, device: torch.device, on_meta: bool = False
+    settings: ModelConfig,
+    *,
+    seed: int,
+    temperature: float,
+    device: torch.device,
+    on_meta: bool = False,
+    attention: Attention = Attention.AUTO,
 ) -> PreTrainedModel:
     """Load the model in the folder `settings.path`, in fp32 on `device`, with the packed forward.
 
     With `settings.from_scratch` the weights are drawn from `seed`. With `on_meta` the model has no weights until
-    `sharding.shard` fills them in. Raises `ConfigError` if the folder holds no usable model, or `temperature` is
-    not above 0.
+    `sharding.shard` fills them in. `model.attention_choice` has the kernel in use. Raises `ConfigError` if the
+    folder holds no usable model, `temperature` is not above 0, or the kernel `attention` cannot be used.
     """
     check_model_folder(settings)
     if temperature <= 0:
         raise ConfigError(
             f"rollout.sampling.temperature={temperature}: the learner divides logits by it; set it above 0"
         )
-    kernel = choose_kernel(device)
-    register_kernel(kernel)
     logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
     try:
-        model = _load(settings, seed=seed, attention=kernel.value, on_meta=on_meta)
+        choice = _choose(AutoConfig.from_pretrained(settings.path), attention, device)
+        model = _load(settings, seed=seed, attention=register_kernel(choice.kernel), on_meta=on_meta)
     except ConfigError:
         raise
     except ValueError as error:  # transformers raises it for a model that it does not know
@@ -83,9 +98,19 @@ def load_policy(
     if is_mixture(model.config):
         model.router_replay = RouterReplay(model)
     model.forward = types.MethodType(_packed_forward(temperature), model)
+    model.attention_choice = choice
     model.compute_device = device  # `model.device` is the host's where FSDP offloads to it
     # Evaluation mode: the new log-probabilities must follow from the weights alone, without dropout.
     return model.eval() if on_meta else model.to(device).eval()
+
+
+def _choose(config: PretrainedConfig, wanted: Attention, device: torch.device) -> Choice:
+    """Choose the kernel for a model's heads."""
+    sizes = config.get_text_config()
+    heads = sizes.num_attention_heads
+    kv_heads = getattr(sizes, "num_key_value_heads", None) or heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // heads
+    return choose_kernel(wanted, device=device, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
 def _load(settings: ModelConfig, *, seed: int, attention: str, on_meta: bool) -> PreTrainedModel:

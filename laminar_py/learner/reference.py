@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import Attention
 from laminar_py.learner.model import fingerprint, load_reference, local_part, policy_logprobs
 from laminar_py.learner.packing.packer import StepWeights, lay_out, microbatch
 from laminar_py.learner.sharding import shard
@@ -77,6 +78,7 @@ def open_reference(
         temperature=temperature,
         device=policy.compute_device,
         on_meta=mesh is not None and mesh.size() > 1,
+        attention=policy.attention_choice.kernel,
     )
     if mesh:
         shard(model, mesh, source=ModelConfig(path=folder), offload=offload)
@@ -91,10 +93,19 @@ class ReferenceModel:
     """
 
     def __init__(
-        self, folder: Path, *, vocab_size: int, temperature: float, mesh: DeviceMesh, offload: bool = False
+        self,
+        folder: Path,
+        *,
+        vocab_size: int,
+        temperature: float,
+        mesh: DeviceMesh,
+        offload: bool = False,
+        attention: Attention = Attention.AUTO,
     ) -> None:
         device = torch.device(mesh.device_type)
-        self._model = load_reference(folder, vocab_size=vocab_size, temperature=temperature, device=device)
+        self._model = load_reference(
+            folder, vocab_size=vocab_size, temperature=temperature, device=device, attention=attention
+        )
         # A model on one rank needs no shards, but FSDP makes it compute in the learner's precision, bf16 on CUDA.
         shard(self._model, mesh, source=ModelConfig(path=folder), offload=offload)
 

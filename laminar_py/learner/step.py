@@ -132,11 +132,11 @@ class Learner:
         alone = self._ranks.num_ranks == 1 and not settings.offload
         self._keeps_whole_gradients = settings.accumulate is Accumulate.WHOLE or alone
         device, on_meta = self._ranks.device, self._ranks.num_ranks > 1
-        self.model = load_policy(model, seed=seed, temperature=temperature, device=device, on_meta=on_meta)
+        self.model = load_policy(
+            model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
+        )
         self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
-        recompute_activations(self.model, settings.recompute)
-        if settings.compile:
-            compile_layers(self.model)
+        self._change_layers(settings)
         if mesh:
             shard(self.model, mesh, source=model, seed=seed, offload=settings.offload)
         self._reference = open_reference(
@@ -162,6 +162,12 @@ class Learner:
         from laminar_py.learner.lora import LoraAdapters
 
         return LoraAdapters(self.model, settings, base=base, seed=seed)
+
+    def _change_layers(self, settings: LearnerConfig) -> None:
+        """Recompute and compile layers as the settings say, before they are sharded."""
+        recompute_activations(self.model, settings.recompute)
+        if settings.compile:
+            compile_layers(self.model)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """Make `updates_per_step` optimizer steps, each on its own microbatches; returns metrics over all of them.

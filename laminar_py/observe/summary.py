@@ -17,7 +17,15 @@ from laminar_py.ledger.rows import read_accounting, read_events, read_turns
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, quantile, turn_figures
 from laminar_py.records.evaluations import SetFigures
-from laminar_py.records.events import Checkpointed, Evaluated, Event, Relayed, Repacked, VersionPublished
+from laminar_py.records.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    LearnerLoaded,
+    Relayed,
+    Repacked,
+    VersionPublished,
+)
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
@@ -127,6 +135,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     versions_alive_max: int
     overlap_share: float
     learner_waiting_share: float
+    attention: str = (
+        ""  # the learner's kernel, with kernels that failed their check; "" before a learner is loaded
+    )
     peak_memory_bytes: int
     restarts: dict[str, int]
     evaluations: list[EvaluationFigures]
@@ -168,6 +179,15 @@ def repack_figures(events: Sequence[Event]) -> RepackFigures:
         round_s=_median([event.elapsed_s for event in rounds]),
         prefill_max=max((event.prefill for event in rounds), default=0),
     )
+
+
+def attention_in_use(events: Sequence[Event]) -> str:
+    """Return the attention kernel of the last learner, e.g. "varlen (not used, flash2: it raised ...)"."""
+    loaded = [event for event in events if isinstance(event, LearnerLoaded)]
+    if not loaded:
+        return ""
+    refused = loaded[-1].refused
+    return loaded[-1].attention + (f" (not used, {'; '.join(refused)})" if refused else "")
 
 
 def checkpoint_figures(events: Sequence[Event]) -> CheckpointFigures:
@@ -247,7 +267,7 @@ def summarise(
     totals = stats.totals
     with reading(run.ledger) as connection:
         evaluations = evaluations_on_record(connection)
-        events = list(read_events(connection, VersionPublished, Relayed, Repacked, Checkpointed))
+        events = list(read_events(connection, VersionPublished, Relayed, Repacked, Checkpointed, LearnerLoaded))
         first_set = of_first_set(evaluations, sets)
         counted = "SELECT coalesce(max(step), 0), count(loss) FROM step WHERE NOT undone"
         steps, trained_steps = connection.execute(counted).fetchone()
@@ -269,6 +289,7 @@ def summarise(
             versions_alive_max=totals.versions_alive_max,
             overlap_share=stats.overlap_share,
             learner_waiting_share=stats.learner_waiting_share,
+            attention=attention_in_use(events),
             peak_memory_bytes=stats.peak_memory_bytes,
             restarts=restarts,
             evaluations=evaluation_figures(evaluations),

@@ -308,6 +308,13 @@ class Repacked(Event, frozen=True, kw_only=True):
 # Learner steps, checkpoints and evaluations
 
 
+class LearnerLoaded(Event, frozen=True):
+    """The learner's ranks have loaded the model, e.g. `LearnerLoaded("varlen", ("flash2: it raised ...",))`."""
+
+    attention: str  # the attention kernel of rank 0
+    refused: tuple[str, ...] = ()  # kernels that failed their check, each with the reason
+
+
 class Stepped(Event, frozen=True, kw_only=True):
     """The learner made a step. The ledger commits this event together with the step's `Consumed` events.
 
@@ -429,6 +436,7 @@ AnyEvent = (
     | Pulled
     | RelayGaveUp
     | Reattached
+    | LearnerLoaded
     | Stepped
     | StepSkipped
     | Alarmed

@@ -219,7 +219,8 @@ class LearnerStarted(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_parameters: int
-    attention: str  # the attention function in use
+    attention: str  # the attention kernel in use
+    refused: tuple[str, ...] = ()  # attention kernels that failed their check, each with the reason
     hidden_size: int
     num_layers: int
     steps_taken: int = 0  # by the checkpoint that was loaded

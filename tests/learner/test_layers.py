@@ -16,9 +16,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from laminar_py.config.learner import Recompute
+from laminar_py.config.learner import Attention, Recompute
 from laminar_py.learner import attention
-from laminar_py.learner.attention import PackedKernel
+from laminar_py.learner.attention import register_kernel
 from laminar_py.learner.layers import compile_layers, fuse_norms, recompute_activations
 from laminar_py.learner.model import policy_logprobs
 from tests.learner.builders import make_learner, make_sequences, pack
@@ -33,9 +33,10 @@ def one_sequence(q, k, v, cu_seqlens, longest, scale):
 @pytest.mark.parametrize("kind", list(Recompute))
 def test_a_compiled_layer_is_traced_and_computes_the_same(monkeypatch, model_folder, kind):
     torch._dynamo.reset()
-    monkeypatch.setitem(attention.KERNELS, PackedKernel.SDPA, one_sequence)
     batch = pack(make_sequences((9,)), num_total=1)
     plain, compiled = make_learner(model_folder), make_learner(model_folder)
+    monkeypatch.setitem(attention.KERNELS, Attention.SDPA, one_sequence)  # after the check, which packs several
+    register_kernel(Attention.SDPA)
     # the backward pass is traced too where parts of it are chosen by a policy; it takes ten times as long
     counter = CompileCounterWithBackend("aot_eager" if kind is Recompute.SELECTIVE else "eager")
     recompute_activations(compiled.model, kind)

@@ -93,7 +93,8 @@ def check_node(config: RunConfig) -> None:
     """Raise `ConfigError` if this host must launch servers and its interpreter has no usable SGLang."""
     section = section_of(config)
     if not section.urls:
-        check_interpreter(section.interpreter, field="rollout.engine.python")
+        compiles = section.device is Device.CUDA
+        check_interpreter(section.interpreter, field="rollout.engine.python", compiles=compiles)
 
 
 async def _check_servers(config: RunConfig, section: SGLangConfig) -> None:
@@ -157,6 +158,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         served=served,
         stall_timeout_s=section.stall_timeout_s,
         load_timeout_s=section.load_timeout_s,
+        start_timeout_s=section.start_timeout_s,
         watch_server=watch_server,
     )
     await engine.start()

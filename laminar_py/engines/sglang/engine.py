@@ -41,6 +41,7 @@ POLL_S = 0.5  # between two reads of the server's load, while it has requests
 ABORT_AGAIN_S, ABORT_AGAIN_MAX_S = 0.05, 1.0
 FLUSH_AGAIN_S = 0.01
 LOAD_S = 600.0
+START_S = 900.0
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -49,8 +50,9 @@ class SGLangEngine:
     """Streams requests through the server at `url` once `load_weights` has given it weights.
 
     `watch_server` returns or raises when the process of a launched server ends. The server counts as lost if it
-    has requests and sends no token, or leaves a call unanswered, for `stall_timeout_s` seconds. Calls that load or
-    hash weights may take `load_timeout_s` seconds.
+    has requests and sends no token, or leaves a call unanswered, for `stall_timeout_s` seconds; until its first
+    token, when it compiles kernels, for `start_timeout_s`. Calls that load or hash weights may take
+    `load_timeout_s` seconds.
     """
 
     def __init__(
@@ -61,9 +63,12 @@ class SGLangEngine:
         served: Served,
         stall_timeout_s: float,
         load_timeout_s: float = LOAD_S,
+        start_timeout_s: float = START_S,
         watch_server: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._connection = ServerConnection(url, api_key=api_key, timeout_s=stall_timeout_s)
+        self._connection = ServerConnection(
+            url, api_key=api_key, timeout_s=stall_timeout_s, first_timeout_s=start_timeout_s
+        )
         self._served = served
         self._load_timeout_s = load_timeout_s
         self._watch_server = watch_server
@@ -387,7 +392,10 @@ class SGLangEngine:
             if self._server_paused or not any(stream.submitted for stream in self._streams):
                 self._connection.touch()
             elif self._connection.silent_s > self._connection.timeout_s:
-                self._connection.lose(f"sent no token for {self._connection.silent_s:.0f} s while requests run")
+                first = "" if self._connection.has_served else "first "
+                self._connection.lose(
+                    f"sent no {first}token for {self._connection.silent_s:.0f} s while requests run"
+                )
             else:
                 await self._poll_use()
 

@@ -7,7 +7,7 @@ Once the server is lost, every call and stream, also those in flight, raises the
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import aiohttp
@@ -33,12 +33,19 @@ class CutOffError(Exception):
 class ServerConnection:
     """A connection to the server at `url`. It follows no redirects, so that the key goes to no other server.
 
-    E.g. `ServerConnection("http://127.0.0.1:30000", api_key=key, timeout_s=60)`.
+    Until the first token a call may take `first_timeout_s`: a server compiles kernels in its first requests, and
+    its scheduler answers nothing meanwhile. A request in advance would not do: the server has no weights yet, and
+    each kind of request (with adapters, with masks, a long prefill) compiles its own kernels.
+
+    E.g. `ServerConnection("http://127.0.0.1:30000", api_key=key, timeout_s=60, first_timeout_s=900)`.
     """
 
-    def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, *, api_key: str | None, timeout_s: float, first_timeout_s: float = 0.0) -> None:
         self._url = url.rstrip("/")
-        self.timeout_s = timeout_s  # longest wait for an answer
+        self._timeout_s = timeout_s
+        self._first_timeout_s = first_timeout_s
+        self.has_served = False  # True from the first token on
+        self._early: set[asyncio.Timeout] = set()  # of calls that began before the first token
         self._session = aiohttp.ClientSession(
             # one connection per request, since the server closes idle connections just as they are reused
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -54,6 +61,11 @@ class ServerConnection:
         self._last_bytes_s = self._loop.time()  # time of the last bytes from any stream
 
     @property
+    def timeout_s(self) -> float:
+        """Longest wait for an answer or a token, seconds."""
+        return self._timeout_s if self.has_served else max(self._timeout_s, self._first_timeout_s)
+
+    @property
     def is_lost(self) -> bool:
         """True once the server is lost or the connection closed."""
         return self._lost is not None
@@ -66,6 +78,14 @@ class ServerConnection:
     def touch(self) -> None:
         """Set `silent_s` to 0."""
         self._last_bytes_s = self._loop.time()
+
+    def _note_token(self) -> None:
+        """Note that a stream sends tokens. At the first token the waits of calls in flight become shorter."""
+        self.touch()
+        if not self.has_served:
+            self.has_served = True
+            for timer in self._early:
+                timer.reschedule(self._loop.time() + self.timeout_s)
 
     async def close(self) -> None:
         """End all calls and streams, and wait until the connections are closed. The server keeps running.
@@ -123,24 +143,34 @@ class ServerConnection:
         raises `EngineLostError`.
         """
         self.raise_if_lost()
-        limit_s = self.timeout_s if limit_s is None else limit_s
         content = None if body is None else msgspec.json.encode(body)
         with self._losing(f"{name} failed"):
             try:
                 async with (
-                    asyncio.timeout(limit_s),
+                    self._timer(limit_s),
                     self._session.request(
                         method, f"{self._url}/{name}", data=content, allow_redirects=False
                     ) as response,
                 ):
                     data, status = await response.read(), response.status
             except TimeoutError:
-                raise self.lose(f"no answer to {name} in {limit_s:g} s") from None
+                raise self.lose(f"no answer to {name} in {limit_s or self.timeout_s:g} s") from None
         if 400 <= status < 500:
             raise RefusedError(f"{name} was refused with {status}: {_excerpt(data)}")
         if status != 200:
             raise self.lose(f"answered {status} to {name}: {_excerpt(data)}")
         return data
+
+    @asynccontextmanager
+    async def _timer(self, limit_s: float | None) -> AsyncIterator[None]:
+        """Raise `TimeoutError` after `limit_s` seconds; without a limit of its own, after `timeout_s`."""
+        async with asyncio.timeout(self.timeout_s if limit_s is None else limit_s) as timer:
+            if limit_s is None and not self.has_served:
+                self._early.add(timer)
+            try:
+                yield
+            finally:
+                self._early.discard(timer)
 
     def _decode(self, name: str, data: bytes, answer: type[T]) -> T:
         """Decode the answer to call `name`. An invalid answer marks the server as lost: `EngineLostError`."""
@@ -163,7 +193,7 @@ class ServerConnection:
                 self._responses.add(response)
                 try:
                     async for data in response.content.iter_any():
-                        self.touch()
+                        self._note_token()
                         for payload in splitter.feed(data):
                             yield decode_chunk(payload)
                 except WireError as error:

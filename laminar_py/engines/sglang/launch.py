@@ -17,6 +17,7 @@ from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.engines.sglang.settings import OFF_CUDA, Flag, Flags, algorithm_in, flag_name, speculation_fault
+from laminar_py.engines.sglang.toolkit import check_compilers, compiler_environment
 from laminar_py.records.pieces import Recording
 
 LOOPBACK = "127.0.0.1"
@@ -81,8 +82,8 @@ class ServerSpec:
         return command
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the server: the variables of this process and SGLang's own."""
-        special = _CPU_ENVIRONMENT if self.device is Device.CPU else {}
+        """Environment variables of the server: this process's, SGLang's own, and the compiler's place on GPUs."""
+        special = _CPU_ENVIRONMENT if self.device is Device.CPU else compiler_environment(self.python)
         return {**os.environ, **_ENVIRONMENT, **special}
 
 
@@ -219,11 +220,14 @@ def check_pool(reward: RewardConfig, pool: str) -> None:
     if not (settings.model / "config.json").is_file():
         raise ConfigError(f"{field}.model={settings.model}: no config.json in it; name a Hugging Face folder")
     pool_server(pool, settings, Path())
-    check_interpreter(settings.interpreter, field=f"{field}.python")
+    check_interpreter(settings.interpreter, field=f"{field}.python", compiles=bool(settings.gpus))
 
 
-def check_interpreter(python: Path, *, field: str) -> None:
-    """Raise `ConfigError` if the interpreter `python` of this host has no SGLang or an old version."""
+def check_interpreter(python: Path, *, field: str, compiles: bool) -> None:
+    """Raise `ConfigError` if the interpreter `python` of this host has no SGLang or an old version.
+
+    A server on GPUs `compiles` kernels, and needs compilers.
+    """
     remedy = "name the interpreter of an environment with SGLang (for a CPU `make test-sglang` makes .venv-sglang)"
     try:
         asked = subprocess.run(
@@ -237,6 +241,8 @@ def check_interpreter(python: Path, *, field: str) -> None:
     if version_numbers(version) < MIN_VERSION:
         oldest = ".".join(map(str, MIN_VERSION))
         raise ConfigError(f"{field}={python}: has SGLang {version}; install {oldest} or newer")
+    if compiles:
+        check_compilers(python, field=field)
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

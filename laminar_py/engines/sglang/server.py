@@ -110,6 +110,7 @@ class SGLangServer:
         The key goes through the guard's input, so that no other user sees it on a command line.
         """
         self._port = _free_port(self.spec.host)
+        environment = await asyncio.to_thread(self.spec.environment)  # it may ask an interpreter
         with _open_private(self.spec.log) as log:  # SGLang writes its key into it
             self._log_start = log.tell()
             self._guard = await asyncio.create_subprocess_exec(
@@ -119,7 +120,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=self.spec.environment(),
+                env=environment,
                 start_new_session=True,
             )
         request = GuardRequest(self.spec.command(self._port), {"api-key": self.api_key})

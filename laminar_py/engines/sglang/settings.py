@@ -39,9 +39,11 @@ class SGLangConfig(EngineConfig):
     """Any other flag of `sglang.launch_server`, without its dashes, e.g. `mem-fraction-static: 0.85`; `true` for
     a flag without a value, a list for a flag with several values."""
     start_timeout_s: Seconds = 900.0
-    """Longest start of a launched server."""
+    """Longest start of a launched server. Also the limit until a server's first token, in place of
+    `stall_timeout_s`: kernels compile in its first request."""
     stall_timeout_s: Seconds = 60.0
-    """A server that has requests and sends no token, or leaves a call unanswered, for so long is lost."""
+    """A server that has requests and sends no token, or leaves a call unanswered, for so long is lost; before its
+    first token after `start_timeout_s`."""
     load_timeout_s: Seconds = 600.0
     """A server that loads a version of the weights, or hashes it, for longer than so many seconds is lost."""
     stream_interval: Count = 8

@@ -20,7 +20,7 @@ from laminar_py.learner.packing.balance import attention_share
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import read_totals
-from laminar_py.records.events import RolledBack
+from laminar_py.records.events import LearnerLoaded, RolledBack
 from laminar_py.records.metrics import StepMetrics, StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
@@ -353,6 +353,9 @@ class Trainer:
         # the learner counts only optimizer steps, so the step comes from the checkpoint
         self.step = self._saved_step = checkpoint.step if checkpoint else 0
         log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
+        for refused in started.refused:
+            log.warning("learner: attention kernel not used, %s", refused)
+        self._ledger.append(LearnerLoaded(started.attention, started.refused))
         self._attention_share = attention_share(
             hidden_size=started.hidden_size,
             num_layers=started.num_layers,

@@ -18,6 +18,7 @@ import numpy as np
 from laminar_py.config.cluster import Device
 from laminar_py.config.data import SourceConfig
 from laminar_py.config.engine import BACKENDS
+from laminar_py.config.learner import Attention
 from laminar_py.config.registry import find_file
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -282,6 +283,10 @@ def _check_learner(config: RunConfig) -> None:
     if learner.offload and device is not Device.CUDA:
         raise ConfigError(
             f"learner.offload=true: the learner is on {device}, whose memory is the host's; set it to false"
+        )
+    if device is Device.CPU and learner.attention not in (Attention.AUTO, Attention.SDPA):
+        raise ConfigError(
+            f"learner.attention={learner.attention}: needs a GPU, and the learner is on {device}; set it to auto"
         )
     if learner.compile and read_sizes(config.model.path).num_experts_per_tok is not None:
         raise ConfigError(

@@ -55,6 +55,8 @@ class Server:
         self.answers = {"/v1/loads": {"loads": [LOAD]}, "/update_weights_from_disk": {"success": True}}
         self.answers |= answers or {}
         self.slow = {}  # seconds that a call takes
+        self.silent_s = 0.0  # before the next first token; the scheduler answers no call meanwhile
+        self.busy = asyncio.Lock()
         self.bodies, self.calls = [], []
         self.aborted, self.dead = asyncio.Event(), asyncio.Event()
 
@@ -62,6 +64,7 @@ class Server:
         self.bodies.append(await request.json())
         response = web.StreamResponse(status=self.status)
         await response.prepare(request)
+        await self.silence(self.silent_s)
         for event in self.events:
             await (self.aborted.wait() if event is AFTER_ABORT else response.write(event))
         if self.end == "hang":
@@ -72,6 +75,11 @@ class Server:
             request.transport.close()
         return response
 
+    async def silence(self, seconds):
+        async with self.busy:
+            self.silent_s = 0.0
+            await asyncio.sleep(seconds)
+
     async def watch(self):
         await self.dead.wait()
         raise EngineLostError("it ended with code 137")
@@ -79,6 +87,9 @@ class Server:
     async def call(self, request):
         self.calls.append(request.path)
         await asyncio.sleep(self.slow.get(request.path, 0.0))
+        if request.path == "/v1/loads":
+            async with self.busy:
+                pass
         answer = self.answers.get(request.path, {})
         if request.path == "/abort_request":
             self.aborted.set()
@@ -89,8 +100,16 @@ class Server:
         return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
 
     @asynccontextmanager
-    async def client(self, *, stall_timeout_s=PATIENCE_S, load_timeout_s=PATIENCE_S, loaded=True, **served):
-        """`stall_timeout_s` holds once it has started and, if it is to be, is loaded."""
+    async def client(
+        self,
+        *,
+        stall_timeout_s=PATIENCE_S,
+        load_timeout_s=PATIENCE_S,
+        start_timeout_s=PATIENCE_S,
+        loaded=True,
+        **served,
+    ):
+        """`stall_timeout_s` and `start_timeout_s` hold once it has started and, if it is to be, is loaded."""
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_route("*", "/{rest:.*}", self.call)
@@ -108,11 +127,12 @@ class Server:
             watch_server=self.watch,
         )
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S + self.silent_s):
                 await engine.start()
                 if loaded:
                     await engine.load_weights(WEIGHTS, 1)
-                engine._connection.timeout_s = stall_timeout_s
+                engine._connection._timeout_s = stall_timeout_s
+                engine._connection._first_timeout_s = start_timeout_s
                 yield engine
         finally:
             await engine.close()
@@ -230,6 +250,47 @@ async def test_a_server_that_falls_silent_is_lost():
             await engine.watch()
         with pytest.raises(EngineLostError, match="no token"):
             await stream.response()
+
+
+async def watched(engine, request):
+    """The response, or the loss that the watch finds."""
+    stream, watching = Caught(engine, request), asyncio.create_task(engine.watch())
+    try:
+        await asyncio.wait([watching, stream._task], return_when=asyncio.FIRST_COMPLETED)
+        return await stream.response()
+    finally:
+        watching.cancel()
+
+
+@pytest.mark.parametrize(("stall_s", "silent_s"), [(1.0, 3.0), pytest.param(60.0, 90.0, marks=pytest.mark.slow)])
+async def test_a_server_that_compiles_kernels_before_its_first_token_is_waited_for(stall_s, silent_s):
+    server = Server([chunk(5), last(6, count=2)])
+    server.silent_s = silent_s
+    async with server.client(stall_timeout_s=stall_s, start_timeout_s=10 * silent_s) as engine:
+        began = asyncio.get_running_loop().time()
+        assert (await watched(engine, make_request())).ids == [5, 6]
+        assert asyncio.get_running_loop().time() - began >= silent_s
+        assert (await watched(engine, make_request("second"))).ids == [5, 6]
+
+
+async def test_a_server_that_stops_after_its_first_token_is_lost_in_the_stall_timeout():
+    """Also if it stops before it answers a call that began before its first token."""
+    server = Server([chunk(5)], end="hang")
+    server.silent_s = 1.0
+    async with server.client(stall_timeout_s=1.0, start_timeout_s=PATIENCE_S) as engine:
+        server.answers["/v1/loads"] = "hang"
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(EngineLostError, match=r"no token for 1 s|no answer to v1/loads\?include=core in 1 s"):
+            await watched(engine, make_request())
+        assert asyncio.get_running_loop().time() - began < 5.0
+
+
+async def test_a_server_without_a_first_token_is_lost_in_the_time_of_its_start():
+    server = Server([chunk(5)])
+    server.silent_s = 30.0
+    async with server.client(stall_timeout_s=0.3, start_timeout_s=1.5) as engine:
+        with pytest.raises(EngineLostError, match=r"no first token for 2 s|no answer to v1/loads.* in 1\.5 s"):
+            await watched(engine, make_request())
 
 
 async def test_a_server_that_ends_no_stream_for_a_pause_by_abort_is_lost():

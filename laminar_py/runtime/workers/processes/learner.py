@@ -17,7 +17,6 @@ from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
 from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
-from laminar_py.learner.attention import choose_kernel
 from laminar_py.learner.distributed import join_group
 from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.packing.packer import Bundle, microbatches
@@ -194,10 +193,11 @@ def _real_learner(
         mesh=mesh,
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
-    kernel, sizes = choose_kernel(torch.device(device)).value, learner.model.config
+    sizes, choice = learner.model.config, learner.model.attention_choice
     return learner, LearnerStarted(
         num_parameters=num_parameters,
-        attention=kernel,
+        attention=choice.kernel.value,
+        refused=choice.refused,
         hidden_size=sizes.hidden_size,
         num_layers=sizes.num_hidden_layers,
     )
@@ -250,6 +250,7 @@ class ReferenceActor(ComputingActor):
             temperature=config.rollout.sampling.temperature,
             mesh=join_group(spec.rendezvous, rank=0, world_size=1, device_type=config.learner_device.value),
             offload=config.learner.offload,
+            attention=config.learner.attention,
         )
 
     @on_compute_thread
