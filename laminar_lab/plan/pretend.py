@@ -14,13 +14,20 @@ PROMPT = 400  # tokens, unless the config has less room
 
 
 def pretend(
-    config: RunConfig, gpu: Gpu, *, p50: float | None = None, p99: float | None = None, prompt: int | None = None
+    config: RunConfig,
+    gpu: Gpu,
+    *,
+    p50: float | None = None,
+    p99: float | None = None,
+    prompt: int | None = None,
+    measured: EmulationProfile | None = None,
 ) -> tuple[RunConfig, EmulationProfile]:
     """Return the config with emulated engines and learner of the same size, and the times of `gpu` for its model.
 
-    `p50`, `p99` and `prompt` are tokens of responses and prompts. Evaluations, the warm start, the reference model
-    and what experts did are left out; several updates cost as much as one. Raises `ConfigError` for an
-    environment, whose times nobody knows, and for a model that does not fit.
+    `p50`, `p99` and `prompt` are tokens of responses and prompts. A `measured` profile replaces the computed
+    times. Evaluations, the warm start, the reference model and what experts did are left out; several updates cost
+    as much as one. Raises `ConfigError` for an environment, whose times nobody knows, for a model that does not
+    fit, and for a profile of other replicas.
     """
     engine, learner, rollout = config.rollout.engine, config.learner, config.rollout
     if config.environment is not None:
@@ -35,6 +42,11 @@ def pretend(
         raise ConfigError(
             f"rollout.engine: {engine.gpus} GPUs cannot divide the heads of {name}; choose of {shape.divisions}"
         )
+    if measured is not None and measured.engine.gpus != max(1, engine.gpus):
+        raise ConfigError(
+            f"--profile: it measured replicas of {measured.engine.gpus} GPUs, but rollout.engine has"
+            f" {engine.gpus}; measure such replicas"
+        )
     if faults := memory_faults(config, gpu_bytes=gpu.memory_bytes):
         raise ConfigError(faults[0])
     cap = rollout.sampling.max_new_tokens
@@ -47,6 +59,7 @@ def pretend(
         prompts_per_step=rollout.prompts_per_step,
         group_size=rollout.group_size,
         learner=learner,
+        measured=measured,
     )
     tree = config.model_dump(mode="json")
     tree["rollout"]["engine"] = request.emulated_engine(learner_devices=learner.world_size)
