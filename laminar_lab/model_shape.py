@@ -2,7 +2,8 @@
 times.
 
 For the Llama, Qwen2, Qwen3, Mixtral, GLM-4.5 and DeepSeek-V3 families, with mixtures, the counts equal the
-model that transformers builds (`tests/doctor/test_memory.py`). For other families with the same projections they are near.
+model that transformers builds (`tests/doctor/test_memory.py`). For other families with the
+same projections they are near.
 """
 
 from pathlib import Path
