@@ -63,7 +63,7 @@ class Calibration:
 
     @property
     def rates(self) -> list[tuple[str, float, float]]:
-        """What a version passes: (name, seconds, bytes a second)."""
+        """Name, seconds and bytes a second of each measured transfer."""
         engine, learner, relay = self.profile.engine, self.profile.learner, self.profile.relay_bytes_per_s
         assert relay is not None, "calibration measures it"
         seconds = {

@@ -24,13 +24,9 @@ app = typer.Typer()
 
 @app.command(epilog="Example: laminar simulate experiments/math_long_cot/7b_8gpu.yaml steps=24 --gpu H100")
 def simulate(
-    config: Annotated[
-        Path, typer.Argument(help="YAML file of a run with emulated engines, or of any run with --gpu")
-    ],
+    config: Annotated[Path, typer.Argument(help="YAML file of a run: with emulated engines, or any with --gpu")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=64")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU, e.g. H100, that engines and learner of the config have")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of the config's engines and learner, e.g. H100")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Profile of `laminar calibrate`, in place of the times of --gpu")
     ] = None,

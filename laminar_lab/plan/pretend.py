@@ -5,6 +5,7 @@ import math
 from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
+from laminar_lab.model_shape import ModelShape
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_py.config import ConfigError, RunConfig, parse_config
@@ -38,15 +39,7 @@ def pretend(
     if engine.emulates is not None:
         raise ConfigError(f"rollout.engine.kind={engine.kind}: has times of its own; leave out --gpu")
     name, shape = model_named(str(config.model.path))
-    if engine.gpus and engine.gpus not in shape.divisions:
-        raise ConfigError(
-            f"rollout.engine: {engine.gpus} GPUs cannot divide the heads of {name}; choose of {shape.divisions}"
-        )
-    if measured is not None and measured.engine.gpus != max(1, engine.gpus):
-        raise ConfigError(
-            f"--profile: it measured replicas of {measured.engine.gpus} GPUs, but rollout.engine has"
-            f" {engine.gpus}; measure such replicas"
-        )
+    _check_replicas(engine.gpus, name, shape, measured)
     if faults := memory_faults(config, gpu_bytes=gpu.memory_bytes):
         raise ConfigError(faults[0])
     cap = rollout.sampling.max_new_tokens
@@ -67,3 +60,16 @@ def pretend(
     tree["learner"] |= {"world_size": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
     return parse_config(tree), request.profile(max(1, engine.gpus))
+
+
+def _check_replicas(gpus: int, name: str, shape: ModelShape, measured: EmulationProfile | None) -> None:
+    """Raise `ConfigError` for replicas of a size that the model or the profile does not allow."""
+    if gpus and gpus not in shape.divisions:
+        raise ConfigError(
+            f"rollout.engine: {gpus} GPUs cannot divide the heads of {name}; choose of {shape.divisions}"
+        )
+    if measured is not None and measured.engine.gpus != max(1, gpus):
+        raise ConfigError(
+            f"--profile: it measured replicas of {measured.engine.gpus} GPUs, but rollout.engine has {gpus};"
+            " measure such replicas"
+        )

@@ -1,4 +1,4 @@
-"""Rates at which the hosts of a run moved weights and trained, beside those that `laminar plan` assumes.
+"""Rates at which the hosts of a run moved weights and trained, beside the assumptions of `laminar plan`.
 
 A host is named by its relay; the learner publishes to `relay-0` on its own host. All figures come from the record.
 """
@@ -21,7 +21,7 @@ class HostRates:
 
     host: str  # e.g. "relay-1"
     replicas: int = 0  # that loaded versions here
-    load: float | None = None  # of the share of a GPU; the wait for the relay is left out
+    load: float | None = None  # of a GPU's share; the wait for the relay is left out
     receive: float | None = None  # from the first request for a version until it is verified
     publish: float | None = None  # of a version, while the learner waits
     learner: float | None = None  # tokens of prompts and responses, on all ranks

@@ -92,7 +92,7 @@ def tail_table(tails: Distributions) -> Group:
 
 
 def rate_table(rates: Sequence[HostRates]) -> Group:
-    """Return the rates of each host, and below them those that the planner assumes."""
+    """Return the rates of each host, and below them the assumptions of the planner."""
     cells = [(one.host, f"{one.replicas}", *_rates(one)) for one in rates]
     assumed = assumed_rates(rates)
     columns = ("replicas", "load GB/s", "receive GB/s", "publish GB/s", "learner tokens/s", "MFU")
