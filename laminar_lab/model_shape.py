@@ -1,8 +1,9 @@
 """Parameters of a decoder by part, from its `config.json`, without torch. Called by the formulas of memory and of
 times.
 
-For the Llama, Qwen2, Qwen3, Mixtral and GLM-4.5 families, with mixtures, the counts equal the model that
-transformers builds (`tests/doctor/test_memory.py`). For other families with the same projections they are near.
+For the Llama, Qwen2, Qwen3, Mixtral, GLM-4.5 and DeepSeek-V3 families, with mixtures, the counts equal the
+model that transformers builds (`tests/doctor/test_memory.py`). For other families with the
+same projections they are near.
 """
 
 from pathlib import Path
@@ -34,7 +35,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     shared_expert_intermediate_size: int | None = None
     n_shared_experts: int | None = None
     first_k_dense_replace: int = 0  # layers of a mixture that are dense, the first of them
-    kv_lora_rank: int | None = None  # of latent attention
+    kv_lora_rank: int | None = None  # of latent attention, as the next four
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
     use_qk_norm: bool = False
     attention_bias: bool = False
 
@@ -65,6 +70,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _head(self) -> int:
+        if self.kv_lora_rank:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -96,6 +103,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def _attention(self) -> int:
         """Parameters in an attention layer: projections, biases and norms of the heads."""
         hidden, queries, keys = self.hidden_size, self.query_width, self.key_width
+        if self.kv_lora_rank:
+            return self._latent_attention(self.kv_lora_rank)
         attention = 2 * hidden * (queries + keys)
         if self.attention_bias or self.model_type in ("qwen2", "qwen2_moe"):
             attention += queries + 2 * keys  # biases
@@ -104,6 +113,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if self.normalises_heads:
             attention += 2 * self._head
         return attention
+
+    def _latent_attention(self, rank: int) -> int:
+        """Parameters in a layer of latent attention, whose keys and values come out of `rank` numbers a token."""
+        hidden, heads, queries = self.hidden_size, self.num_attention_heads, self.query_width
+        low = self.q_lora_rank
+        asking = hidden * queries if low is None else low * (hidden + 1 + queries)  # 1: a norm
+        answering = hidden * (rank + self.qk_rope_head_dim) + rank
+        return (
+            asking
+            + answering
+            + heads * (rank * (self.qk_nope_head_dim + self.v_head_dim) + self.v_head_dim * hidden)
+        )
 
     @property
     def _mlp(self) -> int:
@@ -166,18 +187,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(model: Path) -> ModelShape | None:
-    """Read the shape of the model in a folder; return None if no formula is known.
-
-    No formula is known without a complete `config.json`, and for latent attention, which has other projections.
-    """
+    """Read the shape of the model in a folder; return None without a complete `config.json`."""
     try:
-        shape = msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
+        return msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
     except (OSError, msgspec.DecodeError):
         return None
-    return None if shape.kv_lora_rank else shape
 
 
 def kv_token_bytes(shape: ModelShape, tensor_parallel: int, *, width: float = BF16_BYTES) -> float:
-    """Return the bytes of a token's keys and values on a GPU of a replica, with `width` bytes for each number."""
+    """Return the bytes of a token's keys and values on a GPU of a replica, with `width` bytes for each number.
+
+    Of latent attention each GPU keeps all of them.
+    """
+    if shape.kv_lora_rank:
+        return width * shape.num_hidden_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim)
     heads = max(1.0, shape.num_key_heads / tensor_parallel)
     return 2.0 * width * shape.num_hidden_layers * heads * shape.key_width / shape.num_key_heads

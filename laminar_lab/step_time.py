@@ -2,7 +2,7 @@
 
 - A decode step of N sequences over T tokens of KV cache takes `step_s + sequence_s * N + kv_token_s * T`.
 - A learner step takes `optimizer_s`, and the cost of its tokens over `train_tokens_per_s`; attention makes a token
-  of a long sequence cost more (`laminar_py.learner.packing.sequence_cost`).
+  of a long sequence cost more (`laminar_py.learner.packing.sequence_cost`). A publish stops it for `publish_s`.
 - A version takes its bytes over the slowest link, or travels by the relay's own cost model.
 
 `EngineTimes` and `LearnerTimes` in `laminar_lab/emulation/settings.py` hold the coefficients, and the emulated
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_lab.broadcast import Broadcast, Links, arrivals_s
-from laminar_lab.emulation.settings import EngineTimes, LearnerTimes, emulation_of
+from laminar_lab.emulation.settings import EmulationProfile, EngineTimes, LearnerTimes, emulation_of
 from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
@@ -55,7 +55,8 @@ RECOVERED = np.array(
 CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
 # Assumptions
 LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end
-OPTIMIZER_S = 2.0  # AdamW on sharded states, gradient norm, copy of the weights
+OPTIMIZER_S = 2.0  # AdamW on sharded states, gradient norm, collectives
+PUBLISH_S = 0.5  # until the hosts of a simulation have a version, where neither config nor profile says it
 RESERVE_TOKENS = 600  # that an engine keeps free for the growth of a request
 
 
@@ -106,10 +107,13 @@ def recovered_share(replicas: int, *, depth: float, tail: float) -> float:
 # ---- learner
 
 
-def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, frozen: bool = False) -> LearnerTimes:
+def learner_times(
+    shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, frozen: bool = False, published: int | None = None
+) -> LearnerTimes:
     """Compute the times of one learner GPU from the data sheet, at `mfu`.
 
-    A parameter and token take 6 FLOPs, and 4 where the weights are `frozen` beneath adapters.
+    A parameter and token take 6 FLOPs, and 4 where the weights are `frozen` beneath adapters. A publish copies
+    `published` bytes, by default the whole model in bf16.
     """
     return LearnerTimes(
         train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if frozen else 6.0) * shape.active),
@@ -117,6 +121,7 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, froz
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
         optimizer_s=OPTIMIZER_S,
+        publish_s=(version_bytes(shape.total) if published is None else published) / PUBLISH_BYTES_PER_S,
     )
 
 
@@ -133,13 +138,13 @@ def token_cost(times: LearnerTimes, lengths: Floats) -> float:
 
 
 def learner_step_s(times: LearnerTimes, *, tokens: float, cost: float, microbatches: float, ranks: int) -> float:
-    """Return the seconds of a step with equal microbatches. Each runs on one rank, and the ranks take them in
-    rounds.
+    """Return the seconds of a step with equal microbatches, and of its publish. Each microbatch runs on one rank,
+    and the ranks take them in rounds.
 
     `LearnerTimes.step_s` computes the same for microbatches that are known one by one.
     """
     rounds = math.ceil(microbatches / ranks)
-    return times.optimizer_s + rounds * tokens / microbatches * cost / times.train_tokens_per_s
+    return times.optimizer_s + times.publish_s + rounds * tokens / microbatches * cost / times.train_tokens_per_s
 
 
 # ---- publication
@@ -150,11 +155,23 @@ def version_bytes(num_parameters: int) -> int:
     return BF16_BYTES * num_parameters
 
 
-def publish_s(num_bytes: int, *, nodes: int, network_bytes_per_s: float) -> float:
+def arrival_s(num_bytes: int, *, nodes: int, network_bytes_per_s: float, relay_bytes_per_s: float | None) -> float:
     """Return the seconds until every node has a version, through a pipeline of chunks, however many nodes there
-    are.
+    are. Without a measured rate of the relay, `RELAY_BYTES_PER_S` counts.
     """
-    return num_bytes / min(network_bytes_per_s, RELAY_BYTES_PER_S) if nodes > 1 else 0.0
+    relay = RELAY_BYTES_PER_S if relay_bytes_per_s is None else relay_bytes_per_s
+    return num_bytes / min(network_bytes_per_s, relay) if nodes > 1 else 0.0
+
+
+def simulated_publish_s(config: RunConfig, profile: EmulationProfile) -> float:
+    """Return the seconds of a simulated run from a step until hosts have its version, before any relay tree."""
+    emulation = emulation_of(config)
+    simulation, rate = emulation.simulation, profile.relay_bytes_per_s
+    if simulation.publish_s is not None:
+        return simulation.publish_s
+    if rate is None or simulation.link_gbit_per_s is not None:
+        return PUBLISH_S
+    return version_bytes(profile.learner.num_parameters) / rate / emulation.compression
 
 
 def host_arrivals_s(config: RunConfig, *, num_parameters: int) -> list[float]:

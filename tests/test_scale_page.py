@@ -6,6 +6,7 @@ import pytest
 
 from laminar_lab.broadcast import Broadcast, Links, arrivals_s
 from laminar_lab.emulation.settings import EmulationConfig
+from laminar_lab.step_time import LOAD_BYTES_PER_S, PUBLISH_BYTES_PER_S, RELAY_BYTES_PER_S
 from laminar_py.config.loading import setting_names
 from laminar_py.config.run import RunConfig
 from laminar_py.relay.tree import choose_chunk_bytes, grow_tree, versions_at_peak
@@ -16,8 +17,8 @@ PAGE = (REPO / "docs/scale.md").read_text()
 WAYS = {  # row of the page: bytes a second of a link, of an encoder and of who applies; None: whole versions
     "the wire,": (50e9, None),
     "a link with CURVE": (0.53e9, None),
-    "the same, delta, one": (0.53e9, (1.6e9, 4.9e9)),
-    "the same, delta, eight": (0.53e9, (12.8e9, 4.9e9)),
+    "a delta until it is verified": (0.53e9, (12.8e9, RELAY_BYTES_PER_S)),
+    "the same, were applying": (0.53e9, (12.8e9, 4.9e9)),
 }
 PARAMETERS = (7.6e9, 72.7e9)
 FLEETS = {"4": 5, "64": 65, "512": 513}  # hops: hosts with a relay
@@ -31,7 +32,7 @@ def cells(row):
 @pytest.mark.parametrize("row", WAYS)
 def test_times_of_a_version_are_those_of_the_cost_model(row):
     speed, codec = WAYS[row]
-    _, _, *columns = cells(row)
+    _, _, *columns, _ = cells(row)
     for parameters, column in zip(PARAMETERS, columns, strict=True):
         told = [float(time) for time in re.findall(r"[\d.]+", column)]
         found = []
@@ -42,6 +43,22 @@ def test_times_of_a_version_are_those_of_the_cost_model(row):
             chunk_bytes = choose_chunk_bytes(tree, broadcast.num_bytes, bytes_per_s=speed, overhead_s=50e-6)
             found.append(max(arrivals_s(tree, broadcast, links, chunk_bytes=chunk_bytes)))
         assert told == pytest.approx(found if len(told) > 1 else [found[1]], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("row", "rate", "gpus"),
+    [
+        ("a replica loads", LOAD_BYTES_PER_S, (1, 8)),
+        ("a version reaches", RELAY_BYTES_PER_S, (1, 1)),
+        ("a publish stops", PUBLISH_BYTES_PER_S, (1, 1)),
+    ],
+)
+def test_rates_and_their_seconds_are_those_of_the_planner(row, rate, gpus):
+    told, *seconds = (float(number) for number in re.findall(r"[\d.]+", cells(row)[1]))
+    assert told == rate / 1e9
+    assert seconds == pytest.approx(
+        [2 * size / each / rate for size, each in zip(PARAMETERS, gpus, strict=True)], rel=0.06
+    )
 
 
 def test_room_for_versions_and_the_pace_of_reports_are_those_of_the_code():

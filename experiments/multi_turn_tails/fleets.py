@@ -28,7 +28,7 @@ STEPS = {
 PROMPTS, SAMPLES = 128, 16  # of an iteration, a quarter of 512 x 16
 RESPONSE_TOKENS = 16384  # of the model, at most
 REFRESH_S = 0.54  # of `sync`, in place
-SYNC_S = 0.5 * 1.59  # of the other baselines: a load of the profile, and what a global synchronisation is longer
+SYNC_OVER_LOAD = 1.59  # of the other baselines: a global synchronisation takes so many times a load of the profile
 UPDATES = 16  # of `stream`
 PARTIAL_STALENESS = 4
 TURNS, OBSERVED_TOKENS = 8, 64
@@ -105,11 +105,12 @@ def measure(cell: Cell) -> SimulatedFigures:
     )
     if cell.arm == ASYNC:
         return simulate(config).figures
+    profile = read_profile(emulation_of(config).profile)
     return simulate_baseline(
         config,
         Baseline(cell.arm),
-        profile=read_profile(emulation_of(config).profile),
-        sync_s=REFRESH_S if cell.arm == Baseline.SYNC else SYNC_S,
+        profile=profile,
+        sync_s=REFRESH_S if cell.arm == Baseline.SYNC else SYNC_OVER_LOAD * profile.engine.load_s,
         updates=UPDATES,
         max_staleness=PARTIAL_STALENESS,
     ).figures

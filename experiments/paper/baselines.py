@@ -56,8 +56,9 @@ class StreamLearner(BarrierLearner):
     def __init__(
         self, config: RunConfig, times: LearnerTimes, parts: LearnerParts, *, sync_s: float, updates: int
     ) -> None:
-        fixed_s = times.optimizer_s / updates  # a batch then costs the same as in one step
-        super().__init__(config, times.model_copy(update={"optimizer_s": fixed_s}), parts, sync_s=sync_s)
+        # a batch then costs the same as in one step
+        fixed = {name: getattr(times, name) / updates for name in ("optimizer_s", "publish_s")}
+        super().__init__(config, times.model_copy(update=fixed), parts, sync_s=sync_s)
         self._updates = updates
         self._groups_at_once = config.rollout.prompts_per_step // updates
         self._handing_over: asyncio.Task[None] | None = None

@@ -1,8 +1,8 @@
 """A root and its child, each in a process of its own; this process publishes to the root.
 
-`laminar bench relay` and `experiments/gpu/publish.py` measure with it. The time of a report is taken in the
-process that sends it, by `time.monotonic`, which is one clock for a whole host. A version is published only after
-both nodes have the version before, so no version overtakes another.
+`laminar bench relay`, `laminar calibrate` and `experiments/gpu/publish.py` measure with it. The time of a report
+is taken in the process that sends it, by `time.monotonic`, which is one clock for a whole host. A version is
+published only after both nodes have the version before, so no version overtakes another.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator as in a run)
 from laminar_py.children import kernel
-from laminar_py.relay import SPARE, Publisher, RelayEvent, RelayKeys, RelayNode, VersionComplete
+from laminar_py.relay import SPARE, Publisher, RelayEvent, RelayKeys, RelayNode, VersionComplete, folder_name
 
 CHUNK_BYTES = 4 * 2**20
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another
@@ -77,9 +77,12 @@ def _relay(pipe: Connection, *, store: Path, keys: RelayKeys | None, parents: Se
 
 
 class RelayPair:
-    """A publisher, its root and the root's child, e.g. `RelayPair(folder, keys=None)`, with stores in `folder`."""
+    """A publisher, its root and the root's child, e.g. `RelayPair(folder, keys=None)`, with stores in `folder`.
 
-    def __init__(self, folder: Path, *, keys: RelayKeys | None) -> None:
+    With `adapter_config` versions are adapters, see `Publisher`.
+    """
+
+    def __init__(self, folder: Path, *, keys: RelayKeys | None, adapter_config: bytes | None = None) -> None:
         folder.mkdir()
         self._version, self._store = 0, folder / "root"
         with ExitStack() as stack:
@@ -89,9 +92,14 @@ class RelayPair:
             node = partial(_relay, store=folder / "child", keys=keys, parents=[endpoint])
             self._child = stack.enter_context(worker(node))
             receive(self._child)
-            self._publisher = Publisher(self._store, chunk_bytes=CHUNK_BYTES)
+            self._publisher = Publisher(self._store, chunk_bytes=CHUNK_BYTES, adapter_config=adapter_config)
             stack.callback(self._publisher.close)
             self._stack = stack.pop_all()
+
+    @property
+    def newest(self) -> Path:
+        """Folder of the newest version at the root."""
+        return self._store / folder_name(self._version)
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]]) -> float:
         """Publish the next version. Returns the stall in seconds; threads and processes do the rest."""

@@ -1,7 +1,7 @@
 """Time learner steps on synthetic trajectories and fit `LearnerTimes`. Called by `laminar calibrate`.
 
-Steps of few and many microbatches, of short and mixed sequences, take turns. Each step ends with the copy of
-weights for a publication. The last version stays for the engine to load.
+Steps of few and many microbatches, of short and mixed sequences, take turns. Then each of a few steps publishes a
+version to a relay and its child in processes of their own. The last version stays for the engine to load.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from laminar_lab.bench.relay_pair import WARM_VERSIONS, RelayPair
 from laminar_lab.emulation.settings import LearnerTimes
 from laminar_lab.step_time import LinearFit, TimedShape, fit
 from laminar_py.config import ConfigError, RunConfig
@@ -22,10 +23,10 @@ from laminar_py.engines import served_dtype
 from laminar_py.learner import Learner, join_group, leave_group
 from laminar_py.learner.packing import attention_share, pack, sequence_cost
 from laminar_py.records import FinishReason, Trajectory
-from laminar_py.records.host import Clock
+from laminar_py.records.host import Clock, SystemClock
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Kind
-from laminar_py.relay import Publisher, folder_name
+from laminar_py.relay import generate_keys
 
 MICROBATCHES = (1, 2, 4)  # of a step
 SHORTER = 8  # `rollout.max_len` over the length of a short sequence
@@ -43,11 +44,29 @@ class StepLengths:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLearner:
-    """Times of a learner, the fit of its steps, and the folder of its last published version."""
+    """Times of a learner, the fit of its steps, its versions, and the folder of the last version."""
 
     times: LearnerTimes
     steps: LinearFit
+    versions: "MeasuredVersions"
     weights: Path
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredVersions:
+    """Medians over published versions, each a learner step after the one before.
+
+    E.g. `MeasuredVersions(3_090_000_000, publish_s=0.155, arrival_s=2.7)`.
+    """
+
+    num_bytes: int
+    publish_s: float  # that the learner waits
+    arrival_s: float  # from the begin of the publish until another process has verified the version
+
+    @property
+    def relay_bytes_per_s(self) -> float:
+        """Bytes of a version over its time to another process."""
+        return self.num_bytes / self.arrival_s
 
 
 def check(config: RunConfig) -> None:
@@ -69,10 +88,10 @@ def measure_learner(
 ) -> MeasuredLearner:
     """Measure a learner: medians of `repeats` rounds after a round for warming up.
 
-    The last version stays in the folder `store`.
+    The last version stays in the folder `store`. Publishes count in seconds, whatever the `clock` of the steps.
     """
     log("learner: loads")
-    with _open_learner(config) as learner, _publisher(store, learner) as publisher:
+    with _open_learner(config) as learner:
         model = learner.model.config
         num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         share = attention_share(
@@ -80,15 +99,13 @@ def measure_learner(
         )
         chosen = choose_steps(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
         found: dict[str, list[float]] = {one.name: [] for one in chosen}
-        version = 0
         for turn in range(repeats + 1):
             first = turn % len(chosen)
             for one in chosen[first:] + chosen[:first]:
-                version += 1
-                step_s = _step_s(config, learner, publisher, one, clock, version=version, share=share)
-                found[one.name].append(step_s)
+                found[one.name].append(_step_s(config, learner, one, clock, share=share))
             log(f"learner: steps, round {turn} of {repeats}" if turn else "learner: warm")
-        publisher.completed(version)
+        log("learner: versions")
+        versions, weights = _measure_versions(config, learner, chosen[0], store, repeats=repeats, share=share)
     steps = fit([_timed(one, median(found[one.name][1:]), share=share) for one in chosen])
     optimizer_s, token_s = steps.coefficients
     times = LearnerTimes(
@@ -97,8 +114,9 @@ def measure_learner(
         hidden_size=model.hidden_size,
         num_layers=model.num_hidden_layers,
         optimizer_s=optimizer_s,
+        publish_s=versions.publish_s,
     )
-    return MeasuredLearner(times, steps, store / folder_name(version))
+    return MeasuredLearner(times, steps, versions, weights)
 
 
 def choose_steps(*, max_len: int, max_tokens: int) -> list[StepLengths]:
@@ -114,17 +132,8 @@ def choose_steps(*, max_len: int, max_tokens: int) -> list[StepLengths]:
     return made
 
 
-def _step_s(
-    config: RunConfig,
-    learner: Learner,
-    publisher: Publisher,
-    one: StepLengths,
-    clock: Clock,
-    *,
-    version: int,
-    share: float,
-) -> float:
-    """Measure a step and the copy of its weights for publication."""
+def _step_s(config: RunConfig, learner: Learner, one: StepLengths, clock: Clock, *, share: float) -> float:
+    """Measure a step."""
     vocab = learner.model.config.vocab_size
     packed = pack(
         [make_trajectory(index, length, vocab=vocab) for index, length in enumerate(one.lengths)],
@@ -135,8 +144,29 @@ def _step_s(
     )
     began = clock.now()
     learner.step(packed.microbatches(0))
-    publisher.publish(version, learner.named_tensors(dtype=getattr(torch, served_dtype(config.model.path))))
     return clock.now() - began
+
+
+def _measure_versions(
+    config: RunConfig, learner: Learner, one: StepLengths, store: Path, *, repeats: int, share: float
+) -> tuple[MeasuredVersions, Path]:
+    """Publish a version after each of some steps. Returns the medians, and the folder of the last version.
+
+    The first few versions do not count: later versions are written over their pages.
+    """
+    dtype, clock = getattr(torch, served_dtype(config.model.path)), SystemClock()
+    stalls: list[float] = []
+    arrivals: list[float] = []
+    with RelayPair(store / "relays", keys=generate_keys(), adapter_config=learner.adapter_config()) as pair:
+        for _ in range(WARM_VERSIONS + repeats):
+            _step_s(config, learner, one, clock, share=share)
+            pair.await_spare()
+            began = clock.now()
+            stalls.append(pair.publish(learner.named_tensors(dtype=dtype)))
+            _, report = pair.await_last()
+            arrivals.append(clock.now() - began)
+        publish_s, arrival_s = median(stalls[WARM_VERSIONS:]), median(arrivals[WARM_VERSIONS:])
+        return MeasuredVersions(report.num_bytes, publish_s=publish_s, arrival_s=arrival_s), pair.newest
 
 
 def _timed(one: StepLengths, step_s: float, *, share: float) -> TimedShape:
@@ -187,12 +217,3 @@ def _open_learner(config: RunConfig) -> Iterator[Learner]:
         finally:
             if joins:
                 leave_group()
-
-
-@contextmanager
-def _publisher(store: Path, learner: Learner) -> Iterator[Publisher]:
-    publisher = Publisher(store, adapter_config=learner.adapter_config())
-    try:
-        yield publisher
-    finally:
-        publisher.close()

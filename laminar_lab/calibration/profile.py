@@ -54,11 +54,24 @@ class CpuClock:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile and the fits behind it."""
+    """A profile, the fits behind it, and the bytes of a version."""
 
     profile: EmulationProfile
     engine: LinearFit
     learner: LinearFit
+    version_bytes: int
+
+    @property
+    def rates(self) -> list[tuple[str, float, float]]:
+        """Name, seconds and bytes a second of each measured transfer."""
+        engine, learner, relay = self.profile.engine, self.profile.learner, self.profile.relay_bytes_per_s
+        assert relay is not None, "calibration measures it"
+        seconds = {
+            "load, of the share of a GPU": (engine.load_s, self.version_bytes / engine.gpus),
+            "publish, while the learner waits": (learner.publish_s, self.version_bytes),
+            "publish until another process has verified it": (self.version_bytes / relay, self.version_bytes),
+        }
+        return [(name, took_s, size / max(took_s, 1e-9)) for name, (took_s, size) in seconds.items()]
 
     @property
     def warnings(self) -> list[str]:
@@ -88,7 +101,10 @@ def calibrate(config: RunConfig, *, repeats: int, log: Callable[[str], None]) ->
         clock = CpuClock() if config.learner_device is Device.CPU else SystemClock()
         learner = measure_learner(config, clock, store=Path(folder), repeats=repeats, log=log)
         engine = asyncio.run(_measure_engine(config, learner, repeats=repeats, log=log))
-    return Calibration(EmulationProfile(engine=engine.times, learner=learner.times), engine.steps, learner.steps)
+    profile = EmulationProfile(
+        engine=engine.times, learner=learner.times, relay_bytes_per_s=learner.versions.relay_bytes_per_s
+    )
+    return Calibration(profile, engine.steps, learner.steps, learner.versions.num_bytes)
 
 
 async def _measure_engine(
@@ -148,9 +164,8 @@ def write_profile(found: Calibration, path: Path, *, measured: str) -> None:
     path.write_text(comment + body)
 
 
-def _rounded(tree: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _rounded(value: object) -> object:
     """Round measured times to four digits; more digits are noise."""
-    return {
-        name: {key: value if isinstance(value, int) else float(f"{value:.4g}") for key, value in section.items()}
-        for name, section in tree.items()
-    }
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

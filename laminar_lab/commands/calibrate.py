@@ -20,8 +20,8 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Profile to write, for rollout.engine.profile")] = Path("profile.yaml"),
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians")] = 5,
 ) -> None:
-    """Measure the engine and the learner of a run on this machine, each alone, and write a profile of them that
-    `laminar simulate` and emulated runs read.
+    """Measure the engine, the learner and the relay of a run on this machine, each alone, and write a profile that
+    `laminar plan --profile`, `laminar simulate` and emulated runs read.
 
     Takes a minute for a small model. The machine should be idle otherwise.
     """
@@ -44,9 +44,17 @@ def calibrate(
     command = " ".join([str(config), *(overrides or [])])
     write_profile(found, out, measured=f"{command}, median of {repeats}, {machine()}")
     console.print(_errors(found))
+    console.print(_rates(found))
     for warning in found.warnings:
         print_line(warning, style="yellow")
     print_line(f"{out} has the profile; a config with kind: emulated uses it with rollout.engine.profile={out}")
+
+
+def _rates(found: "Calibration") -> Table:
+    table = Table("measured", "ms", "GB/s", title=f"a version of {found.version_bytes / 1e9:.3g} GB")
+    for name, took_s, rate in found.rates:
+        table.add_row(name, f"{1000 * took_s:.3g}", f"{rate / 1e9:.3g}")
+    return table
 
 
 def _errors(found: "Calibration") -> Table:

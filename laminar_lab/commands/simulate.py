@@ -24,12 +24,11 @@ app = typer.Typer()
 
 @app.command(epilog="Example: laminar simulate experiments/math_long_cot/7b_8gpu.yaml steps=24 --gpu H100")
 def simulate(
-    config: Annotated[
-        Path, typer.Argument(help="YAML file of a run with emulated engines, or of any run with --gpu")
-    ],
+    config: Annotated[Path, typer.Argument(help="YAML file of a run: with emulated engines, or any with --gpu")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings, e.g. rollout.replicas=64")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU, e.g. H100, that engines and learner of the config have")
+    gpu: Annotated[str | None, typer.Option(help="GPU of the config's engines and learner, e.g. H100")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile of `laminar calibrate`, in place of the times of --gpu")
     ] = None,
     p50: Annotated[
         float | None, typer.Option(min=1, help="Median tokens of a response; default: 1500, or cap / 4")
@@ -42,7 +41,7 @@ def simulate(
     ] = False,
 ) -> None:
     """Simulate a run on a virtual clock: production scheduling, repacking and packing, with engines and a learner
-    that take the times of the profile, or with --gpu of that GPU's data sheet.
+    that take the times of the profile, or with --gpu of that GPU's data sheet or of --profile.
 
     Figures are in emulated seconds, over all steps except the first quarter. `laminar train` runs the same config
     on emulated engines in real time. --record writes runs/simulated-<name>-<n>/, which is marked as simulated.
@@ -51,7 +50,7 @@ def simulate(
     from laminar_lab.simulate.run import simulate as simulate_run
     from laminar_py.config import load_config
 
-    settings, profile = _emulated(load_config(config, overrides or []), gpu, (p50, p99, prompt))
+    settings, times = _emulated(load_config(config, overrides or []), gpu, profile, (p50, p99, prompt))
     run = new_simulated_run(settings) if record else None
     began = printed = time.monotonic()
 
@@ -65,7 +64,7 @@ def simulate(
                 f"  learner waiting {row.learner_waiting_share:.0%}  {printed - began:.0f} s"
             )
 
-    figures = simulate_run(settings, run=run, show=show, profile=profile).figures
+    figures = simulate_run(settings, run=run, show=show, profile=times).figures
     if as_json:
         print(msgspec.json.encode(figures).decode())
         return
@@ -76,18 +75,27 @@ def simulate(
 
 
 def _emulated(
-    settings: "RunConfig", gpu: str | None, lengths: tuple[float | None, float | None, int | None]
+    settings: "RunConfig",
+    gpu: str | None,
+    profile: Path | None,
+    lengths: tuple[float | None, float | None, int | None],
 ) -> "tuple[RunConfig, EmulationProfile]":
-    """Return a config with emulated engines and its profile, or the profile of `gpu`. Raises `ConfigError`."""
+    """Return a config with emulated engines and its times, or the times of `gpu` or `profile`.
+
+    Raises `ConfigError`.
+    """
     from laminar_lab.gpus import gpu_named
     from laminar_lab.plan.pretend import pretend
     from laminar_lab.simulate.run import check
 
     if gpu is not None:
         p50, p99, prompt = lengths
-        settings, profile = pretend(settings, gpu_named(gpu), p50=p50, p99=p99, prompt=prompt)
+        measured = None if profile is None else read_profile(profile, setting="--profile")
+        settings, times = pretend(settings, gpu_named(gpu), p50=p50, p99=p99, prompt=prompt, measured=measured)
         check(settings)
-        return settings, profile
+        return settings, times
+    if profile is not None:
+        raise ConfigError(f"--profile={profile}: give --gpu, too; a config of emulated engines names its profile")
     if any(one is not None for one in lengths):
         raise ConfigError(
             "--p50, --p99, --prompt: the config's engines have lengths of their own; give --gpu, too"

@@ -50,7 +50,8 @@ class EmulatedLearner:
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights after the last step, a few tensors."""
+        """Yield the weights after the last step, a few tensors, after the time of a publish."""
+        self._sleep(self._times.publish_s / self._compression)
         generator = torch.Generator().manual_seed(self.steps_taken)
         for index in range(NUM_TENSORS):
             yield f"emulated.{index}.weight", torch.randn(SHAPE, generator=generator).to(dtype)

@@ -77,12 +77,14 @@ class LearnerTimes(Section):
     num_layers: Size
     """Of the model."""
     optimizer_s: Extra
-    """Seconds of a step that do not depend on its size: optimizer, collectives, copy of the weights."""
+    """Seconds of a step that do not depend on its size: optimizer, collectives."""
+    publish_s: Extra = 0.0
+    """Seconds that a publish stops the learner; 0: `optimizer_s` has them, too."""
 
     def step_s(self, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
         """Seconds of an optimizer step: each microbatch runs on one device, and the busiest device counts.
 
-        `lengths` has each microbatch's sequence lengths.
+        A publish comes on top. `lengths` has each microbatch's sequence lengths.
         """
         share = attention_share(
             hidden_size=self.hidden_size, num_layers=self.num_layers, num_parameters=self.num_parameters
@@ -101,6 +103,9 @@ class EmulationProfile(Section):
     """Of each replica."""
     learner: LearnerTimes
     """Of the learner."""
+    relay_bytes_per_s: Time | None = None
+    """Bytes of a version over the seconds from its publish until another process has verified it, as a delta.
+    `null`: not measured."""
 
 
 def read_profile(path: Path, *, setting: str = "rollout.engine.profile") -> EmulationProfile:
@@ -161,9 +166,10 @@ class SimulationConfig(Section):
     """Standard deviation of its logarithm."""
     scorers: Count | None = None
     """Responses that are scored at a time; others wait in a queue. `null`: no limit."""
-    publish_s: Delay = 0.5
+    publish_s: Delay | None = None
     """Seconds from a learner's step until the new version is in the memory of every replica's host, or, with
-    `link_gbit_per_s`, of the learner's host, from where it goes down the tree."""
+    `link_gbit_per_s`, of the learner's host, from where it goes down the tree. `null`: by the profile's
+    `relay_bytes_per_s`; 0.5 if the profile has none, or with `link_gbit_per_s`."""
     link_gbit_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Bandwidth between two hosts, in emulated seconds. A version, with 2 bytes for each parameter of the profile,
     goes down the tree of `relay.fanout`; a replica loads it when its host has all of it. `null`: every host has

@@ -52,6 +52,50 @@ KNOWN_MODELS = {
         moe_intermediate_size=768,
         model_type="qwen3_moe",
     ),
+    "Qwen3-235B-A22B": ModelShape(
+        vocab_size=151_936,
+        hidden_size=4096,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        model_type="qwen3_moe",
+    ),
+    "DeepSeek-V3": ModelShape(
+        vocab_size=129_280,
+        hidden_size=7168,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        intermediate_size=18_432,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        model_type="deepseek_v3",
+    ),
+    "Snowball-67B-A2B": ModelShape(  # Marin's; its gates and norms of heads are left out
+        vocab_size=128_256,
+        hidden_size=2560,
+        num_hidden_layers=26,
+        num_attention_heads=20,
+        num_key_value_heads=5,
+        head_dim=128,
+        num_experts=256,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1280,
+        shared_expert_intermediate_size=2560,
+        model_type="grug_moe",
+    ),
     "Qwen2.5-32B": _dense(5120, 64, 40, 8, 27_648, vocab=152_064),
     "Llama-3.1-70B": _dense(8192, 80, 64, 8, 28_672, vocab=128_256, kind="llama"),
     "Qwen2.5-72B": _dense(8192, 80, 64, 8, 29_568, vocab=152_064),
@@ -88,8 +132,8 @@ def model_named(model: str) -> tuple[str, ModelShape]:
         shape = read_shape(folder)
         if shape is None:
             raise ConfigError(
-                f"model={model}: {folder / 'config.json'} is missing, lacks a size, or has latent attention, of"
-                " which no formula is known here; name the folder of another model"
+                f"model={model}: {folder / 'config.json'} is missing or lacks a size; name the folder of another"
+                " model"
             )
         return folder.resolve().name, shape
     for name, shape in KNOWN_MODELS.items():

@@ -5,6 +5,7 @@ import math
 from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
+from laminar_lab.model_shape import ModelShape
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import MOST_CACHED, FleetPlacement
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
@@ -15,13 +16,20 @@ PROMPT = 400  # tokens, unless the config has less room
 
 
 def pretend(
-    config: RunConfig, gpu: Gpu, *, p50: float | None = None, p99: float | None = None, prompt: int | None = None
+    config: RunConfig,
+    gpu: Gpu,
+    *,
+    p50: float | None = None,
+    p99: float | None = None,
+    prompt: int | None = None,
+    measured: EmulationProfile | None = None,
 ) -> tuple[RunConfig, EmulationProfile]:
     """Return the config with emulated engines and learner of the same size, and the times of `gpu` for its model.
 
-    `p50`, `p99` and `prompt` are tokens of responses and prompts. Evaluations, the warm start, the reference model
-    and what experts did are left out; several updates cost as much as one. Raises `ConfigError` for an
-    environment, whose times nobody knows, and for a model that does not fit.
+    `p50`, `p99` and `prompt` are tokens of responses and prompts. A `measured` profile replaces the computed
+    times. Evaluations, the warm start, the reference model and what experts did are left out; several updates cost
+    as much as one. Raises `ConfigError` for an environment, whose times nobody knows, for a model that does not
+    fit, and for a profile of other replicas.
     """
     engine, learner = config.rollout.engine, config.learner
     if config.environment is not None:
@@ -31,13 +39,8 @@ def pretend(
         )
     if engine.emulates is not None:
         raise ConfigError(f"rollout.engine.kind={engine.kind}: has times of its own; leave out --gpu")
-    request = request_of(config, gpu, p50=p50, p99=p99, prompt=prompt)
-    shape = request.shape
-    if engine.gpus and engine.gpus not in shape.divisions:
-        raise ConfigError(
-            f"rollout.engine: {engine.gpus} GPUs cannot divide the heads of {request.model}; choose of"
-            f" {shape.divisions}"
-        )
+    request = request_of(config, gpu, p50=p50, p99=p99, prompt=prompt, measured=measured)
+    _check_replicas(engine.gpus, request.model, request.shape, measured)
     if faults := memory_faults(config, gpu_bytes=gpu.memory_bytes):
         raise ConfigError(faults[0])
     tree = config.model_dump(mode="json")
@@ -49,7 +52,13 @@ def pretend(
 
 
 def request_of(
-    config: RunConfig, gpu: Gpu, *, p50: float | None = None, p99: float | None = None, prompt: int | None = None
+    config: RunConfig,
+    gpu: Gpu,
+    *,
+    p50: float | None = None,
+    p99: float | None = None,
+    prompt: int | None = None,
+    measured: EmulationProfile | None = None,
 ) -> PlanRequest:
     """Return the request for a plan of a config on as many of `gpu` as it has. The arguments are `pretend`'s."""
     rollout, gpus = config.rollout, max(1, config.gpus)
@@ -65,6 +74,7 @@ def request_of(
         group_size=rollout.group_size,
         learner=config.learner,
         max_staleness=config.staleness.max_staleness,
+        measured=measured,
     )
 
 
@@ -82,3 +92,16 @@ def placement_of(config: RunConfig) -> FleetPlacement:
         pack_tokens=config.packer.max_tokens,
         recompute=learner.recompute,
     )
+
+
+def _check_replicas(gpus: int, name: str, shape: ModelShape, measured: EmulationProfile | None) -> None:
+    """Raise `ConfigError` for replicas of a size that the model or the profile does not allow."""
+    if gpus and gpus not in shape.divisions:
+        raise ConfigError(
+            f"rollout.engine: {gpus} GPUs cannot divide the heads of {name}; choose of {shape.divisions}"
+        )
+    if measured is not None and measured.engine.gpus != max(1, gpus):
+        raise ConfigError(
+            f"--profile: it measured replicas of {measured.engine.gpus} GPUs, but rollout.engine has {gpus};"
+            " measure such replicas"
+        )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import ModelShape
-from laminar_lab.step_time import LEARNER_MFU, engine_times, learner_times, publish_s, version_bytes
+from laminar_lab.step_time import LEARNER_MFU, arrival_s, engine_times, learner_times, version_bytes
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
 
@@ -145,8 +145,12 @@ class PlanRequest:
     @property
     def publish_s(self) -> float:
         """Seconds from a learner step until every node has the new version."""
-        fleet = self.fleet
-        return publish_s(self.version_bytes, nodes=fleet.nodes, network_bytes_per_s=fleet.network_bytes_per_s)
+        return arrival_s(
+            self.version_bytes,
+            nodes=self.fleet.nodes,
+            network_bytes_per_s=self.fleet.network_bytes_per_s,
+            relay_bytes_per_s=None if self.measured is None else self.measured.relay_bytes_per_s,
+        )
 
     @property
     def version_bytes(self) -> int:
@@ -160,7 +164,13 @@ class PlanRequest:
             return self.measured
         return EmulationProfile(
             engine=engine_times(self.shape, self.fleet.gpu, tensor_parallel=tensor_parallel),
-            learner=learner_times(self.shape, self.fleet.gpu, mfu=self.mfu, frozen=self.learner.lora is not None),
+            learner=learner_times(
+                self.shape,
+                self.fleet.gpu,
+                mfu=self.mfu,
+                frozen=self.learner.lora is not None,
+                published=self.version_bytes,
+            ),
         )
 
     def emulated_engine(self, *, learner_devices: int, start_spread_s: float = 0.0) -> dict[str, object]:

@@ -255,8 +255,9 @@ def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerT
     return seconds, (
         Formula(
             name="learner",
-            text=f"{times.optimizer_s:.1f} s + {tokens / 1e6:.2f}M tokens x {cost:.2f} (attention) in"
-            f" {batches:,.0f} microbatches on {ranks} GPUs x {times.train_tokens_per_s:,.0f} tokens/s",
+            text=f"{times.optimizer_s:.1f} s + publish {times.publish_s:.2f} s + {tokens / 1e6:.2f}M tokens x"
+            f" {cost:.2f} (attention) in {batches:,.0f} microbatches on {ranks} GPUs x"
+            f" {times.train_tokens_per_s:,.0f} tokens/s",
             result=f"{seconds:.1f} s",
         ),
     )

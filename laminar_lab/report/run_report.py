@@ -10,6 +10,7 @@ from laminar_lab.report.diagnosis import Diagnosis, diagnose
 from laminar_lab.report.learning import LearningFinding, learning_findings
 from laminar_lab.report.mean_step import mean_step
 from laminar_lab.report.pipeline import measure_pipeline
+from laminar_lab.report.rates import HostRates, measure_rates
 from laminar_lab.report.snapshot import Snapshot, read_snapshot
 from laminar_lab.report.tails import Distributions, Staleness, measure_staleness, measure_tails
 from laminar_lab.report.tokens import TokenAccount, account_tokens
@@ -77,6 +78,11 @@ class RunReport:
     def tokens(self) -> TokenAccount:
         """Use and loss of generated tokens."""
         return account_tokens(self.snapshot)
+
+    @cached_property
+    def rates(self) -> tuple[HostRates, ...]:
+        """Rates of each host, the learner's first; none of a run whose engines are emulated."""
+        return measure_rates(self.snapshot)
 
     @cached_property
     def tails(self) -> Distributions:

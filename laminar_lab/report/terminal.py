@@ -1,6 +1,6 @@
 """Figures of one run as tables of a terminal, in 100 columns. `laminar report` and `laminar train` print them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -9,6 +9,7 @@ from rich.text import Text
 from laminar_lab.report.diagnosis import NO_STEP, Diagnosis, describe_diagnosis
 from laminar_lab.report.figures import headline
 from laminar_lab.report.learning import LearningFinding
+from laminar_lab.report.rates import HostRates, assumed_rates
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import COUNTED, NAMES, Distribution, Distributions, Measure, format_seconds
 from laminar_lab.report.tokens import TOKEN_COLUMNS, TokenAccount, token_cells
@@ -25,6 +26,8 @@ def run_tables(report: RunReport) -> Iterator[Group | str]:
     yield from learning_lines(report.learning)
     yield token_table(report.tokens)
     yield from _beside_lines(report.tokens)
+    if report.rates:
+        yield rate_table(report.rates)
     yield tail_table(report.tails)
     stopped = [event for _, event in report.snapshot.history.of_kind(RefillStopped)]
     if stopped:
@@ -89,6 +92,20 @@ def tail_table(tails: Distributions) -> Group:
         names = NAMES | {Measure.FIRST_TOKENS: f"  of it, {NAMES[Measure.FIRST_TOKENS]}"}
     cells = [(names[measure], *_percentiles(measure, found)) for measure, found in tails.items()]
     return make_table("\nTails", "", ("p50", "p90", "p95", "p99", "max", "p95/p50"), cells)
+
+
+def rate_table(rates: Sequence[HostRates]) -> Group:
+    """Return the rates of each host, and below them the assumptions of the planner."""
+    cells = [(one.host, f"{one.replicas}", *_rates(one)) for one in rates]
+    assumed = assumed_rates(rates)
+    columns = ("replicas", "load GB/s", "receive GB/s", "publish GB/s", "learner tokens/s", "MFU")
+    return make_table("\nRates of this run", "", columns, [*cells, (assumed.host, "", *_rates(assumed))])
+
+
+def _rates(one: HostRates) -> list[str]:
+    moved = ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in (one.load, one.receive, one.publish)]
+    learner = "-" if one.learner is None else f"{one.learner:,.0f}"
+    return [*moved, learner, "-" if one.mfu is None else f"{one.mfu:.1%}"]
 
 
 def _percentiles(measure: Measure, found: Distribution) -> list[str]:

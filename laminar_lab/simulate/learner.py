@@ -41,6 +41,7 @@ class SimulatedLearner:
         self._stats = parts.stats
         self._show = parts.show
         self._attention_share = attention_share_of(times)
+        self._stall_s = times.publish_s / self._emulation.compression
         # a baseline of `experiments/paper/baselines.py` takes a part of a step at once
         self._groups_at_once = config.rollout.prompts_per_step
         self.step, self.version = 0, -1
@@ -56,7 +57,7 @@ class SimulatedLearner:
         """Publish the present weights; they travel to the hosts while the learner continues."""
         parent, self.version = self.version, self.version + 1
         self._scheduler.published(self.version)
-        self._weights.publish_version(self.version, after_s=self._emulation.simulation.publish_s)
+        self._weights.publish_version(self.version)
         self._recorder.append(
             VersionPublished(
                 version=self.version,
@@ -65,7 +66,7 @@ class SimulatedLearner:
                 parent=parent if parent >= 0 else None,
                 digest=weights_digest(self.version),
                 num_bytes=version_bytes(self._times.num_parameters),
-                stall_s=0.0,
+                stall_s=self._stall_s,
             )
         )
 
@@ -108,7 +109,7 @@ class SimulatedLearner:
             metrics=metrics,
             generated_tokens=scheduler.state.generated_tokens,
             versions_alive=scheduler.state.versions_alive(),
-            stall_s=0.0,
+            stall_s=self._stall_s if publishes else 0.0,
         )
         with self._recorder.together():
             await scheduler.consumption.commit(batch, self.step)
@@ -134,6 +135,6 @@ class SimulatedLearner:
         emulated_s = self._times.step_s(lengths, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression
         self._stats.begin_step()
-        await asyncio.sleep(elapsed_s)
+        await asyncio.sleep(elapsed_s + (self._stall_s if self._is_due else 0.0))
         self._stats.end_step()
         return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))

@@ -25,7 +25,7 @@ from laminar_lab.simulate.record import ObservedRecorder, SimulatedRecord
 from laminar_lab.simulate.rewards import SimulatedRewards
 from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledWeights
-from laminar_lab.step_time import host_arrivals_s
+from laminar_lab.step_time import host_arrivals_s, simulated_publish_s
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import HOUSEKEEPING_S, Credit, TrajectoryScheduler, control_settings
 from laminar_py.learner.losses import group_advantages, overlong_cost
@@ -307,6 +307,7 @@ def _weights(config: RunConfig, profile: EmulationProfile) -> ModelledWeights:
     arrivals_s = host_arrivals_s(config, num_parameters=profile.learner.num_parameters)
     return ModelledWeights(
         [arrival_s / emulation_of(config).compression for arrival_s in arrivals_s],
+        publish_s=simulated_publish_s(config, profile),
         replicas_per_host=emulation_of(config).simulation.replicas_per_host,
         keep_versions=config.relay.keep_versions,
     )

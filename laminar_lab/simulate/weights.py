@@ -58,9 +58,15 @@ class PulledWeights:
 
 
 class ModelledWeights:
-    """Versions on their way to the relays; `arrivals_s` has the time to each host [H], in seconds of the run."""
+    """Versions on their way to the relays, in seconds of the run.
 
-    def __init__(self, arrivals_s: Sequence[float], *, replicas_per_host: int, keep_versions: int) -> None:
+    A version reaches the learner's host `publish_s` after its publish, and each host [H] `arrivals_s` later.
+    """
+
+    def __init__(
+        self, arrivals_s: Sequence[float], *, publish_s: float, replicas_per_host: int, keep_versions: int
+    ) -> None:
+        self._publish_s = publish_s
         self.root = ModelledRelay(keep_versions=keep_versions)
         self._per_host = replicas_per_host
         self._relays = [ModelledRelay(keep_versions=keep_versions) for _ in arrivals_s]
@@ -68,11 +74,11 @@ class ModelledWeights:
         for relay, arrival_s in zip(self._relays, arrivals_s, strict=True):
             self._reached.setdefault(arrival_s, []).append(relay)
 
-    def publish_version(self, version: int, *, after_s: float) -> None:
-        """Deliver a version to the learner's host after `after_s`, and to the other hosts later."""
+    def publish_version(self, version: int) -> None:
+        """Deliver a version to the learner's host, and later to the other hosts."""
         loop = asyncio.get_running_loop()
         for arrival_s, relays in self._reached.items():
-            loop.call_later(after_s + arrival_s, self._arrive, version, relays)
+            loop.call_later(self._publish_s + arrival_s, self._arrive, version, relays)
 
     def weights_for(self, replica: int) -> PulledWeights:
         """Return the weight source of a starting replica."""

@@ -41,8 +41,8 @@ def config_of(folder, **changes):
 
 
 def test_a_profile_that_is_written_is_the_one_that_is_read(tmp_path):
-    profile = read_profile(PROFILE)
-    write_profile(Calibration(profile, GOOD, BAD), tmp_path / "out.yaml", measured="a test")
+    profile = read_profile(PROFILE).model_copy(update={"relay_bytes_per_s": 1.2e9})
+    write_profile(Calibration(profile, GOOD, BAD, 10**9), tmp_path / "out.yaml", measured="a test")
     assert read_profile(tmp_path / "out.yaml") == profile
     comment = [line for line in (tmp_path / "out.yaml").read_text().splitlines() if line.startswith("#")]
     assert "a test" in comment[0]
@@ -50,7 +50,7 @@ def test_a_profile_that_is_written_is_the_one_that_is_read(tmp_path):
 
 
 def test_a_fit_that_is_bad_is_warned_of():
-    (warning,) = Calibration(read_profile(PROFILE), GOOD, BAD).warnings
+    (warning,) = Calibration(read_profile(PROFILE), GOOD, BAD, 10**9).warnings
     assert warning.startswith("learner: the fit is off by 30% on average")
 
 
@@ -74,6 +74,9 @@ def test_the_command_measures_a_model_and_writes_what_a_simulation_reads(model, 
     assert profile.learner.hidden_size == TINY.hidden_size
     assert profile.engine.step_s > 0
     assert profile.learner.train_tokens_per_s > 0
+    assert 0 < profile.learner.publish_s < 1
+    assert 0 < profile.relay_bytes_per_s < 1e10
+    assert "verified" in done.stdout
     assert "8 x" in done.stdout
 
 

@@ -66,6 +66,14 @@ MODELS = {
     | {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16, "attention_bias": True}
     | {"use_qk_norm": True},
+    "deepseek, of experts and latent attention": SMALL
+    | {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "q_lora_rank": 24, "kv_lora_rank": 16}
+    | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "tie_word_embeddings": False},
+    "deepseek, whole queries": SMALL
+    | {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "q_lora_rank": None, "kv_lora_rank": 16}
+    | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "tie_word_embeddings": False},
     "llama, biased": SMALL | {"model_type": "llama", "tie_word_embeddings": False, "attention_bias": True},
 }
 
@@ -358,11 +366,6 @@ def test_a_token_of_a_mixture_is_multiplied_with_what_it_goes_through(tmp_path):
     )  # the first layer's, and in two of two experts and a shared one
     gates = 2 * 8 * 64
     assert shape.active == dense.active - 3 * 3 * 64 * 160 + feed_forward + gates
-
-
-def test_latent_attention_has_no_shape(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "deepseek_v3", "kv_lora_rank": 16}))
-    assert read_shape(tmp_path) is None
 
 
 def test_a_shape_without_a_size_is_none(tmp_path):

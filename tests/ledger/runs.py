@@ -156,7 +156,7 @@ def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0
         publish(ledger, version, incarnation=incarnation)
 
 
-def publish(ledger, version, *, incarnation=1, stall_s=0.1):
+def publish(ledger, version, *, incarnation=1, stall_s=0.1, num_bytes=10):
     """A version, as the learner published it."""
     ledger.append(
         VersionPublished(
@@ -165,7 +165,7 @@ def publish(ledger, version, *, incarnation=1, stall_s=0.1):
             incarnation=incarnation,
             parent=None,
             digest=f"digest{version}",
-            num_bytes=10,
+            num_bytes=num_bytes,
             stall_s=stall_s,
         )
     )

@@ -19,7 +19,7 @@ from laminar_lab.plan.planner import MOST, TIED, make_plan, plan_by_formula
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import estimate
 from laminar_lab.plan.writing import BEGINNING, write_config
-from laminar_lab.step_time import learner_times
+from laminar_lab.step_time import learner_step_s, learner_times
 from laminar_py.cli.command import app
 from laminar_py.config.learner import LearnerConfig, LoraConfig
 from laminar_py.config.loading import load_config, read_tree
@@ -327,3 +327,22 @@ def test_a_config_names_its_model_before_it_is_downloaded_and_a_bound_where_it_i
     assert subject.name == "Qwen2.5-7B"
     assert subject.max_staleness == config.staleness.max_staleness
     assert subject.prompts_per_step == config.rollout.prompts_per_step
+
+
+def test_a_measured_rate_of_the_relay_takes_the_place_of_the_constant():
+    profile = read_profile(Path("configs/emulation/h100_7b_tp1.yaml"))
+    slow = profile.model_copy(update={"relay_bytes_per_s": 0.1e9})
+    request = make_request(measured=slow)
+    assert request.publish_s == pytest.approx(request.version_bytes / 0.1e9)
+    assert make_request(measured=profile).publish_s == make_request().publish_s
+    assert request.emulated_engine(learner_devices=1)["simulation"]["publish_s"] == request.publish_s
+
+
+def test_a_publish_stops_the_learner_for_its_bytes():
+    request = make_request()
+    whole, adapters = request.profile(1).learner, make_request(learner=LearnerConfig(lora=LoraConfig())).profile(1)
+    assert whole.publish_s == pytest.approx(request.version_bytes / 20e9)
+    assert adapters.learner.publish_s < whole.publish_s / 50
+    assert learner_step_s(whole, tokens=0, cost=1.0, microbatches=1, ranks=1) == pytest.approx(
+        whole.optimizer_s + whole.publish_s
+    )

@@ -1,8 +1,12 @@
 """The recipes of GPU fleets, simulated: no setting limits them that one could change on the same GPUs."""
 
+from pathlib import Path
+
 import pytest
+from typer.testing import CliRunner
 
 from laminar_lab.advice import WORTH, advise_changes
+from laminar_lab.emulation.settings import read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.judge import judge
 from laminar_lab.plan.planner import make_plan
@@ -11,6 +15,7 @@ from laminar_lab.report.diagnosis import describe_diagnosis
 from laminar_lab.report.run_report import read_report
 from laminar_lab.simulate.record import new_simulated_run
 from laminar_lab.simulate.run import simulate
+from laminar_py.cli import app
 from laminar_py.config import ConfigError
 from laminar_py.config.loading import load_config
 from tests.runs.runs import REPO
@@ -75,3 +80,18 @@ def test_what_no_such_gpu_can_hold_is_refused(setting, line, monkeypatch):
     monkeypatch.chdir(REPO)
     with pytest.raises(ConfigError, match=line):
         pretended(REPO / "experiments/math_long_cot/7b_8gpu.yaml", setting)
+
+
+def test_a_measured_profile_takes_the_place_of_the_data_sheet(monkeypatch):
+    monkeypatch.chdir(REPO)
+    recipe, gpu = REPO / "experiments/math_long_cot/7b_8gpu.yaml", gpu_named("H100")
+    measured = read_profile(Path("configs/emulation/h100_7b_tp1.yaml"))
+    _, times = pretend(load_config(recipe, []), gpu, measured=measured)
+    assert times == measured
+    with pytest.raises(ConfigError, match=r"--profile: it measured replicas of 2 GPUs, but rollout\.engine has 1"):
+        pretend(load_config(recipe, []), gpu, measured=read_profile(Path("configs/emulation/h100_7b_tp2.yaml")))
+
+
+def test_a_profile_without_a_gpu_is_refused():
+    done = CliRunner().invoke(app, ["simulate", "configs/emulation/repack.yaml", "--profile", "profile.yaml"])
+    assert str(done.exception).startswith("--profile=profile.yaml: give --gpu, too")

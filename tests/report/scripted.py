@@ -74,10 +74,10 @@ class Script:
         took = {"elapsed_s": elapsed_s, "waited_s": waited_s, "reference_s": reference_s}
         self.at(second, *consume(number, version, *ids, staleness=version, **took))
 
-    def publish(self, second, version, *, stall_s=0.0):
+    def publish(self, second, version, *, stall_s=0.0, num_bytes=10):
         """On record now."""
         self._clock.second = second
-        publish(self._ledger, version, stall_s=stall_s)
+        publish(self._ledger, version, stall_s=stall_s, num_bytes=num_bytes)
 
     def load(self, second, version, *, replica=0, elapsed_s=0.0):
         """Served by a replica from now on."""

@@ -11,6 +11,7 @@ from laminar_lab.simulate import run as simulate_run
 from laminar_lab.simulate.fleet import DelayedChannel
 from laminar_lab.simulate.run import STALLED_S, StallWatch, simulate
 from laminar_lab.simulate.virtual_loop import virtually
+from laminar_lab.step_time import simulated_publish_s
 from laminar_py.config.section import ConfigError
 from laminar_py.observe.stats import Stats
 from laminar_py.rollout.replica import Replica
@@ -84,6 +85,21 @@ def test_a_run_in_which_no_response_ends_while_steps_count_has_no_figures(tmp_pa
 
 def test_one_step_in_two_publishes_where_that_is_asked_for():
     assert [row.version for row in run("learner.publish_every=2").rows] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_publish_stops_the_learner_and_versions_arrive_at_the_rate_of_the_profile(tmp_path):
+    profile = tmp_path / "slow.yaml"
+    text = PROFILE.read_text().replace("optimizer_s: 2.0", "optimizer_s: 2.0\n  publish_s: 40.0")
+    profile.write_text(f"{text}\nrelay_bytes_per_s: 1.52e9\n")
+    slow = f"rollout.engine.profile={profile}"
+    assert run().rows[-1].publish_stall_s == 0.0
+    stalls = [row.publish_stall_s for row in run(slow, "learner.publish_every=2").rows]
+    compression = emulation_of(small(slow)).compression
+    assert stalls == pytest.approx([0.0, 40.0 / compression] * (len(stalls) // 2))
+    times = read_profile(profile)
+    assert simulated_publish_s(small(slow), times) == pytest.approx(10.0 / compression)
+    for own in ("rollout.engine.simulation.publish_s=3", "rollout.engine.simulation.link_gbit_per_s=10"):
+        assert simulated_publish_s(small(slow, own), times) == (3.0 if "publish" in own else 0.5)
 
 
 def test_no_more_responses_are_scored_at_a_time_than_there_are_scorers():

@@ -43,8 +43,8 @@ def test_each_replica_hears_of_a_version_when_its_host_has_it():
         heard.append((replica, round(asyncio.get_running_loop().time(), 6)))
 
     async def lead():
-        weights = ModelledWeights([0.5, 0.25], replicas_per_host=2, keep_versions=2)
-        weights.publish_version(0, after_s=1.0)
+        weights = ModelledWeights([0.5, 0.25], publish_s=1.0, replicas_per_host=2, keep_versions=2)
+        weights.publish_version(0)
         await asyncio.gather(*(wait(weights, replica) for replica in range(4)))
         return weights.root.newest
 
@@ -54,11 +54,11 @@ def test_each_replica_hears_of_a_version_when_its_host_has_it():
 
 def test_a_version_is_kept_while_it_is_new_or_a_replica_of_the_host_holds_it():
     async def lead():
-        weights = ModelledWeights([0.0, 0.0], replicas_per_host=1, keep_versions=2)
-        weights.publish_version(0, after_s=0.0)
+        weights = ModelledWeights([0.0, 0.0], publish_s=0.0, replicas_per_host=1, keep_versions=2)
+        weights.publish_version(0)
         assert (await weights.weights_for(0).pull()).version == 0
         for version in (1, 2):
-            weights.publish_version(version, after_s=0.0)
+            weights.publish_version(version)
         await asyncio.sleep(1.0)
         assert (await weights.weights_for(0).pull(0)).version == 0
         with pytest.raises(VersionLostError):
