@@ -9,6 +9,7 @@ anything starts.
 import argparse
 import json
 import os
+import site
 import subprocess
 import sys
 import tempfile
@@ -25,14 +26,6 @@ LIMIT_S = 240.0  # of one launch, to its end
 STEPS = 2
 COMPILERS = ("nvcc", "cc", "gcc", "g++", "c++", "clang", "clang++")
 TOOLKIT = Path("/usr/local/cuda")  # where SGLang looks last
-# each by the variable that moves it
-CACHES = (
-    "XDG_CACHE_HOME",
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "CUDA_CACHE_PATH",
-    "FLASHINFER_WORKSPACE_BASE",
-)
 
 
 def write_config(folder: Path, python: Path, device: str) -> Path:
@@ -42,6 +35,13 @@ def write_config(folder: Path, python: Path, device: str) -> Path:
     config = folder / "config.yaml"
     config.write_text(json.dumps(run_config(folder, size, python=python, device=device)))
     return config
+
+
+def with_caches(home: Path) -> dict[str, str]:
+    """An environment whose caches of kernels lie below `home`: most are in `~`, torch's is named."""
+    kept = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    moved = {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "torchinductor")}
+    return kept | moved | {"PYTHONUSERBASE": site.getuserbase()}
 
 
 def first_step_s(config: Path, name: str, runs: Path, environment: Mapping[str, str]) -> tuple[float, float]:
@@ -69,10 +69,10 @@ def first_step_s(config: Path, name: str, runs: Path, environment: Mapping[str, 
 def launch_rows(folder: Path, python: Path, device: str) -> list[Row]:
     """Seconds to the first step with empty caches, then with filled caches."""
     config = write_config(folder, python, device)
-    caches = {name: str(folder / "caches" / name.lower()) for name in CACHES}
+    caches = with_caches(folder / "home")
     rows = []
     for name, state in (("cold", "empty caches of kernels"), ("warm", "the caches of the launch before")):
-        first, whole = first_step_s(config, name, folder / "runs", {**os.environ, **caches})
+        first, whole = first_step_s(config, name, folder / "runs", caches)
         what = f"{state}; one server and the learner on one {device}, {STEPS} steps, {whole:.0f} s to the end"
         rows.append(Row(f"{name}_first_step", first, "s from the command to the first step", what))
     return rows

@@ -30,7 +30,7 @@ from laminar_py.children import kernel
 WORK = Path(".cache/gpu-visit7")  # data, runs and the figures of the undisturbed run
 STEPS, RL_S = 200, 330
 UNDISTURBED_S, KILLED_S = 450.0, 470.0  # of the runs' processes
-PAUSE_S = 25  # before each kill
+PAUSE_S = 8  # before each kill; all must come before the last step
 NEEDS_TRL = ("trl", "vllm")  # its asynchronous trainer generates with a vLLM server
 
 
@@ -77,16 +77,16 @@ def full_task(python: Path, work: Path) -> Task:
 def dry_task(python: Path | None) -> Task:
     """A few steps of the quickstart's model."""
     settings = ["warm_start.steps=10", "rollout.max_batch=64", "rollout.sampling.max_new_tokens=48"]
-    settings += ["rollout.prompts_per_step=8", "eval.every_steps=12", "rollout.without_signal=train"]
+    settings += ["rollout.prompts_per_step=8", "eval.every_steps=60", "rollout.without_signal=train"]
     name, victim = ("quickstart", "replica-0") if python is None else ("quickstart_sglang", "server-0")
     if python is not None:
         settings.append(f"rollout.engine.python={python}")
     return Task(
         config=Path(f"configs/{name}.yaml"),
-        settings=["steps=12", *settings],
+        settings=["steps=60", *settings],
         victims=(victim, "learner-0", "controller"),
         pause_s=0.0,
-        what=f"{name}, 12 steps on a CPU, which learn nothing",
+        what=f"{name}, 60 steps on a CPU, which learn nothing",
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from experiments.gpu.steps import FULL, UNIT, GpuStep, measure_steps
+from experiments.gpu.steps import FULL, SEVEN_B, UNIT, GpuStep, measure_steps
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.workplace import count_parameters
 from laminar_lab.doctor.memory import learner_parts
@@ -66,15 +66,7 @@ TINY_MIXTURE = replace(
 )
 WIDTHS = {  # real widths with few layers, and the tiny model that stands in with `--dry`
     "7b_10_layers": (
-        Qwen2Config(
-            vocab_size=152_064,
-            hidden_size=3584,
-            num_hidden_layers=10,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            intermediate_size=18_944,
-            tie_word_embeddings=False,
-        ),
+        Qwen2Config(**SEVEN_B, num_hidden_layers=10),
         TINY,
     ),
     "32b_6_layers": (

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 from experiments.gpu.learner import TINY
 from experiments.gpu.publish import roomy
 from experiments.gpu.servers import interpreter
-from experiments.gpu.steps import FULL
+from experiments.gpu.steps import FULL, SEVEN_B
 from laminar_lab.bench.report import Row, log_line, show
 from laminar_lab.bench.workplace import SHARED_MEMORY, count_parameters, write_no_tokenizer
 from laminar_py.config.cluster import Device
@@ -34,16 +34,7 @@ from laminar_py.engines.sglang.launch import replica_server
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.learner.export import SHARD_BYTES
 
-SEVEN_B = Qwen2Config(  # 7.6 billion parameters
-    vocab_size=152_064,
-    hidden_size=3584,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    intermediate_size=18_944,
-    tie_word_embeddings=False,
-)
-MODELS = {"3": FULL.model, "15": SEVEN_B}
+MODELS = {"3": FULL.model, "15": Qwen2Config(**SEVEN_B, num_hidden_layers=28)}
 REPEATS = 3
 PIECE_BYTES, PIECES = 64 * 2**20, 4  # page-locked buffers of the reads
 BLOCK = 2**24  # random numbers, repeated over the weights

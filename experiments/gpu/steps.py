@@ -70,6 +70,15 @@ FULL = GpuStep(
     )
 )
 
+SEVEN_B = {  # sizes of Qwen2.5-7B
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18_944,
+    "tie_word_embeddings": False,
+}
+
 
 def measure_steps(folder: Path, size: GpuStep, *, device_type: str) -> Sequence[StepMetrics]:
     """Make whole optimizer steps of one rank, after warm steps, which do not count in CUDA's peak of memory."""

@@ -107,9 +107,9 @@ def test_the_curve_is_drawn_undisturbed_and_with_kills(tmp_path):
     found = visit(7, tmp_path / "7.json", "--budget-min", "60")
     assert list(found) == ["undisturbed", "killed"]
     for name, figures in found.items():
-        assert figures[f"{name}_steps"] == 12
+        assert figures[f"{name}_steps"] == 60
         assert figures[f"{name}_violations"] == 0
-        assert {f"{name}_accuracy_step_0", f"{name}_accuracy_step_12"} <= set(figures)
+        assert {f"{name}_accuracy_step_0", f"{name}_accuracy_step_60"} <= set(figures)
     assert found["killed"]["kills"] == 3
     assert "killed_minus_undisturbed_accuracy_end" in found["killed"]
 
