@@ -1,32 +1,28 @@
 """Learner steps of a Qwen3 of 1.5B parameters: speed, MFU, and memory over the formula of `laminar doctor`.
 
-`python -m experiments.gpu.learner WAY [--cpu]` in the project's folder, as `run` calls it; a way to save memory or
-time is one of `WAYS`, or `attention`: one layer's, padded SDPA over the packed kernel. Random weights train on
-random tokens of log-normal lengths, in microbatches of 32k tokens; with `--cpu` a tiny model, without figures of a
-GPU.
+`python -m experiments.gpu.learner WAY [--model NAME] [--dry]` in the project's folder, as `run` calls it; a way to
+save memory or time is one of `WAYS`. Random weights train on random tokens of log-normal lengths, in microbatches
+of 32k tokens. Visit 5 has models of real widths with few layers (`WIDTHS`), so that the states fit one GPU. With
+`--dry` the model is tiny, and there are no figures of a GPU.
 """
 
 import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import Qwen3Config
+from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from experiments.gpu.steps import FULL, UNIT, GpuStep, measure_steps
+from experiments.gpu.steps import FULL, SEVEN_B, UNIT, GpuStep, measure_steps
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.workplace import count_parameters
 from laminar_lab.doctor.memory import learner_parts
 from laminar_lab.model_shape import read_shape
 from laminar_py.config.learner import Accumulate, Attention, LearnerConfig, Recompute
 from laminar_py.config.loading import parse_config
-from laminar_py.learner.attention import KERNELS
 from laminar_py.learner.kernel_check import choose_kernel
 
 WAYS = {
@@ -54,7 +50,63 @@ TINY = replace(
     max_tokens=64,
     steps=1,
 )
-ATTENTION, REPEATS = "attention", 5
+TINY_MIXTURE = replace(
+    TINY,
+    model=Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+)
+WIDTHS = {  # real widths with few layers, and the tiny model that stands in with `--dry`
+    "7b_10_layers": (
+        Qwen2Config(**SEVEN_B, num_hidden_layers=10),
+        TINY,
+    ),
+    "32b_6_layers": (
+        Qwen3Config(
+            vocab_size=151_936,
+            hidden_size=5120,
+            num_hidden_layers=6,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=25_600,
+            tie_word_embeddings=False,
+        ),
+        TINY,
+    ),
+    "30b_a3b_8_layers": (
+        Qwen3MoeConfig(
+            vocab_size=151_936,
+            hidden_size=2048,
+            num_hidden_layers=8,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        ),
+        TINY_MIXTURE,
+    ),
+}
+
+
+def formula_row(way: str, size: GpuStep, folder: Path) -> Row:
+    """Memory that the formula expects of a model, which is not made."""
+    size.model.save_pretrained(folder)
+    expected = expected_bytes(folder, replace(size, settings=WAYS[way]))
+    setting = f"{count_parameters(size.model) / 1e9:.2g}G parameters, {size.max_tokens:,} tokens, {way}"
+    return Row(f"memory_formula_{way}", expected / 1e9, "GB by doctor's formula", setting)
 
 
 def step_rows(way: str, size: GpuStep, *, device_type: str, folder: Path) -> list[Row]:
@@ -103,64 +155,33 @@ def expected_bytes(model: Path, size: GpuStep) -> float:
     return sum(learner_parts(shape, config).values())
 
 
-def attention_row(*, repeats: int) -> Row:
-    """Forward and backward of one layer's attention on the same sequences, padded over packed, in turns."""
-    lengths = replace(FULL, sequences=16).lengths(0)
-    heads, groups, size = FULL.model.num_attention_heads, FULL.model.num_key_value_heads, FULL.model.head_dim
-    packed = [_random(sum(lengths), count, size) for count in (heads, groups, groups)]
-    padded = [_random(len(lengths), count, max(lengths), size) for count in (heads, groups, groups)]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    kernel = kernel_of(FULL.model, torch.device("cuda"))
-
-    def varlen() -> Tensor:
-        return KERNELS[kernel](packed[0], packed[1], packed[2], cu_seqlens, max(lengths), None)
-
-    def sdpa() -> Tensor:
-        # Padding on the right needs no mask: what is causal never looks there.
-        return F.scaled_dot_product_attention(padded[0], padded[1], padded[2], is_causal=True, enable_gqa=True)
-
-    ratios = [_seconds(sdpa) / _seconds(varlen) for _ in range(repeats + 1)][1:]
-    setting = f"{len(lengths)} log-normal sequences, {sum(lengths):,} tokens, {heads} heads, {kernel}, both ways"
-    return Row("padded_sdpa_over_varlen", statistics.median(ratios), "x, time", setting)
-
-
-def kernel_of(model: Qwen3Config, device: torch.device) -> Attention:
-    """Choose and activate the kernel that a learner of this model uses."""
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": model.head_dim}
-    return choose_kernel(Attention.AUTO, device=device, **sizes).kernel
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
-
-
-def _seconds(work: Callable[[], Tensor]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work().sum().backward()  # type: ignore[no-untyped-call]
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000
-
-
 def _name(device: torch.device) -> str:
     return "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def kernel_of(model: Qwen2Config | Qwen3Config, device: torch.device) -> Attention:
+    """Choose and activate the kernel that a learner of this model uses."""
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    size = getattr(model, "head_dim", None) or model.hidden_size // heads
+    return choose_kernel(Attention.AUTO, device=device, heads=heads, kv_heads=groups, head_dim=size).kernel
 
 
 def main() -> None:
     """Measure one way and print its report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("way", choices=[*WAYS, ATTENTION])
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("--model", choices=WIDTHS, help="real widths with few layers; else 1.5B parameters")
+    parser.add_argument("--dry", action="store_true", help="a tiny model on a CPU")
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)  # AdamW of what is offloaded
-    if args.way == ATTENTION:
-        rows = [attention_row(repeats=REPEATS)]
-    else:
-        with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-            size, device_type = (TINY, "cpu") if args.cpu else (FULL, "cuda")
-            rows = step_rows(args.way, size, device_type=device_type, folder=Path(folder))
+    full, tiny, rows = FULL, TINY, []
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
+        if args.model is not None:
+            model, tiny = WIDTHS[args.model]
+            full = replace(FULL, model=model)
+            rows.append(formula_row(args.way, full, Path(folder) / "shape"))
+        size, device_type = (tiny, "cpu") if args.dry else (full, "cuda")
+        rows += step_rows(args.way, size, device_type=device_type, folder=Path(folder))
     show("gpu", rows, as_json=True)
 
 

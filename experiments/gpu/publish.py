@@ -1,8 +1,8 @@
 """A weight version at 1.5B parameters: the learner's stall, bytes that travel, time until another process has it.
 
-`python -m experiments.gpu.publish [--cpu]` in the project's folder, as `run` calls it. A learner trains in fp32
+`python -m experiments.gpu.publish [--dry]` in the project's folder, as `run` calls it. A learner trains in fp32
 masters, on new random tokens in each step, and publishes bf16 to a root and its child in processes of their own on
-this host, with CURVE. With `--cpu` it is a tiny model.
+this host, with CURVE. With `--dry` it is a tiny model.
 """
 
 import argparse
@@ -276,11 +276,11 @@ def roomy(shm: Path, num_bytes: float) -> Path:
 def main() -> None:
     """Measure, and print a report as JSON for each group of figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--dry", action="store_true", help="a tiny model on a CPU")
     args = parser.parse_args()
-    size = TINY if args.cpu else replace(FULL, sequences=SEQUENCES)
+    size = TINY if args.dry else replace(FULL, sequences=SEQUENCES)
     shm = roomy(SHARED_MEMORY, HELD_VERSIONS * 2.0 * count_parameters(size.model))
-    device_type, repeats = ("cpu", 1) if args.cpu else ("cuda", REPEATS)
+    device_type, repeats = ("cpu", 1) if args.dry else ("cuda", REPEATS)
     for rows in groups(size, device_type=device_type, shm=shm, repeats=repeats):
         show("gpu", rows, as_json=True)
 

@@ -1,31 +1,31 @@
-"""A campaign on one GPU: the most valuable figures first, each in a process and a time of its own, one JSON.
+"""One visit to a GPU: the most valuable figures first, each in a process and a time of its own.
 
-`python experiments/gpu/run.py --wheels wheels --out result.json` in the project's folder. The machine needs torch,
-and no network: what else the package imports comes as wheels (`wheels.sh`), so this file imports the standard
-library alone. A piece that fails or runs out of time costs only itself, and the JSON is whole after each
-piece. Called again with the same `--out`, it runs the pieces without figures.
+`python -m experiments.gpu.run --visit 1 --wheels wheels --out visit1.json` in the project's folder; a page is
+beside the JSON, `visit1.md`. The machine needs torch and no network: wheels (`wheels.sh`) bring the other
+libraries, so this file imports the standard library alone. A piece that fails or runs out of time costs only
+itself, and both files are whole after each piece. A second call with the same `--out` runs the missing pieces.
 """
 
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import IO
 
+from experiments.gpu.visits import COMMAND_MIN, INSTALL_S, VISITS, Figure, Piece, Version
+
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".cache/gpu-site"
-BUDGET_MIN = 28.0
-WHEELS, INSTALL_S = "wheels", 60.0
+WHEELS, PARTS = "wheels", ".part-"  # a wheel in pieces: NAME.whl.part-00, NAME.whl.part-01
 SLACK_S = 5.0  # for what is between pieces that each take all their time
 GRACE_S = 15.0  # between SIGTERM and SIGKILL
 LOG_CHARS = 4000  # of a piece, its end
@@ -41,8 +41,7 @@ LIBRARIES = (
     "zstandard",
     "pydantic",
 )
-TESTS = ("tests/gpu", "tests/relay/test_publisher_cuda.py")
-LAMINAR = ("-c", "from laminar_py.cli import main; main()")
+SGLANG_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
 
 class Status(StrEnum):
@@ -52,29 +51,7 @@ class Status(StrEnum):
     FAILED = "failed"
     OUT_OF_TIME = "out of time"
     NOT_BEGUN = "not begun"  # less of the budget was left than it may take
-    PLANNED = "planned"  # it needs a GPU, and there is none; or nothing was to run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A row of the result, e.g. `Figure(piece="hop", name="hop_GBps", value=2.1, unit="GB/s", conditions="")`."""
-
-    piece: str
-    name: str
-    value: float | None
-    unit: str
-    conditions: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A measurement, e.g. `Piece(name="hop", arguments=("-m", "a.module"), limit_s=50, read=read_reports)`."""
-
-    name: str
-    arguments: tuple[str, ...]  # of the interpreter
-    limit_s: float
-    on_cpu: tuple[str, ...] | None = None  # further arguments with `--cpu`; None: it needs a GPU
-    read: Callable[[str, str], Iterable[Figure]]  # of its name and its output; ends in ValueError if broken
+    NOT_RUN = "not run"  # this machine lacks something that it needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +67,10 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The JSON that a campaign writes."""
+    """The JSON that a visit writes."""
 
-    campaign: str = "gpu"
-    conditions: str
+    visit: int
+    dry: bool  # tiny sizes on a CPU
     machine: str
     gpus: list[str]
     versions: dict[str, str]
@@ -101,81 +78,11 @@ class Result:
     pieces: list[Outcome] = field(default_factory=list)
 
 
-def read_reports(piece: str, output: str) -> Iterator[Figure]:
-    """Rows of the reports of `laminar_lab.bench.report` among the lines of an output, but for broken lines.
-
-    Raises `ValueError` after the last if there was one.
-    """
-    broken = []
-    for line in output.split("\n"):
-        if line.startswith('{"bench"'):
-            try:
-                rows = [Figure(piece=piece, **row) for row in json.loads(line)["rows"]]
-            except (ValueError, KeyError, TypeError) as error:
-                broken.append(f"{error!r} in {line}")
-            else:
-                yield from rows
-    if broken:
-        raise ValueError(f"{len(broken)} broken lines among the reports: {broken[0]:.200}")
-
-
-def read_tests(piece: str, output: str) -> list[Figure]:
-    """Counts of the last line of pytest."""
-    last = output.strip().rpartition("\n")[2]
-    return [
-        Figure(piece=piece, name=f"tests_{word}", value=float(count), unit="tests", conditions="pytest -m gpu")
-        for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)
-    ]
-
-
-def learner_piece(way: str, limit_s: float, *, on_cpu: bool = False) -> Piece:
-    """Steps of the learner in one way."""
-    return Piece(
-        name=f"learner_{way}",
-        arguments=("-m", "experiments.gpu.learner", way),
-        limit_s=limit_s,
-        on_cpu=("--cpu",) if on_cpu else None,
-        read=read_reports,
-    )
-
-
-PIECES = (
-    learner_piece("selective", 140, on_cpu=True),
-    Piece(
-        name="publish",
-        arguments=("-m", "experiments.gpu.publish"),
-        limit_s=240,
-        on_cpu=("--cpu",),
-        read=read_reports,
-    ),
-    Piece(
-        name="tests",
-        arguments=("-m", "pytest", "-m", "gpu", *TESTS, "-p", "no:cacheprovider", "-rf"),
-        limit_s=190,
-        read=read_tests,
-    ),
-    Piece(name="quickstart", arguments=("-m", "experiments.gpu.quickstart"), limit_s=230, read=read_reports),
-    Piece(
-        name="step_profile",
-        arguments=("-m", "experiments.gpu.step_profile", "selective"),
-        limit_s=80,
-        on_cpu=("--cpu",),
-        read=read_reports,
-    ),
-    learner_piece("all", 90),
-    Piece(
-        name="hop",
-        arguments=(*LAMINAR, "bench", "relay", "--json"),
-        limit_s=50,
-        on_cpu=("repeats=1",),
-        read=read_reports,
-    ),
-    learner_piece("selective_compiled", 120),
-    learner_piece("all_compiled", 110),
-    learner_piece("offload", 150),
-    learner_piece("offload_whole", 150),
-    learner_piece("attention", 30),
-)
+def join_parts(folder: Path) -> None:
+    """Make whole wheels from the parts that `wheels.sh` split off, which stay."""
+    for first in sorted(folder.glob(f"*{PARTS}00")):
+        whole = first.with_name(first.name.removesuffix(f"{PARTS}00"))
+        whole.write_bytes(b"".join(part.read_bytes() for part in sorted(folder.glob(f"{whole.name}{PARTS}*"))))
 
 
 class Campaign:
@@ -188,6 +95,7 @@ class Campaign:
 
     def install(self, wheels: Path) -> None:
         """Install all wheels of a folder for the pieces, without a network."""
+        join_parts(wheels)
         files = [str(path) for path in sorted(wheels.glob("*.whl"))]
         options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(SITE))
         pip = ("-m", "pip", "install", "--disable-pip-version-check", *options, *files)
@@ -227,14 +135,17 @@ class Campaign:
 
     def note(self, piece: Piece, status: Status, *, seconds: float = 0.0, log: str = "") -> None:
         """Write down an outcome, in place of an earlier one unless nothing was run."""
-        ran = status not in (Status.NOT_BEGUN, Status.PLANNED)
+        ran = status not in (Status.NOT_BEGUN, Status.NOT_RUN)
         if not ran and piece.name in {outcome.name for outcome in self._result.pieces}:
             return
         outcome = Outcome(
             name=piece.name, status=status.value, seconds=round(seconds, 1), limit_s=piece.limit_s, log=log
         )
         self._result.pieces = [other for other in self._result.pieces if other.name != piece.name] + [outcome]
-        print(f"{piece.name}: {status.value} after {seconds:.0f} s", file=sys.stderr, flush=True)
+        ended = (
+            f"{status.value} after {seconds:.0f} s" if ran else f"{status.value}: {log}" if log else status.value
+        )
+        print(f"{piece.name}: {ended}", file=sys.stderr, flush=True)
         write(self._out, self._result)
 
 
@@ -269,19 +180,54 @@ def environment() -> dict[str, str]:
 
 
 def write(out: Path, result: Result) -> None:
-    """Write the JSON, whole or not at all."""
+    """Write the JSON and the page, each whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f"{out.name}.new")
-    partial.write_text(json.dumps(asdict(result), indent=1) + "\n")
-    partial.replace(out)
+    for path, text in ((out, json.dumps(asdict(result), indent=1) + "\n"), (out.with_suffix(".md"), page(result))):
+        partial = path.with_name(f"{path.name}.new")
+        partial.write_text(text)
+        partial.replace(path)
+
+
+def page(result: Result) -> str:
+    """The result in Markdown: the machine, the pieces, and the figures with their conditions."""
+    how = (
+        "tiny sizes on a CPU, which measure nothing of a GPU" if result.dry else ", ".join(result.gpus) or "no GPU"
+    )
+    lines = [
+        f"# Visit {result.visit}: {VISITS[result.visit].title}",
+        "",
+        f"{how}; {result.machine}; {', '.join(f'{name} {version}' for name, version in result.versions.items())}",
+        "",
+        "| piece | state | seconds | reason |",
+        "|---|---|---|---|",
+    ]
+    for one in result.pieces:
+        reason = "" if one.status == Status.DONE else one.log.strip().rpartition("\n")[2][-300:]
+        lines.append(_cells(one.name, one.status, f"{one.seconds:.0f}", reason))
+    lines += ["", "| piece | figure | value | unit | conditions |", "|---|---|---|---|---|"]
+    for row in result.rows:
+        value = "not measured" if row.value is None else f"{row.value:.4g}"
+        lines.append(_cells(row.piece, row.name, value, row.unit, row.conditions))
+    return "\n".join(lines) + "\n"
+
+
+def _cells(*texts: str) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in texts) + " |"
 
 
 def go_on(out: Path, result: Result) -> None:
-    """Take over from an earlier call what became of its pieces, and their figures."""
+    """Take over from an earlier call the outcomes of its pieces, and their figures.
+
+    Exits in one line if the file is of another visit, or only one of both is dry.
+    """
     if not out.exists():
         return
     earlier = json.loads(out.read_text())
-    result.pieces = [Outcome(**piece) for piece in earlier["pieces"] if piece["status"] != Status.PLANNED]
+    if (earlier["visit"], earlier["dry"]) != (result.visit, result.dry):
+        kind = "dry" if earlier["dry"] else "whole"
+        print(f"run.py: --out {out}: has a {kind} visit {earlier['visit']}; name another file", file=sys.stderr)
+        sys.exit(2)
+    result.pieces = [Outcome(**piece) for piece in earlier["pieces"] if piece["status"] != Status.NOT_RUN]
     result.rows = [Figure(**row) for row in earlier["rows"]]
 
 
@@ -313,48 +259,86 @@ def versions() -> dict[str, str]:
     return found
 
 
+def sglang_version(python: Path) -> Version | None:
+    """Version of the SGLang of an interpreter; None if it has none."""
+    try:
+        told = subprocess.run(
+            [str(python), "-c", SGLANG_VERSION], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tuple(int(number) for number in told.stdout.strip().split(".")[:3] if number.isdigit())
+
+
 def arguments(given: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    titles = "; ".join(f"{number}: {visit.title}" for number, visit in enumerate(VISITS))
+    parser.add_argument("--visit", type=int, required=True, metavar="N", help=titles)
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, as `wheels.sh` makes it")
-    parser.add_argument("--budget-min", type=float, default=BUDGET_MIN, help="minutes of this call")
-    parser.add_argument("--out", type=Path, required=True, help="the JSON; what it has is not measured again")
+    parser.add_argument("--sglang", type=Path, metavar="PYTHON", help="interpreter of an environment with SGLang")
+    parser.add_argument("--budget-min", type=float, default=COMMAND_MIN, help="minutes of this call")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the JSON; its pieces that are done do not run again"
+    )
     parser.add_argument("--only", help="names of pieces, with commas between")
-    parser.add_argument("--cpu", action="store_true", help="tiny sizes on a CPU; what needs a GPU is only planned")
-    parser.add_argument("--dry-run", action="store_true", help="run nothing, and write the plan")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny sizes on a CPU; pieces that need a GPU do not run"
+    )
     found = parser.parse_args(given)
-    names = [piece.name for piece in PIECES]
+    if not 0 <= found.visit < len(VISITS):
+        parser.exit(2, f"run.py: --visit {found.visit}: no such visit; choose 0 to {len(VISITS) - 1}\n")
+    names = [piece.name for piece in VISITS[found.visit].pieces]
     found.only = names if found.only is None else found.only.split(",")
     if unknown := set(found.only) - set(names):
         parser.exit(
             2, f"run.py: --only {','.join(sorted(unknown))}: no such piece; choose of {', '.join(names)}\n"
         )
-    if not (found.cpu or found.dry_run or gpus()):
-        parser.exit(2, "run.py: no GPU by nvidia-smi; run it on a machine with one, or with --cpu or --dry-run\n")
+    if found.sglang is not None and sglang_version(found.sglang) is None:
+        parser.exit(
+            2, f"run.py: --sglang {found.sglang}: has no SGLang; name the interpreter of its environment\n"
+        )
+    if not (found.dry or gpus()):
+        parser.exit(2, "run.py: no GPU by nvidia-smi; run it on a machine with one, or with --dry\n")
     return found
 
 
+def lacking(piece: Piece, *, dry: bool, sglang: Version | None) -> str:
+    """Say what a piece needs and this call has not; "" if it can run."""
+    if dry and piece.dry is None:
+        return "needs a GPU"
+    if piece.sglang is None or (dry and piece.embedded) or (sglang is not None and sglang >= piece.sglang):
+        return ""
+    found = f"this is {'.'.join(map(str, sglang))}" if sglang else "name its interpreter by --sglang"
+    return f"needs SGLang {'.'.join(map(str, piece.sglang))} or newer; {found}"
+
+
 def main(given: Sequence[str] | None = None) -> None:
-    """Run the pieces that are asked for and have no figures yet; exit code 1 if one did not do all."""
+    """Run the pieces that are asked for and are not done yet; exit code 1 if one is incomplete."""
     args = arguments(sys.argv[1:] if given is None else given)
-    how = "planned alone" if args.dry_run else "tiny sizes on a CPU" if args.cpu else "whole"
-    result = Result(
-        conditions=f"{how}; budget of {args.budget_min:g} min", machine=machine(), gpus=gpus(), versions=versions()
-    )
+    result = Result(visit=args.visit, dry=args.dry, machine=machine(), gpus=gpus(), versions=versions())
     go_on(args.out, result)
     campaign = Campaign(result, out=args.out, budget_s=60 * args.budget_min)
     done = {outcome.name for outcome in result.pieces if outcome.status == Status.DONE}
-    if args.wheels is not None and not args.dry_run and not (WHEELS in done and SITE.is_dir()):
+    if args.wheels is not None and not (WHEELS in done and SITE.is_dir()):
         campaign.install(args.wheels)
         result.versions = versions()
-    for piece in PIECES:
+    sglang = None if args.sglang is None else sglang_version(args.sglang)
+    if sglang is not None:
+        result.versions["sglang"] = ".".join(map(str, sglang))
+    for piece in VISITS[args.visit].pieces:
         if piece.name not in args.only or piece.name in done:
             continue
-        if args.dry_run or (args.cpu and piece.on_cpu is None):
-            campaign.note(piece, Status.PLANNED)
-        else:
-            campaign.run(piece, (piece.on_cpu or ()) if args.cpu else ())
-    good = {Status.DONE, Status.PLANNED}
+        if reason := lacking(piece, dry=args.dry, sglang=sglang):
+            campaign.note(piece, Status.NOT_RUN, log=reason)
+            continue
+        further = (piece.dry or ()) if args.dry else ()
+        if piece.sglang is not None and sglang is not None:
+            further = (*further, "--sglang", str(args.sglang.absolute()))
+        campaign.run(piece, further)
+    good = {Status.DONE, Status.NOT_RUN}
     sys.exit(0 if all(outcome.status in good for outcome in result.pieces) else 1)
 
 

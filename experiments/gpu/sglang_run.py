@@ -1,39 +1,40 @@
-"""The whole system with an SGLang server and the learner on one GPU: generation, training, weights, audit.
+"""Visit 6: the whole system with an SGLang server and the learner on one GPU, under 256 streams.
 
-`python -m experiments.gpu.sglang_run data FOLDER` writes a model's folder, on which a server starts with
-`--load-format dummy`, prompts and a reward; `python -m experiments.gpu.sglang_run train FOLDER --url URL` attaches
-runs to that server, one for each way to take new weights. The model is a Qwen3 of 1.5B parameters with random
-weights, so that its tokens are nearly uniform; one id in 300 ends a response. With `--cpu` it is a tiny one.
+`python -m experiments.gpu.sglang_run POLICY --sglang PYTHON [--dry]` trains one run that takes new weights by this
+policy. Its server has a quarter of the GPU's memory and the learner the rest. The model is a Qwen3 of 1.5B
+parameters with random weights, so that its tokens are nearly uniform; one id in 300 ends a response. With `--dry`
+the model is tiny, on a CPU.
 """
 
 import argparse
 import json
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isnan, nan
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Qwen3Config
 
-if TYPE_CHECKING:
-    from laminar_lab.bench.report import Row
-    from laminar_lab.bench.runs import FinishedRun
+from experiments.gpu.servers import interpreter
+from laminar_lab.audit.verify import verify
+from laminar_lab.bench.report import Row, show
+from laminar_lab.bench.runs import FinishedRun, train
+from laminar_py.ledger.database import reading
+from laminar_py.ledger.rows import decode_event
+from laminar_py.records.events import VersionLoaded
 
-POLICIES = ("drain", "resume")
+POLICIES = ("in_place", "retract", "resume", "drain")
+SERVER_SHARE = 0.25  # of the memory of the GPU
 NUM_PROMPTS, PROMPT_TOKENS = 2000, (64, 192)
 END_EVERY = 300  # ids, of which the last ends a response
 SHM, SHM_BYTES = Path("/dev/shm"), 60e9  # versions, two checkpoints of 12 bytes a parameter, and room
-AROUND_S, LEAST_RL_S = 110.0, 35.0  # what a run takes beside RL, and the least that this gets
+RL_S, LIMIT_S = 150.0, 400.0  # of RL at most, and of the whole run with the start of its server
 REWARD = "def score(request):\n    return float(sum(map(int, request.response_ids)) % 2)\n"
 
 
@@ -117,14 +118,14 @@ def write_data(folder: Path, size: Size) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
-def run_config(folder: Path, size: Size, *, url: str, device: str) -> dict[str, object]:
+def run_config(folder: Path, size: Size, *, python: Path, device: str) -> dict[str, object]:
     """The config of a run, but for its name, its folder, and how it takes new weights."""
     return {
         "steps": size.steps,
         "model": {"path": str(folder / "model"), "from_scratch": True},
         "data": {"train": str(folder / "prompts.jsonl")},
         "rollout": {
-            "engine": {"kind": "sglang", "urls": [url]},
+            "engine": engine_section(python, device),
             "replicas": 1,
             "max_batch": size.max_batch,
             "batch_per_replica": size.max_batch,
@@ -141,33 +142,32 @@ def run_config(folder: Path, size: Size, *, url: str, device: str) -> dict[str, 
     }
 
 
+def engine_section(python: Path, device: str) -> dict[str, object]:
+    """The section `rollout.engine` of a run whose server shares the GPU with the learner."""
+    section: dict[str, object] = {"kind": "sglang", "python": str(python), "device": device, "stream_interval": 32}
+    return section | ({"flags": {"mem-fraction-static": SERVER_SHARE}} if device == "cuda" else {})
+
+
 # ---- what it did
 
 
 def loads_s(run: Path) -> tuple[float, list[float]]:
     """Seconds of the first load of a version, which is hashed too, and of the others."""
-    from laminar_py.ledger.database import reading
-    from laminar_py.ledger.rows import decode_event
-    from laminar_py.records.events import VersionLoaded
-
     with reading(run) as connection:
         found = connection.execute("SELECT body FROM event WHERE kind = 'versionloaded' ORDER BY seq").fetchall()
     events = [event for (body,) in found if isinstance(event := decode_event(body), VersionLoaded)]
     return events[0].elapsed_s, [event.elapsed_s for event in events[1:] if event.checksum is None]
 
 
-def busy_rate(run: "FinishedRun", least: int) -> tuple[float, float]:
+def busy_rate(run: FinishedRun, least: int) -> tuple[float, float]:
     """Generated tokens a second while `least` trajectories or more ran, and for how many seconds they did."""
     pairs = [(a, b) for a, b in pairwise(run.fleet) if min(sum(a.running), sum(b.running)) >= least]
     seconds = sum(b.rl_s - a.rl_s for a, b in pairs)
     return sum(b.generated_tokens - a.generated_tokens for a, b in pairs) / seconds if seconds else nan, seconds
 
 
-def rows(run: "FinishedRun", size: Size, policy: str) -> list["Row"]:
+def rows(run: FinishedRun, size: Size, policy: str) -> list[Row]:
     """Figures of a run."""
-    from laminar_lab.audit.verify import verify
-    from laminar_lab.bench.report import Row
-
     found, trained = run.summary, [step for step in run.steps if step.trained]
     steps = trained[1:] or trained  # the first one compiles kernels
     fresh = [step for step in run.steps if "0" in step.by_staleness]
@@ -203,67 +203,35 @@ def rows(run: "FinishedRun", size: Size, policy: str) -> list["Row"]:
     ]
 
 
-def train_runs(args: argparse.Namespace, size: Size, device: str) -> list["Row"]:
-    """Figures of a run for each policy, as long as there is time."""
-    end = time.monotonic() + args.limit_s
-    config = args.folder / "config.yaml"
-    config.write_text(json.dumps(run_config(args.folder, size, url=args.url, device=device)))
+def train_run(folder: Path, size: Size, *, python: Path, device: str, policy: str, limit_s: float) -> list[Row]:
+    """Figures of one run. Raises `CalledProcessError` or `TimeoutExpired` if it fails."""
+    write_data(folder, size)
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(run_config(folder, size, python=interpreter(python, folder), device=device)))
     disk = device == "cuda" and shutil.disk_usage(SHM).free < SHM_BYTES
-    reports: list[Row] = []
-    for policy in args.policies.split(","):
-        left = end - time.monotonic()
-        if left < AROUND_S + LEAST_RL_S:
-            print(f"{policy}: not begun, {left:.0f} s are left", file=sys.stderr)
-            break
-        with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir=None if disk else SHM) as runs:
-            rl_s = min(args.rl_s, left - AROUND_S)
-            chosen = [f"name=gpu_{policy}", f"runs={runs}", f"rollout.on_new_weights={policy}"]
-            reports += train_run(config, [*chosen, f"max_rl_seconds={rl_s}", *args.settings], size, policy, left)
-            keep(Path(runs), args.keep)
-    return reports
-
-
-def train_run(config: Path, chosen: list[str], size: Size, policy: str, limit_s: float) -> list["Row"]:
-    """Figures of one run; one without a value if it fails."""
-    from laminar_lab.bench.report import Row
-    from laminar_lab.bench.runs import train
-
-    try:
-        return rows(train(config, chosen, limit_s=limit_s), size, policy)
-    except (subprocess.SubprocessError, ValueError, IndexError) as error:  # the last two where it made no step
-        return [Row(f"{policy}_rl", None, "s", f"failed: {error}")]
-
-
-def keep(runs: Path, folder: Path | None) -> None:
-    """Copy what a run wrote, but for ledgers, responses and checkpoints."""
-    for run in runs.iterdir() if folder is not None else ():
-        for path in [*run.glob("*.json*"), *run.glob("*.yaml"), *run.glob("logs/*.log")]:
-            place = folder / run.name / path.name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir=None if disk else SHM) as runs:
+        settings = [f"name=gpu_{policy}", f"runs={runs}", f"rollout.on_new_weights={policy}"]
+        return rows(train(config, [*settings, f"max_rl_seconds={RL_S}"], limit_s=limit_s), size, policy)
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Write data, or train and print the report as JSON."""
+    """Train and print the report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["data", "train"])
-    parser.add_argument("folder", type=Path, help="of the model, the prompts and the reward")
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="address of the server")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="rollout.on_new_weights of the runs")
-    parser.add_argument("--rl-s", type=float, default=80.0, help="seconds of RL of a run, at most")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="seconds of all")
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="another setting of the runs")
-    parser.add_argument("--keep", type=Path, help="folder for figures and logs of the runs")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("policy", choices=POLICIES, help="rollout.on_new_weights")
+    parser.add_argument("--sglang", type=Path, required=True, help="interpreter of an environment with SGLang")
+    parser.add_argument("--dry", action="store_true", help="a tiny model on a CPU")
     args = parser.parse_args(given)
-    device = "cpu" if args.cpu else "cuda"
-    if args.what == "data":
-        write_data(args.folder.resolve(), SIZES[device])
-        return
-    from laminar_lab.bench.report import show
-
-    args.folder = args.folder.resolve()
-    show("gpu", train_runs(args, SIZES[device], device), as_json=True)
+    device = "cpu" if args.dry else "cuda"
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
+        found = train_run(
+            Path(folder),
+            SIZES[device],
+            python=args.sglang,
+            device=device,
+            policy=args.policy,
+            limit_s=LIMIT_S,
+        )
+    show("gpu", found, as_json=True)
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ def main() -> None:
     """Measure, print the kernels, and the report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", choices=WAYS)
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--dry", action="store_true", help="a tiny model on a CPU")
     args = parser.parse_args()
-    size, device_type = (TINY, "cpu") if args.cpu else (FULL, "cuda")
+    size, device_type = (TINY, "cpu") if args.dry else (FULL, "cuda")
     size = replace(size, settings=WAYS[args.way])
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
         step_s, spent, calls = measure(Path(folder), size, device_type=device_type)

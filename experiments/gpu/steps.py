@@ -1,4 +1,4 @@
-"""Whole steps of a learner of one rank, on random weights and random tokens of log-normal lengths."""
+"""Whole steps of a learner, by default of one rank, on random weights and random tokens of log-normal lengths."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,17 +43,18 @@ class GpuStep:
         rng, longest = np.random.default_rng(seed), self.max_tokens // 2
         return log_normal_lengths(rng, self.sequences, median=self.median, sigma=SIGMA, cap=longest, least=4)
 
-    def pack(self, items: Sequence[Trajectory]) -> list[MicroBatch]:
-        """Pack the microbatches of one rank."""
+    def pack(self, items: Sequence[Trajectory], *, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
+        """Pack the microbatches of a rank."""
         packed = pack(
-            items, max_tokens=self.max_tokens, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0
+            items, max_tokens=self.max_tokens, ranks=ranks, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0
         )
-        return list(packed.microbatches(0))
+        return list(packed.microbatches(rank))
 
-    def batches(self) -> list[MicroBatch]:
-        """Make the microbatches of a step on random tokens."""
-        vocab = self.model.vocab_size
-        return self.pack([make_trajectory(index, n, vocab=vocab) for index, n in enumerate(self.lengths(0))])
+    def batches(self, seed: int = 0, *, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
+        """Make the microbatches of a rank's step on random tokens, which `seed` draws."""
+        vocab, first = self.model.vocab_size, seed * self.sequences
+        items = [make_trajectory(first + n, length, vocab=vocab) for n, length in enumerate(self.lengths(seed))]
+        return self.pack(items, rank=rank, ranks=ranks)
 
 
 FULL = GpuStep(
@@ -68,6 +69,15 @@ FULL = GpuStep(
         tie_word_embeddings=True,
     )
 )
+
+SEVEN_B = {  # sizes of Qwen2.5-7B
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18_944,
+    "tie_word_embeddings": False,
+}
 
 
 def measure_steps(folder: Path, size: GpuStep, *, device_type: str) -> Sequence[StepMetrics]:
@@ -84,14 +94,28 @@ def measure_steps(folder: Path, size: GpuStep, *, device_type: str) -> Sequence[
 
 
 @contextmanager
-def open_learner(folder: Path, size: GpuStep, *, device_type: str) -> Iterator[Learner]:
-    """Yield the learner of a single rank, with a new model whose files lie in `folder / "model"`."""
-    model = ModelConfig(path=folder / "model", from_scratch=True)
-    size.model.save_pretrained(model.path)
-    write_no_tokenizer(model.path)
+def open_learner(
+    folder: Path,
+    size: GpuStep,
+    *,
+    device_type: str,
+    start: Path | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Iterator[Learner]:
+    """Yield a rank's learner, of the model in `start`, or of a new one, whose files lie in `folder / "model"`.
+
+    Several ranks share the device; they need a `start`, and a new `folder` each time.
+    """
+    model = ModelConfig(path=start or folder / "model", from_scratch=start is None)
+    if start is None:
+        size.model.save_pretrained(model.path)
+        write_no_tokenizer(model.path)
     rendezvous = folder / "rendezvous"
-    rendezvous.unlink(missing_ok=True)  # left by the measurement before
-    mesh = join_group(str(rendezvous), rank=0, world_size=1, device_type=device_type)
+    if ranks == 1:
+        rendezvous.unlink(missing_ok=True)  # left by the measurement before
+    on_cuda = "nccl" if ranks == 1 else "gloo"
+    mesh = join_group(str(rendezvous), rank=rank, world_size=ranks, device_type=device_type, on_cuda=on_cuda)
     try:
         yield Learner(model, size.settings, AlgorithmConfig(), temperature=1.0, seed=0, mesh=mesh)
     finally:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -27,7 +28,7 @@ from handovers import Handover, handovers
 from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
 from laminar_lab.bench.report import Row, show
-from laminar_lab.bench.runs import make_parser, read_run
+from laminar_lab.bench.runs import LAMINAR, make_parser, read_run
 
 CONTROLLER, EVERYTHING = "controller", "everything"
 SERVER = "server-"
@@ -62,12 +63,8 @@ class Run:
         self.wait_for_step()
 
     def _launch(self, extra: list[str]) -> "subprocess.Popen[bytes]":
-        command = [*self.command(), "train", str(self._config), *self._settings, *extra]
+        command = [*LAMINAR, "train", str(self._config), *self._settings, *extra]
         return subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
-
-    def command(self) -> list[str]:
-        """The command line of this environment."""
-        return [str(Path(sys.executable).with_name("laminar"))]
 
     @property
     def ledger(self) -> Path:
@@ -129,9 +126,14 @@ def server_of(replica: int) -> int | None:
     """Return the SGLang server that a replica's process has launched."""
     try:
         family = psutil.Process(replica).children(recursive=True)
-        return next((one.pid for one in family if "sglang.launch_server" in one.cmdline()), None)
+        return next((one.pid for one in family if is_server(one.cmdline())), None)
     except psutil.NoSuchProcess:
         return None
+
+
+def is_server(command: Sequence[str]) -> bool:
+    """True for the command line of a server, also of an older one by `experiments/gpu/older_sglang.py`."""
+    return "sglang.launch_server" in command or any(word.endswith("older_sglang.py") for word in command)
 
 
 def kill_process(pid: int) -> bool:
@@ -240,20 +242,23 @@ def kill_and_prove(
     check(holds and right, "see the table")
 
 
-def accuracy_rows(run: Run) -> tuple[list[Row], bool]:
-    """Make the row of the final held-out accuracy, which must reach `TARGET`."""
+def accuracy_rows(run: Run, *, target: float) -> tuple[list[Row], bool]:
+    """Make the row of the final held-out accuracy, which must reach `target`."""
     summary = read_run(run.folder).summary
     accuracy = summary.accuracy_end or 0.0
     spent = f"{summary.steps} steps, {summary.rl_seconds:.0f} s of RL"
-    return [Row("accuracy_end", accuracy, "share of 300", spent)], accuracy >= TARGET
+    return [Row("accuracy_end", accuracy, "share of 300", spent)], accuracy >= target
 
 
 def main() -> None:
     """Kill, resume, prove."""
     parser = make_arguments(__doc__, victims=VICTIMS, steps=160)
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the run's folder")
+    parser.add_argument("--target", type=float, default=TARGET, help="held-out accuracy that must be reached")
     args = parser.parse_args()
-    kill_and_prove(Run(args.config, run_settings(args)), args, name="kill_test", judge=accuracy_rows)
+    run = Run(args.config, [*run_settings(args), f"runs={args.runs}"], runs=args.runs)
+    kill_and_prove(run, args, name="kill_test", judge=partial(accuracy_rows, target=args.target))
 
 
 if __name__ == "__main__":

@@ -29,13 +29,16 @@ COLLECTIVE_S = 1_800  # of a collective: ranks load models and read adapters' ba
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read them from the environment only
 
 
-def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str = "cpu") -> DeviceMesh:
+def join_group(
+    rendezvous: str, *, rank: int, world_size: int, device_type: str = "cpu", on_cuda: str = "nccl"
+) -> DeviceMesh:
     """Join the data-parallel group: wait until all ranks have joined, and return the mesh.
 
     `rendezvous` is the same for all ranks and new for each start: the path of a file that does not exist yet for
     ranks of one host, or `tcp://ip:port` with an address of rank 0's host and a port that is free there.
-    `device_type` is "cpu" (gloo) or "cuda" (nccl; each rank uses the first device that it sees). The user's own
-    interfaces (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`) and allocator settings stay as they are.
+    `device_type` is "cpu" (gloo) or "cuda" (`on_cuda`; each rank uses the first device that it sees). NCCL refuses
+    two ranks on one device; `on_cuda="gloo"` carries them, slowly. The user's own interfaces
+    (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`) and allocator settings stay as they are.
     """
     if device_type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
@@ -48,7 +51,8 @@ def join_group(rendezvous: str, *, rank: int, world_size: int, device_type: str 
     if rank == 0:
         store.set("rank 0", "here")
     store.wait(["rank 0"], timedelta(seconds=JOIN_S))
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"  # gloo for tensors offloaded to the host
+    # gloo carries tensors offloaded to the host
+    backend = f"cpu:gloo,cuda:{on_cuda}" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=COLLECTIVE_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))

@@ -1,4 +1,4 @@
-"""The campaign on a GPU, as far as it goes without one: its plan, its budget, its JSON, its wheels."""
+"""Visits to a GPU, as far as they go without one: plans, budgets, JSON and page, wheels."""
 
 import json
 import os
@@ -13,10 +13,22 @@ from pathlib import Path
 import pytest
 
 from experiments.gpu import learner, publish, run
-from experiments.gpu.run import BUDGET_MIN, INSTALL_S, PIECES, Campaign, Figure, Piece, Result, read_reports
+from experiments.gpu.run import Campaign, Result, join_parts, lacking
 from experiments.gpu.step_profile import kind_of
 from experiments.gpu.steps import FULL
 from experiments.gpu.strip import strip
+from experiments.gpu.visits import (
+    COMMAND_MIN,
+    INSTALL_S,
+    OLDER,
+    TESTED,
+    VISIT_MIN,
+    VISITS,
+    Figure,
+    Piece,
+    Visit,
+    read_tests,
+)
 
 ROOT = Path(__file__).parents[2]
 ROW = {"name": "a", "value": 1.5, "unit": "x", "conditions": "c"}
@@ -27,12 +39,15 @@ LIMIT_S = 300.0  # of a piece that a test waits for
 
 
 def piece(name: str, code: str, *, limit_s: float = LIMIT_S) -> Piece:
-    return Piece(name=name, arguments=("-c", code), limit_s=limit_s, read=read_reports)
+    return Piece(name=name, arguments=("-c", code), limit_s=limit_s)
+
+
+def result(visit: int = 1, *, dry: bool = False) -> Result:
+    return Result(visit=visit, dry=dry, machine="here", gpus=[], versions={})
 
 
 def campaign(out: Path, *, budget_s: float = 3600.0) -> Campaign:
-    result = Result(conditions="test", machine="here", gpus=[], versions={})
-    return Campaign(result, out=out, budget_s=budget_s)
+    return Campaign(result(), out=out, budget_s=budget_s)
 
 
 def statuses(out: Path) -> dict[str, str]:
@@ -56,22 +71,23 @@ def impatient(said):
 
 
 def call(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "experiments/gpu/run.py", "--out", str(out), *options]
+    command = [sys.executable, "-m", "experiments.gpu.run", "--out", str(out), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_all_pieces_have_time_within_the_budget():
-    names = [piece.name for piece in PIECES]
+@pytest.mark.parametrize("visit", VISITS, ids=lambda visit: visit.title)
+def test_all_pieces_have_time_within_a_visit_and_each_within_a_command(visit):
+    names = [piece.name for piece in visit.pieces]
     assert len(set(names)) == len(names)
-    assert INSTALL_S + sum(piece.limit_s for piece in PIECES) <= 60 * BUDGET_MIN
+    longest = 28 if visit is VISITS[0] else VISIT_MIN
+    assert INSTALL_S + sum(piece.limit_s for piece in visit.pieces) <= 60 * longest
+    assert INSTALL_S + max(piece.limit_s for piece in visit.pieces) <= 60 * COMMAND_MIN
 
 
 def test_every_module_and_file_of_a_piece_is_there():
-    for arguments in (piece.arguments for piece in PIECES):
+    for arguments in (piece.arguments for visit in VISITS for piece in visit.pieces):
         assert all((ROOT / path).exists() for path in arguments if path.startswith("tests/"))
-        if arguments[:2] == ("-m", "experiments.gpu.learner"):
-            assert arguments[2] in {*learner.WAYS, learner.ATTENTION}
-        elif arguments[1].startswith("experiments"):
+        if arguments[1].startswith("experiments"):
             assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file()
 
 
@@ -131,7 +147,7 @@ def test_another_call_goes_on_with_what_is_not_done_and_loses_no_figure(tmp_path
     ours = campaign(out)
     ours.run(piece("measures", f"print('{REPORT}')"), ())
     ours.run(piece("fails", f"print('{REPORT}'); raise SystemExit(1)"), ())
-    again = Result(conditions="test", machine="here", gpus=[], versions={})
+    again = result()
     run.go_on(out, again)
     later = Campaign(again, out=out, budget_s=1.0)
     later.run(piece("fails", ""), ())
@@ -143,32 +159,63 @@ def test_another_call_goes_on_with_what_is_not_done_and_loses_no_figure(tmp_path
 
 
 def test_the_last_line_of_pytest_becomes_figures():
-    found = run.read_tests(
-        "tests", "..F\nFAILED tests/a.py::b - 2 passed\n1 failed, 11 passed, 2 skipped in 80.12s\n"
-    )
+    found = read_tests("tests", "..F\nFAILED tests/a.py::b - 2 passed\n1 failed, 11 passed, 2 skipped in 80.12s\n")
     assert {row.name: row.value for row in found} == {"tests_failed": 1, "tests_passed": 11, "tests_skipped": 2}
-    assert run.read_tests("tests", "..") == []
+    assert read_tests("tests", "..") == []
 
 
-def test_a_dry_run_plans_every_piece_and_begins_none(tmp_path):
+def test_in_a_dry_visit_pieces_run_that_can_and_the_page_says_why_others_do_not(tmp_path, monkeypatch):
     out = tmp_path / "result.json"
-    assert call(out, "--dry-run").returncode == 0
-    assert statuses(out) == {piece.name: "planned" for piece in PIECES}
-
-
-def test_with_cpu_pieces_run_that_can_and_others_are_planned(tmp_path, monkeypatch):
-    out = tmp_path / "result.json"
-    told = f"import sys; sys.stderr.write('{ROOT}'); print('{REPORT}' if sys.argv[1:] == ['--cpu'] else '')"
-    pieces = replace(piece("measures", told), on_cpu=("--cpu",)), piece("needs_a_gpu", "raise SystemExit(1)")
-    monkeypatch.setattr(run, "PIECES", pieces)
+    told = f"import sys; sys.stderr.write('{ROOT}'); print('{REPORT}' if sys.argv[1:] == ['--dry'] else '')"
+    needs_a_gpu = replace(piece("needs_a_gpu", "raise SystemExit(1)"), dry=None)
+    needs_sglang = replace(piece("needs_sglang", "raise SystemExit(1)"), sglang=TESTED)
+    visit = Visit("a title", (piece("measures", told), needs_a_gpu, needs_sglang))
+    monkeypatch.setattr(run, "VISITS", (visit,))
     with pytest.raises(SystemExit) as ended:
-        run.main(["--cpu", "--budget-min", "60", "--out", str(out)])
+        run.main(["--visit", "0", "--dry", "--budget-min", "60", "--out", str(out)])
     assert ended.value.code == 0
-    assert statuses(out) == {"measures": "done", "needs_a_gpu": "planned"}
+    assert statuses(out) == {"measures": "done", "needs_a_gpu": "not run", "needs_sglang": "not run"}
     found = json.loads(out.read_text())
     assert found["rows"] == [{"piece": "measures", **ROW}]
     assert {"python", "torch", "ray"} <= set(found["versions"])
-    assert str(ROOT) not in out.read_text()
+    page = out.with_suffix(".md").read_text()
+    assert "# Visit 0: a title\n\ntiny sizes on a CPU" in page
+    assert "| measures | a | 1.5 | x | c |" in page
+    assert (
+        "| needs_sglang | not run | 0 | needs SGLang 0.5.23 or newer; name its interpreter by --sglang |" in page
+    )
+    assert str(ROOT) not in out.read_text() + page
+
+
+@pytest.mark.parametrize(
+    ("needed", "sglang", "dry", "words"),
+    [
+        (None, None, False, ""),
+        (OLDER, (0, 5, 15), False, ""),
+        (TESTED, (0, 5, 15), False, "needs SGLang 0.5.23 or newer; this is 0.5.15"),
+        (OLDER, None, False, "needs SGLang 0.5.15 or newer; name its interpreter by --sglang"),
+        (OLDER, None, True, ""),  # the embedded engine stands in
+        (TESTED, (0, 5, 23), True, ""),
+    ],
+)
+def test_a_piece_runs_with_the_sglang_that_it_needs(needed, sglang, dry, words):
+    wants = replace(piece("a", ""), sglang=needed, embedded=needed == OLDER)
+    assert lacking(wants, dry=dry, sglang=sglang) == words
+
+
+def test_the_file_of_another_visit_is_refused(tmp_path):
+    out = tmp_path / "result.json"
+    run.write(out, result(2, dry=True))
+    ran = call(out, "--visit", "1", "--dry")
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "has a dry visit 2; name another file" in ran.stderr
+
+
+def test_a_wheel_in_parts_becomes_whole(tmp_path):
+    for place, data in enumerate((b"ab", b"c")):
+        (tmp_path / f"big-1-py3-none-any.whl.part-0{place}").write_bytes(data)
+    join_parts(tmp_path)
+    assert [path.read_bytes() for path in tmp_path.glob("*.whl")] == [b"abc"]
 
 
 @pytest.mark.slow
@@ -188,10 +235,18 @@ def test_every_figure_of_a_publish_is_found_at_a_tiny_size(monkeypatch):
     assert all(value > 0 for value in values.values())
 
 
-def test_a_piece_that_nobody_knows_is_refused(tmp_path):
-    ran = call(tmp_path / "result.json", "--cpu", "--only", "hops")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--visit", "0", "--dry", "--only", "hops"], "hops: no such piece"),
+        (["--visit", "8", "--dry"], "--visit 8: no such visit; choose 0 to 7"),
+        (["--visit", "2", "--dry", "--sglang", "no/python"], "--sglang no/python: has no SGLang"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(tmp_path, options, words):
+    ran = call(tmp_path / "result.json", *options)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
-    assert "hops: no such piece" in ran.stderr
+    assert words in ran.stderr
 
 
 @pytest.mark.parametrize("way", learner.WAYS)

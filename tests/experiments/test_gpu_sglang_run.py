@@ -1,20 +1,24 @@
-"""Runs with an SGLang server on the learner's GPU, as far as they need no server: what they begin with."""
+"""Visits with an SGLang server on the learner's GPU, as far as they need no server: what they begin with."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 
 from experiments.gpu import older_sglang
+from experiments.gpu.servers import interpreter
 from experiments.gpu.sglang_run import POLICIES, SIZES, busy_rate, run_config, write_data
 from experiments.gpu.steps import FULL
 from laminar_lab.bench.runs import FinishedRun
 from laminar_lab.bench.workplace import count_parameters
 from laminar_py.config.loading import parse_config
 from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.engines.sglang.launch import check_interpreter
 from laminar_py.records.metrics import FleetRow
 
-URL = "http://127.0.0.1:30000"
+PYTHON = Path("sglang-env/bin/python")
 
 
 def test_the_large_model_is_that_of_the_learners_figures():
@@ -24,10 +28,10 @@ def test_the_large_model_is_that_of_the_learners_figures():
 @pytest.mark.parametrize("device", SIZES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_its_config_is_one(tmp_path, device, policy):
-    tree = yaml.safe_load(json.dumps(run_config(tmp_path, SIZES[device], url=URL, device=device)))
+    tree = yaml.safe_load(json.dumps(run_config(tmp_path, SIZES[device], python=PYTHON, device=device)))
     tree["rollout"]["on_new_weights"] = policy
     config = parse_config(tree | {"name": "gpu"})
-    assert config.rollout.max_len < 4096, "the context that servers are started with"
+    assert config.rollout.engine.gpus == (device == "cuda")
 
 
 def test_a_word_is_a_token_and_one_in_300_ends_a_response(tmp_path):
@@ -57,3 +61,23 @@ async def test_the_end_of_an_older_servers_stream_names_the_version_of_its_token
     first, last = [out["meta_info"] async for out in Manager()._wait_one_response()]
     assert "weight_versions" not in first
     assert last["weight_versions"] == [{"version": "3", "start": 0, "end": 5}]
+
+
+OTHER = """#!/bin/sh
+if [ "$1" = -c ]; then echo 0.5.15; else echo "$@"; fi
+"""
+
+
+def test_an_older_sglang_answers_as_the_tested_one_and_starts_our_script(tmp_path):
+    older = tmp_path / "older"
+    older.write_text(OTHER)
+    older.chmod(0o755)
+    python = interpreter(older, tmp_path)
+    check_interpreter(python, field="rollout.engine.python")
+    started = subprocess.run(
+        [python, "-m", "sglang.launch_server", "--port", "1 2"], capture_output=True, text=True
+    )
+    assert started.stdout.split()[0].endswith("experiments/gpu/older_sglang.py")
+    assert started.stdout.endswith(" --port 1 2\n")
+    other = subprocess.run([python, "-m", "json.tool"], capture_output=True, text=True)
+    assert other.stdout == "-m json.tool\n"
