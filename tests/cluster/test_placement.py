@@ -149,7 +149,7 @@ def test_servers_of_the_reward_have_devices_of_their_own_where_they_cost_least(g
         (
             (4,),
             Needs(ranks=8, rank_gpus=1, replicas=1, replica_gpus=1),
-            r"learner\.world_size=8: needs 8 GPUs, 4 are free on 1 nodes; lower it",
+            r"learner\.world_size=8: needs 8 GPUs, 4 are free on 1 node; lower it",
         ),
         (
             (8,),
@@ -406,11 +406,13 @@ async def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_ma
 @pytest.mark.parametrize(
     ("name", "gpus", "learner", "rollout"),
     [
-        ("math_long_cot/7b_8gpu", (8,), 3, 5),
-        ("math_long_cot/7b_24gpu", (8, 8, 8), 8, 16),
-        ("math_long_cot/32b_64gpu", (8,) * 8, 24, 40),
-        ("code_long_cot/7b_8gpu", (8,), 3, 5),
-        ("lora/7b_4gpu", (4,), 1, 3),
+        ("math_long_cot/7b_8gpu", (8,), 4, 4),
+        ("math_long_cot/7b_24gpu", (8, 8, 8), 14, 10),
+        ("math_long_cot/14b_8gpu", (8,), 5, 3),
+        ("math_long_cot/32b_64gpu", (8,) * 8, 36, 28),
+        ("code_long_cot/7b_8gpu", (8,), 4, 4),
+        ("lora/7b_4gpu", (4,), 2, 2),
+        ("lora/32b_8gpu", (8,), 4, 4),
         ("mixture_30b_a3b/32gpu", (8,) * 4, 12, 20),
     ],
 )
@@ -419,7 +421,7 @@ def test_a_shipped_gpu_config_fits_the_cluster_that_it_names(name, gpus, learner
     plan = make_plan(Needs.from_config(config), hosts(*gpus))
     assert_laws(plan, Needs.from_config(config), hosts(*gpus))
     assert sum(place.gpus for place in plan.learner) == learner
-    assert sum(place.gpus for place in plan.replicas) == rollout >= learner
+    assert sum(place.gpus for place in plan.replicas) == rollout
     assert len(plan.nodes) == len(gpus)
 
 
