@@ -74,9 +74,15 @@ def measure_learner(
     log("learner: loads")
     with _open_learner(config) as learner, _publisher(store, learner) as publisher:
         model = learner.model.config
-        num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+        adapters = 0
+        if config.learner.lora is not None:
+            adapters = sum(one.numel() for one in learner.model.parameters() if one.requires_grad)
+        num_parameters = sum(one.numel() for one in learner.model.parameters()) - adapters
         share = attention_share(
-            hidden_size=model.hidden_size, num_layers=model.num_hidden_layers, num_parameters=num_parameters
+            hidden_size=model.hidden_size,
+            num_layers=model.num_hidden_layers,
+            num_parameters=num_parameters,
+            frozen=adapters > 0,
         )
         chosen = choose_steps(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
         found: dict[str, list[float]] = {one.name: [] for one in chosen}
@@ -97,6 +103,7 @@ def measure_learner(
         hidden_size=model.hidden_size,
         num_layers=model.num_hidden_layers,
         optimizer_s=optimizer_s,
+        adapters=adapters,
     )
     return MeasuredLearner(times, steps, store / folder_name(version))
 

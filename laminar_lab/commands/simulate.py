@@ -78,13 +78,18 @@ def simulate(
 def _emulated(
     settings: "RunConfig", gpu: str | None, lengths: tuple[float | None, float | None, int | None]
 ) -> "tuple[RunConfig, EmulationProfile]":
-    """Return a config with emulated engines and its profile, or the profile of `gpu`. Raises `ConfigError`."""
+    """Return a config with emulated engines and its profile, or the profile of `gpu`. Raises `ConfigError`.
+
+    Settings that a profile of `gpu` ignores are named on stderr.
+    """
     from laminar_lab.gpus import gpu_named
-    from laminar_lab.plan.pretend import pretend
+    from laminar_lab.plan.pretend import ignored, pretend
     from laminar_lab.simulate.run import check
 
     if gpu is not None:
         p50, p99, prompt = lengths
+        if line := ignored(settings):
+            typer.echo(line, err=True)
         settings, profile = pretend(settings, gpu_named(gpu), p50=p50, p99=p99, prompt=prompt)
         check(settings)
         return settings, profile

@@ -7,7 +7,10 @@ from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
+from laminar_lab.step_time import LEARNER_MFU, with_passes
 from laminar_py.config import ConfigError, RunConfig, parse_config
+from laminar_py.config.algorithm import Proximal
+from laminar_py.config.learner import Recompute
 
 PER_NODE = 8  # GPUs
 PROMPT = 400  # tokens, unless the config has less room
@@ -18,9 +21,9 @@ def pretend(
 ) -> tuple[RunConfig, EmulationProfile]:
     """Return the config with emulated engines and learner of the same size, and the times of `gpu` for its model.
 
-    `p50`, `p99` and `prompt` are tokens of responses and prompts. Evaluations, the warm start, the reference model
-    and what experts did are left out; several updates cost as much as one. Raises `ConfigError` for an
-    environment, whose times nobody knows, and for a model that does not fit.
+    `p50`, `p99` and `prompt` are tokens of responses and prompts. Evaluations, the warm start and records of
+    experts are left out, and so are the settings that `ignored` names. Raises `ConfigError` for an environment,
+    whose times nobody knows, and for a model that does not fit.
     """
     engine, learner, rollout = config.rollout.engine, config.learner, config.rollout
     if config.environment is not None:
@@ -53,4 +56,22 @@ def pretend(
     del tree["rollout"]["record"]
     tree["learner"] |= {"world_size": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
-    return parse_config(tree), request.profile(max(1, engine.gpus))
+    profile, algorithm = request.profile(max(1, engine.gpus)), config.algorithm
+    timed = with_passes(
+        profile.learner,
+        updates=algorithm.updates_per_step,
+        reference=algorithm.has_reference and not algorithm.reference_in_own_process,
+        proximal=algorithm.proximal is Proximal.RECOMPUTE,
+    )
+    return parse_config(tree), profile.model_copy(update={"learner": timed})
+
+
+def ignored(config: RunConfig) -> str:
+    """Return a line that names the settings whose time a pretended run leaves out; "" if there are none."""
+    algorithm, recompute = config.algorithm, config.learner.recompute
+    found = []
+    if recompute is not Recompute.NONE:
+        found.append(f"learner.recompute={recompute} (its work is part of the assumed MFU of {LEARNER_MFU:g})")
+    if algorithm.reference_in_own_process:
+        found.append("algorithm.reference_pass=stage (its GPU is assumed to keep up)")
+    return f"not in the times: {', '.join(found)}" if found else ""
