@@ -23,7 +23,6 @@ from laminar_lab.emulation.settings import EmulationProfile, EngineTimes, Learne
 from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
-from laminar_py.learner.packing import attention_share
 from laminar_py.relay import choose_chunk_bytes, grow_tree
 
 Floats = npt.NDArray[np.float64]
@@ -63,11 +62,12 @@ RESERVE_TOKENS = 600  # that an engine keeps free for the growth of a request
 # ---- decode
 
 
-def engine_times(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int) -> EngineTimes:
+def engine_times(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int, adapters: int = 0) -> EngineTimes:
     """Compute the times of a replica on GPUs of one node, in bf16, from the data sheet.
 
     A decode step reads the weights and the KV cache, and launches each layer's kernels. Each sequence adds FLOPs
-    and its share of two all-reduces a layer. Prefill takes FLOPs and the same all-reduces.
+    and its share of two all-reduces a layer. Prefill takes FLOPs and the same all-reduces. A load takes all
+    weights, or `adapters` of so many parameters.
     """
     weights = version_bytes(shape.total) / tensor_parallel
     layers, joined = shape.num_hidden_layers, tensor_parallel > 1
@@ -79,7 +79,7 @@ def engine_times(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int) -> Engine
         sequence_s=EXPOSED_SHARE * flops / gpu.bf16_flops + reduced,
         kv_token_s=kv_token_bytes(shape, tensor_parallel) / (CACHE_SHARE * gpu.hbm_bytes_per_s),
         prefill_tokens_per_s=1.0 / (flops / (PREFILL_MFU * gpu.bf16_flops) + reduced),
-        load_s=weights / LOAD_BYTES_PER_S,
+        load_s=version_bytes(adapters or shape.total) / tensor_parallel / LOAD_BYTES_PER_S,
         reserve_tokens=RESERVE_TOKENS,
     )
 
@@ -107,34 +107,41 @@ def recovered_share(replicas: int, *, depth: float, tail: float) -> float:
 # ---- learner
 
 
-def learner_times(
-    shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, frozen: bool = False, published: int | None = None
-) -> LearnerTimes:
+def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adapters: int = 0) -> LearnerTimes:
     """Compute the times of one learner GPU from the data sheet, at `mfu`.
 
-    A parameter and token take 6 FLOPs, and 4 where the weights are `frozen` beneath adapters. A publish copies
-    `published` bytes, by default the whole model in bf16.
+    A parameter and token take 6 FLOPs, and 4 where the weights are frozen beneath adapters. `adapters` counts the
+    parameters of these. A publish copies the version out of one GPU.
     """
     return LearnerTimes(
-        train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if frozen else 6.0) * shape.active),
+        train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if adapters else 6.0) * shape.active),
         num_parameters=shape.active,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
         optimizer_s=OPTIMIZER_S,
-        publish_s=(version_bytes(shape.total) if published is None else published) / PUBLISH_BYTES_PER_S,
+        publish_s=version_bytes(adapters or shape.total) / PUBLISH_BYTES_PER_S,
+        adapters=adapters,
     )
 
 
-def attention_share_of(times: LearnerTimes) -> float:
-    """Return the cost of a token pair's attention, in units of a token's linear layers."""
-    return attention_share(
-        hidden_size=times.hidden_size, num_layers=times.num_layers, num_parameters=times.num_parameters
-    )
+def with_passes(times: LearnerTimes, *, updates: int, reference: bool, proximal: bool) -> LearnerTimes:
+    """Return the times of a learner whose step has several `updates` and more forward passes.
+
+    `reference`: the reference model's pass over all tokens. `proximal`: a pass over the tokens of every update but
+    the first, for their probabilities at the step's start. A pass takes 2 FLOPs a parameter and token.
+    """
+    own = 4.0 if times.adapters else 6.0
+    more = 2.0 * reference + 2.0 * proximal * (updates - 1) / updates
+    changes = {
+        "train_tokens_per_s": times.train_tokens_per_s * own / (own + more),
+        "optimizer_s": times.optimizer_s * updates,
+    }
+    return times.model_copy(update=changes)
 
 
 def token_cost(times: LearnerTimes, lengths: Floats) -> float:
     """Return the mean cost of a token in sequences of these lengths [S], over a token of a short sequence."""
-    return 1.0 + attention_share_of(times) * float((lengths**2).mean()) / float(lengths.mean())
+    return 1.0 + times.attention_share * float((lengths**2).mean()) / float(lengths.mean())
 
 
 def learner_step_s(times: LearnerTimes, *, tokens: float, cost: float, microbatches: float, ranks: int) -> float:

@@ -180,16 +180,18 @@ class AssertionRun:
             failed = note or failed
             known += zip(step.needed, answers, strict=False)
 
-    async def _answers(self, calls: Sequence[str]) -> tuple[list[str | None], str]:
+    async def _answers(
+        self, calls: Sequence[str], *, together: int = CALLS_TOGETHER
+    ) -> tuple[list[str | None], str]:
         """Call the function with each of `calls`, in order, and stop after the first call that ends the process.
 
-        Returns the answers so far and a note for the user. The answer of a fatal call is None, and the note
-        describes it; without a fatal call the note is "". The caller requests the remaining calls again if the
-        test code needs them; mostly the verdict is known before.
+        A process makes at most `together` of them. Returns the answers so far and a note for the user. The answer
+        of a fatal call is None, and the note describes it; without a fatal call the note is "". The caller
+        requests the remaining calls again if the test code needs them; mostly the verdict is known before.
         """
         known: list[str | None] = []
-        for first in range(0, len(calls), CALLS_TOGETHER):
-            answers, note = await self._call_in_one_process(calls[first : first + CALLS_TOGETHER])
+        for first in range(0, len(calls), together):
+            answers, note = await self._call_in_one_process(calls[first : first + together])
             known += answers
             if note:
                 return known, note
@@ -215,13 +217,7 @@ class AssertionRun:
         if len(calls) == 1:
             call = written_call(self._entry_point, *unpack(msgspec.json.decode(calls[0])))
             return [None], f" ({call}: {result.label.value}: {result.detail or 'no value'})"
-        known: list[str | None] = []
-        for call in calls:
-            answer, note = await self._call_in_one_process([call])
-            known += answer
-            if note:
-                return known, note
-        return known, ""
+        return await self._answers(calls, together=1)
 
 
 async def _run_in_sandbox(run: Awaitable[SandboxResult]) -> SandboxResult:
@@ -284,7 +280,13 @@ class CodeTerm(TermConfig):
     timeout_s: Seconds | None = 60.0
     """Longest time of a response's tests together; null: `reward.timeout_s`. `sandbox` limits each run."""
     partial: bool = False
-    """Give the share of the tests that pass, up to the first that runs out of time; asserts have no share."""
+    """Give the share of the tests that pass, up to the first that runs out of time; asserts have no share. A share
+    is no verdict, so evaluations then have neither accuracy nor pass@k."""
+
+    @property
+    def verdict_name(self) -> str | None:
+        """Name of the value; None with `partial`."""
+        return None if self.partial else super().verdict_name
 
 
 class Tests(msgspec.Struct, frozen=True, kw_only=True):
@@ -460,25 +462,22 @@ def _dedented(lines: Sequence[str]) -> str:
 
 
 def _parses(program: str) -> bool:
+    return _symbols(program) is not None
+
+
+def _symbols(program: str) -> symtable.SymbolTable | None:
+    """Return the symbols of a program; None if it does not parse."""
     try:
         with warnings.catch_warnings(action="ignore"):  # the model wrote this code, so nobody can fix it
-            ast.parse(program)
+            return symtable.symtable(program, "program", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def _defined(program: str, how: Callable[[Symbol], bool] = Symbol.is_assigned) -> set[str]:
     """Return the global names that a program defines, or imports with `Symbol.is_imported`."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # the model wrote this code, so nobody can fix it
-            return {
-                each.get_name()
-                for each in symtable.symtable(program, "program", "exec").get_symbols()
-                if how(each)
-            }
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return set()
+    table = _symbols(program)
+    return set() if table is None else {each.get_name() for each in table.get_symbols() if how(each)}
 
 
 def called_name(program: str, name: str) -> str:

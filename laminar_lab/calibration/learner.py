@@ -93,9 +93,15 @@ def measure_learner(
     log("learner: loads")
     with _open_learner(config) as learner:
         model = learner.model.config
-        num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+        adapters = 0
+        if config.learner.lora is not None:
+            adapters = sum(one.numel() for one in learner.model.parameters() if one.requires_grad)
+        num_parameters = sum(one.numel() for one in learner.model.parameters()) - adapters
         share = attention_share(
-            hidden_size=model.hidden_size, num_layers=model.num_hidden_layers, num_parameters=num_parameters
+            hidden_size=model.hidden_size,
+            num_layers=model.num_hidden_layers,
+            num_parameters=num_parameters,
+            frozen=adapters > 0,
         )
         chosen = choose_steps(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
         found: dict[str, list[float]] = {one.name: [] for one in chosen}
@@ -115,6 +121,7 @@ def measure_learner(
         num_layers=model.num_hidden_layers,
         optimizer_s=optimizer_s,
         publish_s=versions.publish_s,
+        adapters=adapters,
     )
     return MeasuredLearner(times, steps, versions, weights)
 

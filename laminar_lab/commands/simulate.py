@@ -82,14 +82,16 @@ def _emulated(
 ) -> "tuple[RunConfig, EmulationProfile]":
     """Return a config with emulated engines and its times, or the times of `gpu` or `profile`.
 
-    Raises `ConfigError`.
+    Settings that the times of `gpu` ignore are named on stderr. Raises `ConfigError`.
     """
     from laminar_lab.gpus import gpu_named
-    from laminar_lab.plan.pretend import pretend
+    from laminar_lab.plan.pretend import ignored, pretend
     from laminar_lab.simulate.run import check
 
     if gpu is not None:
         p50, p99, prompt = lengths
+        if line := ignored(settings):
+            typer.echo(line, err=True)
         measured = None if profile is None else read_profile(profile, setting="--profile")
         settings, times = pretend(settings, gpu_named(gpu), p50=p50, p99=p99, prompt=prompt, measured=measured)
         check(settings)

@@ -13,13 +13,12 @@ from importlib.metadata import entry_points
 from itertools import count, groupby
 from pathlib import Path
 
-import psutil
-
 from laminar_lab.doctor.memory import (
     GPU_BYTES,
     KINDS,
     GpuMemory,
     gpu_memory,
+    host_memory,
     memory_faults,
     memory_warnings,
     smallest_gpu,
@@ -213,7 +212,7 @@ def examine() -> list[Finding]:
 
 
 def _machine() -> Finding:
-    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
+    cores, memory = os.cpu_count() or 1, host_memory()
     good = cores >= 2 and memory >= 6 << 30
     remedy = "" if good else "the quickstart wants two cores and 6 GiB"
     return Finding("machine", f"{counted(cores, 'core')}, {memory / 2**30:.0f} GiB", good, remedy)

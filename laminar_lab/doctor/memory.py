@@ -8,10 +8,14 @@ engine are exact; activations and the memory that CUDA and its allocator keep ar
 (`tests/doctor/test_memory.py`).
 """
 
+import itertools
 import subprocess
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.known_models import shape_at
@@ -91,6 +95,27 @@ def memory_warnings(config: RunConfig, *, gpu_bytes: float, kinds: Collection[st
         for column in gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
         if column.asked is not None and column.total <= gpu_bytes and not has_margin(column.parts, gpu_bytes)
     ]
+
+
+def host_memory(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the bytes of memory that this process may use: of the host, or less within a container.
+
+    `own` lists the cgroups of the process, of version 1 or 2. A limit of any enclosing cgroup counts.
+    """
+    limits = [psutil.virtual_memory().total]
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, place = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        roots, name = (cgroups, cgroups / "unified"), "memory.max"
+        if controllers:
+            roots, name = (cgroups / "memory", cgroups / controllers), "memory.limit_in_bytes"
+        folder = Path(place.lstrip("/"))
+        for root, inner in itertools.product(roots, (folder, *folder.parents)):
+            limit = root / inner / name
+            if limit.is_file() and (text := limit.read_text().strip()).isdigit():  # else "max"
+                limits.append(int(text))
+    return min(limits)
 
 
 def smallest_gpu() -> bytes:

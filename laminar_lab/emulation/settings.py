@@ -80,15 +80,30 @@ class LearnerTimes(Section):
     """Seconds of a step that do not depend on its size: optimizer, collectives."""
     publish_s: Extra = 0.0
     """Seconds that a publish stops the learner; 0: `optimizer_s` has them, too."""
+    adapters: Annotated[int, Field(ge=0)] = 0
+    """Parameters of the adapters, if only these are trained and published; 0: all weights are."""
+
+    @property
+    def attention_share(self) -> float:
+        """Cost of a token pair's attention, in units of a token's linear layers."""
+        return attention_share(
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_parameters=self.num_parameters,
+            frozen=self.adapters > 0,
+        )
+
+    @property
+    def num_published(self) -> int:
+        """Parameters in a version."""
+        return self.adapters or self.num_parameters
 
     def step_s(self, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
         """Seconds of an optimizer step: each microbatch runs on one device, and the busiest device counts.
 
         A publish comes on top. `lengths` has each microbatch's sequence lengths.
         """
-        share = attention_share(
-            hidden_size=self.hidden_size, num_layers=self.num_layers, num_parameters=self.num_parameters
-        )
+        share = self.attention_share
         costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
         busy = [0.0] * devices
         for cost in sorted(costs, reverse=True):

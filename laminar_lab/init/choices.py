@@ -13,9 +13,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
-
-from laminar_lab.doctor.memory import engine_memory, learner_memory, with_spare
+from laminar_lab.doctor.memory import engine_memory, host_memory, learner_memory, with_spare
 from laminar_lab.gpus import read_group
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.inputs import MAX_STALENESS
@@ -194,7 +192,7 @@ def _replicas_here(choices: Choices, shape: ModelShape, *, kv_tokens: int, micro
 
     Raises `ConfigError` if its memory cannot hold one.
     """
-    memory = psutil.virtual_memory().total
+    memory = host_memory()
     learner = with_spare(learner_memory(shape, _learner(choices), tokens=microbatch), memory)
     engine = engine_memory(shape, gpus=1, kv_tokens=kv_tokens, static_bytes=0, gpu_bytes=0, width=4.0)
     beside, each = sum(learner.values()), sum(engine.values())

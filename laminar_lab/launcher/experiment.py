@@ -285,11 +285,25 @@ def check_existing_runs(experiment: Experiment) -> list[str]:
 
 
 def _changes_by_hand(folder: RunFolder) -> dict[str, str]:
-    """Return the last override of each setting that resumes of a run changed, by key."""
+    """Return the last override of each setting that resumes of a run changed, by key.
+
+    The overrides of a resume that ended before its learner started are not in the run's `config.yaml`, and do not
+    count.
+    """
     with reading(folder.ledger) as connection:
         given = [override for started in read_events(connection, RunStarted) for override in started.overrides]
-    changes = {override.partition("=")[0]: override for override in given}
+    changes = {override.partition("=")[0]: override for override in given if _is_in_effect(override, folder)}
     return {key: override for key, override in changes.items() if key not in OWN_KEYS}
+
+
+def _is_in_effect(override: str, folder: RunFolder) -> bool:
+    """Return whether a run's `config.yaml` has the value of an override; True if nobody can tell."""
+    key = override.partition("=")[0]
+    try:
+        now, then = (flatten(load_config(folder.config, given)) for given in ([], [override]))
+    except ConfigError:  # it needs others beside it
+        return True
+    return all(now.get(each) == then.get(each) for each in {*now, *then} if f"{each}.".startswith(f"{key}."))
 
 
 def _find_difference(run: PlannedRun, folder: RunFolder, *, besides: Sequence[str]) -> str:

@@ -9,7 +9,10 @@ from laminar_lab.model_shape import ModelShape
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import MOST_CACHED, FleetPlacement
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
+from laminar_lab.step_time import LEARNER_MFU, with_passes
 from laminar_py.config import ConfigError, RunConfig, parse_config
+from laminar_py.config.algorithm import Proximal
+from laminar_py.config.learner import Recompute
 
 PER_NODE = 8  # GPUs
 PROMPT = 400  # tokens, unless the config has less room
@@ -27,9 +30,9 @@ def pretend(
     """Return the config with emulated engines and learner of the same size, and the times of `gpu` for its model.
 
     `p50`, `p99` and `prompt` are tokens of responses and prompts. A `measured` profile replaces the computed
-    times. Evaluations, the warm start, the reference model and what experts did are left out; several updates cost
-    as much as one. Raises `ConfigError` for an environment, whose times nobody knows, for a model that does not
-    fit, and for a profile of other replicas.
+    times. Evaluations, the warm start and records of experts are left out, and so are the settings that `ignored`
+    names. Raises `ConfigError` for an environment, whose times nobody knows, for a model that does not fit, and
+    for a profile of other replicas.
     """
     engine, learner = config.rollout.engine, config.learner
     if config.environment is not None:
@@ -48,7 +51,25 @@ def pretend(
     del tree["rollout"]["record"]
     tree["learner"] |= {"world_size": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
-    return parse_config(tree), request.profile(max(1, engine.gpus))
+    profile, algorithm = request.profile(max(1, engine.gpus)), config.algorithm
+    timed = with_passes(
+        profile.learner,
+        updates=algorithm.updates_per_step,
+        reference=algorithm.has_reference and not algorithm.reference_in_own_process,
+        proximal=algorithm.proximal is Proximal.RECOMPUTE,
+    )
+    return parse_config(tree), profile.model_copy(update={"learner": timed})
+
+
+def ignored(config: RunConfig) -> str:
+    """Return a line that names the settings whose time a pretended run leaves out; "" if there are none."""
+    algorithm, recompute = config.algorithm, config.learner.recompute
+    found = []
+    if recompute is not Recompute.NONE:
+        found.append(f"learner.recompute={recompute} (its work is part of the assumed MFU of {LEARNER_MFU:g})")
+    if algorithm.reference_in_own_process:
+        found.append("algorithm.reference_pass=stage (its GPU is assumed to keep up)")
+    return f"not in the times: {', '.join(found)}" if found else ""
 
 
 def request_of(

@@ -155,22 +155,22 @@ class PlanRequest:
     @property
     def version_bytes(self) -> int:
         """Bytes of a version: of the adapters alone where the learner trains adapters."""
+        return version_bytes(self._adapters or self.shape.total)
+
+    @property
+    def _adapters(self) -> int:
+        """Parameters of the adapters; 0 where the learner trains all weights."""
         lora = self.learner.lora
-        return version_bytes(self.shape.total if lora is None else self.shape.adapters(lora))
+        return 0 if lora is None else self.shape.adapters(lora)
 
     def profile(self, tensor_parallel: int) -> EmulationProfile:
         """Return the measured times, or the computed times of such a replica and of a learner GPU."""
         if self.measured is not None:
             return self.measured
+        shape, gpu, adapters = self.shape, self.fleet.gpu, self._adapters
         return EmulationProfile(
-            engine=engine_times(self.shape, self.fleet.gpu, tensor_parallel=tensor_parallel),
-            learner=learner_times(
-                self.shape,
-                self.fleet.gpu,
-                mfu=self.mfu,
-                frozen=self.learner.lora is not None,
-                published=self.version_bytes,
-            ),
+            engine=engine_times(shape, gpu, tensor_parallel=tensor_parallel, adapters=adapters),
+            learner=learner_times(shape, gpu, mfu=self.mfu, adapters=adapters),
         )
 
     def emulated_engine(self, *, learner_devices: int, start_spread_s: float = 0.0) -> dict[str, object]:

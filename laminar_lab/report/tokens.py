@@ -1,8 +1,8 @@
 """Use and loss of generated tokens: the waterfall from issued to useful tokens.
 
-The useful tokens over seconds of RL are the goodput. Each response token of a training trajectory is counted once:
-issued = sum of the losses + useful, and so is each trajectory (`tests/report/test_tokens.py`). Recomputed tokens
-and tokens of undone steps stand beside the waterfall.
+The useful tokens over seconds of RL are the goodput. Each response token of a training trajectory counts once, as
+useful or in one loss, so losses and useful tokens sum to the issued tokens. The same holds for trajectories
+(`tests/report/test_tokens.py`). Recomputed tokens and tokens of undone steps stand beside the waterfall.
 """
 
 from dataclasses import dataclass, replace

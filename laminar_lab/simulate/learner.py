@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from laminar_lab.emulation.settings import LearnerTimes, emulation_of
 from laminar_lab.simulate.record import INCARNATION, ObservedRecorder
 from laminar_lab.simulate.weights import ModelledWeights, weights_digest
-from laminar_lab.step_time import attention_share_of, version_bytes
+from laminar_lab.step_time import version_bytes
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import RefillWatch, StepBatch, TrajectoryScheduler, pack_step, step_events
 from laminar_py.observe import Stats
@@ -40,7 +40,7 @@ class SimulatedLearner:
         self._weights = parts.weights
         self._stats = parts.stats
         self._show = parts.show
-        self._attention_share = attention_share_of(times)
+        self._attention_share = times.attention_share
         self._stall_s = times.publish_s / self._emulation.compression
         # a baseline of `experiments/paper/baselines.py` takes a part of a step at once
         self._groups_at_once = config.rollout.prompts_per_step
@@ -65,7 +65,7 @@ class SimulatedLearner:
                 incarnation=INCARNATION,
                 parent=parent if parent >= 0 else None,
                 digest=weights_digest(self.version),
-                num_bytes=version_bytes(self._times.num_parameters),
+                num_bytes=version_bytes(self._times.num_published),
                 stall_s=self._stall_s,
             )
         )

@@ -304,7 +304,7 @@ class _Simulation:
 
 def _weights(config: RunConfig, profile: EmulationProfile) -> ModelledWeights:
     """Make the weights, which travel by the relay tree of the config, in virtual seconds."""
-    arrivals_s = host_arrivals_s(config, num_parameters=profile.learner.num_parameters)
+    arrivals_s = host_arrivals_s(config, num_parameters=profile.learner.num_published)
     return ModelledWeights(
         [arrival_s / emulation_of(config).compression for arrival_s in arrivals_s],
         publish_s=simulated_publish_s(config, profile),

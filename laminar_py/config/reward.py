@@ -18,7 +18,7 @@ from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 from laminar_py.records.codec import IntArray
-from laminar_py.records.scoring import ServerAddress
+from laminar_py.records.scoring import ServerAddress, TermValue
 from laminar_py.records.trajectory import Prompt
 
 ServerFlag: TypeAlias = str | int | float | bool | tuple[str | int | float, ...]
@@ -279,6 +279,23 @@ class RewardConfig(Section):
     def verdicts(self) -> tuple[str, ...]:
         """Names of the values that are right or wrong, of every task and every set."""
         return tuple(dict.fromkeys(term.verdict_name for term in self.terms if term.verdict_name is not None))
+
+    def verdict_fault(self, task: str, values: Collection[TermValue]) -> str:
+        """Return a line for the user if a task's `values` lack the verdict that a term of it names; else "".
+
+        A term with `unless` may have had no call, so it is not judged.
+        """
+        given = [value.name for value in values]
+        lacking = (one for one in self.of_task(task) if one.asked_unless is None and one.verdict_name is not None)
+        term = next((one for one in lacking if one.verdict_name not in given), None)
+        if term is None:
+            return ""
+        verdict = "true" if term.verdict is True else term.verdict
+        return (
+            f"reward.use: {term.title}: verdict={verdict}: no value has the name {term.verdict_name}, so"
+            " evaluations have no accuracy; set verdict to the value that is right (1) or wrong (0):"
+            f" {' or '.join(given)}"
+        )
 
     @property
     def waits_for_servers(self) -> bool:

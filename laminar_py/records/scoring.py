@@ -59,7 +59,7 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True):
 
     request: ScoringRequest  # without ids and log-probabilities if `tokens` refers to them
     tokens: tuple[TokensRef, ...] = ()  # tokens that the scorer reads; empty: the request has its tokens
-    is_shown: bool = False  # the score has the end of the response, since the user's terminal shows it
+    wants_sample: bool = False  # True: the score brings a sample of the response for the live view
 
     @property
     def id(self) -> str:
@@ -144,7 +144,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     length: int | None = None  # response tokens that the scorer read
     response_digest: int = 0  # CRC-32 of the response's ids
     response_logprob: float = 0.0  # sum over its sampled tokens
-    response_end: str = ""  # of a response that the user's terminal shows
+    sample: str = ""  # last characters of the response for the live view, if `Unscored.wants_sample`
 
     @property
     def answer(self) -> str:

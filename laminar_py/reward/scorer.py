@@ -202,7 +202,7 @@ PAUSE_S = 0.5  # before the first retry; it doubles before each further one
 LONGEST_PAUSE_S = 8.0
 OWN_LIMITS_S = 1.0  # margin, so that a served term's own timeout comes first
 CACHED = 4096  # outcomes of a term
-MOST_SHOWN = 400  # characters of a response that the user's terminal shows
+SAMPLE_CHARS = 400  # last characters of a response, for the live view
 Call: TypeAlias = Callable[[ScoringRequest], Awaitable[Outcome]]
 log = logging.getLogger(__name__)
 
@@ -319,8 +319,8 @@ class Scorer:
         try:
             request = await self._load(unscored)
             score = await self._score_request(request)
-            if unscored.is_shown:
-                score = msgspec.structs.replace(score, response_end=request.response[-MOST_SHOWN:])
+            if unscored.wants_sample:
+                score = msgspec.structs.replace(score, sample=request.response[-SAMPLE_CHARS:])
             self._done.append(score)
         except PayloadLostError as error:
             lost = DropReason.TOKENS_LOST

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from laminar_lab.doctor.memory import (
     HEAD_TOKENS,
     activations,
     gpu_memory,
+    host_memory,
     memory_faults,
     memory_warnings,
     state_parts,
@@ -252,11 +254,11 @@ def test_what_cannot_fit_is_refused_with_the_setting_and_a_value_that_fits(setti
     [
         (
             "rollout.kv_capacity=915000",
-            "a GPU of the engine holds 79.7 of 80.0 GB by formula, which leaves less",
+            "a GPU of the engine holds 79.7 of 80.0 GB by formula, which leaves less than 2%; lower rollout.kv_c",
         ),
         (
             "packer.max_tokens={fits}",
-            "a GPU of the learner holds 80.0 of 80.0 GB by formula, which leaves less",
+            "a GPU of the learner holds 80.0 of 80.0 GB by formula, which leaves less than 2%; raise learner.wo",
         ),
     ],
 )
@@ -267,6 +269,25 @@ def test_a_run_that_fits_without_a_margin_is_warned_of(setting, line, tmp_path):
     assert warning.startswith(line)
     assert memory_faults(config) == []
     assert memory_faults(shipped("7b_8gpu", tmp_path, f"packer.max_tokens={fits + 1}")) != []
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "limit"),
+    [
+        ("0::/", {"memory.max": "2000000000"}, 2e9),
+        ("0::/pod/box", {"memory.max": "max", "pod/memory.max": "3000000000", "pod/box/memory.max": "max"}, 3e9),
+        ("4:cpu,memory:/docker/1", {"memory/memory.limit_in_bytes": "1000000000"}, 1e9),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("1:cpu:/\n0::/", {"unified/memory.max": "max", "memory.limit_in_bytes": "5"}, None),
+    ],
+)
+def test_memory_is_a_containers_where_it_has_a_limit(tmp_path, line, files, limit):
+    (tmp_path / "own").write_text(f"{line}\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    found = host_memory(cgroups=tmp_path, own=tmp_path / "own")
+    assert found == (limit or psutil.virtual_memory().total)
 
 
 @pytest.mark.parametrize(

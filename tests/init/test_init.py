@@ -4,9 +4,7 @@ import json
 import os
 import pty
 import subprocess
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -140,7 +138,7 @@ def machine(here, monkeypatch, gigabytes):
     (here / "0.5B").mkdir()
     (here / "0.5B/config.json").write_text(json.dumps(SIZES_05B))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
+    monkeypatch.setattr("laminar_lab.init.choices.host_memory", lambda: gigabytes * 1e9)
 
 
 @pytest.mark.parametrize("tuning", TUNING)

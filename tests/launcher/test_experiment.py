@@ -122,19 +122,32 @@ def test_a_run_that_was_made_with_other_settings_is_not_taken_for_one_of_this_ex
         check_existing_runs(changed)
 
 
-async def test_a_run_that_was_resumed_by_hand_goes_on_with_its_overrides(tmp_path):
-    experiment = make_experiment(tmp_path, set={"learner.lr": 1e-3})
-    path, config = begin(experiment.runs[0]), experiment.runs[0].config
-    overrides = ("name=e-base-s0", "steps=8", "algorithm.name=dapo")
-    (started, _) = first_events(config, incarnation=2, host="a", data={}, overrides=overrides)
+async def resume_by_hand(run, overrides, *, learner_starts=True):
+    """Begin the run's folder, and resume it with overrides."""
+    path = begin(run)
+    (started, _) = first_events(run.config, incarnation=2, host="a", data={}, overrides=overrides)
     ledger = Ledger(path / LEDGER_NAME, host="a", clock=SystemClock())
     await ledger.start()
     ledger.append(started)
     await ledger.close()
-    record_overrides(run_at(path), overrides)
+    if learner_starts:
+        record_overrides(run_at(path), overrides)
+
+
+async def test_a_run_that_was_resumed_by_hand_goes_on_with_its_overrides(tmp_path):
+    experiment = make_experiment(tmp_path, set={"learner.lr": 1e-3})
+    await resume_by_hand(experiment.runs[0], ("name=e-base-s0", "steps=8", "algorithm.name=dapo"))
     line = "e-base-s0: a resume by hand changed steps=8 algorithm.name=dapo; the run continues with that"
     assert check_existing_runs(experiment) == [line]
     with pytest.raises(ConfigError, match=r"learner.lr=0.002: "):
+        check_existing_runs(make_experiment(tmp_path, set={"learner.lr": 2e-3}))
+
+
+async def test_a_resume_by_hand_that_ended_before_its_learner_started_changes_nothing(tmp_path):
+    experiment = make_experiment(tmp_path, set={"learner.lr": 1e-3})
+    await resume_by_hand(experiment.runs[0], ("learner.lr=5e-3", "steps=8"), learner_starts=False)
+    assert check_existing_runs(experiment) == []
+    with pytest.raises(ConfigError, match=r"learner.lr=0.002: .*was made with 0.001"):
         check_existing_runs(make_experiment(tmp_path, set={"learner.lr": 2e-3}))
 
 

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
+import pytest
 
 from laminar_py.config.loading import load_config
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.events import Dropped
 from laminar_py.records.host import SystemClock
-from laminar_py.records.scoring import Score
+from laminar_py.records.scoring import Score, TermValue
 from laminar_py.records.trajectory import DropReason
 from laminar_py.runtime.orchestrator import scoring as scoring_module
 from laminar_py.runtime.orchestrator.controller import collect_scores
@@ -32,6 +33,7 @@ class Scorers:
     """Stands for the processes; `reward` gives a value or None."""
 
     concurrency = 64
+    names = ()  # of the values in a score
 
     def __init__(self, reward):
         self._reward = reward
@@ -45,8 +47,8 @@ class Scorers:
     async def submit_responses(self, responses):
         for one in responses:
             score = self._scored(one.request, self._reward(one.request))
-            end = f"end of {one.id}" if one.is_shown else ""
-            self._scores.put_nowait(msgspec.structs.replace(score, response_end=end))
+            end = f"end of {one.id}" if one.wants_sample else ""
+            self._scores.put_nowait(msgspec.structs.replace(score, sample=end))
 
     def publish_addresses(self, addresses):
         raise AssertionError("nothing is launched")
@@ -61,21 +63,23 @@ class Scorers:
             return Score(trajectory_id=request.trajectory_id, value=None, **lost)
         failure = DropReason.REWARD_FAILED if value is None else None
         detail = "" if failure is None else "KeyError: 4 (at mine.py:2)"
-        return Score(trajectory_id=request.trajectory_id, value=value, failure=failure, detail=detail)
+        terms = [TermValue(name=name, value=value) for name in self.names if value is not None]
+        return Score(trajectory_id=request.trajectory_id, value=value, terms=terms, failure=failure, detail=detail)
 
     async def restart(self, index):
         raise AssertionError(f"worker {index} was restarted")
 
 
 @asynccontextmanager
-async def scoring_of(monkeypatch, reward, *, prompts, view=None):
+async def scoring_of(monkeypatch, reward, *, prompts, view=None, names=(), use="mine.py:score"):
     """Scoring, a fleet whose finished responses go there, the scorers, and what the user is told."""
     config = load_config(
         REPO / "configs/quickstart.yaml",
-        ["rollout.prompts_per_step=8", "rollout.group_size=4", "reward.use=[mine.py:score]"],
+        ["rollout.prompts_per_step=8", "rollout.group_size=4", f"reward.use=[{use}]"],
     )
     told, ends = [], []
     fleet, scorers = Fleet(replicas=1, batch=8, capacity=64), Scorers(reward)
+    scorers.names = names
     monkeypatch.setattr(scoring_module, "Scorers", lambda incarnation, segments: scorers)
     tokenizer = SimpleNamespace(encode=lambda text: np.empty(0, np.int32), eos_ids=(1,))
     incarnation = make_incarnation(
@@ -135,6 +139,28 @@ async def test_a_reward_is_tried_before_there_is_a_response_and_a_trial_ends_not
         ), "the same complaint is told once"
         assert scoring.failures.text == "", "no response of a model has failed"
         assert not fleet.log.events
+
+
+@pytest.mark.parametrize(
+    ("verdict", "names", "complaint"),
+    [
+        ("true", ["mine.py:score"], None),
+        ("right", ["form", "right"], None),
+        ("true", ["form", "right"], "verdict=true: no value has the name mine.py:score,"),
+        ("rigth", ["form", "right"], "verdict=rigth: no value has the name rigth,"),
+    ],
+)
+async def test_a_verdict_that_no_value_has_is_told_once_at_the_start(monkeypatch, verdict, names, complaint):
+    use = f"{{kind: function, path: 'mine.py:score', verdict: {verdict}}}"
+    prompts = [make_prompt(0), make_prompt(1)]
+    async with scoring_of(monkeypatch, lambda _: 1.0, prompts=prompts, names=names, use=use) as parts:
+        scoring, fleet, _, told, ends = parts
+        await score_all(scoring, fleet)
+    whole = (
+        f"reward.use: mine.py:score: {complaint} so evaluations have no accuracy; set verdict to the value that is"
+        " right (1) or wrong (0): form or right"
+    )
+    assert (told, ends) == ([whole] if complaint else [], [])
 
 
 async def test_the_first_failure_is_told_at_once_and_a_step_of_them_ends_the_run(monkeypatch):

@@ -10,7 +10,7 @@ from laminar_lab.emulation.settings import read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.judge import judge
 from laminar_lab.plan.planner import make_plan
-from laminar_lab.plan.pretend import placement_of, pretend, request_of
+from laminar_lab.plan.pretend import ignored, placement_of, pretend, request_of
 from laminar_lab.report.diagnosis import describe_diagnosis
 from laminar_lab.report.run_report import read_report
 from laminar_lab.simulate.record import new_simulated_run
@@ -61,6 +61,19 @@ def test_adapters_train_faster_and_travel_as_their_own_bytes(monkeypatch):
     assert profile.learner.train_tokens_per_s == pytest.approx(1.5 * whole_profile.learner.train_tokens_per_s)
     assert config.rollout.engine.learner_devices == 2
     assert config.rollout.replicas == whole.rollout.replicas
+
+
+def test_a_kl_term_and_several_updates_take_time_and_the_rest_is_named(monkeypatch):
+    monkeypatch.chdir(REPO)
+    path = REPO / "experiments/math_long_cot/7b_8gpu.yaml"
+    rates = {}
+    for kl in ("0", "0.1"):
+        _, profile = pretended(path, f"algorithm.kl_coef={kl}", "learner.world_size=4", "learner.offload=true")
+        rates[kl] = profile.learner.train_tokens_per_s
+    assert rates["0"] / rates["0.1"] == pytest.approx(8 / 6)
+    assert ignored(load_config(path, ["learner.recompute=none"])) == ""
+    line = ignored(load_config(path, ["learner.recompute=all"]))
+    assert line == "not in the times: learner.recompute=all (its work is part of the assumed MFU of 0.4)"
 
 
 def test_an_environment_whose_times_nobody_knows_is_refused(monkeypatch):

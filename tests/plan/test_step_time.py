@@ -21,7 +21,9 @@ from laminar_lab.step_time import (
     learner_times,
     token_cost,
     version_bytes,
+    with_passes,
 )
+from laminar_py.config.learner import LoraConfig
 from tests.runs.runs import REPO
 
 TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]
@@ -70,6 +72,29 @@ def test_the_learner_takes_six_flops_a_parameter_and_token():
     _, shape = model_named("7B")
     rate = learner_times(shape, gpu_named("H100"), mfu=0.4).train_tokens_per_s
     assert rate == pytest.approx(0.4 * 989e12 / (6 * shape.active))
+
+
+def test_adapters_leave_attention_its_cost_and_load_as_their_own_bytes():
+    _, shape = model_named("7B")
+    gpu, adapters = gpu_named("H100"), shape.adapters(LoraConfig(rank=32))
+    whole, frozen = (learner_times(shape, gpu, adapters=number) for number in (0, adapters))
+    assert frozen.attention_share == pytest.approx(1.5 * whole.attention_share)
+    for times, flops in ((whole, 6), (frozen, 4)):  # of a token pair's attention: 6 a layer and hidden value
+        pair_s = times.attention_share / times.train_tokens_per_s
+        attention = 6 * shape.num_hidden_layers * shape.hidden_size
+        assert pair_s * times.train_tokens_per_s * flops * shape.active == pytest.approx(attention)
+    loads = [engine_times(shape, gpu, tensor_parallel=1, adapters=number).load_s for number in (0, adapters)]
+    assert loads[1] / loads[0] == pytest.approx(adapters / shape.total)
+
+
+def test_a_reference_and_several_updates_cost_their_passes():
+    _, shape = model_named("7B")
+    once = learner_times(shape, gpu_named("H100"))
+    same = with_passes(once, updates=1, reference=False, proximal=True)
+    assert same == once
+    more = with_passes(once, updates=4, reference=True, proximal=True)
+    assert once.train_tokens_per_s / more.train_tokens_per_s == pytest.approx((6 + 2 + 1.5) / 6)
+    assert more.optimizer_s == 4 * once.optimizer_s
 
 
 # ---- one model for planner, simulator and calibration

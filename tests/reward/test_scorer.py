@@ -28,7 +28,7 @@ from laminar_py.records.scoring import (
 )
 from laminar_py.records.trajectory import DropReason
 from laminar_py.reward import scorer as scorer_module
-from laminar_py.reward.scorer import MOST_SHOWN, Scorer, ScorerStorage
+from laminar_py.reward.scorer import SAMPLE_CHARS, Scorer, ScorerStorage
 from tests.reward.requests import make_request
 
 PATIENCE_S = 60.0
@@ -144,15 +144,14 @@ async def test_terms_are_weighted_added_up_and_told_one_by_one(tmp_path):
     assert found.value == 2 * 1 - 0.5 * 0.5 + 1 + 2
 
 
-async def test_only_the_score_of_a_response_that_is_shown_has_its_end(tmp_path):
+async def test_only_a_score_that_should_bring_a_sample_has_the_end_of_its_response(tmp_path):
     requests = [make_request("so " * 500 + f"#{place}", index=place) for place in (0, 1)]
     async with scorer_of(tmp_path, {"use": [{"kind": "exact", "pattern": "#(.)$"}]}) as scorer:
-        hidden, shown = await scores_of(
-            scorer, *(Unscored(request=with_ids(one), is_shown=place == 1) for place, one in enumerate(requests))
-        )
-    assert hidden.response_end == ""
-    assert shown.response_end.endswith("so so #1")
-    assert len(shown.response_end) == MOST_SHOWN
+        given = (Unscored(request=with_ids(one), wants_sample=place == 1) for place, one in enumerate(requests))
+        hidden, shown = await scores_of(scorer, *given)
+    assert hidden.sample == ""
+    assert shown.sample.endswith("so so #1")
+    assert len(shown.sample) == SAMPLE_CHARS
 
 
 async def test_other_terms_are_added_to_the_reward_of_each_role(tmp_path):

@@ -71,6 +71,15 @@ def test_terms_are_named_by_kind_by_path_or_by_their_name() -> None:
     assert RewardConfig.model_validate_json(reward.model_dump_json()) == reward
 
 
+def test_a_share_of_tests_is_no_verdict() -> None:
+    """Also in a run's config.yaml, which has every field."""
+    for partial in (False, True):
+        term = {"kind": "code", "partial": partial}
+        reward = RewardConfig.model_validate_json(json_of(use=[term, "math"]))
+        for config in (reward, RewardConfig.model_validate_json(reward.model_dump_json())):
+            assert config.verdicts == (("math",) if partial else ("code", "math"))
+
+
 def test_two_terms_of_one_name_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"reward.by_task.code: two terms have the name m.py:f; give each its own `name`"

@@ -20,9 +20,12 @@ def sequence_cost(length: int, *, attention_share: float) -> float:
     return length + attention_share * length * length
 
 
-def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int) -> float:
-    """FLOPs of causal attention per pair of tokens (2 * layers * hidden), over a token's linear layers (2 * N)."""
-    return num_layers * hidden_size / num_parameters
+def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int, frozen: bool = False) -> float:
+    """FLOPs of causal attention per pair of tokens (6 * layers * hidden), over a token's linear layers (6 * N).
+
+    The backward pass is counted. Weights that are `frozen` beneath adapters have no gradient: 4 * N.
+    """
+    return 6 * num_layers * hidden_size / ((4 if frozen else 6) * num_parameters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -115,10 +115,10 @@ class Scoring:
 
     def submit_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Queue a finished response for a score."""
-        is_shown = trajectory.kind is Kind.TRAIN and self._is_sample_due()
+        wants_sample = trajectory.kind is Kind.TRAIN and self._is_sample_due()
         self._open_stage.submit_response(
             Unscored(
-                is_shown=is_shown,
+                wants_sample=wants_sample,
                 tokens=trajectory.tokens,
                 request=ScoringRequest(
                     trajectory_id=trajectory.id,
@@ -197,18 +197,21 @@ class Scoring:
         if trajectory.trains and score.value is not None:
             cut = trajectory.finish_reason is FinishReason.LENGTH
             self._stats.add_score(score.value, score.terms, trajectory.length, cut=cut)
-            if score.response_end:
-                self._view.sample(ShownSample(trajectory.prompt.text, score.response_end, score.value))
+            if score.sample:
+                self._view.sample(ShownSample(trajectory.prompt.text, score.sample, score.value))
             if trajectory.environment_s:
                 self._stats.add_turns(num_turns(trajectory.token_spans), trajectory.environment_s)
 
     def _finish_trial(self, score: Score) -> None:
-        """Count the score of the running trial, warn once of each reason to fail, and begin the next trial."""
+        """Count the score of the running trial, warn once of each fault, and begin the next trial."""
         trial = self._trials.popleft()
         self.failures.add_trial(score)
-        if score.value is None and score.detail not in self._reported:
-            self._reported.add(score.detail)
-            self._warn_user(trial.complaint(score, title=self._reward.title))
+        fault, line = score.detail, trial.complaint(score, title=self._reward.title)
+        if score.value is not None:
+            fault = line = self._reward.verdict_fault(trial.request.task, score.terms)
+        if fault and fault not in self._reported:
+            self._reported.add(fault)
+            self._warn_user(line)
         self._begin_next_trial()
 
     async def _deliver(self, scores: Sequence[Score]) -> None:

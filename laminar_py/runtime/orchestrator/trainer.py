@@ -360,6 +360,7 @@ class Trainer:
             hidden_size=started.hidden_size,
             num_layers=started.num_layers,
             num_parameters=started.num_parameters,
+            frozen=self._config.learner.lora is not None,
         )
         await self._adopt()
         version = self._versions.next_number()
