@@ -9,23 +9,27 @@ be private to the cluster.
 import os
 import socket
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 import psutil
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.metrics import RankPosition
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 _ours: dict[str, str] = {}  # variables of the environment that the user did not set
 
 JOIN_S = 86_400  # seconds that a rank waits for rank 0, which may make a warm start first; keepers see crashes
 COLLECTIVE_S = 1_800  # of a collective: ranks load models and read adapters' bases at different speeds
+STANDS_S = 45.0  # in an activity that takes seconds; with the time between two looks less than a minute
+COMPUTES_S = 600.0  # in a pass over one microbatch, which may compile the model's layers
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read them from the environment only
 
 
@@ -110,14 +114,32 @@ def _interface_towards(host: str, port: int) -> str:
 
 
 class Ranks:
-    """Sums over the ranks of `mesh`; without a mesh this process is the only rank, on the CPU.
+    """Sums over the ranks of `mesh`, and the position of this rank; without a mesh it is the only one, on the CPU.
 
-    Each method is a collective: all ranks must call it, in the same order.
+    Sums and maxima are collectives: all ranks must call them, in the same order. `position` may be read on any
+    thread. It counts the collectives of FSDP, too, since the process groups count them.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.mesh = mesh
         self.device = torch.device(mesh.device_type if mesh else "cpu")
+        groups: list[Any] = [dist.group.WORLD, *mesh.get_all_groups()] if mesh else []
+        backends = [group._get_backend(self.device) for group in groups]
+        self._backends = list({id(backend): backend for backend in backends}.values())
+        self._activity = RankPosition("idle", STANDS_S, 0, 0)  # without its collectives
+
+    def begin(self, activity: str, *, limit_s: float = STANDS_S) -> None:
+        """Note that this rank begins an activity, e.g. "microbatch 3 of 8 of step 12".
+
+        A rank that stays in it for more than `limit_s`, while other ranks wait in a collective, counts as hung.
+        """
+        self._activity = RankPosition(activity, limit_s, self._activity.num_activities + 1, 0)
+
+    @property
+    def position(self) -> RankPosition:
+        """The present activity, and the number of collectives that this rank has entered."""
+        entered = sum(backend._get_sequence_number_for_group() for backend in self._backends)
+        return replace(self._activity, collectives=entered)
 
     @property
     def num_ranks(self) -> int:

@@ -22,7 +22,7 @@ from laminar_py.config.algorithm import AlgorithmConfig, Proximal
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig
 from laminar_py.learner.checkpoint import Checkpointer
-from laminar_py.learner.distributed import Ranks
+from laminar_py.learner.distributed import COMPUTES_S, Ranks
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.layers import compile_layers, recompute_activations
 from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
@@ -127,11 +127,11 @@ class Learner:
     ) -> None:
         """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
         self._algorithm = algorithm
-        self._ranks = Ranks(mesh)
+        self.ranks = Ranks(mesh)  # with the position of this rank
         # True: gradients stay unsharded between microbatches. A rank alone has no other rank to reduce with.
-        alone = self._ranks.num_ranks == 1 and not settings.offload
+        alone = self.ranks.num_ranks == 1 and not settings.offload
         self._keeps_whole_gradients = settings.accumulate is Accumulate.WHOLE or alone
-        device, on_meta = self._ranks.device, self._ranks.num_ranks > 1
+        device, on_meta = self.ranks.device, self.ranks.num_ranks > 1
         self.model = load_policy(
             model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
         )
@@ -152,7 +152,7 @@ class Learner:
         self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
-        self._prover = StepProver(self.model, self._ranks, self._reference)
+        self._prover = StepProver(self.model, self.ranks, self._reference)
         self.steps_taken = 0
 
     def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
@@ -183,14 +183,14 @@ class Learner:
         reference_s = time.perf_counter() - started
         self._prover.begin()
         updates = self._split_updates(microbatches)
-        partition = estimate_partition(self.model, microbatches, self._algorithm, self._ranks)
-        sums = TokenSums(self._ranks.device)
+        partition = estimate_partition(self.model, microbatches, self._algorithm, self.ranks)
+        sums = TokenSums(self.ranks.device)
         losses: list[float] = []  # of updates that were not skipped
         norms: list[float] = []
         for update in updates:
-            of_update = TokenSums(self._ranks.device)
+            of_update = TokenSums(self.ranks.device)
             own_loss = self._backward(update, of_update, partition, at_step_start=not norms)
-            loss = self._ranks.sum(float(own_loss))
+            loss = self.ranks.sum(float(own_loss))
             self._prover.check_gradients()
             self._prover.mark()
             norm = self._optimizer.update(self.steps_taken, loss=loss)
@@ -201,7 +201,7 @@ class Learner:
                 sums.merge(of_update)
             self._prover.end_update()
         self.steps_taken += 1
-        sums.reduce(self._ranks)
+        sums.reduce(self.ranks)
         tokens = sums.tokens()
         trains = tokens.num_tokens > 0  # else no token had a weight, or all updates were skipped
         work = self._measure_work(microbatches)  # on CUDA this waits for all kernels of the step
@@ -222,8 +222,9 @@ class Learner:
 
     def probe(self, prompts: Sequence[IntArray]) -> list[NextToken]:
         """Return the present distribution of the token after each prompt."""
+        self.ranks.begin("probes", limit_s=COMPUTES_S)
         found = next_tokens(next_logprobs(self.model, probe_batch(prompts)))
-        if self._ranks.mesh:
+        if self.ranks.mesh:
             self.model.reshard()  # without a backward pass FSDP keeps the root's own parameters whole
         return found
 
@@ -285,7 +286,7 @@ class Learner:
         """Share of each update in the step's loss weights, over all ranks; 1 for an update without any weight."""
         if len(dealt) == 1:
             return [1.0]
-        weights = [self._ranks.sum(sum(float(batch.loss_weights.sum()) for batch in batches)) for batches in dealt]
+        weights = [self.ranks.sum(sum(float(batch.loss_weights.sum()) for batch in batches)) for batches in dealt]
         return [weight / (sum(weights) or 1.0) or 1.0 for weight in weights]
 
     def _start_logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor] | None:
@@ -294,7 +295,7 @@ class Learner:
             return None
         with torch.no_grad():
             return [
-                policy_logprobs(self.model, batch, trained_rows(batch, self._ranks.device))[0]
+                policy_logprobs(self.model, batch, trained_rows(batch, self.ranks.device))[0]
                 for batch in microbatches
             ]
 
@@ -306,10 +307,14 @@ class Learner:
         Adds the update's tokens to `sums`. `partition` is the result of `estimate_partition`. `at_step_start`: no
         update of the step has changed the weights yet.
         """
-        loss = torch.zeros((), device=self._ranks.device)
+        loss = torch.zeros((), device=self.ranks.device)
+        count = len(update.batches)
         for place, batch in enumerate(update.batches):
-            self._set_gradient_sync(last=place == len(update.batches) - 1)
-            rows = trained_rows(batch, self._ranks.device)
+            self.ranks.begin(
+                f"microbatch {place + 1} of {count} of step {self.steps_taken + 1}", limit_s=COMPUTES_S
+            )
+            self._set_gradient_sync(last=place == count - 1)
+            rows = trained_rows(batch, self.ranks.device)
             logprobs, entropy = policy_logprobs(self.model, batch, rows)
             at_start = None if update.at_start is None else update.at_start[place]
             inputs = make_loss_inputs(
@@ -321,20 +326,21 @@ class Learner:
             self._prover.add(batch, logprobs, entropy, share=update.share)
             sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
             loss += batch_loss.detach()
+        self.ranks.begin(f"update of the weights in step {self.steps_taken + 1}", limit_s=COMPUTES_S)
         return loss
 
     def _set_gradient_sync(self, *, last: bool) -> None:
         """Let FSDP reduce gradients over ranks in the next backward pass: always, or only in the `last` one."""
-        if self._ranks.mesh:
+        if self.ranks.mesh:
             self.model.set_requires_gradient_sync(last or not self._keeps_whole_gradients)
             self.model.set_is_last_backward(last or not self._keeps_whole_gradients)
 
     def _measure_work(self, microbatches: Sequence[MicroBatch]) -> Work:
         """Return tokens and FLOPs of a step, summed over ranks, from this rank's `microbatches`."""
         lengths = [length for batch in microbatches for length in batch.lengths]
-        peak = peak_flops(self._ranks.device)
+        peak = peak_flops(self.ranks.device)
         return Work(
-            int(self._ranks.sum(sum(lengths))),
-            self._ranks.sum(self._cost.flops(lengths)),
-            None if peak is None else peak * self._ranks.num_ranks,
+            int(self.ranks.sum(sum(lengths))),
+            self.ranks.sum(self._cost.flops(lengths)),
+            None if peak is None else peak * self.ranks.num_ranks,
         )

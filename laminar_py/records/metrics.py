@@ -234,3 +234,12 @@ class LearnerProgress(msgspec.Struct, frozen=True):
     done: int
     total: int
     loss: float
+
+
+class RankPosition(msgspec.Struct, frozen=True):
+    """Position of a learner's rank, e.g. `RankPosition("microbatch 3 of 8 of step 12", 600.0, 41, 1204)`."""
+
+    activity: str
+    limit_s: float  # seconds in this activity after which the rank counts as hung if other ranks wait for it
+    num_activities: int  # begun so far, with this one
+    collectives: int  # entered so far

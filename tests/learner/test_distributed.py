@@ -1,6 +1,7 @@
 """The process group of ranks: its environment and its time limits. A GPU's part is shown by the order of calls."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from laminar_py.learner import distributed, model
-from laminar_py.learner.distributed import COLLECTIVE_S, join_group, leave_group
+from laminar_py.learner.distributed import COLLECTIVE_S, STANDS_S, Ranks, join_group, leave_group
+from laminar_py.records.metrics import RankPosition
 from tests.learner.ranks import run_ranks
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -99,3 +101,31 @@ def test_an_offloaded_shard_is_cast_then_moved_to_the_meshs_device_then_gathered
     shard = Shard(num_ranks)
     model.gather_full(shard, torch.bfloat16)
     assert shard.calls == [torch.bfloat16, *calls, "gather"]
+
+
+def waiting_rank(rank: int, folder: Path) -> None:
+    """Rank 1 enters a collective once a thread of rank 0 has seen that rank 0 waits in it."""
+    ranks = Ranks(join_group(str(folder / "rendezvous"), rank=rank, world_size=2))
+    seen, before = folder / "seen", ranks.position.collectives
+
+    def watch() -> None:
+        while ranks.position.collectives == before:
+            time.sleep(0.01)
+        assert ranks.position == RankPosition("sums", STANDS_S, 1, before + 1)
+        seen.touch()
+
+    if rank == 0:
+        threading.Thread(target=watch).start()
+    else:
+        while not seen.exists():
+            time.sleep(0.01)
+        assert ranks.position.collectives == before
+    ranks.begin("sums")
+    assert ranks.sum(1.0) == 2.0
+    assert ranks.position.collectives == before + 1
+    leave_group()
+
+
+def test_another_thread_sees_in_which_collective_a_rank_waits(tmp_path: Path):
+    run_ranks(waiting_rank, tmp_path, world_size=2)
+    assert (tmp_path / "seen").exists()

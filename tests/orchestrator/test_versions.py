@@ -13,7 +13,7 @@ from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.codec import encode
 from laminar_py.records.events import Relayed, VersionLoaded
-from laminar_py.records.metrics import LearnerProgress
+from laminar_py.records.metrics import RankPosition
 from laminar_py.records.weights import Published
 from laminar_py.relay.messages import FileEntry, Manifest
 from laminar_py.relay.version_store import NoRoomError
@@ -138,8 +138,8 @@ async def test_what_a_dead_learner_left_is_put_on_record_wherever_it_was_seen(tm
 class Stopped:
     """A learner process that stands still when it is asked for a version."""
 
-    def progress(self):
-        return encode(LearnerProgress("", 0, 1, 0.0))
+    def position(self):
+        return encode(RankPosition("idle", 45.0, 0, 0))
 
     def completed(self, version):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -163,5 +163,5 @@ async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_
         learner = LearnerKeeper(incarnation, relays=None, show=print)
         learner.spawn()
         async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(PartCrashedError, match="no answer to progress in 2 s"):
+            with pytest.raises(PartCrashedError, match="no answer to position in 2 s"):
                 await learner.completed(0)

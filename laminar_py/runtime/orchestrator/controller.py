@@ -306,6 +306,7 @@ class Controller:
             versions=versions,
             stop=self._stop,
             show=self._show_step,
+            show_line=self.view.notice,
             on_fault=partial(self._alarms.tell, "checkpoint", "learner"),
             check_step=self._alarms.stepped,
         )

@@ -98,6 +98,7 @@ class Trainer:
         versions: Versions,
         stop: StopRequest,
         show: Callable[[StepRow], None],
+        show_line: Callable[[str], None] = lambda line: None,
         on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
         check_step: Callable[[StepBatch, StepMetrics, int], None] = lambda batch, metrics, step: None,
     ) -> None:
@@ -109,8 +110,7 @@ class Trainer:
         self._ledger, self._stats = incarnation.ledger, incarnation.stats
         self._supervisor = incarnation.supervisor
         self._incarnation_number = incarnation.number
-        self._scheduler = scheduler
-        self._learner = learner
+        self._scheduler, self._learner = scheduler, learner
         self._evaluator = evaluator
         self._versions = versions
         self._checkpoints = Checkpoints(
@@ -122,7 +122,7 @@ class Trainer:
             on_fault=on_fault,
         )
         self._on_fault = on_fault
-        self._show = show
+        self._show, self._show_line = show, show_line
         self._attention_share = 0.0
         self._refill = RefillWatch(
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
@@ -392,7 +392,9 @@ class Trainer:
         undone = await self._scheduler.consumption.roll_back(checkpoint.step)
         totals = read_totals(self._run.metrics, checkpoint.step)
         self._stats.totals.trained_tokens = totals.trained_tokens
-        log.warning("the learner goes back to step %d; %d trajectories are ready again", checkpoint.step, undone)
+        line = f"the learner goes back to step {checkpoint.step}; {undone} trajectories are ready again ({crash})"
+        log.warning(line)
+        self._show_line(line)
         await self._stop.unless_asked(self._replace_learner(crash))
         await self.start()
         self._scheduler.admit()

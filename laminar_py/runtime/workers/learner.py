@@ -18,7 +18,7 @@ import msgspec
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepWeights
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.metrics import LearnerProgress, LearnerStarted
+from laminar_py.records.metrics import LearnerProgress, LearnerStarted, RankPosition
 from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.records.weights import Published
@@ -27,6 +27,7 @@ from laminar_py.runtime.cluster.calls import Scalar
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartCrashedError, RunFailedError
 from laminar_py.runtime.cluster.part import Part, watched
 from laminar_py.runtime.cluster.placement import NodeSlot
+from laminar_py.runtime.workers.hangs import HangWatch
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import WATCH_S, Keeper
 from laminar_py.runtime.workers.relays import Relays
@@ -46,6 +47,7 @@ T = TypeVar("T")
 START_S = 600.0  # a rank does not answer while it imports and loads
 PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
+COLLECTIVE_CALLS = ("step", "publish")  # in which ranks wait for each other
 REFERENCE = "reference-0"
 PUBLISH_S = 3600.0  # a large model on a slow disk
 
@@ -66,6 +68,7 @@ class LearnerKeeper(Keeper):
         self._relays = relays
         self._show = show
         self._starts = 0
+        self._hangs = HangWatch(incarnation.config.learner.world_size)
         self._started: LearnerStarted | None = None
         self._checkpoint: Path | None = None
 
@@ -84,6 +87,7 @@ class LearnerKeeper(Keeper):
         """Start all ranks together, from the checkpoint if there is one; they meet at a new rendezvous."""
         await self._relays.root_up()
         rendezvous = await self._rendezvous(parts)
+        self._hangs = HangWatch(len(parts))
         ranks_on = Counter(part.place.node for part in parts)
         requests = [
             encode(
@@ -164,15 +168,33 @@ class LearnerKeeper(Keeper):
         """
         return _first_fault(await self._call_all("saved", [None] * len(self.parts)))
 
-    async def _watch_progress(self, *, starting: bool) -> None:
-        """Ask ranks for progress until cancelled; if `starting`, show rank 0's. Raises PartCrashedError."""
+    async def _watch_start(self) -> None:
+        """Ask starting ranks for progress until cancelled, and show rank 0's. Raises PartCrashedError."""
         while True:
-            await asyncio.sleep(PROGRESS_S if starting else WATCH_S)
+            await asyncio.sleep(PROGRESS_S)
             for rank, part in enumerate(self.parts):
-                limit = START_S if starting else self._config.supervisor.heartbeat_timeout_s
-                progress = await part.call_for(LearnerProgress, "progress", timeout_s=limit)
-                if starting and rank == 0:
+                progress = await part.call_for(LearnerProgress, "progress", timeout_s=START_S)
+                if rank == 0:
                     self._show(progress)
+
+    async def _watch_positions(self, *, judge: bool) -> None:
+        """Ask ranks for their positions until cancelled.
+
+        Raises PartCrashedError if a rank does not answer, or, with `judge`, if a rank keeps others waiting.
+        """
+        clock, limit_s = asyncio.get_running_loop().time, self._config.supervisor.heartbeat_timeout_s
+        if judge:
+            self._hangs.restart(clock())
+        pause_s = 0.0 if judge else WATCH_S  # at once, since a message about a crash needs a position
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = WATCH_S
+            for rank, part in enumerate(self.parts):
+                position = await part.call_for(RankPosition, "position", timeout_s=limit_s)
+                self._hangs.note(rank, position, now=clock())
+            hung = self._hangs.find_hung(clock()) if judge else None
+            if hung is not None:
+                raise PartCrashedError(self.parts[hung[0]].name, hung[1])
 
     async def _call_first(self, kind: type[T], method: str, arguments: Sequence[Scalar]) -> T:
         """Call the ranks as `_call_all` does, and return the decoded answer of rank 0."""
@@ -183,8 +205,8 @@ class LearnerKeeper(Keeper):
     async def _call_all(self, method: str, arguments: Sequence[Scalar]) -> list[object]:
         """Call rank i with argument i, None for no argument; with one argument only rank 0.
 
-        The call has no timeout, since a step may take long; a rank that hangs fails `progress`. A crash of
-        one rank kills all ranks.
+        The call has no timeout, since a step may take long; `_watch_positions` finds a rank that hangs. A crash
+        of one rank kills all ranks.
         """
         assert len(arguments) in (1, len(self.parts)), f"{len(arguments)} arguments for {len(self.parts)} ranks"
 
@@ -193,11 +215,24 @@ class LearnerKeeper(Keeper):
             pairs = zip(self.parts, named, strict=False)
             return await asyncio.gather(*(part.call(method, *given, timeout_s=math.inf) for part, given in pairs))
 
+        if method == "start":
+            watch = self._watch_start()
+        else:
+            watch = self._watch_positions(judge=method in COLLECTIVE_CALLS)
         try:
-            return await watched(call_ranks(), self._watch_progress(starting=method == "start"))
-        except PartCrashedError:
+            return await watched(call_ranks(), watch)
+        except PartCrashedError as error:
             self.kill()  # the other ranks wait in a collective that never completes
-            raise
+            raise self._located(error) from error
+
+    def _located(self, error: PartCrashedError) -> PartCrashedError:
+        """Return the crash of a rank with its host and its last activity."""
+        rank, part = next((rank, part) for rank, part in enumerate(self.parts) if part.name == error.part)
+        activity = self._hangs.last_activity(rank)
+        if not activity or part.place.node is None:
+            return error
+        where = f"rank {rank} on {self._placement.ip(part.place.node)}"
+        return PartCrashedError(error.part, f"{error.reason}; {where} was last seen in: {activity}")
 
 
 def _first_fault(faults: Sequence[object]) -> str:

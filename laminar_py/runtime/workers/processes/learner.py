@@ -3,9 +3,10 @@
 Called by `workers.learner`. Every rank makes every call, in the same order, since each is a collective.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
 from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
-from laminar_py.learner.distributed import join_group
+from laminar_py.learner.distributed import COMPUTES_S, STANDS_S, join_group
 from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
@@ -25,7 +26,7 @@ from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
-from laminar_py.records.metrics import LearnerProgress, LearnerStarted
+from laminar_py.records.metrics import LearnerProgress, LearnerStarted, RankPosition
 from laminar_py.records.pieces import ColumnPiece, ColumnRef
 from laminar_py.records.proofs import NextToken
 from laminar_py.records.weights import Published
@@ -58,6 +59,8 @@ from laminar_py.runtime.workers.specs import (
 VERSION = 0  # of all weights that are evaluated, also where an evaluation is resumed
 
 
+IDLE = "idle"
+ALONE = RankPosition(IDLE, math.inf, 0, 0)  # of a learner that a backend brings
 LOADING = LearnerProgress("loading the model", 0, 1, 0.0)
 
 
@@ -76,6 +79,14 @@ class LearnerActor(ComputingActor):
     def progress(self) -> LearnerProgress:
         """Return how far `start` is."""
         return self._progress
+
+    def position(self) -> RankPosition:
+        """Return what this rank does; its compute thread, which may wait in a collective, has noted it."""
+        return self._learner.ranks.position if isinstance(self._learner, Learner) else ALONE
+
+    def _begin(self, activity: str, *, limit_s: float = STANDS_S) -> None:
+        if isinstance(self._learner, Learner):
+            self._learner.ranks.begin(activity, limit_s=limit_s)
 
     @on_compute_thread
     def start(self, spec: LearnerSpec) -> LearnerStarted:
@@ -122,18 +133,23 @@ class LearnerActor(ComputingActor):
     def step(self, request: StepRequest) -> StepOutcome:
         """Step on the fetched trajectories; then publish the weights if the request has a version."""
         bundles, self._bundles = self._bundles, []
+        self._begin(f"start of step {self._learner.steps_taken + 1}", limit_s=COMPUTES_S)
         metrics = self._learner.step(microbatches(bundles, request.terms))
         stall_s = 0.0 if request.version is None else self._publish(request.version)
+        self._begin(IDLE)
         return StepOutcome(metrics, request.version, stall_s)
 
     @on_compute_thread
     def publish(self, version: int) -> float:
         """Publish the weights as `version`; return the seconds that the learner stood still for it."""
-        return self._publish(version)
+        stall_s = self._publish(version)
+        self._begin(IDLE)
+        return stall_s
 
     def _publish(self, version: int) -> float:
         """Write the version on rank 0, while all ranks gather each tensor; return the seconds of stall."""
-        tensors: Iterable[tuple[str, torch.Tensor]] = self._learner.named_tensors(dtype=self._dtype)
+        self._begin(f"wait until the version before {version} is complete", limit_s=COMPUTES_S)
+        tensors = self._noted_tensors(version)
         stall_s = 0.0
         if self._publisher is not None:
             stall_s = self._publisher.publish(version, tensors)
@@ -143,6 +159,12 @@ class LearnerActor(ComputingActor):
         if self._probes and isinstance(self._learner, Learner):
             self._next_tokens = {version: self._learner.probe(self._probes)}
         return stall_s
+
+    def _noted_tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a version, and note for each that this rank gathers and copies it."""
+        for name, tensor in self._learner.named_tensors(dtype=self._dtype):
+            self._begin(f"copy of {name} of version {version}")
+            yield name, tensor
 
     def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it; the controller calls only rank 0."""
