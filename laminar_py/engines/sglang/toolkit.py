@@ -50,7 +50,10 @@ class Interpreter:
 
 
 def ask_interpreter(python: Path) -> Interpreter:
-    """Ask an interpreter of this host for its packages of CUDA and its headers."""
+    """Ask an interpreter of this host for its packages of CUDA and its headers.
+
+    Raises `OSError` or `subprocess.SubprocessError` if it does not run, and `ValueError` if it answers otherwise.
+    """
     answer = subprocess.run(
         [str(python), "-c", _ASK], capture_output=True, text=True, timeout=60, check=True
     ).stdout
@@ -64,7 +67,7 @@ def compiler_environment(python: Path) -> dict[str, str]:
         return {}
     try:
         home = _packaged_home(ask_interpreter(python).packages)
-    except (OSError, subprocess.SubprocessError):  # the server does not start either, and says why
+    except (OSError, ValueError, subprocess.SubprocessError):  # the server does not start either, and says why
         return {}
     return {} if home is None else {"CUDA_HOME": str(linked_home(home, CACHE.absolute()))}
 
