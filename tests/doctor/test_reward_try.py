@@ -184,7 +184,8 @@ def reward_of(folder, **settings) -> RewardConfig:
         ({"gpus": 0}, r"reward\.servers\.prm\.flags\.max-total-tokens=None: on a CPU"),
     ],
 )
-async def test_a_server_that_does_not_start_is_one_line(tmp_path, settings, complaint):
+async def test_a_server_that_does_not_start_is_one_line(tmp_path, settings, complaint, monkeypatch):
+    monkeypatch.setattr("laminar_py.engines.sglang.launch.check_compilers", lambda python, *, field: None)
     with pytest.raises(ConfigError, match=complaint) as caught:
         async with open_pools(reward_of(tmp_path, **settings), tmp_path):
             raise AssertionError("it started")
