@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from laminar_lab.plan.placements import MOST_RUNNING, RESERVE_SHARE
 from laminar_lab.report.diagnosis import Bottleneck, Diagnosis, describe_cost, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
@@ -18,6 +19,7 @@ from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StaleP
 from laminar_py.config.run import RunConfig
 
 MANY_MICROBATCHES = 4  # of a rank in a step; a rank with more may gain from larger microbatches
+LEAST_GROWTH = 1.25  # of a decode batch that is worth a change
 MOST_WORKER_GROWTH = 8  # most reward workers that one remedy advises, over the present number
 FULL_ROOM_SHARE = 0.5  # of the room for turns; above this share, turns wait for room
 TURNS_PER_PROCESS = 4  # above so many turns at a time, turns of an environment process may delay each other
@@ -117,8 +119,16 @@ def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _larger_batch(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Yield a decode batch four times as large."""
-    change = f"{config.rollout.max_batch} -> {4 * config.rollout.max_batch}"
+    """Yield a decode batch four times as large, or as large as the KV caches and a GPU's usual limit allow."""
+    batch, use, engine = config.rollout.max_batch, step.use, config.rollout.engine
+    largest = 4 * batch
+    if use is not None and use.kv > 0:
+        largest = min(largest, int(batch * RESERVE_SHARE * use.slots / use.kv))
+    if engine.gpus or engine.emulates is not None:
+        largest = min(largest, MOST_RUNNING)
+    if largest < LEAST_GROWTH * batch:
+        return
+    change = f"{batch} -> {largest}"
     why = f"replicas have more than they decode at a time, {step.crowded_share:.0%} of the time"
     yield Remedy("rollout.max_batch", change, why)
 
