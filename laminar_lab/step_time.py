@@ -178,7 +178,7 @@ def simulated_publish_s(config: RunConfig, profile: EmulationProfile) -> float:
         return simulation.publish_s
     if rate is None or simulation.link_gbit_per_s is not None:
         return PUBLISH_S
-    return version_bytes(profile.learner.num_parameters) / rate / emulation.compression
+    return version_bytes(profile.learner.num_published) / rate / emulation.compression
 
 
 def host_arrivals_s(config: RunConfig, *, num_parameters: int) -> list[float]:

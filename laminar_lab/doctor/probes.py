@@ -12,10 +12,12 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
+from laminar_py.children import kernel
 from laminar_py.records.codec import decode, encode
 
 COPY_BYTES = 1 << 28
@@ -55,26 +57,20 @@ def probe_node(shm: str, has_gpus: str) -> bytes:
 
     `shm` is the folder of `relay.shm`; `has_gpus` is empty for a node without parts on GPUs.
     """
-    import torch
-
     folder = Path(shm)
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-    on_gpu = bool(has_gpus) and torch.cuda.is_available()
-    names = (
-        tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())) if on_gpu else ()
-    )
-    copies = [_gpu_copies(index) for index in range(len(names))]
+    gpus = _probe_gpus() if has_gpus else []
     return encode(
         NodeProbe(
-            torch=str(torch.__version__),
+            torch=version("torch"),
             driver=_driver(),
-            gpus=names,
+            gpus=tuple(name for name, _, _ in gpus),
             compiler=next((name for name in ("g++", "clang++") if shutil.which(name)), ""),
             headers=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
             shm_free=free,
             shm_bytes_per_s=_write_rate(folder) if free > 2 * COPY_BYTES else 0.0,
-            to_gpu=min((there for there, _ in copies), default=None),
-            from_gpu=min((back for _, back in copies), default=None),
+            to_gpu=min((there for _, there, _ in gpus), default=None),
+            from_gpu=min((back for _, _, back in gpus), default=None),
         )
     )
 
@@ -95,6 +91,28 @@ def _write_rate(folder: Path) -> float:
             file.write(data)
             rates.append(COPY_BYTES / (time.perf_counter() - begin))
     return max(rates)
+
+
+def _visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA counts them; [] means all. Ray hides all from a probe."""
+    return [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+
+
+def _probe_gpus() -> list[tuple[str, float, float]]:
+    """Return name and bytes per second to and from each GPU, by a process that sees them; [] where it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    if _visible_gpus():
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus())
+    command = [sys.executable, "-m", "laminar_lab.doctor.probes", "gpus"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    return decode(list[tuple[str, float, float]], bytes.fromhex(lines[-1])) if done.returncode == 0 else []
+
+
+def _copies_of_all() -> list[tuple[str, float, float]]:
+    import torch
+
+    return [(torch.cuda.get_device_name(index), *_gpu_copies(index)) for index in range(torch.cuda.device_count())]
 
 
 def _gpu_copies(index: int) -> tuple[float, float]:
@@ -129,14 +147,11 @@ def run_ranks(rendezvous: str, ranks: str, world_size: str, device: str) -> byte
     command = [sys.executable, "-m", "laminar_lab.doctor.probes", rendezvous, world_size, device]
     running = []
     for index, rank in enumerate(numbers):
-        environment = os.environ | (
-            {"CUDA_VISIBLE_DEVICES": str(index)} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
-        )
-        running.append(
-            subprocess.Popen(
-                [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
+        gpus = _visible_gpus()
+        gpu = gpus[index] if index < len(gpus) else str(index)
+        ours = {"CUDA_VISIBLE_DEVICES": gpu} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
+        words, out = [*command, str(rank)], subprocess.PIPE
+        running.append(subprocess.Popen(words, env=os.environ | ours, stdout=out, stderr=subprocess.STDOUT))
     end = time.monotonic() + JOIN_S
     answers = [_answer(process, rank, end) for process, rank in zip(running, numbers, strict=True)]
     return encode(answers)
@@ -202,6 +217,10 @@ def _measure_rank(rendezvous: str, world_size: int, device: str, rank: int) -> C
 
 
 if __name__ == "__main__":
-    _rendezvous, _world_size, _device, _rank = sys.argv[1:]
-    _found = _measure_rank(_rendezvous, int(_world_size), _device, int(_rank))
+    kernel.end_with_parent()
+    if sys.argv[1:] == ["gpus"]:
+        _found: object = _copies_of_all()
+    else:
+        _rendezvous, _world_size, _device, _rank = sys.argv[1:]
+        _found = _measure_rank(_rendezvous, int(_world_size), _device, int(_rank))
     sys.stdout.write(encode(_found).hex() + "\n")

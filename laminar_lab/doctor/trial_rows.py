@@ -1,15 +1,15 @@
 """Rows of `laminar doctor --try`: what a config asks of its machines, what was measured, and a verdict. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 
 import numpy as np
 
+from laminar_lab.report.rates import assumed_rates, measure_rates
 from laminar_lab.report.snapshot import Snapshot
-from laminar_lab.step_time import LEARNER_MFU, LOAD_BYTES_PER_S, PUBLISH_BYTES_PER_S, RELAY_BYTES_PER_S
-from laminar_py.records.events import Relayed, RunStarted, VersionLoaded, VersionPublished
+from laminar_lab.step_time import LEARNER_MFU
+from laminar_py.records.events import LearnerLoaded, RunStarted, VersionLoaded, VersionPublished
 
 SLOW = 0.5  # share of the asked rate below which a rate is called slow
 WEIGHTY = 64e6  # bytes of a version from which its rates say something about the machine
@@ -65,13 +65,23 @@ def rate_row(what: str, asked: float, measured: float, *, remedy: str, weighty: 
     )
 
 
-TRIAL = ("engines start", "first response", "learner step", "publish", "versions to nodes", "loads", "mismatch")
+TRIAL = (
+    "learner start",
+    "engines start",
+    "first response",
+    "learner step",
+    "publish",
+    "versions to nodes",
+    "loads",
+    "mismatch",
+)
 """Parts of the trial, in the order in which a run reaches them."""
 
 
 def trial_rows(snapshot: Snapshot, *, start_limit_s: float) -> list[TriedRow]:
     """Return a row for each part of the trial that the run reached."""
     rows = [
+        _loaded_row(snapshot),
         _start_row(snapshot, start_limit_s),
         _response_row(snapshot),
         _learner_row(snapshot),
@@ -83,6 +93,14 @@ def trial_rows(snapshot: Snapshot, *, start_limit_s: float) -> list[TriedRow]:
 
 def _first(times: Iterable[tuple[float, object]]) -> float | None:
     return next((at_s for at_s, _ in times), None)
+
+
+def _loaded_row(snapshot: Snapshot) -> TriedRow | None:
+    loaded = next((event for _, event in snapshot.history.of_kind(LearnerLoaded)), None)
+    if loaded is None:
+        return None
+    refused = f"; not used: {'; '.join(loaded.refused)}" if loaded.refused else ""
+    return judged("learner start", "an attention kernel that computes right", f"{loaded.attention}{refused}")
 
 
 def _start_row(snapshot: Snapshot, limit_s: float) -> TriedRow | None:
@@ -119,30 +137,23 @@ def _learner_row(snapshot: Snapshot) -> TriedRow | None:
 
 
 def _version_rows(snapshot: Snapshot) -> list[TriedRow]:
-    """Return rows of publish, relays and loads, medians without the first version."""
-    history = snapshot.history
-    published = {event.version: event for _, event in history.of_kind(VersionPublished)}
-    if not published:
+    """Return rows of publish, relays and loads; of several hosts the slowest counts."""
+    published = next((event for _, event in snapshot.history.of_kind(VersionPublished)), None)
+    if published is None:
         return []
-    size = next(iter(published.values())).num_bytes
-    weighty = size >= WEIGHTY
-    stalls = [event.num_bytes / event.stall_s for event in published.values() if event.stall_s]
-    relayed = [event.num_bytes / event.elapsed_s for _, event in history.of_kind(Relayed) if event.elapsed_s]
-    loads = [size / event.elapsed_s for _, event in history.of_kind(VersionLoaded) if event.elapsed_s]
+    hosts, asked = measure_rates(snapshot), assumed_rates(())
     found = (
-        ("publish", PUBLISH_BYTES_PER_S, stalls, "the limit of locked memory, other load on the host"),
-        ("versions to nodes", RELAY_BYTES_PER_S, relayed, "another network: ray start --node-ip-address"),
-        ("loads", LOAD_BYTES_PER_S, loads, "other load on the host's memory"),
+        ("publish", asked.publish, [one.publish for one in hosts], "the limit of locked memory, other load"),
+        ("versions to nodes", asked.receive, [one.receive for one in hosts], "ray start --node-ip-address"),
+        ("loads", asked.load, [one.load for one in hosts], "other load on the host's memory"),
     )
-    return [
-        rate_row(what, asked, _late_median(rates), remedy=remedy, weighty=weighty)
-        for what, asked, rates, remedy in found
-        if rates
-    ]
-
-
-def _late_median(rates: Sequence[float]) -> float:
-    return median(rates[len(rates) // 3 :])
+    rows = []
+    for what, wanted, rates, remedy in found:
+        known = [rate for rate in rates if rate is not None]
+        if known and wanted is not None:
+            weighty = published.num_bytes >= WEIGHTY
+            rows.append(rate_row(what, wanted, min(known), remedy=remedy, weighty=weighty))
+    return rows
 
 
 def _mismatch_row(snapshot: Snapshot) -> TriedRow | None:

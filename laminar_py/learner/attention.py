@@ -49,8 +49,11 @@ def missing_module(kernel: Attention) -> str:
     if module is None:
         return ""
     package = module.partition(".")[0]
-    if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
-        return f"the module {module} is not installed"
+    try:
+        if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
+            return f"the module {module} is not installed"
+    except (ImportError, OSError) as error:  # the search imports the package, e.g. built for another torch
+        return f"{package} cannot be imported: {' '.join(str(error).split())[:200]}"
     implementation = _IMPLEMENTATIONS.get(kernel)
     if implementation is not None and implementation not in list_flash_attention_impls():
         return f"torch {torch.__version__} does not offer {implementation}"
@@ -77,7 +80,7 @@ def register_kernel(kernel: Attention) -> str:
     Returns its name in transformers, the `attn_implementation` of a model.
     """
     activate(kernel)
-    name = f"packed_{kernel}"
+    name = f"packed_{kernel}".replace("flash", "fa")  # transformers takes any name with "flash" for its own
     AttentionInterface.register(name, _through_transformers(KERNELS[kernel]))
     AttentionMaskInterface.register(name, lambda **_: None)  # `cu_seqlens` has the same information
     return name

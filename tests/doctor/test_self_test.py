@@ -34,6 +34,7 @@ def test_a_laptop_s_config_is_tried_in_a_short_run(tmp_path, monkeypatch):
     code, rows = tried(QUICKSTART, f"runs={tmp_path}")
     assert code == 0
     assert all(row["verdict"] in (Verdict.OK, Verdict.SLOW) for row in rows.values())
+    assert rows["learner start"]["measured"] == "sdpa"
     assert {"engines start", "first response", "learner step", "publish", "loads", "the run's laws"} <= set(rows)
     assert list(tmp_path.iterdir()) == []
 
@@ -43,8 +44,8 @@ def test_what_a_trial_does_not_reach_is_named_with_the_run_s_last_line(tmp_path,
     monkeypatch.chdir(REPO)
     code, rows = tried(QUICKSTART, f"runs={tmp_path}", "data.train=/nowhere.jsonl")
     assert code == 2
-    assert (rows["engines start"]["verdict"], rows["loads"]["verdict"]) == (Verdict.FAILED, Verdict.NOT_RUN)
-    assert "data.train=/nowhere.jsonl" in rows["engines start"]["measured"]
+    assert (rows["learner start"]["verdict"], rows["loads"]["verdict"]) == (Verdict.FAILED, Verdict.NOT_RUN)
+    assert "data.train=/nowhere.jsonl" in rows["learner start"]["measured"]
     assert (tmp_path / "quickstart-trial/trial.log").is_file()
 
 

@@ -17,7 +17,7 @@ from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.engines.sglang.settings import OFF_CUDA, Flag, Flags, algorithm_in, flag_name, speculation_fault
-from laminar_py.engines.sglang.toolkit import check_compilers, compiler_environment
+from laminar_py.engines.sglang.toolkit import check_compilers, compiler_environment, own_path
 from laminar_py.records.pieces import Recording
 
 LOOPBACK = "127.0.0.1"
@@ -84,7 +84,7 @@ class ServerSpec:
     def environment(self) -> dict[str, str]:
         """Environment variables of the server: this process's, SGLang's own, and the compiler's place on GPUs."""
         special = _CPU_ENVIRONMENT if self.device is Device.CPU else compiler_environment(self.python)
-        return {**os.environ, **_ENVIRONMENT, **special}
+        return {**os.environ, "PATH": own_path(self.python), **_ENVIRONMENT, **special}
 
 
 def replica_server(

@@ -72,6 +72,11 @@ def compiler_environment(python: Path) -> dict[str, str]:
     return {} if home is None else {"CUDA_HOME": str(linked_home(home, CACHE.absolute()))}
 
 
+def own_path(python: Path) -> str:
+    """Return PATH with the folder of `python` first, where pip puts the ninja that SGLang compiles with."""
+    return os.pathsep.join([str(python.absolute().parent), os.environ.get("PATH", os.defpath)])
+
+
 def check_compilers(python: Path, *, field: str) -> None:
     """Raise `ConfigError` if a server of `python` on this host's GPUs could not compile its kernels."""
     known = ask_interpreter(python)
@@ -85,6 +90,7 @@ def check_compilers(python: Path, *, field: str) -> None:
         _check_packages(_packaged_home(known.packages), python, field)
     for name, found, package in (
         (cxx, shutil.which(cxx), "g++"),
+        ("ninja", shutil.which("ninja", path=own_path(python)), "ninja-build"),
         (known.headers, known.headers.is_file(), "python3-dev"),
     ):
         if not found:
