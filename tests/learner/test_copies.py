@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 
 from laminar_py.config.learner import Accumulate, LearnerConfig, ReduceDtype
 from laminar_py.learner.distributed import join_group, leave_group
@@ -63,7 +64,12 @@ def rank_main(rank, shard_ranks, model_folder, folder):
                 publish(learner, folder)
             else:
                 list(learner.named_tensors(dtype=torch.bfloat16))
+            between = mesh.get_group(0)._get_sequence_number_for_group
+            before = between()
             learner.step(microbatches(rank, 4))
+            if shard_ranks == 2:
+                units = sum(isinstance(module, FSDPModule) for module in learner.model.modules())
+                assert between() - before == units, "groups add gradients once for two microbatches"
             stepped = full_parameters(learner)
             if rank == 0:
                 save_file(stepped, folder / "stepped.safetensors")
