@@ -23,6 +23,7 @@ from laminar_lab.emulation.settings import EmulationProfile, EngineTimes, Learne
 from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
+from laminar_py.config.learner import LearnerConfig, ReduceDtype
 from laminar_py.relay import choose_chunk_bytes, grow_tree
 
 Floats = npt.NDArray[np.float64]
@@ -144,14 +145,53 @@ def token_cost(times: LearnerTimes, lengths: Floats) -> float:
     return 1.0 + times.attention_share * float((lengths**2).mean()) / float(lengths.mean())
 
 
-def learner_step_s(times: LearnerTimes, *, tokens: float, cost: float, microbatches: float, ranks: int) -> float:
+def learner_step_s(
+    times: LearnerTimes,
+    *,
+    tokens: float,
+    cost: float,
+    microbatches: float,
+    ranks: int,
+    traffic: "RankTraffic | None" = None,
+) -> float:
     """Return the seconds of a step with equal microbatches, and of its publish. Each microbatch runs on one rank,
-    and the ranks take them in rounds.
+    and the ranks take them in rounds. A round takes as long as its `traffic`, if this is longer than the
+    computation that hides it.
 
-    `LearnerTimes.step_s` computes the same for microbatches that are known one by one.
+    `LearnerTimes.step_s` computes the same for microbatches that are known one by one, without traffic.
     """
     rounds = math.ceil(microbatches / ranks)
-    return times.optimizer_s + times.publish_s + rounds * tokens / microbatches * cost / times.train_tokens_per_s
+    fixed_s = times.optimizer_s + times.publish_s
+    round_s = tokens / microbatches * cost / times.train_tokens_per_s
+    if traffic is None:
+        return fixed_s + rounds * round_s
+    last_s = max(round_s, traffic.round_s + traffic.copies_s)
+    return fixed_s + (rounds - 1) * max(round_s, traffic.round_s) + last_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """Seconds of FSDP's collectives, e.g. `RankTraffic(round_s=0.18, copies_s=0.3)`."""
+
+    round_s: float  # of a microbatch: two gathers of bf16 weights, and a sum of gradients over the shards
+    copies_s: float  # of an update: a sum of gradients over the copies
+
+
+def rank_traffic(
+    shape: ModelShape, gpu: Gpu, learner: LearnerConfig, *, per_node: int, network_bytes_per_s: float
+) -> RankTraffic:
+    """Return the traffic of ranks on nodes of `per_node` GPUs, which share a node's network.
+
+    A ring over ranks of one node runs at NVLink's speed, a ring over nodes at most at the network's.
+    """
+    size, copies = learner.shard_size, learner.world_size // learner.shard_size
+    trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
+    summed = (2 if learner.reduce_dtype is ReduceDtype.BFLOAT16 else 4) * trained  # bytes
+    link = LINK_SHARE * gpu.link_bytes_per_s
+    of_shards = link if size <= per_node else min(link, network_bytes_per_s)
+    of_copies = link if learner.world_size <= per_node else min(link, network_bytes_per_s / min(size, per_node))
+    round_bytes = (2 * BF16_BYTES * shape.total + summed) * (size - 1) / size
+    return RankTraffic(round_bytes / of_shards, 2 * summed / size * (copies - 1) / copies / of_copies)
 
 
 # ---- publication

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from laminar_lab.doctor.checks import Fit, PretendedCluster
     from laminar_lab.doctor.memory import GpuMemory
     from laminar_lab.doctor.trial_rows import TriedRow
+    from laminar_py.config import RunConfig
     from laminar_py.runtime.cluster import Node
 
 app = typer.Typer()
@@ -47,40 +48,69 @@ def doctor(
 
     With a config, show where its parts would run and how much memory they take on each GPU, on its cluster or on
     an imagined one (`--pretend`). `--try` measures what these machines reach with it, in some minutes, and exits
-    with 2 where a part fails; with `--pretend` it lists what it would measure.
+    with 2 where a part fails; with `--pretend` it lists the measurements.
     """
-    from laminar_lab.doctor.checks import examine, fit, fit_pretended, pretended_cluster
-    from laminar_lab.doctor.self_test import planned_rows, self_test
-    from laminar_lab.plan.known_models import named_folder
+    settings = _settings(config, overrides or [], model=model)
+    gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
+    if settings is None:
+        for option, value in (("--pretend", ",".join(pretend or [])), ("--try", "true" * try_it)):
+            if value:
+                raise ConfigError(f"{option}={value}: needs a config; name its YAML file")
+        _print_findings()
+    elif pretend:
+        _pretend(settings, pretend, gpu_bytes=gpu_bytes, try_it=try_it, as_json=as_json)
+    elif try_it:
+        _try(settings, seconds=seconds, as_json=as_json)
+    else:
+        from laminar_lab.doctor.checks import fit
+
+        _print_fit(fit(settings, gpu_bytes=gpu_bytes))
+
+
+def _settings(config: Path | None, changes: list[str], *, model: str | None) -> "RunConfig | None":
+    """Read the config, with a model of that size or name; None without a config. Raises `ConfigError`."""
+    if config is None:
+        if model is not None:
+            raise ConfigError(f"--model={model}: needs a config; laminar plan {model} --gpus 1x8xH100 needs none")
+        return None
+    if model is not None:
+        from laminar_lab.plan.known_models import named_folder
+
+        changes = [*changes, f"model.path={named_folder(model)}"]
+    return load_config(config, changes)
+
+
+def _pretend(
+    settings: "RunConfig", nodes: list[str], *, gpu_bytes: float | None, try_it: bool, as_json: bool
+) -> None:
+    """Place a config on imagined nodes; with `try_it` list the measurements of real ones."""
+    from laminar_lab.doctor.checks import fit_pretended, pretended_cluster
+    from laminar_lab.doctor.self_test import planned_rows
+
+    cluster = pretended_cluster(nodes)
+    placed = fit_pretended(settings, cluster, gpu_bytes=gpu_bytes)
+    if try_it:
+        _print_tried(planned_rows(settings, placed), as_json=as_json)
+    else:
+        _print_fit(placed, cluster)
+
+
+def _try(settings: "RunConfig", *, seconds: float, as_json: bool) -> None:
+    """Measure the machines of a config."""
+    from laminar_lab.doctor.self_test import self_test
     from laminar_py.runtime.preflight import prepare
 
-    gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
-    changes = overrides or []
-    if model is not None:
-        if config is None:
-            raise ConfigError(f"--model={model}: needs a config; laminar plan {model} --gpus 1x8xH100 needs none")
-        changes = [*changes, f"model.path={named_folder(model)}"]
-    if try_it and config is None:
-        raise ConfigError("--try: needs a config to try; name its YAML file, e.g. configs/quickstart.yaml")
-    if pretend:
-        if config is None:
-            raise ConfigError(f"--pretend={','.join(pretend)}: needs a config to place; name its YAML file")
-        cluster, settings = pretended_cluster(pretend), load_config(config, changes)
-        placed = fit_pretended(settings, cluster, gpu_bytes=gpu_bytes)
-        if try_it:
-            _print_tried(planned_rows(settings, placed), as_json=as_json)
-        else:
-            _print_fit(placed, cluster)
-        return
-    if config is not None and try_it:
-        settings = load_config(config, changes)
-        prepare(settings)
-        show = (lambda part: None) if as_json else (lambda part: print_line(part, style="dim"))
-        _print_tried(self_test(settings, seconds=seconds, show=show), as_json=as_json)
-        return
-    if config is not None:
-        _print_fit(fit(load_config(config, changes), gpu_bytes=gpu_bytes))
-        return
+    def show(part: str) -> None:
+        if not as_json:
+            print_line(part, style="dim")
+
+    prepare(settings)
+    _print_tried(self_test(settings, seconds=seconds, show=show), as_json=as_json)
+
+
+def _print_findings() -> None:
+    from laminar_lab.doctor.checks import examine
+
     table = Table("what", "here", "remedy")
     for finding in examine():
         style = None if finding.good else "yellow"

@@ -21,6 +21,7 @@ from laminar_lab.doctor.memory import (
     host_memory,
     memory_faults,
     memory_warnings,
+    shard_advice,
     smallest_gpu,
 )
 from laminar_lab.gpus import Gpu, read_group
@@ -108,6 +109,8 @@ def _fit(
         memory += gpu_memory(config, gpu_bytes=size, kinds=[kind])
         found += memory_faults(config, gpu_bytes=size, kinds=[kind])
         warnings += memory_warnings(config, gpu_bytes=size, kinds=[kind])
+        if placement is not None and kind == "learner":
+            warnings += shard_advice(config, [place.node for place in placement.plan.learner], gpu_bytes=size)
     if placement is None:
         return Fit(nodes=seen, memory=memory, rows=[], warnings=warnings, faults=found, unplaced=unplaced)
     found += find_faults(placement)

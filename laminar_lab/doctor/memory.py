@@ -11,7 +11,8 @@ engine are exact; activations and the memory that CUDA and its allocator keep ar
 import itertools
 import subprocess
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import psutil
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.known_models import shape_at
 from laminar_py.config.cluster import Device
-from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute
+from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute, ReduceDtype
 from laminar_py.config.run import RunConfig
 from laminar_py.engines import served_dtype
 from laminar_py.records.codec import encode
@@ -118,6 +119,35 @@ def host_memory(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
     return min(limits)
 
 
+def shard_advice(config: RunConfig, nodes: Sequence[str | None], *, gpu_bytes: float = GPU_BYTES) -> list[str]:
+    """Return a line if groups of a node's ranks fit and would keep gathers on NVLink, or if a group spans nodes.
+
+    `nodes` has each rank's node.
+    """
+    learner, shape, ranks_on = config.learner, shape_at(config.model.path), Counter(nodes)
+    if len(ranks_on) == 1 or config.learner_device is not Device.CUDA or shape is None:
+        return []
+    if learner.shard_ranks is not None:
+        starts = range(0, len(nodes), learner.shard_ranks)
+        spans = sum(len(set(nodes[start : start + learner.shard_ranks])) > 1 for start in starts)
+        ranks = ", ".join(map(str, ranks_on.values()))
+        line = (
+            f"learner.shard_ranks={learner.shard_ranks}: {spans} of {len(starts)} groups span nodes, which have"
+            f" {ranks} ranks of the learner; choose a number that divides each"
+        )
+        return [line] if spans else []
+    size, *others = set(ranks_on.values())
+    changed = config.model_copy(update={"learner": learner.model_copy(update={"shard_ranks": size})})
+    parts = _learner_gpu(shape, changed, gpu_bytes)
+    if others or size == 1 or not has_margin(parts, gpu_bytes):
+        return []
+    return [
+        f"learner.shard_ranks=null: each microbatch gathers weights over {len(ranks_on)} nodes; set it to {size},"
+        f" a node's ranks, to gather over NVLink, with {sum(parts.values()) / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
+        " on a GPU by formula"
+    ]
+
+
 def smallest_gpu() -> bytes:
     """Return the encoded bytes of this host's smallest GPU, by nvidia-smi; 0 if there is none."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -151,7 +181,7 @@ def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape
     learner = config.learner
     beside: Parts = {}
     if reference is not None:  # its embeddings stay gathered after its pass
-        held = 0.0 if learner.offload else 4.0 * reference.total / learner.world_size
+        held = 0.0 if learner.offload else 4.0 * reference.total / learner.shard_size
         beside = {"reference model": held + 2.0 * reference.root}
     return learner_memory(shape, learner, tokens=config.packer.max_tokens) | beside
 
@@ -166,9 +196,9 @@ def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
     """Return the bytes of fp32 masters, gradients and AdamW's moments on a rank's GPU."""
     trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
     weights = shape.total + (0 if learner.lora is None else trained)
-    ranks, host = learner.world_size, learner.offload
+    ranks, host = learner.shard_size, learner.offload
     gradients = 0.0 if host else 4.0 * trained / ranks
-    if learner.accumulate is Accumulate.WHOLE and (ranks > 1 or host):
+    if learner.accumulate is Accumulate.WHOLE and (learner.world_size > 1 or host):
         gradients = 4.0 * trained
     return {
         "masters (fp32)": 0.0 if host else 4.0 * weights / ranks,
@@ -182,6 +212,7 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
     root, layer = 2.0 * shape.root, 2.0 * shape.layer  # in bf16, gathered
     head = 2.0 * shape.embedding
     trains = learner.lora is None
+    summed = 1.0 if learner.reduce_dtype is ReduceDtype.BFLOAT16 else 2.0  # bytes of a sum's number over bf16's
     kept = activations(shape, learner.recompute, tokens=tokens)
     logits = 4.0 * HEAD_TOKENS * shape.vocab_size  # with their gradient, bf16
     yield {
@@ -191,7 +222,7 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
         "head: logits and gradient": logits + 3 * head,  # summed up in fp32, and once in bf16
     }
     again = 0.0 if learner.recompute is Recompute.NONE else _of_layer(shape)
-    reduced = 2 * layer + 2 * layer / learner.world_size if trains else 0.0
+    reduced = summed * (layer + layer / learner.shard_size) if trains else 0.0
     yield {
         "embedding and head (bf16)": root,
         "layers (bf16)": 2 * layer + (layer + reduced if trains else 0.0),  # the next one, gradient, reduction
@@ -199,7 +230,7 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
         "head: logits and gradient": head if trains else 0.0,
     }
     yield {
-        "embedding and head (bf16)": root + (2 * root + 2 * root / learner.world_size if trains else 0.0),
+        "embedding and head (bf16)": root + (summed * (root + root / learner.shard_size) if trains else 0.0),
         "layers (bf16)": 0.0,
         "activations": 0.0,
         "head: logits and gradient": 0.0,
@@ -250,8 +281,8 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
         changed = config.model_copy(update={"learner": learner.model_copy(update=dict(change))})
         if sum(_learner_gpu(shape, changed, gpu_bytes).values()) <= gpu_bytes:
             (first, value), *others = change.items()
-            further = "".join(f" and learner.{name} to {value}" for name, value in others)
-            return f"learner.{first}={getattr(learner, first)}: {needs}; set it to {value}{further}"
+            further = "".join(f" and learner.{name} to {_written(value)}" for name, value in others)
+            return f"learner.{first}={getattr(learner, first)}: {needs}; set it to {_written(value)}{further}"
     return (
         f"packer.max_tokens={config.packer.max_tokens}: {needs} on any number of ranks; lower it, with"
         " rollout.max_len, or train a smaller model"
@@ -260,12 +291,25 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
 
 def _changes(learner: LearnerConfig) -> Iterator[Mapping[str, object]]:
     """Yield changes of settings that need less memory, the cheapest first."""
-    sharded = {"accumulate": Accumulate.SHARDED} if learner.accumulate is Accumulate.WHOLE else {}
+    sharded: dict[str, object] = {}
+    if learner.accumulate is Accumulate.WHOLE:
+        sharded = {"accumulate": Accumulate.SHARDED}
     again = sharded | ({"recompute": Recompute.ALL} if learner.recompute is not Recompute.ALL else {})
+    groups: list[dict[str, object]] = []
+    if learner.shard_ranks is not None:
+        larger = range(learner.shard_ranks + 1, learner.world_size)
+        groups = [{"shard_ranks": size} for size in larger if learner.world_size % size == 0]
+        groups.append({"shard_ranks": None})
     yield from (change for change in (sharded, again) if change)
     for change in (sharded, again):
+        yield from (change | group for group in groups)
+        whole = groups[-1] if groups else {}
         for ranks in range(learner.world_size + 1, MOST_RANKS + 1):
-            yield change | {"world_size": ranks}
+            yield change | whole | {"world_size": ranks}
+
+
+def _written(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _needs(column: GpuMemory, gpu_bytes: float) -> str:

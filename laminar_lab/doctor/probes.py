@@ -28,7 +28,7 @@ LOG_CHARS = 200
 
 
 class NodeProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has, e.g. `NodeProbe(torch="2.13.0+cpu", compiler="g++", shm_free=8 << 30, ...)`."""
+    """Software and speed of a node, e.g. `NodeProbe(torch="2.13.0", compiler="g++", shm_free=8 << 30, ...)`."""
 
     torch: str
     driver: str = ""  # "" without a GPU
@@ -158,7 +158,7 @@ def run_ranks(rendezvous: str, ranks: str, world_size: str, device: str) -> byte
 
 
 def _answer(process: "subprocess.Popen[bytes]", rank: int, end: float) -> str:
-    """Return a rank's answer; end one that is late."""
+    """Return a rank's answer; end a late rank."""
     try:
         output, _ = process.communicate(timeout=max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -186,7 +186,7 @@ def _measure_rank(rendezvous: str, world_size: int, device: str, rank: int) -> C
     import torch
     import torch.distributed as dist
 
-    from laminar_py.learner.distributed import join_group
+    from laminar_py.learner import join_group
 
     torch.set_num_threads(1)
     sys.stdout.write(f"waits for the other ranks of {world_size}\n")

@@ -18,8 +18,7 @@ from laminar_lab.doctor.trial_rows import TRIAL, TriedRow, Verdict, judged, rate
 from laminar_py.config import RunConfig
 from laminar_py.config.cluster import Device
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster import Needs, NoAnswerError, Placement, nodes, on_node, open_cluster
-from laminar_py.runtime.cluster.backend import free_port
+from laminar_py.runtime.cluster import Needs, NoAnswerError, Placement, free_port, nodes, on_node, open_cluster
 
 GPU_COPY, SHM_WRITE = 20e9, 1e9  # bytes per second: PCIe 4 with 16 lanes, and one core that writes
 NVLINK, NETWORK, LOOPBACK = 100e9, 5e9, 0.1e9  # bytes per second and rank of a collective

@@ -130,7 +130,7 @@ def _train(path: Path, seconds: float) -> str | None:
 
 
 def _not_reached(rows: list[TriedRow], ended: str, kept: Path) -> Iterator[TriedRow]:
-    """Yield a failed row for the first part without figures, and rows of what came after it."""
+    """Yield a failed row for the first part without figures, and rows of the parts after it."""
     missing = [what for what in TRIAL if all(row.what != what for row in rows)]
     for index, what in enumerate(missing or ["the run's end"]):
         if index:

@@ -1,4 +1,4 @@
-"""Rows of `laminar doctor --try`: what a config asks of its machines, what was measured, and a verdict. Pure."""
+"""Rows of `laminar doctor --try`: a config's demand on its machines, a measurement and a verdict. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def judged(
 
 
 def rate_row(what: str, asked: float, measured: float, *, remedy: str, weighty: bool = True) -> TriedRow:
-    """Judge a rate in bytes per second. One that is not `weighty` was measured with too few bytes to be slow."""
+    """Judge a rate in bytes per second; unless `weighty`, it had too few bytes to be called slow."""
     return judged(
         what,
         f"{asked / 1e9:.3g} GB/s" if weighty else "more than 64 MB would be judged",

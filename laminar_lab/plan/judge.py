@@ -18,7 +18,7 @@ from statistics import mean
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.plan.placements import FleetPlacement
 from laminar_lab.plan.request import PlanRequest
-from laminar_lab.plan.stages import estimate
+from laminar_lab.plan.stages import estimate, traffic_slowdown
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
 from laminar_py.config import RunConfig, parse_config
@@ -120,6 +120,7 @@ def shrunk_fleet(
     devices = max(1, round(ratio * placement.learner_gpus))
     profile = request.profile(placement.tensor_parallel)
     rate = profile.learner.train_tokens_per_s * ratio * placement.learner_gpus / devices
+    rate /= traffic_slowdown(request, placement)
     lengths, is_async = request.lengths, placement.schedule is Schedule.ASYNC
     spread_s = estimate(request, placement).step_s if is_async else 0.0
     config = parse_config(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from laminar_lab.doctor.memory import MARGIN, Parts, cache_tokens, has_margin, learner_memory, with_spare
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
+from laminar_lab.step_time import RankTraffic, rank_traffic
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import Schedule
@@ -38,6 +39,7 @@ class FleetPlacement:
     kv_tokens: int  # of a replica
     pack_tokens: int  # of a microbatch
     recompute: Recompute
+    shard_ranks: int | None = None  # that share a copy of the weights; None: all
 
 
 def placements(request: PlanRequest) -> list[FleetPlacement]:
@@ -84,13 +86,40 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
 
 def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
     """Return the peak bytes of a learner GPU by part."""
-    return _learner_bytes(request, placement.learner_gpus, placement.recompute)
+    return _learner_bytes(request, placement.learner_gpus, placement.recompute, placement.shard_ranks)
 
 
-def _learner_bytes(request: PlanRequest, ranks: int, recompute: Recompute) -> Parts:
-    learner = request.learner.model_copy(update={"world_size": ranks, "recompute": recompute})
-    parts = learner_memory(request.shape, learner, tokens=request.lengths.most)
+def learner_traffic(request: PlanRequest, ranks: int, shard_ranks: int | None) -> RankTraffic:
+    """Return the seconds that a rank's collectives take."""
+    fleet = request.fleet
+    learner = request.learner.model_copy(update={"world_size": ranks, "shard_ranks": shard_ranks})
+    return rank_traffic(
+        request.shape,
+        fleet.gpu,
+        learner,
+        per_node=fleet.per_node,
+        network_bytes_per_s=fleet.network_bytes_per_s,
+    )
+
+
+def _learner_bytes(
+    request: PlanRequest, ranks: int, recompute: Recompute, shard_ranks: int | None = None
+) -> Parts:
+    changes = {"world_size": ranks, "recompute": recompute, "shard_ranks": shard_ranks}
+    parts = learner_memory(request.shape, request.learner.model_copy(update=changes), tokens=request.lengths.most)
     return with_spare(parts, request.fleet.gpu.memory_bytes)
+
+
+def _shard_ranks(request: PlanRequest, ranks: int, recompute: Recompute) -> int | None:
+    """Return a node's GPUs if a learner on several whole nodes fits in groups of a node; else None.
+
+    Groups keep gathers on NVLink. Their copies of the weights add gradients over the network once an update.
+    """
+    size = request.fleet.per_node
+    if ranks <= size or ranks % size:
+        return None
+    fits = has_margin(_learner_bytes(request, ranks, recompute, size), request.fleet.gpu.memory_bytes)
+    return size if fits else None
 
 
 def _least_recompute(request: PlanRequest, ranks: int) -> Recompute | None:
@@ -154,6 +183,7 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
                 kv_tokens=cache,
                 pack_tokens=lengths.most,
                 recompute=recompute,
+                shard_ranks=_shard_ranks(request, learner_gpus, recompute),
             )
 
 

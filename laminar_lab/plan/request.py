@@ -117,7 +117,7 @@ class PlanRequest:
     lengths: Lengths
     prompts_per_step: int
     group_size: int
-    learner: LearnerConfig  # a plan sets its `world_size` and `recompute`
+    learner: LearnerConfig  # a plan sets its `world_size`, `shard_ranks` and `recompute`
     max_staleness: int | None = 4  # learner steps
     reward_s: float = 0.05  # median from a response's end to its score
     mfu: float = LEARNER_MFU

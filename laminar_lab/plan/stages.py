@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from laminar_lab.emulation.settings import EngineTimes, LearnerTimes
-from laminar_lab.plan.placements import FleetPlacement
+from laminar_lab.plan.placements import FleetPlacement, learner_traffic
 from laminar_lab.plan.request import Lengths, PlanRequest
 from laminar_lab.report.diagnosis import Bottleneck
 from laminar_lab.report.mean_step import StageTimes, StepStage, compose
@@ -251,16 +251,35 @@ def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerT
     cost = token_cost(times, lengths)
     tokens = request.trajectories_per_step * float(lengths.mean())
     batches = max(1.0, tokens / placement.pack_tokens)
-    seconds = learner_step_s(times, tokens=tokens, cost=cost, microbatches=batches, ranks=ranks)
+    traffic = learner_traffic(request, ranks, placement.shard_ranks)
+    seconds = learner_step_s(times, tokens=tokens, cost=cost, microbatches=batches, ranks=ranks, traffic=traffic)
+    groups = "" if placement.shard_ranks is None else f", sharded in groups of {placement.shard_ranks}"
     return seconds, (
         Formula(
             name="learner",
             text=f"{times.optimizer_s:.1f} s + publish {times.publish_s:.2f} s + {tokens / 1e6:.2f}M tokens x"
-            f" {cost:.2f} (attention) in {batches:,.0f} microbatches on {ranks} GPUs x"
-            f" {times.train_tokens_per_s:,.0f} tokens/s",
+            f" {cost:.2f} (attention) in {batches:,.0f} microbatches on {ranks} GPUs{groups} x"
+            f" {times.train_tokens_per_s:,.0f} tokens/s; collectives of {traffic.round_s:.2f} s a microbatch and"
+            f" {traffic.copies_s:.2f} s an update, which computation hides as far as it lasts",
             result=f"{seconds:.1f} s",
         ),
     )
+
+
+def traffic_slowdown(request: PlanRequest, placement: FleetPlacement) -> float:
+    """Return how many times as long microbatches take with their collectives as without."""
+    times = request.profile(placement.tensor_parallel).learner
+    lengths = request.lengths.quantiles + request.lengths.prompt
+    tokens = request.trajectories_per_step * float(lengths.mean())
+    batches, cost = max(1.0, tokens / placement.pack_tokens), token_cost(times, lengths)
+    with_traffic, alone = (
+        learner_step_s(
+            times, tokens=tokens, cost=cost, microbatches=batches, ranks=placement.learner_gpus, traffic=traffic
+        )
+        - times.optimizer_s
+        for traffic in (learner_traffic(request, placement.learner_gpus, placement.shard_ranks), None)
+    )
+    return with_traffic / alone
 
 
 def _load_between_batches(

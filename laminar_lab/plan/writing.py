@@ -77,7 +77,11 @@ def placement_settings(request: PlanRequest, place: FleetPlacement, *, model: Pa
         },
         "staleness": {"max_staleness": request.max_staleness if bounded else None},
         "packer": {"max_tokens": place.pack_tokens},
-        "learner": {"world_size": place.learner_gpus, "recompute": str(place.recompute)},
+        "learner": {
+            "world_size": place.learner_gpus,
+            "shard_ranks": place.shard_ranks,
+            "recompute": str(place.recompute),
+        },
         "cluster": {"address": "auto" if request.fleet.nodes > 1 else None},
         "supervisor": {"heartbeat_timeout_s": HEARTBEAT_S},
     }

@@ -84,6 +84,13 @@ class Accumulate(StrEnum):
     WHOLE = "whole"
 
 
+class ReduceDtype(StrEnum):
+    """Numbers in which ranks add up gradients."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class LearnerConfig(Section):
     """Optimisation."""
 
@@ -104,6 +111,13 @@ class LearnerConfig(Section):
     """Largest gradient norm."""
     world_size: Count = 1
     """Data-parallel ranks (FSDP2), each in a process of its own."""
+    shard_ranks: Count | None = None
+    """Ranks that share one copy of weights, gradients and optimizer; each further group of as many ranks has its
+    own (HSDP). None: all ranks share one. On several nodes set it to the ranks of a node: then microbatches gather
+    weights over NVLink, and only the gradients' sum crosses nodes, once an update. A GPU holds more for it;
+    `laminar doctor` says how much, and `laminar plan` sets it where it fits."""
+    reduce_dtype: ReduceDtype = ReduceDtype.FLOAT32
+    """Numbers in which ranks add up gradients. `bfloat16` halves their traffic, and rounds each sum to 8 bits."""
     recompute: Recompute = Recompute.NONE
     """Activations that the backward pass computes again, to save memory in long microbatches. `all`: the values of
     each layer, which costs a third more work and keeps the memory of one layer. `selective`: all except attention
@@ -119,8 +133,8 @@ class LearnerConfig(Section):
     """Keep master weights, gradients and optimizer in the host's memory, and update them there: saves 16 bytes a
     parameter on GPUs and makes a step slower. Only with a learner on GPUs."""
     accumulate: Accumulate = Accumulate.SHARDED
-    """Gradients between microbatches of an update. `sharded`: ranks sum them in fp32 after every microbatch, and
-    each rank keeps its share: 4 bytes a parameter over `world_size`. `whole`: each rank keeps the gradients of all
+    """Gradients between microbatches of an update. `sharded`: ranks sum them after every microbatch, and each rank
+    keeps its share in fp32: 4 bytes a parameter over `shard_ranks`. `whole`: each rank keeps the gradients of all
     parameters, 4 bytes each, and ranks sum them once an update, which saves traffic. With one rank both are the
     same."""
     lora: LoraConfig | None = None
@@ -132,6 +146,21 @@ class LearnerConfig(Section):
     host's memory of 12 bytes a parameter."""
     keep_checkpoints: Count = 2
     """Newest checkpoints to keep on disk. Copy or rename a checkpoint to keep it longer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.world_size % self.shard_size:
+            divisors = [str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+            raise ConfigError(
+                f"learner.shard_ranks={self.shard_ranks}: groups of so many do not divide learner.world_size="
+                f"{self.world_size}; set it to {', '.join(divisors)}, or leave it out"
+            )
+        return self
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy: `shard_ranks`, by default all."""
+        return self.shard_ranks or self.world_size
 
 
 class PackerConfig(Section):

@@ -34,9 +34,18 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read 
 
 
 def join_group(
-    rendezvous: str, *, rank: int, world_size: int, device_type: str = "cpu", on_cuda: str = "nccl"
+    rendezvous: str,
+    *,
+    rank: int,
+    world_size: int,
+    device_type: str = "cpu",
+    on_cuda: str = "nccl",
+    shard_ranks: int | None = None,
 ) -> DeviceMesh:
     """Join the data-parallel group: wait until all ranks have joined, and return the mesh.
+
+    The mesh has one dimension, over which weights are sharded. With fewer `shard_ranks` than ranks it has two:
+    groups of neighbouring ranks shard a copy of the weights, and each group has a copy.
 
     `rendezvous` is the same for all ranks and new for each start: the path of a file that does not exist yet for
     ranks of one host, or `tcp://ip:port` with an address of rank 0's host and a port that is free there.
@@ -59,7 +68,10 @@ def join_group(
     backend = f"cpu:gloo,cuda:{on_cuda}" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=COLLECTIVE_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
+    if shard_ranks in (None, world_size):
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // shard_ranks, shard_ranks)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("copy", "shard"))
 
 
 def leave_group() -> None:
@@ -73,10 +85,10 @@ def share_record(record: Record | None, kind: type[Record], *, mesh: DeviceMesh)
     """Return rank 0's `record`, of type `kind`, on every rank; other ranks pass None. Collective."""
     data = torch.frombuffer(bytearray(encode(record)), dtype=torch.uint8) if record is not None else torch.empty(0)
     length = torch.tensor(len(data))
-    dist.broadcast(length, group=mesh.get_group(), group_src=0)
+    dist.broadcast(length, src=0)
     if record is None:
         data = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(data, group=mesh.get_group(), group_src=0)
+    dist.broadcast(data, src=0)
     return decode(kind, data.numpy().tobytes())
 
 
@@ -146,6 +158,11 @@ class Ranks:
         """Number of ranks, 1 without a mesh."""
         return self.mesh.size() if self.mesh else 1
 
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks over `shard_ranks`: each group has a copy of the weights. 1 without a mesh."""
+        return self.mesh.size(0) if self.mesh and self.mesh.ndim > 1 else 1
+
     def sum(self, value: float) -> float:
         """Return the sum of `value` over ranks."""
         return self._reduce_number(value, dist.ReduceOp.SUM)
@@ -157,7 +174,7 @@ class Ranks:
     def reduce_tensor(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Replace a tensor by its sum over ranks, or by its maximum, in place."""
         if self.mesh:
-            dist.all_reduce(tensor, op=how, group=self.mesh.get_group())
+            dist.all_reduce(tensor, op=how)
 
     def _reduce_number(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
         """Return the sum or the maximum of `value` over ranks, in fp64."""

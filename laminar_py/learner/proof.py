@@ -101,7 +101,8 @@ class StepProver:
         gradient = None if self._scale is None else self._scale.grad
         self._gradient = 0.0
         if self._scale is not None and gradient is not None:
-            self._gradient = float((local_part(gradient) * local_part(self._scale.detach())).double().sum())
+            product = (local_part(gradient) * local_part(self._scale.detach())).double().sum()
+            self._gradient = float(product) / self._ranks.num_copies  # each copy of a shard adds it
 
     def mark(self) -> None:
         """Remember, before an update, the value of each tensor where its gradient is largest."""

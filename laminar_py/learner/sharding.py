@@ -20,11 +20,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from laminar_py.config.data import ModelConfig
+from laminar_py.config.learner import ReduceDtype
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.model_folder import missing_weight
 
@@ -33,19 +34,24 @@ ReadRows = Callable[[int, int], Tensor]
 
 
 def shard(
-    model: PreTrainedModel, mesh: DeviceMesh, *, source: ModelConfig, seed: int = 0, offload: bool = False
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    source: ModelConfig,
+    seed: int = 0,
+    offload: bool = False,
+    reduce_dtype: ReduceDtype = ReduceDtype.FLOAT32,
 ) -> None:
-    """Shard a model over the data-parallel `mesh`: each layer, then the rest. Gradients are summed over ranks.
+    """Shard a model over the last dimension of `mesh`: each layer, then the rest. Another dimension has copies.
 
-    On CUDA the layers compute in bf16 and reduce in fp32; on a CPU all is fp32. With `offload`, parameters and
-    gradients are in the host's memory between their uses. Parameters on the meta device get the weights in
-    `source`, or weights drawn from `seed`. Raises `ConfigError` for a model without layers, or whose files lack a
-    weight.
+    Gradients are summed over all ranks, in `reduce_dtype`. On CUDA the layers compute in bf16, on a CPU in fp32.
+    With `offload`, parameters and gradients are in the host's memory between their uses. Parameters on the meta
+    device get the weights in `source`, or weights drawn from `seed`. Raises `ConfigError` for a model without
+    layers, or whose files lack a weight.
     """
     on_gpu = mesh.device_type == "cuda"
-    precision = MixedPrecisionPolicy()
-    if on_gpu:
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    computes_in = torch.bfloat16 if on_gpu else None
+    precision = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=getattr(torch, reduce_dtype))
     where = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     layers = list(getattr(model.base_model, "layers", ()))
     if not layers:
@@ -155,7 +161,9 @@ def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Make a copy of a sharded meta parameter with memory for this rank's rows, but without values."""
     like = parameter.data
     assert isinstance(like, DTensor), f"a parameter {tuple(like.shape)} on the meta device is not sharded"
-    assert tuple(like.placements) == (Shard(0),), f"a parameter is sharded as {like.placements}, not by rows"
+    *copied, sharded = like.placements
+    is_by_rows = sharded == Shard(0) and all(one == Replicate() for one in copied)
+    assert is_by_rows, f"a parameter is sharded as {like.placements}, not by rows"
     local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
     values = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -168,8 +176,9 @@ def _fill_shard(shard: nn.Parameter, read_rows: ReadRows) -> None:
     values = shard.data
     assert isinstance(values, DTensor)
     local, mesh, length = values.to_local(), values.device_mesh, values.shape[0]
-    each = -(-length // mesh.size())
-    first = mesh.get_local_rank() * each
+    dimension = mesh.ndim - 1  # over which the rows are divided
+    each = -(-length // mesh.size(dimension))
+    first = mesh.get_local_rank(dimension) * each
     if local.numel():
         local.copy_(read_rows(first, min(length, first + each)))
 

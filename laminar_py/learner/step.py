@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from laminar_py.config.algorithm import AlgorithmConfig, Proximal
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig
+from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.distributed import COMPUTES_S, Ranks
 from laminar_py.learner.export import named_tensors
@@ -128,9 +128,7 @@ class Learner:
         """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
         self._algorithm = algorithm
         self.ranks = Ranks(mesh)  # with the position of this rank
-        # True: gradients stay unsharded between microbatches. A rank alone has no other rank to reduce with.
-        alone = self.ranks.num_ranks == 1 and not settings.offload
-        self._keeps_whole_gradients = settings.accumulate is Accumulate.WHOLE or alone
+        self._settings = settings
         device, on_meta = self.ranks.device, self.ranks.num_ranks > 1
         self.model = load_policy(
             model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
@@ -138,7 +136,8 @@ class Learner:
         self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
         self._change_layers(settings)
         if mesh:
-            shard(self.model, mesh, source=model, seed=seed, offload=settings.offload)
+            reduce_dtype, offload = settings.reduce_dtype, settings.offload
+            shard(self.model, mesh, source=model, seed=seed, offload=offload, reduce_dtype=reduce_dtype)
         self._reference = open_reference(
             self.model,
             algorithm,
@@ -330,10 +329,15 @@ class Learner:
         return loss
 
     def _set_gradient_sync(self, *, last: bool) -> None:
-        """Let FSDP reduce gradients over ranks in the next backward pass: always, or only in the `last` one."""
-        if self.ranks.mesh:
-            self.model.set_requires_gradient_sync(last or not self._keeps_whole_gradients)
-            self.model.set_is_last_backward(last or not self._keeps_whole_gradients)
+        """Let FSDP add up gradients over ranks in the next backward pass: always, or only in the `last` one."""
+        if not self.ranks.mesh:
+            return
+        alone = self.ranks.num_ranks == 1 and not self._settings.offload  # there is no other rank to add
+        keeps_whole = alone or self._settings.accumulate is Accumulate.WHOLE
+        self.model.set_requires_gradient_sync(last or not keeps_whole)
+        self.model.set_is_last_backward(last or not keeps_whole)
+        # Groups add their sums once an update; in bf16 a sum of microbatches would round once for each.
+        self.model.set_requires_all_reduce(last or self._settings.reduce_dtype is ReduceDtype.BFLOAT16)
 
     def _measure_work(self, microbatches: Sequence[MicroBatch]) -> Work:
         """Return tokens and FLOPs of a step, summed over ranks, from this rank's `microbatches`."""

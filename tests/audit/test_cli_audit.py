@@ -76,7 +76,7 @@ async def test_a_list_ends_with_fifty_lines_and_a_count_unless_all_are_asked_for
     ):
         _, out, _ = laminar("audit", tmp_path, "list", *words)
         *lines, last = out.splitlines()
-        assert (len(lines), last) == (count, f"{count} trajectories")
+        assert (len(lines), last) == (count, f"{count} {'trajectory' if count == 1 else 'trajectories'}")
     _, out, _ = laminar("audit", tmp_path, "list", "--json")
     assert len(out.splitlines()) == 60
 

@@ -15,16 +15,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from laminar_lab.doctor.memory import (
     HEAD_TOKENS,
+    _peaks,
     activations,
     gpu_memory,
     host_memory,
+    learner_memory,
     memory_faults,
     memory_warnings,
+    shard_advice,
     state_parts,
 )
 from laminar_lab.model_shape import ModelShape, read_shape
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute
+from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute, ReduceDtype
 from laminar_py.config.loading import load_config
 from laminar_py.learner.losses import logprob
 from laminar_py.learner.model import load_policy, policy_logprobs
@@ -151,6 +154,49 @@ def test_whole_gradients_and_those_of_a_host_count_where_they_are(tmp_path):
     )
 
 
+@pytest.mark.parametrize("reduce_dtype", ReduceDtype)
+def test_ranks_in_groups_hold_what_the_ranks_of_one_group_hold_alone(tmp_path, reduce_dtype):
+    shape = outline(tmp_path, QWEN_7B)[1]
+    groups = LearnerConfig(world_size=16, shard_ranks=8, reduce_dtype=reduce_dtype)
+    alone = LearnerConfig(world_size=8, reduce_dtype=reduce_dtype)
+    assert learner_memory(shape, groups, tokens=4096) == learner_memory(shape, alone, tokens=4096)
+
+
+def test_a_sum_in_bfloat16_takes_half_the_memory_of_one_in_fp32(tmp_path):
+    shape = outline(tmp_path, QWEN_7B)[1]
+    both = (LearnerConfig(world_size=8, reduce_dtype=one) for one in ReduceDtype)
+    (*_, of_fp32), (*_, of_bf16) = (_peaks(shape, learner, tokens=16) for learner in both)
+    root = 2.0 * shape.root
+    assert sum(of_fp32.values()) - root == pytest.approx(2 * (sum(of_bf16.values()) - root))
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "line"),
+    [
+        (
+            [],
+            "aaaaaaaabbbbbbbb",
+            r"learner\.shard_ranks=null: .* over 2 nodes; set it to 8, .* 34\.9 of 80\.0 GB .*",
+        ),
+        ([], "aaaaaaaaaaaaaaaa", None),
+        ([], "aaaaaaaaaaaabbbb", None),  # no group of a node's ranks has the same size on both
+        ([], "abcdefghijklmnop", None),  # a rank alone holds everything
+        (["packer.max_tokens=108000"], "aaaaaaaabbbbbbbb", None),  # which fits only over all ranks
+        (["cluster.learner_device=cpu"], "aaaaaaaabbbbbbbb", None),
+        (["learner.shard_ranks=8"], "aaaaaaaabbbbbbbb", None),
+        (
+            ["learner.shard_ranks=8"],
+            "aaaabbbbbbbbcccc",
+            r"learner\.shard_ranks=8: 2 of 2 groups .* 4, 8, 4 ranks.*",
+        ),
+    ],
+)
+def test_groups_of_a_nodes_ranks_are_advised_where_they_fit(tmp_path, settings, nodes, line):
+    config = shipped("7b_8gpu", tmp_path, "learner.world_size=16", *settings)
+    found = shard_advice(config, nodes, gpu_bytes=80e9)
+    assert (found == []) if line is None else re.fullmatch(line, found[0])
+
+
 class Kept:
     """Bytes that autograd keeps inside, each memory once, weights left out."""
 
@@ -235,6 +281,16 @@ def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
             ["packer.max_tokens=400000"],
             r"packer.max_tokens=400000: .* on any number of ranks; lower it, with rollout.max_len, or .*",
             ["packer.max_tokens=20000"],
+        ),
+        (
+            ["learner.world_size=16", "learner.shard_ranks=1"],
+            r"learner.shard_ranks=1: a GPU of the learner needs .* GB and has 80\.0; set it to 4",
+            ["learner.shard_ranks=4"],
+        ),
+        (
+            ["learner.world_size=2", "learner.shard_ranks=1"],
+            r"learner.shard_ranks=1: .*; set it to null and learner.world_size to 3",
+            ["learner.shard_ranks=null", "learner.world_size=3"],
         ),
         (
             ["rollout.kv_capacity=2000000"],

@@ -126,7 +126,7 @@ def test_what_cannot_be_pretended_is_one_line(arguments, line, tmp_path):
 
 def test_a_pretended_cluster_needs_a_config():
     done = CliRunner().invoke(app, ["doctor", "--pretend", "3x8xH100"])
-    assert str(done.exception) == "--pretend=3x8xH100: needs a config to place; name its YAML file"
+    assert str(done.exception) == "--pretend=3x8xH100: needs a config; name its YAML file"
 
 
 @pytest.mark.usefixtures("no_ray")

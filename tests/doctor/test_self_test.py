@@ -61,7 +61,7 @@ def test_an_imagined_node_lists_what_would_be_measured(monkeypatch):
 def test_a_trial_needs_a_config():
     done = CliRunner().invoke(app, ["doctor", "--try"])
     assert isinstance(done.exception, ConfigError)
-    assert str(done.exception).startswith("--try: needs a config to try")
+    assert str(done.exception).startswith("--try=true: needs a config")
 
 
 def node_rows(probe, *settings):

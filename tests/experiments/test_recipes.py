@@ -104,6 +104,7 @@ def test_doctor_accepts_a_recipe_with_the_nodes_that_it_names(name, tmp_path, mo
     async def on_node(node, function, *arguments):
         return function(*arguments)
 
+    monkeypatch.setattr("laminar_py.engines.sglang.launch.check_compilers", lambda python, *, field: None)
     monkeypatch.setattr(node_checks, "on_node", on_node)
     monkeypatch.setattr(checks, "on_node", on_node)
     monkeypatch.setattr(checks, "nodes", lambda: seen)

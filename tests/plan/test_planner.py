@@ -237,6 +237,29 @@ def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the
     assert estimate(request, sync).times.weights_s > request.publish_s
 
 
+def test_a_learner_on_whole_nodes_is_sharded_within_a_node_where_it_fits():
+    found = placements(make_request(nodes=4, **SMALL))
+    assert {one.shard_ranks for one in found if one.learner_gpus in (16, 24)} == {8}
+    assert {one.shard_ranks for one in found if one.learner_gpus not in (16, 24)} == {None}
+    large = placements(make_request(size="72B", nodes=8, **SMALL))
+    assert any(one.learner_gpus % 8 == 0 for one in large)
+    assert {one.shard_ranks for one in large} == {None}, "eight GPUs do not hold 72B"
+
+
+def test_the_simulated_learner_is_as_slow_as_its_collectives():
+    request = make_request(nodes=4, **SMALL)
+    placement = next(one for one in placements(request) if one.learner_gpus == 16)
+    slow = replace(request, fleet=replace(request.fleet, network_bytes_per_s=1e8))
+    whole = replace(placement, shard_ranks=None)
+    rates = [
+        shrunk_fleet(asked, place, replicas=100, seed=0)[1].learner.train_tokens_per_s
+        for asked, place in ((request, placement), (request, whole), (slow, placement), (slow, whole))
+    ]
+    assert rates[0] == pytest.approx(rates[1]), "computation hides both"
+    assert rates[0] > rates[2] > rates[3]
+    assert estimate(slow, placement).times.learner_s < estimate(slow, whole).times.learner_s
+
+
 @pytest.mark.slow
 def test_the_written_config_is_one_that_doctor_finds_room_for(small, tmp_path):
     path = tmp_path / "run.yaml"

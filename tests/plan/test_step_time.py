@@ -12,6 +12,7 @@ from laminar_lab.emulation.settings import read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
 from laminar_lab.step_time import (
+    RankTraffic,
     TimedShape,
     decode_step_s,
     decode_terms,
@@ -19,11 +20,12 @@ from laminar_lab.step_time import (
     fit,
     learner_step_s,
     learner_times,
+    rank_traffic,
     token_cost,
     version_bytes,
     with_passes,
 )
-from laminar_py.config.learner import LoraConfig
+from laminar_py.config.learner import LearnerConfig, LoraConfig, ReduceDtype
 from tests.runs.runs import REPO
 
 TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]
@@ -116,6 +118,40 @@ def test_the_planner_and_the_emulated_learner_take_the_same_time_for_equal_micro
         times, tokens=6 * 10_000, cost=token_cost(times, lengths), microbatches=6, ranks=ranks
     )
     assert seconds == pytest.approx(times.step_s([[400, 8000, 1600]] * 6, devices=ranks))
+
+
+def traffic(world_size, shard_ranks=None, *, network=50e9, **settings):
+    learner = LearnerConfig(world_size=world_size, shard_ranks=shard_ranks, **settings)
+    _, shape = model_named("32B")
+    h100 = gpu_named("H100")
+    return shape.total, rank_traffic(shape, h100, learner, per_node=8, network_bytes_per_s=network)
+
+
+def test_a_rank_gathers_weights_twice_and_sums_gradients_once_over_the_slowest_link():
+    total, on_node = traffic(8)
+    assert on_node.round_s == pytest.approx(8 * total * 7 / 8 / (2 / 3 * 450e9))
+    assert on_node.copies_s == 0
+    _, across = traffic(16)
+    assert across.round_s == pytest.approx(8 * total * 15 / 16 / 50e9)
+    assert traffic(16, reduce_dtype=ReduceDtype.BFLOAT16)[1].round_s == pytest.approx(across.round_s * 6 / 8)
+
+
+def test_groups_of_a_node_gather_as_one_node_does_and_send_only_gradients_over_the_network():
+    total, groups = traffic(32, 8)
+    assert groups.round_s == traffic(8)[1].round_s
+    of_node = 2 * 3 / 4 * 4 * total  # its eight ranks each send an eighth
+    assert groups.copies_s == pytest.approx(of_node / 50e9)
+
+
+def test_traffic_takes_time_where_computation_does_not_hide_it():
+    times = read_profile(Path(REPO / "configs/emulation/h100_7b_tp1.yaml")).learner
+    step = {"tokens": 8e4, "cost": 1.0, "microbatches": 8, "ranks": 4}
+    alone = learner_step_s(times, **step)
+    round_s = (alone - times.optimizer_s) / 2
+    hidden = learner_step_s(times, **step, traffic=RankTraffic(round_s / 2, round_s / 3))
+    assert hidden == pytest.approx(alone)
+    bare = learner_step_s(times, **step, traffic=RankTraffic(2 * round_s, round_s))
+    assert bare == pytest.approx(times.optimizer_s + 5 * round_s)
 
 
 # ---- the fit

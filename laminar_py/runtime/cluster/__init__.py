@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from laminar_py.runtime.cluster.backend import Cluster as Cluster
     from laminar_py.runtime.cluster.backend import Process as Process
     from laminar_py.runtime.cluster.backend import cluster as cluster
+    from laminar_py.runtime.cluster.backend import free_port as free_port
     from laminar_py.runtime.cluster.backend import nodes as nodes
     from laminar_py.runtime.cluster.backend import on_node as on_node
     from laminar_py.runtime.cluster.backend import open_cluster as open_cluster

@@ -204,7 +204,13 @@ def _real_learner(
             )  # the other ranks wait for it in `join_group`
             note(LOADING)
         model = ModelConfig(path=initial_folder(config))
-    mesh = join_group(spec.rendezvous, rank=spec.rank, world_size=config.learner.world_size, device_type=device)
+    mesh = join_group(
+        spec.rendezvous,
+        rank=spec.rank,
+        world_size=config.learner.world_size,
+        device_type=device,
+        shard_ranks=config.learner.shard_ranks,
+    )
     learner = Learner(
         model,
         config.learner,
