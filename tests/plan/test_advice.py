@@ -145,8 +145,10 @@ def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_t
 def test_on_full_cores_what_saves_work_is_advised_before_more_machines():
     few = replace(on_full_cores(generation_s=9.9), crowded_share=0.9)
     assert [one.key for one in advised(few).remedies][:2] == ["rollout.max_batch", "cluster.address"]
-    slow = replace(on_full_cores(learner_s=9.9), microbatches=9.0)
-    assert [one.key for one in advised(slow).remedies][:2] == ["packer.max_tokens", "cluster.address"]
+    short = replace(on_full_cores(learner_s=9.9), microbatches=90.0)  # of 0.1 s each
+    assert [one.key for one in advised(short).remedies][:2] == ["packer.max_tokens", "cluster.address"]
+    long = replace(on_full_cores(learner_s=9.9), microbatches=9.0)
+    assert "packer.max_tokens" not in [one.key for one in advised(long).remedies]
 
 
 def test_data_that_is_mostly_too_old_is_a_wall_and_a_narrower_bound_its_remedy():
