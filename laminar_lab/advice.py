@@ -18,6 +18,7 @@ from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
 
+LONG_MICROBATCH_S = 1.0  # on CPUs; what a microbatch costs beside its tokens takes hundredths of it
 MANY_MICROBATCHES = 4  # of a rank in a step; a rank with more may gain from larger microbatches
 LEAST_GROWTH = 1.25  # of a decode batch that is worth a change
 MOST_WORKER_GROWTH = 8  # most reward workers that one remedy advises, over the present number
@@ -251,8 +252,13 @@ def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
 
 
 def _less_work(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Yield larger microbatches where a rank has many, and activations that are computed once."""
-    if step.microbatches > MANY_MICROBATCHES:
+    """Yield larger microbatches where a rank has many, and activations that are computed once.
+
+    A microbatch of more than a second on CPUs is large enough: another would take memory and save no time.
+    """
+    on_cores = config.learner_device is Device.CPU and config.rollout.engine.emulates is None
+    is_long = on_cores and step.times.learner_s > LONG_MICROBATCH_S * step.microbatches
+    if step.microbatches > MANY_MICROBATCHES and not is_long:
         change = f"{config.packer.max_tokens} -> {2 * config.packer.max_tokens}"
         why = f"a rank computes {step.microbatches:.0f} microbatches a step"
         yield Remedy("packer.max_tokens", change, why)

@@ -32,6 +32,8 @@ STEPS, EVERY_STEPS = 200, 20
 PROMPT_TOKENS = 1024  # where no tokenizer counts them
 ROUND = 64  # tokens
 MOST_RUNNING = 64  # responses of an engine on CPUs
+PACK_TOKENS = 512  # of a microbatch on CPUs: more would take memory and no less time
+CPU_ACTIVATIONS = 3.3  # bytes over the formula, whose layers are in bf16 (experiments/smollm2/README.md)
 KV_BYTES = 2e9  # of an engine on CPUs
 CORES_A_REPLICA = 4
 LARGE = 7e9  # parameters that learn with LARGE_LR
@@ -169,7 +171,7 @@ def _on_cores(choices: Choices, shape: ModelShape, longest: int) -> Settings:
     group = choices.number("rollout.group_size", 8)
     fitting = int(KV_BYTES // (kv_token_bytes(shape, 1, width=4.0) * most))
     running = max(group, min(MOST_RUNNING, fitting))
-    packed = max(most, choices.number("packer.max_tokens", 2048))
+    packed = max(most, choices.number("packer.max_tokens", PACK_TOKENS))
     engine: Settings = {"rollout.engine.kind": "local"}
     if choices.engine is Engine.SGLANG:
         engine = {"rollout.engine.kind": "sglang", "rollout.engine.device": "cpu"}
@@ -194,6 +196,7 @@ def _replicas_here(choices: Choices, shape: ModelShape, *, kv_tokens: int, micro
     """
     memory = host_memory()
     learner = with_spare(learner_memory(shape, _learner(choices), tokens=microbatch), memory)
+    learner["activations"] *= CPU_ACTIVATIONS
     engine = engine_memory(shape, gpus=1, kv_tokens=kv_tokens, static_bytes=0, gpu_bytes=0, width=4.0)
     beside, each = sum(learner.values()), sum(engine.values())
     fitting = int((memory - beside) / each)

@@ -24,7 +24,7 @@ from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConf
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.distributed import COMPUTES_S, Ranks
 from laminar_py.learner.export import named_tensors
-from laminar_py.learner.layers import compile_layers, recompute_activations
+from laminar_py.learner.layers import compile_layers, free_heap, recompute_activations
 from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
 from laminar_py.learner.model import load_policy, next_logprobs, policy_logprobs
@@ -322,6 +322,8 @@ class Learner:
             batch_loss = policy_loss(inputs, self._algorithm) * (1.0 / update.share)
             logprobs.retain_grad()
             batch_loss.backward()  # type: ignore[no-untyped-call]
+            if self._ranks.device.type == "cpu":
+                free_heap()
             self._prover.add(batch, logprobs, entropy, share=update.share)
             sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
             loss += batch_loss.detach()

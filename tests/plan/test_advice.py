@@ -146,8 +146,10 @@ def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_t
 def test_on_full_cores_what_saves_work_is_advised_before_more_machines():
     few = replace(on_full_cores(generation_s=9.9), crowded_share=0.9)
     assert [one.key for one in advised(few).remedies] == ["rollout.max_batch", *LAST]
-    slow = replace(on_full_cores(learner_s=9.9), microbatches=9.0)
-    assert [one.key for one in advised(slow).remedies] == ["packer.max_tokens", *LAST]
+    short = replace(on_full_cores(learner_s=9.9), microbatches=90.0)  # of 0.1 s each
+    assert [one.key for one in advised(short).remedies] == ["packer.max_tokens", *LAST]
+    long = replace(on_full_cores(learner_s=9.9), microbatches=9.0)
+    assert "packer.max_tokens" not in [one.key for one in advised(long).remedies]
 
 
 def test_on_one_machine_without_gpus_a_cluster_is_no_setting_to_change_first():
