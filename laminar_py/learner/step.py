@@ -322,7 +322,7 @@ class Learner:
             batch_loss = policy_loss(inputs, self._algorithm) * (1.0 / update.share)
             logprobs.retain_grad()
             batch_loss.backward()  # type: ignore[no-untyped-call]
-            if self._ranks.device.type == "cpu":
+            if self.ranks.device.type == "cpu":
                 free_heap()
             self._prover.add(batch, logprobs, entropy, share=update.share)
             sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)

@@ -238,7 +238,13 @@ async def run(tmp_path):
 
 
 def invoke(*arguments, columns=120):
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    before, console.width = console.width, columns
+    try:
+        return CliRunner(env={"COLUMNS": str(columns)}).invoke(
+            app, list(map(str, arguments)), catch_exceptions=False
+        )
+    finally:
+        console.width = before
 
 
 async def test_runs_stand_side_by_side(run):
@@ -268,7 +274,7 @@ async def test_runs_that_differ_in_their_seeds_are_one_row_of_sets(run):
     other = shutil.copytree(run, run.with_name("small-2"))
     with (other / "config.yaml").open("a") as file:
         file.write("seed: 7\n")
-    output = invoke(run, other, columns=120).stdout
+    output = invoke(run, other).stdout
     assert "ONE SEED" not in output
     assert re.search(r"small-1 \+1 +2 +0\.500 ± 0\.000 +·{9}●·{9} +0\.500 ± 0\.000 +$", output, re.MULTILINE)
     (group,) = json.loads(invoke(run, other, "--json").stdout)["groups"]
