@@ -22,6 +22,7 @@ from laminar_lab.compare import (
     sets_table,
 )
 from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds, read_curves, read_fleet_sizes
+from laminar_py.cli import console
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.metrics import FleetRow
