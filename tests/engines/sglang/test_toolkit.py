@@ -64,6 +64,9 @@ def interpreter(folder: Path, site: Path, *, headers: bool = True) -> Path:
         f"#!{sys.executable} -S\nimport sys; sys.path.insert(0, {str(site)!r})\n{home}exec(sys.argv[2])\n"
     )
     path.chmod(0o755)
+    ninja = path.with_name("ninja")  # as pip installs it
+    ninja.write_text("#!/bin/sh\n")
+    ninja.chmod(0o755)
     return path
 
 
@@ -144,6 +147,14 @@ def test_a_host_without_a_compiler_is_one_line(without, tmp_path):
         check_compilers(python, field=FIELD)
     assert str(caught.value).endswith(f"run `{python} -m pip install 'cuda-toolkit[nvcc,cccl]'`")
     assert compiler_environment(python) == {}
+
+
+def test_a_host_without_ninja_is_one_line(tmp_path):
+    packaged(tmp_path / "site")
+    python = interpreter(tmp_path, tmp_path / "site")
+    python.with_name("ninja").unlink()
+    with pytest.raises(ConfigError, match=r"needs ninja, .*package ninja-build"):
+        check_compilers(python, field=FIELD)
 
 
 def test_a_compiler_newer_than_its_headers_is_one_line(tmp_path):
