@@ -52,6 +52,8 @@ def doctor(
     """
     settings = _settings(config, overrides or [], model=model)
     gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
+    if as_json and not try_it:
+        raise ConfigError("--json=true: is for --try; add it, or leave this out")
     if settings is None:
         for option, value in (("--pretend", ",".join(pretend or [])), ("--try", "true" * try_it)):
             if value:

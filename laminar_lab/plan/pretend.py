@@ -112,6 +112,7 @@ def placement_of(config: RunConfig) -> FleetPlacement:
         kv_tokens=rollout.kv_capacity or MOST_CACHED,
         pack_tokens=config.packer.max_tokens,
         recompute=learner.recompute,
+        shard_ranks=learner.shard_ranks,
     )
 
 

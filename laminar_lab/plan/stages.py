@@ -277,6 +277,7 @@ def traffic_slowdown(request: PlanRequest, placement: FleetPlacement) -> float:
             times, tokens=tokens, cost=cost, microbatches=batches, ranks=placement.learner_gpus, traffic=traffic
         )
         - times.optimizer_s
+        - times.publish_s
         for traffic in (learner_traffic(request, placement.learner_gpus, placement.shard_ranks), None)
     )
     return with_traffic / alone

@@ -62,6 +62,8 @@ def test_a_trial_needs_a_config():
     done = CliRunner().invoke(app, ["doctor", "--try"])
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith("--try=true: needs a config")
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert str(done.exception) == "--json=true: is for --try; add it, or leave this out"
 
 
 def node_rows(probe, *settings):
