@@ -93,8 +93,9 @@ def test_trajectories_of_a_killed_server_go_on_from_what_they_have(tmp_path, pol
     found = handovers(run.run)
     assert any(one.length for one in found), "the server was killed under load"
     assert len({one.source for one in found}) == 1
+    taken = {one.target for one in found} - {None}  # some still waited for a slot when the run ended
     if policy == "resume":  # under `drain` the other replica may have outrun their version
-        assert {one.target for one in found} == {1 - found[0].source}
+        assert taken == {1 - found[0].source}
     assert not verify(run.run)
     assert accounting(run.run).balanced
 
