@@ -65,12 +65,12 @@ class SharedWeights(Subscriber):
         self._pulling = asyncio.Lock()
         self._pulled: PulledVersion | None = None
 
-    async def pull(self, version: int | None = None) -> PulledVersion:
+    async def pull(self, version: int | None = None, *, base: int = -1) -> PulledVersion:
         """Pull that version, or the newest; a version that another replica has just pulled is not pulled again."""
         async with self._pulling:
             wanted = await self.wait_newer(-1) if version is None else version
             if self._pulled is None or self._pulled.version != wanted:
-                self._pulled = await super().pull(version)
+                self._pulled = await super().pull(version, base=base)
             return self._pulled
 
     def release(self) -> None:

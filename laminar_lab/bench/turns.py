@@ -156,7 +156,7 @@ class FolderWeights:
             await asyncio.Event().wait()
         return VERSION
 
-    async def pull(self, version: int | None = None) -> PulledVersion:
+    async def pull(self, version: int | None = None, *, base: int = -1) -> PulledVersion:
         """See `WeightSource.pull`."""
         return PulledVersion(VERSION, str(self._folder), "")
 

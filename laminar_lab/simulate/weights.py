@@ -46,7 +46,7 @@ class PulledWeights:
         """Wait for a version above `version`; return the newest."""
         return await self._relay.wait_newer(version)
 
-    async def pull(self, version: int | None = None) -> PulledVersion:
+    async def pull(self, version: int | None = None, *, base: int = -1) -> PulledVersion:
         """Hold a version, by default the newest, until the next pull. Raises `VersionLostError`."""
         newest = await self.wait_newer(-1)
         number = newest if version is None else version

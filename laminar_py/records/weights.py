@@ -26,11 +26,22 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class PulledVersion(msgspec.Struct, frozen=True):
-    """A complete version in the host's shared memory, e.g. `PulledVersion(7, "/dev/shm/laminar-x/v7", digest)`."""
+    """A complete version in the host's shared memory, e.g. `PulledVersion(7, "/dev/shm/laminar-x/v7", digest)`.
+
+    With `changes`, the folder at `path` may still be in the making: a pull without a base waits for it.
+    """
 
     version: int
     path: str
     digest: str  # digest that the files have been verified against
+    changes: tuple[str, ...] = ()  # files of changes to apply in turn to the base that the pull named
+
+
+# A file of changes is a safetensors file. For each tensor with changes it has `<name>.at`, [n] I64 ascending places
+# in the flattened tensor, and `<name>.to`, [n] values there in the version's dtype; a tensor without changes is
+# left out. Its metadata are `base` and `version`, decimal.
+CHANGES = "changes.safetensors"  # in the folder of a version: against the version before
+AT, TO = ".at", ".to"
 
 
 class VersionLostError(Exception):
@@ -47,10 +58,11 @@ class WeightSource(Protocol):
         """Wait for a complete version above `version` (-1: any) on this host, and return the newest one."""
         ...
 
-    async def pull(self, version: int | None = None) -> PulledVersion:
+    async def pull(self, version: int | None = None, *, base: int = -1) -> PulledVersion:
         """Pull a version, by default the newest; its files stay on this host until the next pull.
 
-        Raises `VersionLostError` if no relay has the version any more.
+        The engine serves `base` (-1: none): where the host has all changes since, the answer names them, and its
+        folder may be incomplete. Raises `VersionLostError` if no relay has the version any more.
         """
         ...
 

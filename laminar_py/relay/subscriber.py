@@ -77,7 +77,7 @@ class Subscriber:
             raise RelayError(self._failure.reason if self._failure else f"subscriber {self.name} is closed")
         return self._newest
 
-    async def pull(self, version: int | None = None) -> PulledVersion:
+    async def pull(self, version: int | None = None, *, base: int = -1) -> PulledVersion:
         """Get a version (default: the newest complete one), which stays on this host until the next pull.
 
         Raises `VersionLostError` if no node up to the root has it, `RelayError` if the node cannot hold it.

@@ -25,7 +25,7 @@ class Folders:
             await self._changed.wait_for(lambda: self.newest > version)
             return self.newest
 
-    async def pull(self, version=None):
+    async def pull(self, version=None, *, base=-1):
         version = self.newest if version is None else version
         if version in self.lost or (self._keep is not None and version <= self.newest - self._keep):
             raise VersionLostError(f"version {version}")
