@@ -25,9 +25,9 @@ MIN_EMPTY, MIN_GROUPS = 3, 1000
 
 
 def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
-    """Return each rank's microbatches; `attention_share` is attention's cost relative to linear layers."""
+    """Return the microbatches of each rank, or of each context of ranks; `attention_share` is attention's cost relative to linear layers."""
     algorithm = config.algorithm
-    bins = fit_bins(batch.trajectories, max_tokens=config.packer.max_tokens)
+    bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens)
     terms = step_weights(
         bins,
         tokens_without_signal=batch.tokens_without_signal,
@@ -40,8 +40,8 @@ def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) ->
     return deal_to_ranks(
         bins,
         terms,
-        max_tokens=config.packer.max_tokens,
-        ranks=config.learner.world_size,
+        max_tokens=config.row_tokens,
+        ranks=config.learner.num_rows,
         attention_share=attention_share,
     )
 

@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from laminar_py.config.learner import Attention
+from laminar_py.learner.context import Context
 
 # Torch 2.12 must be asked to pass grouped heads to the kernel; earlier versions always do.
 _GROUPED: dict[str, Any] = (
@@ -144,9 +145,13 @@ def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, N
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        context: Context | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Attend within each packed sequence; `cu_seq_lens_q` has their ends. Returns [1, T, H, D] and None."""
+        """Attend within each packed sequence; `cu_seq_lens_q` has their ends. Returns [1, T, H, D] and None.
+
+        With a `context` this rank has a piece of the row, and gets the other tokens of its heads.
+        """
         assert attention_mask is None, "packed attention takes no mask; cu_seqlens separates the sequences"
         assert dropout == 0.0, f"attention dropout {dropout} would change the log-probabilities"
         assert softcap is None, "attention logits with a soft cap are not supported"
@@ -155,6 +160,9 @@ def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, N
             f"a sequence of {max_length_q} tokens exceeds the sliding window of {sliding_window}"
         )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
+        if context is None:
+            return kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
+        q, k, v = (context.to_heads(x) for x in (q, k, v))
+        return context.to_tokens(kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling))[None], None
 
     return packed_attention

@@ -80,6 +80,7 @@ def open_reference(
         on_meta=mesh is not None and mesh.size() > 1,
         attention=policy.attention_choice.kernel,
     )
+    model.context = policy.context
     if mesh:
         shard(model, mesh, source=ModelConfig(path=folder), offload=offload)
     return InnerReference(model)

@@ -22,12 +22,13 @@ from laminar_py.config.algorithm import AlgorithmConfig, Proximal
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype
 from laminar_py.learner.checkpoint import Checkpointer
+from laminar_py.learner.context import check_heads
 from laminar_py.learner.distributed import COMPUTES_S, Ranks
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.layers import compile_layers, free_heap, recompute_activations
 from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
-from laminar_py.learner.model import load_policy, next_logprobs, policy_logprobs
+from laminar_py.learner.model import kv_heads, load_policy, next_logprobs, policy_logprobs
 from laminar_py.learner.proof import StepProver, next_tokens, probe_batch
 from laminar_py.learner.reference import open_reference
 from laminar_py.learner.sharding import shard
@@ -127,12 +128,14 @@ class Learner:
     ) -> None:
         """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
         self._algorithm = algorithm
-        self.ranks = Ranks(mesh)  # with the position of this rank
+        self.ranks = Ranks(mesh, context_parallel=settings.context_parallel)  # with the position of this rank
         self._settings = settings
         device, on_meta = self.ranks.device, self.ranks.num_ranks > 1
         self.model = load_policy(
             model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
         )
+        check_heads(kv_heads(self.model.config), settings.context_parallel)
+        self.model.context = self.ranks.context
         self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
         self._change_layers(settings)
         if mesh:
@@ -324,9 +327,10 @@ class Learner:
             batch_loss.backward()  # type: ignore[no-untyped-call]
             if self.ranks.device.type == "cpu":
                 free_heap()
-            self._prover.add(batch, logprobs, entropy, share=update.share)
-            sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
-            loss += batch_loss.detach()
+            if self.ranks.counts:
+                self._prover.add(batch, logprobs, entropy, share=update.share)
+                sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
+                loss += batch_loss.detach()
         self.ranks.begin(f"update of the weights in step {self.steps_taken + 1}", limit_s=COMPUTES_S)
         return loss
 
@@ -343,7 +347,7 @@ class Learner:
 
     def _measure_work(self, microbatches: Sequence[MicroBatch]) -> Work:
         """Return tokens and FLOPs of a step, summed over ranks, from this rank's `microbatches`."""
-        lengths = [length for batch in microbatches for length in batch.lengths]
+        lengths = [length for batch in microbatches for length in batch.lengths if self.ranks.counts]
         peak = peak_flops(self.ranks.device)
         return Work(
             int(self.ranks.sum(sum(lengths))),

@@ -133,7 +133,8 @@ class LearnerKeeper(Keeper):
         """Have ranks read the next step's tokens; return reasons by lost trajectory. Raises PartCrashedError."""
         requests = []
         for bundles in packed.bundles:
-            requests.append(await asyncio.to_thread(encode, FetchRequest(bundles)))  # megabytes: off the loop
+            request = await asyncio.to_thread(encode, FetchRequest(bundles))  # megabytes: off the loop
+            requests += [request] * self._config.learner.context_parallel
         lost: dict[str, str] = {}
         for answer in await self._call_all("fetch", requests):
             assert isinstance(answer, bytes), "fetch answers bytes"
