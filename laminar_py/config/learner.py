@@ -117,9 +117,8 @@ class LearnerConfig(Section):
     weights over NVLink, and only the gradients' sum crosses nodes, once an update. A GPU holds more for it;
     `laminar doctor` says how much, and `laminar plan` sets it where it fits."""
     context_parallel: Count = 1
-    """Neighbouring ranks that share each microbatch, which then holds `packer.max_tokens` for each of them, so that a
-    trajectory may be longer than the microbatch of one rank. It must divide `world_size` and the model's key-value
-    heads (Ulysses)."""
+    """Neighbouring ranks that share each microbatch, which then holds `packer.max_tokens` for each of them. So a
+    trajectory may exceed one rank's tokens. It must divide `world_size` and the model's key-value heads."""
     reduce_dtype: ReduceDtype = ReduceDtype.FLOAT32
     """Numbers in which ranks add up gradients. `bfloat16` halves their traffic, and rounds each sum to 8 bits."""
     recompute: Recompute = Recompute.NONE
@@ -160,9 +159,10 @@ class LearnerConfig(Section):
                 f"{self.world_size}; set it to {', '.join(divisors)}, or leave it out"
             )
         if self.world_size % self.context_parallel:
+            next_multiple = self.context_parallel * -(-self.world_size // self.context_parallel)
             raise ConfigError(
                 f"learner.context_parallel={self.context_parallel}: does not divide learner.world_size="
-                f"{self.world_size}; raise world_size to {self.context_parallel * -(-self.world_size // self.context_parallel)}"
+                f"{self.world_size}; raise world_size to {next_multiple}"
             )
         return self
 
@@ -192,4 +192,14 @@ def check_microbatches(packer: PackerConfig, learner: LearnerConfig, rollout: Ro
         raise ConfigError(
             f"{held} is below rollout.max_len={rollout.max_len}, so a long trajectory fits into no microbatch;"
             " raise packer.max_tokens or learner.context_parallel"
+        )
+
+
+def check_heads(kv_heads: int, context_parallel: int) -> None:
+    """Raise `ConfigError` unless a model's key-value heads can be divided among the ranks of a context."""
+    if kv_heads % context_parallel:
+        divisors = [str(size) for size in range(1, kv_heads + 1) if kv_heads % size == 0]
+        raise ConfigError(
+            f"learner.context_parallel={context_parallel}: the model has {kv_heads} key-value heads, which so many"
+            f" ranks cannot divide; set it to {', '.join(divisors)}"
         )

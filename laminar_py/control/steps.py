@@ -25,7 +25,10 @@ MIN_EMPTY, MIN_GROUPS = 3, 1000
 
 
 def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
-    """Return the microbatches of each rank, or of each context of ranks; `attention_share` is attention's cost relative to linear layers."""
+    """Return the microbatches of each rank, or of ranks that share them.
+
+    `attention_share` is attention's cost relative to linear layers.
+    """
     algorithm = config.algorithm
     bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens)
     terms = step_weights(

@@ -1,24 +1,26 @@
-"""Context parallelism: neighbouring ranks share each packed row, and exchange heads for tokens around attention.
+"""Context parallelism: neighbouring ranks share each packed row, and exchange heads for tokens in attention.
 
-`Learner` makes a `Context`; the packed forward and the attention kernels use it. A row of T tokens is cut into equal
-pieces, one for each rank, whatever the ends of its sequences. Everything but attention works on single tokens, so a
-rank computes it for its piece alone. For attention each rank gets all tokens of its share of the heads, by one
-exchange before and one after (Ulysses; Jacobs et al. 2023). Every rank then gets the log-probabilities of the whole
-row, and computes the whole loss; its gradient reaches the rank's own piece alone, so gradients still add up over
-ranks (`tests/learner/test_context.py`).
+`Learner` makes a `Context`; the packed forward and the attention kernels use it. A row of T tokens is cut into
+equal pieces, one for each rank, whatever the ends of its sequences. Everything but attention works on single
+tokens, so a rank computes it for its piece alone. For attention each rank gets all tokens of its share of the
+heads, by one exchange before and one after (Ulysses; Jacobs et al. 2023). Every rank then gets the
+log-probabilities of the whole row, and computes the whole loss; its gradient reaches the rank's own piece alone,
+so gradients still add up over ranks (`tests/learner/test_context.py`).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import IntArray
+
+AnyInts = TypeVar("AnyInts", IntArray, npt.NDArray[np.int16])
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Context:
         each = -(-num_tokens // self.size)
         return self.place * each, (self.place + 1) * each
 
-    def padded(self, values: IntArray, *, fill: int = 0) -> IntArray:
+    def padded(self, values: AnyInts, *, fill: int = 0) -> AnyInts:
         """[T / size] this rank's piece of [T, ...] values, filled up beyond the end of the row."""
         first, last = self.piece(len(values))
         mine = values[first:last]
@@ -48,39 +50,29 @@ class Context:
         return cu_seqlens if padded == total else np.append(cu_seqlens, np.int32(padded))
 
     def to_heads(self, tokens: Tensor) -> Tensor:
-        """Exchange [T / size, H, D], a piece with all heads, for [T, H / size, D], the row with this rank's heads."""
+        """Exchange [T / size, H, D], a piece with all heads, for [T, H / size, D], the row with own heads."""
         length, heads, dim = tokens.shape
         parts = tokens.view(length, self.size, heads // self.size, dim).transpose(0, 1)
         return _Exchange.apply(parts, self.group).flatten(0, 1)  # type: ignore[no-any-return, no-untyped-call]
 
     def to_tokens(self, heads: Tensor) -> Tensor:
         """Undo `to_heads`: [T, H / size, D] to [T / size, H, D]."""
-        parts = heads.unflatten(0, (self.size, -1))
+        parts = heads.view(self.size, -1, *heads.shape[1:])
         return _Exchange.apply(parts, self.group).transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return, no-untyped-call]
 
     def combine(self, values: Tensor, is_mine: Tensor) -> Tensor:
-        """Return [N, ...] values of all rows on each rank, from the values of this rank's rows, where `is_mine` [N].
+        """Return [N, ...] values of all rows on each rank; `values` are of the rows where `is_mine` [N].
 
         The gradient of a value reaches the rank that computed it, and no other.
         """
         return _Combine.apply(values, is_mine, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def check_heads(kv_heads: int, context_parallel: int) -> None:
-    """Raise `ConfigError` unless a model's key-value heads can be divided among the ranks of a context."""
-    if kv_heads % context_parallel:
-        divisors = [str(size) for size in range(1, kv_heads + 1) if kv_heads % size == 0]
-        raise ConfigError(
-            f"learner.context_parallel={context_parallel}: the model has {kv_heads} key-value heads, which so many"
-            f" ranks cannot divide; set it to {', '.join(divisors)}"
-        )
-
-
 def join_context(size: int) -> Context | None:
     """Join the group of `size` neighbouring ranks that share rows; None for 1. Collective over all ranks."""
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(size)
+    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
     assert isinstance(group, dist.ProcessGroup), "every rank is in a group"
     return Context(group, size, dist.get_rank(group))
 

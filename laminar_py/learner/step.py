@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from laminar_py.config.algorithm import AlgorithmConfig, Proximal
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype
+from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype, check_heads
 from laminar_py.learner.checkpoint import Checkpointer
-from laminar_py.learner.context import check_heads
 from laminar_py.learner.distributed import COMPUTES_S, Ranks
 from laminar_py.learner.export import named_tensors
 from laminar_py.learner.layers import compile_layers, free_heap, recompute_activations

@@ -50,7 +50,9 @@ class Sample:
         return len(self.ids) - self.num_prompt
 
 
-def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0, vocab: int = VOCAB, kv_heads: int = 2) -> Path:
+def make_model_folder(
+    folder: Path, *, tied: bool = False, seed: int = 0, vocab: int = VOCAB, kv_heads: int = 2
+) -> Path:
     """A saved two-layer Qwen3 with grouped heads."""
     torch.manual_seed(seed)
     config = Qwen3Config(

@@ -124,7 +124,7 @@ def traffic(world_size, shard_ranks=None, *, network=50e9, **settings):
     learner = LearnerConfig(world_size=world_size, shard_ranks=shard_ranks, **settings)
     _, shape = model_named("32B")
     h100 = gpu_named("H100")
-    return shape.total, rank_traffic(shape, h100, learner, per_node=8, network_bytes_per_s=network)
+    return shape.total, rank_traffic(shape, h100, learner, tokens=0, per_node=8, network_bytes_per_s=network)
 
 
 def test_a_rank_gathers_weights_twice_and_sums_gradients_once_over_the_slowest_link():
