@@ -23,9 +23,7 @@ from laminar_py.config import AlgorithmConfig
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.learner import Learner, policy_logprobs
-from laminar_py.learner.distributed import join_group
-from laminar_py.learner.layers import free_heap
+from laminar_py.learner import Learner, free_heap, join_group, policy_logprobs
 from laminar_py.learner.packing import pack
 from laminar_py.records.trajectory import MicroBatch
 

@@ -2,8 +2,8 @@
 
 `Learner` makes a `Context`; the packed forward and the attention kernels use it. A row of T tokens is cut into
 equal pieces, one for each rank, whatever the ends of its sequences. Everything but attention works on single
-tokens, so a rank computes it for its piece alone. For attention each rank gets all tokens of its share of the
-heads, by one exchange before and one after (Ulysses; Jacobs et al. 2023). Every rank then gets the
+tokens, so a rank computes it for its piece alone. For attention each rank gets all tokens of some heads,
+by one exchange before and one after (Ulysses; Jacobs et al. 2023). Every rank then gets the
 log-probabilities of the whole row, and computes the whole loss; its gradient reaches the rank's own piece alone,
 so gradients still add up over ranks (`tests/learner/test_context.py`).
 """

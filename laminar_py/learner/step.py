@@ -133,8 +133,7 @@ class Learner:
         self.model = load_policy(
             model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
         )
-        check_heads(kv_heads(self.model.config), settings.context_parallel)
-        self.model.context = self.ranks.context
+        self._share_rows(settings.context_parallel)
         self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
         self._change_layers(settings)
         if mesh:
@@ -155,6 +154,11 @@ class Learner:
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
         self._prover = StepProver(self.model, self.ranks, self._reference)
         self.steps_taken = 0
+
+    def _share_rows(self, ranks: int) -> None:
+        """Let `ranks` neighbours share each row. Raises `ConfigError` if they cannot divide the model's heads."""
+        check_heads(kv_heads(self.model.config), ranks)
+        self.model.context = self.ranks.context
 
     def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
         """Add adapters to the policy and freeze its other weights; without `settings` do nothing."""
