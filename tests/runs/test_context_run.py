@@ -12,7 +12,8 @@ SETTINGS = (
     "learner.world_size=2",
     "learner.context_parallel=2",
     f"packer.max_tokens={ROW}",
-    "steps=6",
+    "rollout.sampling.max_new_tokens=344",
+    "steps=4",
     "eval.sets={}",
 )
 
