@@ -43,12 +43,6 @@ class Context:
         missing = [(0, last - first - len(mine)), *[(0, 0)] * (values.ndim - 1)]
         return np.pad(mine, missing, constant_values=fill)
 
-    def seqlens(self, cu_seqlens: IntArray) -> IntArray:
-        """[S + 1] or [S + 2] ends of a row's sequences; the padding at its end is a sequence of its own."""
-        total = int(cu_seqlens[-1])
-        padded = -(-total // self.size) * self.size
-        return cu_seqlens if padded == total else np.append(cu_seqlens, np.int32(padded))
-
     def to_heads(self, tokens: Tensor) -> Tensor:
         """Exchange [T / size, H, D], a piece with all heads, for [T, H / size, D], the row with own heads."""
         length, heads, dim = tokens.shape

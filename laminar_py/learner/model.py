@@ -20,7 +20,7 @@ from transformers.utils import logging
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Attention
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.attention import register_kernel
+from laminar_py.learner.attention import Segments, register_kernel
 from laminar_py.learner.context import Context
 from laminar_py.learner.kernel_check import Choice, choose_kernel
 from laminar_py.learner.layers import RouterReplay, fuse_norms
@@ -188,6 +188,7 @@ def _forward(
     if replay is not None:
         replay.force(batch, device=device, context=context)
     input_ids, position_ids, cu_seqlens = batch.input_ids, batch.position_ids, batch.cu_seqlens
+    key_rows, seen = (None, batch.lengths) if batch.parents is None else batch.key_rows
     if context is not None:
         if rows is None:
             rows = torch.arange(len(input_ids), device=device)
@@ -195,14 +196,18 @@ def _forward(
         is_mine = (first <= rows) & (rows < last)
         rows, labels = rows[is_mine], None if labels is None else labels[is_mine]
         input_ids, position_ids = context.padded(input_ids), context.padded(position_ids)
-        cu_seqlens = context.seqlens(cu_seqlens)
+        padding = context.size * (last - first) - len(batch.input_ids)
+        if padding:  # a sequence of its own
+            cu_seqlens, seen = np.append(cu_seqlens, cu_seqlens[-1] + padding), [*seen, padding]
+            if key_rows is not None:
+                key_rows = np.append(key_rows, np.arange(padding) + batch.num_tokens)
     outputs: tuple[Tensor, Tensor] = model(
         input_ids=torch.tensor(input_ids, dtype=torch.long, device=device),
         position_ids=torch.tensor(position_ids, dtype=torch.long, device=device),
         rows=rows if context is None or rows is None else rows - first,
         labels=labels,
-        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32, device=device),
-        longest=max(batch.lengths),
+        segments=Segments.of(np.diff(cu_seqlens).tolist(), seen, device=device),
+        key_rows=None if key_rows is None else torch.tensor(key_rows, dtype=torch.long, device=device),
         support=None if labels is None else _support(batch, rows, device),
         context=context,
     )
@@ -234,8 +239,8 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         position_ids: Tensor,
         rows: Tensor | None,
         labels: Tensor | None,
-        cu_seqlens: Tensor,
-        longest: int,
+        segments: Segments,
+        key_rows: Tensor | None,
         support: Support | None,
         context: Context | None,
     ) -> tuple[Tensor, Tensor]:
@@ -247,10 +252,11 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
-            cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens,
-            max_length_q=longest,
-            max_length_k=longest,
+            cu_seq_lens_q=segments.cu_queries,
+            cu_seq_lens_k=segments.cu_keys,
+            max_length_q=segments.longest_query,
+            max_length_k=segments.longest_key,
+            key_rows=key_rows,
             context=context,
         ).last_hidden_state[0]
         if rows is not None:

@@ -350,10 +350,11 @@ class Learner:
 
     def _measure_work(self, microbatches: Sequence[MicroBatch]) -> Work:
         """Return tokens and FLOPs of a step, summed over ranks, from this rank's `microbatches`."""
-        lengths = [length for batch in microbatches for length in batch.lengths if self.ranks.counts]
+        counted = [batch for batch in microbatches if self.ranks.counts]
+        tokens, squares = sum(batch.num_tokens for batch in counted), sum(batch.squares for batch in counted)
         peak = peak_flops(self.ranks.device)
         return Work(
-            int(self.ranks.sum(sum(lengths))),
-            self.ranks.sum(self._cost.flops(lengths)),
+            int(self.ranks.sum(tokens)),
+            self.ranks.sum(self._cost.flops(tokens, squares)),
             None if peak is None else peak * self.ranks.num_ranks,
         )
