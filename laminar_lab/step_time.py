@@ -172,11 +172,13 @@ def learner_step_s(
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Seconds of the learner's collectives, e.g. `RankTraffic(round_s=0.18, copies_s=0.3, exchange_s=0.0)`."""
+    """Seconds of the learner's collectives, e.g. `RankTraffic(round_s=0.18, copies_s=0.3)`."""
 
     round_s: float  # of a microbatch: two gathers of bf16 weights, and a sum of gradients over the shards
     copies_s: float  # of an update: a sum of gradients over the copies
-    exchange_s: float  # of a microbatch that ranks share: heads for tokens around attention, which nothing hides
+    exchange_s: float = (
+        0.0  # of a microbatch that ranks share: heads for tokens around attention, which nothing hides
+    )
 
 
 def rank_traffic(

@@ -6,7 +6,7 @@ emulated process.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from laminar_py.config import ConfigError, Count, EngineConfig, RunConfig, Seconds, Section
 from laminar_py.config.engine import EmulatedFleet
 from laminar_py.config.loading import load_settings
-from laminar_py.learner.packing import attention_share, sequence_cost
+from laminar_py.learner.packing import RowSize, attention_share
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Extra = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -98,13 +98,12 @@ class LearnerTimes(Section):
         """Parameters in a version."""
         return self.adapters or self.num_parameters
 
-    def step_s(self, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
+    def step_s(self, sizes: Iterable[RowSize], *, devices: int) -> float:
         """Seconds of an optimizer step: each microbatch runs on one device, and the busiest device counts.
 
-        A publish comes on top. `lengths` has each microbatch's sequence lengths.
+        A publish comes on top. `sizes` are the microbatches'.
         """
-        share = self.attention_share
-        costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
+        costs = [size.tokens + self.attention_share * size.squares for size in sizes]
         busy = [0.0] * devices
         for cost in sorted(costs, reverse=True):
             heapq.heapreplace(busy, busy[0] + cost)  # on the least busy device

@@ -15,6 +15,7 @@ from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import Packed, deal_to_ranks, step_weights
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
 from laminar_py.records.metrics import StepRow
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import TrajectoryRef
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) ->
     `attention_share` is attention's cost relative to linear layers.
     """
     algorithm = config.algorithm
-    bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens)
+    shares = Recording.ROUTED_EXPERTS not in config.rollout.record  # else prompts may part where experts differ
+    bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens, shares=shares)
     terms = step_weights(
         bins,
         tokens_without_signal=batch.tokens_without_signal,

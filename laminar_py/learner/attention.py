@@ -48,8 +48,10 @@ class Segments(NamedTuple):
     def of(cls, queries: Sequence[int], keys: Sequence[int] | None = None, *, device: torch.device) -> "Segments":
         """Build from numbers of queries [S] and of keys [S], by default the same: whole sequences."""
         keys = queries if keys is None else keys
-        cuts = (torch.tensor([0, *each], device=device).cumsum(0, dtype=torch.int32) for each in (queries, keys))
-        return cls(*cuts, max(queries), max(keys))
+        of_queries, of_keys = (
+            torch.tensor([0, *each], device=device).cumsum(0, dtype=torch.int32) for each in (queries, keys)
+        )
+        return cls(of_queries, of_keys, max(queries), max(keys))
 
 
 VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]

@@ -26,6 +26,7 @@ from laminar_lab.step_time import (
     with_passes,
 )
 from laminar_py.config.learner import LearnerConfig, LoraConfig, ReduceDtype
+from laminar_py.learner.packing import RowSize
 from tests.runs.runs import REPO
 
 TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]
@@ -117,7 +118,8 @@ def test_the_planner_and_the_emulated_learner_take_the_same_time_for_equal_micro
     seconds = learner_step_s(
         times, tokens=6 * 10_000, cost=token_cost(times, lengths), microbatches=6, ranks=ranks
     )
-    assert seconds == pytest.approx(times.step_s([[400, 8000, 1600]] * 6, devices=ranks))
+    size = RowSize(10_000, float((lengths**2).sum()))
+    assert seconds == pytest.approx(times.step_s([size] * 6, devices=ranks))
 
 
 def traffic(world_size, shard_ranks=None, *, network=50e9, **settings):

@@ -7,18 +7,19 @@ still predicts one token. Where a mixture's recorded experts differ, prompts par
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from laminar_py.records.codec import BoolArray, IntArray
 from laminar_py.records.pieces import RoutedExperts, SamplingMask
-from laminar_py.records.spans import TokenPath, is_tree, sequences_of
+from laminar_py.records.spans import Span, TokenPath, is_tree, sequences_of
 from laminar_py.records.trajectory import Trajectory
 
 LEAST_STEM = 16  # tokens; a shorter prefix costs more to share than to repeat
+NO_IDS = np.zeros(0, np.int32)
 Keys: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -57,11 +58,11 @@ class Layout:
 class _Path:
     """A sequence from its first to its last token."""
 
-    response: int  # index of its trajectory
-    ids: IntArray  # [n]
     places: IntArray  # [n] of its tokens in the response; -1: of the prompt
     own: BoolArray  # [n] True on response tokens that this sequence trains on
     keys: Keys  # [n] equal for tokens that two sequences may share
+    ids: IntArray  # [n] tokens; [0] where only their number counts
+    response: int  # index of its trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,25 @@ def _next_ids(ids: IntArray, first: int, last: int) -> IntArray:
     return following if len(following) == last - first else np.append(following, np.int32(0))
 
 
+class RowSize(NamedTuple):
+    """Size of sequences in a row, e.g. of two of 3 and 2 tokens that share nothing: `RowSize(5, 13)`."""
+
+    tokens: int
+    squares: float  # sum of squared lengths, what sequences share counted once
+
+
+def row_size(prompt: int, spans: Sequence[Span]) -> RowSize:
+    """Return the size of a trajectory in a row, with a prompt of `prompt` tokens."""
+    if not is_tree(spans):
+        length = prompt + (spans[-1].end if spans else 0)
+        return RowSize(length, length * length)
+    segments = list(_segments([_path(path, prompt) for path in sequences_of(spans)]))
+    return RowSize(
+        sum(segment.last - segment.first for segment in segments),
+        sum(segment.last**2 - segment.first**2 for segment in segments),
+    )
+
+
 # ---- sequences
 
 
@@ -118,18 +138,24 @@ def _paths(bundle: Sequence[Trajectory]) -> list[_Path]:
         keys = np.arange(len(prompt), dtype=np.int64) - ((number + 1) << 32)
         keys[shared:] += (response + 1) << 50  # from here on its own
         for path in _token_paths(trajectory):
-            before = prompt if path.has_prompt else prompt[:0]
-            places = path.places
-            found.append(
-                _Path(
-                    response=response,
-                    ids=np.concatenate([before, trajectory.response_ids[places]]),
-                    places=np.concatenate([np.full(len(before), -1, np.int32), places]),
-                    own=np.concatenate([np.zeros(len(before), np.bool_), path.own]),
-                    keys=np.concatenate([keys[: len(before)], ((response + 1) << 32) + places.astype(np.int64)]),
-                )
-            )
+            cut = _path(path, len(prompt))
+            before = len(prompt) if path.has_prompt else 0
+            ids = np.concatenate([prompt[:before], trajectory.response_ids[path.places]])
+            own_keys = cut.keys[before:] + ((response + 1) << 32)
+            found.append(replace(cut, response=response, ids=ids, keys=np.concatenate([keys[:before], own_keys])))
     return found
+
+
+def _path(path: TokenPath, prompt: int) -> _Path:
+    """Return a sequence without its tokens; `prompt` tokens come first where it has the prompt."""
+    before, places = prompt if path.has_prompt else 0, path.places
+    return _Path(
+        places=np.concatenate([np.full(before, -1, np.int32), places]),
+        own=np.concatenate([np.zeros(before, np.bool_), path.own]),
+        keys=np.concatenate([np.arange(before, dtype=np.int64) - (1 << 32), places.astype(np.int64)]),
+        ids=NO_IDS,
+        response=0,
+    )
 
 
 def _token_paths(trajectory: Trajectory) -> list[TokenPath]:
@@ -159,9 +185,9 @@ def _segments(paths: Sequence[_Path]) -> Iterator[_Segment]:
     while waiting:
         members, first, parent = waiting.pop()
         last = _common(members, first)
-        going_on = [path for path in members if len(path.ids) > last]
+        going_on = [path for path in members if len(path.keys) > last]
         if len(members) > 1 and going_on and last - 1 - first < LEAST_STEM:  # too short to share
-            alone = [[path] for path in members if len(path.ids) == last]
+            alone = [[path] for path in members if len(path.keys) == last]
             waiting += [(some, first, parent) for some in reversed([*alone, *_by_key(going_on, last)])]
             continue
         end = last - 1 if going_on else last
@@ -180,7 +206,7 @@ def _by_key(paths: Sequence[_Path], place: int) -> list[list[_Path]]:
 
 def _common(paths: Sequence[_Path], first: int) -> int:
     """Return the end of the tokens that all paths share, which is behind `first`."""
-    keys, end = paths[0].keys, min(len(path.ids) for path in paths)
+    keys, end = paths[0].keys, min(len(path.keys) for path in paths)
     for path in paths[1:]:
         differs = keys[first:end] != path.keys[first:end]
         if differs.any():
@@ -206,9 +232,9 @@ def _placed(bundle: Sequence[Trajectory], segments: Sequence[_Segment]) -> list[
         row += last - first
     found = []
     for rows in row_of:
-        places = np.flatnonzero(rows >= 0)
-        places = places[np.argsort(rows[places])].astype(np.int32)
-        found.append(PlacedResponse(rows[places], places))
+        known = np.flatnonzero(rows >= 0)
+        ordered: IntArray = known[np.argsort(rows[known])].astype(np.int32)
+        found.append(PlacedResponse(rows[ordered], ordered))
     return found
 
 
