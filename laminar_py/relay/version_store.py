@@ -110,8 +110,8 @@ def watch_folder(store: Path) -> int:
 class StoredVersion:
     """A version in a store, complete or arriving, chunk by chunk; also its deltas against the version before.
 
-    A complete file is mapped at its first read, and stays mapped as long as this object or one of its chunks
-    lives. A write opens the file for each chunk, which costs microseconds beside megabytes.
+    A file is mapped at its first read, and stays mapped as long as this object or one of its chunks lives. A write
+    opens the file for each chunk, which costs microseconds beside megabytes.
     """
 
     def __init__(self, manifest: Manifest, folder: Path, *, complete: bool) -> None:
@@ -121,8 +121,7 @@ class StoredVersion:
         self._present = [bytearray([complete]) * count for count in counts]  # 1 for each chunk that is here
         self._num_missing = [0 if complete else count for count in counts]
         self._checksums = [bytearray(CHECKSUM_BYTES * count) for count in counts]  # [num_chunks, CHECKSUM_BYTES]
-        self._mapped: dict[int, memoryview] = {}  # by file, once all of it is here
-        self._last_written: Chunk | None = None  # in memory still, for children that get it next
+        self._mapped: dict[int, memoryview] = {}  # by file, from the first read on
         self.base: int | None = None  # version that `deltas` build on
         self.deltas: dict[tuple[int, int], bytes] = {}  # payloads of chunks, while children may ask for them
         self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas the root still makes
@@ -185,9 +184,6 @@ class StoredVersion:
         """Read a chunk that is here, with its checksum; as a delta if there is one against `base`."""
         assert self.has_chunk(file, index), f"chunk {index} of file {file} of {self.folder} is not here"
         delta = self.deltas.get((file, index)) if base is not None and base == self.base else None
-        last = self._last_written
-        if delta is None and last is not None and (last.file, last.index) == (file, index):
-            return last
         data = self.chunk_data(file, index) if delta is None else memoryview(delta)
         checksum = self._checksums[file][index * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
         return Chunk(
@@ -200,32 +196,36 @@ class StoredVersion:
         )
 
     def chunk_data(self, file: int, index: int) -> memoryview:
-        """The bytes of a chunk that is here: a view of the mapped file, or a copy while the file is incomplete."""
+        """The bytes of a chunk that is here: a view of the mapped file."""
         begin, size = index * self.manifest.chunk_bytes, self.chunk_size(file, index)
-        if file in self._mapped:
-            return self._mapped[file][begin : begin + size]
-        with self.file_path(file).open("rb") as source:
-            if self.has_file(file):
+        if file not in self._mapped:
+            with self.file_path(file).open("rb") as source:
                 self._mapped[file] = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
-                return self._mapped[file][begin : begin + size]
-            return memoryview(os.pread(source.fileno(), size, begin))
+        return self._mapped[file][begin : begin + size]
 
     def write_chunk(self, chunk: Chunk) -> None:
         """Write a full, checked chunk and mark it present. Raises `NoRoomError`, `FileNotFoundError`."""
-        position, data = chunk.index * self.manifest.chunk_bytes, chunk.data
+        self.write_data(chunk.file, chunk.index, chunk.data)
+        self.mark_present(chunk.file, chunk.index, chunk.checksum)
+
+    def write_data(self, file: int, index: int, data: memoryview) -> None:
+        """Write the checked bytes of a chunk, in any thread. Raises `NoRoomError`, `FileNotFoundError`."""
+        position = index * self.manifest.chunk_bytes
         with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
-            descriptor = os.open(self.file_path(chunk.file), os.O_WRONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.file_path(file), os.O_WRONLY | os.O_CLOEXEC)
             try:
                 while data:
                     written = os.pwrite(descriptor, data, position)
                     position, data = position + written, data[written:]
             finally:
                 os.close(descriptor)
-        begin = chunk.index * CHECKSUM_BYTES
-        self._checksums[chunk.file][begin : begin + CHECKSUM_BYTES] = chunk.checksum
-        self._last_written = chunk
-        self._num_missing[chunk.file] -= not self._present[chunk.file][chunk.index]
-        self._present[chunk.file][chunk.index] = 1
+
+    def mark_present(self, file: int, index: int, checksum: bytes) -> None:
+        """Mark a chunk present whose bytes with this checksum were written."""
+        begin = index * CHECKSUM_BYTES
+        self._checksums[file][begin : begin + CHECKSUM_BYTES] = checksum
+        self._num_missing[file] -= not self._present[file][index]
+        self._present[file][index] = 1
 
     def has_all_files(self) -> bool:
         """True if all files exist in full length; False if a file was deleted while the version arrived."""
@@ -244,13 +244,11 @@ class StoredVersion:
         self._num_missing[file] = len(self._present[file])
         self._present[file] = bytearray(self._num_missing[file])
         self.deltas = {key: delta for key, delta in self.deltas.items() if key[0] != file}
-        self._last_written = None
 
     def describe(self) -> None:
         """Write manifest and checksums into the folder, once all chunks are here. Raises `NoRoomError`."""
         with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
             describe_version(self.folder, self.manifest, self._checksums)
-        self._last_written = None
 
     # ---- deltas
 
@@ -278,7 +276,6 @@ class StoredVersion:
         """Drop the deltas and mappings of a retired version; its folder stays."""
         self.forget_deltas()
         self._mapped.clear()
-        self._last_written = None
 
 
 class VersionStore:

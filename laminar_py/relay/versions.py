@@ -9,6 +9,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
+
+import msgspec
 
 import laminar_py.relay.messages as m
 from laminar_py.relay.digests import version_digest
@@ -178,13 +181,42 @@ class NodeVersions:
                 self._uplink.send(m.Done(version))
                 self._compare_digests(announce.manifest)
 
+    def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
+        """Check and write a chunk in a lane's thread; return the rest of the work, for the event loop.
+
+        A delta is applied on the event loop.
+        """
+        download = self._downloads.get(chunk.version)
+        if download is None:
+            return None
+        if chunk.base is not None:
+            return partial(self.handle_chunk, msgspec.structs.replace(chunk, data=memoryview(bytes(chunk.data))))
+        header = msgspec.structs.replace(chunk, data=m.NO_DATA)
+        try:
+            outcome = download.write(chunk, chunk.data)
+        except (NoRoomError, BrokenVersionError) as error:
+            return partial(self._finish_chunk, download, header, error)
+        return partial(self._finish_chunk, download, header, outcome)
+
     def handle_chunk(self, chunk: m.Chunk) -> None:
         """Store a chunk from the parent. The last chunk completes the version; an error gives the version up."""
         download = self._downloads.get(chunk.version)
         if download is None:
             return  # the version was overtaken while the chunk was in flight
         try:
-            self._accept(download, chunk)
+            self._advance(download, chunk, download.accept(chunk, keep_delta=self._downlink.has_children))
+        except (NoRoomError, BrokenVersionError) as error:
+            self.fail_version(chunk.version, str(error))
+
+    def _finish_chunk(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | Exception) -> None:
+        """Record a chunk that a lane's thread has written, or the error of that."""
+        if self._downloads.get(chunk.version) is not download:
+            return  # the version was overtaken, or began once more
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            download.record(chunk, outcome)
+            self._advance(download, chunk, outcome)
         except (NoRoomError, BrokenVersionError) as error:
             self.fail_version(chunk.version, str(error))
 
@@ -258,12 +290,11 @@ class NodeVersions:
                 f" {self._chunk_bytes} of this node; use one size for the publisher and all nodes"
             )
 
-    def _accept(self, download: Download, chunk: m.Chunk) -> None:
-        """Write a chunk and forward it to children; commit the version after its last verified file.
+    def _advance(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
+        """Forward a written chunk to children; commit the version after its last verified file.
 
         Requests a damaged chunk again. Raises `NoRoomError`, `BrokenVersionError`.
         """
-        outcome = download.accept(chunk, keep_delta=self._downlink.has_children)
         if outcome is ChunkOutcome.DAMAGED:
             self._uplink.send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
         if outcome is not ChunkOutcome.WRITTEN:
