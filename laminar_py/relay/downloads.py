@@ -69,7 +69,8 @@ class Download:
         self._unrequested: Iterator[tuple[int, int]] = stored.missing_chunks()
         self._num_damaged: dict[tuple[int, int | None], int] = {}  # by chunk, or by file
         self._num_verified = 0  # files
-        self._lock = threading.Lock()
+        self._idle = threading.Condition()  # notified when a thread has written a chunk
+        self._num_writing, self._stopped = 0, False
         self._written: set[tuple[int, int]] = set()  # chunks between `write` and `record`
 
     @property
@@ -120,7 +121,7 @@ class Download:
     def accept(self, chunk: m.Chunk, *, keep_delta: bool) -> ChunkOutcome:
         """Check and write a received chunk; with `keep_delta`, also keep its delta to forward to children.
 
-        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies or if the file is gone.
+        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         if not stored.is_chunk(file, index) or stored.has_chunk(file, index):
@@ -135,21 +136,35 @@ class Download:
     def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
         """Check and write the bytes of a chunk, in any thread; `record` must follow on the event loop.
 
-        Raises `NoRoomError`, and `BrokenVersionError` if the file is gone.
+        Raises `NoRoomError`.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
-        with self._lock:
+        with self._idle:
             place = (file, index)
-            if place in self._written or not stored.is_chunk(file, index) or stored.has_chunk(file, index):
+            if (
+                self._stopped
+                or place in self._written
+                or not stored.is_chunk(file, index)
+                or stored.has_chunk(file, index)
+            ):
                 return ChunkOutcome.USELESS
             self._written.add(place)  # until `record`, so that no second copy changes a chunk that is present
-        if len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
-            return ChunkOutcome.DAMAGED
+            self._num_writing += 1
         try:
+            if len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
+                return ChunkOutcome.DAMAGED
             stored.write_data(file, index, data)
-        except FileNotFoundError as error:
-            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted") from None
-        return ChunkOutcome.WRITTEN
+            return ChunkOutcome.WRITTEN
+        finally:
+            with self._idle:
+                self._num_writing -= 1
+                self._idle.notify()
+
+    def stop(self) -> None:
+        """Let no thread write into the files any more; waits for the chunks in work, a few milliseconds."""
+        with self._idle:
+            self._stopped = True
+            self._idle.wait_for(lambda: self._num_writing == 0)
 
     def record(self, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
         """Mark a chunk present that `write` wrote, or count its damage.

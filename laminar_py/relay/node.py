@@ -164,6 +164,8 @@ class RelayNode:
         if self._downlink.lanes is not None:
             self._downlink.lanes.close()
         self._sockets.close()
+        self._versions.stop()
+        self._store.close()
         self._stopped.set()
 
     # ---- records from children and subscribers

@@ -90,6 +90,11 @@ class NodeVersions:
             return False
         return version in self._downloads or version > self.newest or self._is_wanted(version)
 
+    def stop(self) -> None:
+        """Let no thread write into an arriving version any more, at the end of the node."""
+        for download in self._downloads.values():
+            download.stop()
+
     # ---- called for children, subscribers and the root's folder
 
     def locate(self, version: int) -> None:
@@ -299,7 +304,10 @@ class NodeVersions:
             self._uplink.send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
         if outcome is not ChunkOutcome.WRITTEN:
             return
-        self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
+        try:
+            self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
+        except FileNotFoundError as error:
+            raise BrokenVersionError(f"version {download.version}: {error.filename} was deleted") from None
         if download.stored.has_file(chunk.file):
             download.verify_file(chunk.file)
         if not download.verified:
@@ -311,6 +319,8 @@ class NodeVersions:
                 f"version {download.version}: files in {folder} were deleted while it arrived"
             )
         self._store.commit(download.stored)
+        mapping = asyncio.to_thread(self._store.keep_mapped, download.stored)
+        self.tasks.create_task(mapping, name=f"{self._name}-map")
         del self._downloads[download.version]
         self._uplink.send(m.Done(download.version))
         self._handle_complete(download.stored.manifest, download)
@@ -342,6 +352,7 @@ class NodeVersions:
         """Stop the download of a version, if it arrives, and retire its folder."""
         download = self._downloads.pop(version, None)
         if download is not None:
+            download.stop()
             self._downlink.forget_version(version)
             self._discard(download.stored)
 
