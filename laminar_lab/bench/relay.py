@@ -94,9 +94,9 @@ def _sealed_rows(rates: Mapping[str, Sequence[float]], num_bytes: int) -> list[R
 def _conditions(way: str, rates: Mapping[str, Sequence[float]], num_bytes: int) -> str:
     return (
         f"{num_bytes / 2**20:g} MiB in chunks of {CHUNK_BYTES / 2**20:g} MiB, TCP, {way}, BLAKE3 of each chunk"
-        f" made before and checked on arrival; ours: until a node in another process has verified the file's digest"
-        f" too, {median(rates['ours']):.2f} GB/s; bare: from mapped shared memory into mapped, warm shared memory, one"
-        f" thread at each end, {median(rates['bare']):.2f} GB/s"
+        f" made before and checked on arrival; ours: until a node in another process has verified the file's"
+        f" digest too, {median(rates['ours']):.2f} GB/s; bare: from mapped shared memory into mapped, warm shared"
+        f" memory, one thread at each end, {median(rates['bare']):.2f} GB/s"
     )
 
 

@@ -81,7 +81,7 @@ class RelayConfig(Section):
     `curve`: CURVE, at a third of the speed, without lanes. `none`: lanes without encryption, for private addresses
     only; control records stay CURVE-encrypted and digests are checked."""
     lanes: Annotated[int, Field(ge=1, le=16)] | None = None
-    """Lanes from a relay to each child, with a thread at both ends. Default: half the cores, at most 4."""
+    """Lanes from each relay's parent, with a thread at both ends. Default: half the cores, at most 4."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

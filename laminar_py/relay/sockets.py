@@ -1,10 +1,10 @@
-"""ZeroMQ sockets: of the relay tree (`Listener`, `Connection`), and for short frames of many peers.
+"""ZeroMQ sockets: control connections of the relay tree (`Listener`, `Connection`), and for frames of many peers.
 
-Nodes, subscribers and `runtime/link` use them. Every socket speaks CURVE with the run's one keypair, refuses
-other keys, bounds a frame before it allocates memory for it, and does not linger when it is closed (law 7).
-Without keys, as in some benchmarks, a node listens on loopback or `ipc://` only. A send never waits: it drops a
-record that no peer accepts. Parties repeat their state at each connect and every few seconds, to replace such
-records.
+Nodes, subscribers and `runtime/link` use them; chunks bypass them on lanes (`relay/lanes.py`). Every socket
+speaks CURVE with the run's one keypair, refuses other keys, bounds a frame before it allocates memory for it, and
+does not linger when it is closed (law 7). Without keys, as in some benchmarks, a node listens on loopback or
+`ipc://` only. A send never waits: it drops a record that no peer accepts. Parties repeat their state at each
+connect and every few seconds, to replace such records.
 """
 
 import asyncio
