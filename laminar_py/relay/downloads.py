@@ -4,11 +4,10 @@
 """
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from itertools import islice
-
-import msgspec
 
 import laminar_py.relay.messages as m
 from laminar_py.relay.delta import DeltaError, apply
@@ -70,6 +69,9 @@ class Download:
         self._unrequested: Iterator[tuple[int, int]] = stored.missing_chunks()
         self._num_damaged: dict[tuple[int, int | None], int] = {}  # by chunk, or by file
         self._num_verified = 0  # files
+        self._idle = threading.Condition()  # notified when a thread has written a chunk
+        self._num_writing, self._stopped = 0, False
+        self._written: set[tuple[int, int]] = set()  # chunks between `write` and `record`
 
     @property
     def elapsed_s(self) -> float:
@@ -119,25 +121,67 @@ class Download:
     def accept(self, chunk: m.Chunk, *, keep_delta: bool) -> ChunkOutcome:
         """Check and write a received chunk; with `keep_delta`, also keep its delta to forward to children.
 
-        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies or if the file is gone.
+        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         if not stored.is_chunk(file, index) or stored.has_chunk(file, index):
             return ChunkOutcome.USELESS
         data = self._decode(chunk)
-        if data is None or len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
-            self._count_damaged(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
-            return ChunkOutcome.DAMAGED
-        try:
-            stored.write_chunk(msgspec.structs.replace(chunk, data=data, base=None))
-        except FileNotFoundError as error:
-            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted") from None
-        if chunk.base is not None and keep_delta:
+        outcome = ChunkOutcome.DAMAGED if data is None else self.write(chunk, data)
+        if outcome is ChunkOutcome.WRITTEN and chunk.base is not None and keep_delta:
             stored.deltas[file, index] = bytes(chunk.data)
-        self.wire_bytes += len(chunk.data)
+        self.record(chunk, outcome)
+        return outcome
+
+    def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
+        """Check and write the bytes of a chunk, in any thread; `record` must follow on the event loop.
+
+        Raises `NoRoomError`.
+        """
+        file, index, stored = chunk.file, chunk.index, self.stored
+        with self._idle:
+            place = (file, index)
+            if (
+                self._stopped
+                or place in self._written
+                or not stored.is_chunk(file, index)
+                or stored.has_chunk(file, index)
+            ):
+                return ChunkOutcome.USELESS
+            self._written.add(place)  # until `record`, so that no second copy changes a chunk that is present
+            self._num_writing += 1
+        try:
+            if len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
+                return ChunkOutcome.DAMAGED
+            stored.write_data(file, index, data)
+            return ChunkOutcome.WRITTEN
+        finally:
+            with self._idle:
+                self._num_writing -= 1
+                self._idle.notify()
+
+    def stop(self) -> None:
+        """Let no thread write into the files any more; waits for the chunks in work, a few milliseconds."""
+        with self._idle:
+            self._stopped = True
+            self._idle.wait_for(lambda: self._num_writing == 0)
+
+    def record(self, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
+        """Mark a chunk present that `write` wrote, or count its damage.
+
+        Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
+        """
+        file, index, stored = chunk.file, chunk.index, self.stored
+        if outcome is ChunkOutcome.USELESS:
+            return
+        self._written.discard((file, index))
+        if outcome is ChunkOutcome.DAMAGED:
+            self._count_damaged(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
+            return
+        stored.mark_present(file, index, chunk.checksum)
+        self.wire_bytes += stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self._requested.pop((file, index), None)
-        return ChunkOutcome.WRITTEN
 
     def _decode(self, chunk: m.Chunk) -> memoryview | None:
         """Return a chunk's bytes in full; None for a delta that is too long, damaged, or of another base."""

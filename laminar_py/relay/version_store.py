@@ -26,11 +26,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.delta import encode
 from laminar_py.relay.digests import digest_of
-from laminar_py.relay.mapped_file import MappedFile
+from laminar_py.relay.mapped_file import MappedFile, MappedFiles
 from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest
 
 log = logging.getLogger(__name__)
@@ -110,8 +111,8 @@ def watch_folder(store: Path) -> int:
 class StoredVersion:
     """A version in a store, complete or arriving, chunk by chunk; also its deltas against the version before.
 
-    A complete file is mapped at its first read, and stays mapped as long as this object or one of its chunks
-    lives. A write opens the file for each chunk, which costs microseconds beside megabytes.
+    A file is mapped at its first read, and stays mapped as long as this object or one of its chunks lives. While
+    the version arrives, `pages` has the files open for writes.
     """
 
     def __init__(self, manifest: Manifest, folder: Path, *, complete: bool) -> None:
@@ -121,8 +122,8 @@ class StoredVersion:
         self._present = [bytearray([complete]) * count for count in counts]  # 1 for each chunk that is here
         self._num_missing = [0 if complete else count for count in counts]
         self._checksums = [bytearray(CHECKSUM_BYTES * count) for count in counts]  # [num_chunks, CHECKSUM_BYTES]
-        self._mapped: dict[int, memoryview] = {}  # by file, once all of it is here
-        self._last_written: Chunk | None = None  # in memory still, for children that get it next
+        self.pages: list[MappedFile] = []  # of a version that arrived here, by file; the store keeps them open
+        self._mapped: dict[int, memoryview] = {}  # by file, from the first read on
         self.base: int | None = None  # version that `deltas` build on
         self.deltas: dict[tuple[int, int], bytes] = {}  # payloads of chunks, while children may ask for them
         self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas the root still makes
@@ -185,9 +186,6 @@ class StoredVersion:
         """Read a chunk that is here, with its checksum; as a delta if there is one against `base`."""
         assert self.has_chunk(file, index), f"chunk {index} of file {file} of {self.folder} is not here"
         delta = self.deltas.get((file, index)) if base is not None and base == self.base else None
-        last = self._last_written
-        if delta is None and last is not None and (last.file, last.index) == (file, index):
-            return last
         data = self.chunk_data(file, index) if delta is None else memoryview(delta)
         checksum = self._checksums[file][index * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
         return Chunk(
@@ -200,32 +198,29 @@ class StoredVersion:
         )
 
     def chunk_data(self, file: int, index: int) -> memoryview:
-        """The bytes of a chunk that is here: a view of the mapped file, or a copy while the file is incomplete."""
+        """The bytes of a chunk that is here: a view of the mapped file."""
         begin, size = index * self.manifest.chunk_bytes, self.chunk_size(file, index)
-        if file in self._mapped:
-            return self._mapped[file][begin : begin + size]
-        with self.file_path(file).open("rb") as source:
-            if self.has_file(file):
+        if file not in self._mapped:
+            with self.file_path(file).open("rb") as source:
                 self._mapped[file] = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
-                return self._mapped[file][begin : begin + size]
-            return memoryview(os.pread(source.fileno(), size, begin))
+        return self._mapped[file][begin : begin + size]
 
     def write_chunk(self, chunk: Chunk) -> None:
-        """Write a full, checked chunk and mark it present. Raises `NoRoomError`, `FileNotFoundError`."""
-        position, data = chunk.index * self.manifest.chunk_bytes, chunk.data
+        """Write a full, checked chunk and mark it present. Raises `NoRoomError`."""
+        self.write_data(chunk.file, chunk.index, chunk.data)
+        self.mark_present(chunk.file, chunk.index, chunk.checksum)
+
+    def write_data(self, file: int, index: int, data: memoryview) -> None:
+        """Write the checked bytes of a chunk, in any thread. Raises `NoRoomError`."""
         with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
-            descriptor = os.open(self.file_path(chunk.file), os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                while data:
-                    written = os.pwrite(descriptor, data, position)
-                    position, data = position + written, data[written:]
-            finally:
-                os.close(descriptor)
-        begin = chunk.index * CHECKSUM_BYTES
-        self._checksums[chunk.file][begin : begin + CHECKSUM_BYTES] = chunk.checksum
-        self._last_written = chunk
-        self._num_missing[chunk.file] -= not self._present[chunk.file][chunk.index]
-        self._present[chunk.file][chunk.index] = 1
+            self.pages[file].write(index * self.manifest.chunk_bytes, np.frombuffer(data, np.uint8))
+
+    def mark_present(self, file: int, index: int, checksum: bytes) -> None:
+        """Mark a chunk present whose bytes with this checksum were written."""
+        begin = index * CHECKSUM_BYTES
+        self._checksums[file][begin : begin + CHECKSUM_BYTES] = checksum
+        self._num_missing[file] -= not self._present[file][index]
+        self._present[file][index] = 1
 
     def has_all_files(self) -> bool:
         """True if all files exist in full length; False if a file was deleted while the version arrived."""
@@ -244,13 +239,16 @@ class StoredVersion:
         self._num_missing[file] = len(self._present[file])
         self._present[file] = bytearray(self._num_missing[file])
         self.deltas = {key: delta for key, delta in self.deltas.items() if key[0] != file}
-        self._last_written = None
 
     def describe(self) -> None:
         """Write manifest and checksums into the folder, once all chunks are here. Raises `NoRoomError`."""
         with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
             describe_version(self.folder, self.manifest, self._checksums)
-        self._last_written = None
+
+    def end_writes(self) -> None:
+        """Note that no thread writes to the files any more."""
+        for pages in self.pages:
+            pages.is_arriving = False
 
     # ---- deltas
 
@@ -278,7 +276,6 @@ class StoredVersion:
         """Drop the deltas and mappings of a retired version; its folder stays."""
         self.forget_deltas()
         self._mapped.clear()
-        self._last_written = None
 
 
 class VersionStore:
@@ -290,6 +287,7 @@ class VersionStore:
         self._keep_versions = keep_versions
         self._pins: dict[str, int] = {}  # subscriber -> version
         self._deleting: dict[Path, int] = {}  # folder -> bytes that its deletion will free
+        self._files = MappedFiles()
 
     @property
     def newest(self) -> int:
@@ -332,21 +330,33 @@ class VersionStore:
         folder = self.path / f"{folder_name(manifest.version)}.part"
         sizes = {entry.name: entry.size for entry in manifest.files}
         use_spare(self.path, folder)
-        _keep_usable_files(folder, sizes)
+        _keep_usable_files(folder, sizes, self._files)
+        stored = StoredVersion(manifest, folder, complete=False)
         with no_room_errors(self.path, manifest.version, manifest.num_bytes):
-            # All files exist from here on. So a write to a file that was deleted fails, instead of making a new
-            # file that lacks the earlier chunks.
-            for name, size in sizes.items():
-                pages = MappedFile(folder / name)
+            # All files exist from here on, and stay open: writes never make a new file that lacks earlier chunks.
+            stored.pages = [self._files.open(folder / name) for name in sizes]
+            for pages, size in zip(stored.pages, sizes.values(), strict=True):
                 pages.set_size(size)
-                pages.close()
-        return StoredVersion(manifest, folder, complete=False)
+                pages.is_arriving = True
+        return stored
 
     def commit(self, arrived: StoredVersion) -> None:
         """Make a verified version complete: describe it and rename its folder. Raises `NoRoomError`."""
         arrived.describe()
+        arrived.end_writes()
         arrived.folder = arrived.folder.rename(self.path / folder_name(arrived.manifest.version))
         self.complete[arrived.manifest.version] = arrived
+
+    def keep_mapped(self, stored: StoredVersion) -> None:
+        """Map the files of a complete version, for the next one to overwrite. Call this in a thread."""
+        for pages in stored.pages:
+            if not pages.is_deleted:
+                pages.keep_mapped()
+        self._files.sweep()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
 
     def pin(self, name: str, version: int) -> None:
         """Pin a version for subscriber `name`, which ends its earlier pin. A pin survives a crash.
@@ -378,6 +388,7 @@ class VersionStore:
         if self.complete.get(version) is stored:
             del self.complete[version]
         stored.free_memory()
+        stored.end_writes()
         if not stored.folder.exists():
             return None
         with suppress(OSError):  # there is a spare folder already
@@ -391,15 +402,16 @@ class VersionStore:
     def delete(self, doomed: Path) -> None:
         """Delete a folder that `retire` returned. Call this in a thread: it frees about 10 GB/s."""
         shutil.rmtree(doomed, ignore_errors=True)  # `open` deletes the rest at the next start
+        self._files.sweep()
         del self._deleting[doomed]
 
 
-def _keep_usable_files(folder: Path, sizes: Mapping[str, int]) -> None:
+def _keep_usable_files(folder: Path, sizes: Mapping[str, int], files: MappedFiles) -> None:
     """Delete a folder's files that `sizes` (bytes by name) lacks or a process has open; cut the others to size."""
     for path in list(folder.iterdir()):
-        pages = MappedFile(path)
+        pages = files.open(path)
         if path.name in sizes and pages.is_unused:
             pages.set_size(min(pages.size, sizes[path.name]))
         else:
             path.unlink()
-        pages.close()
+    files.sweep()

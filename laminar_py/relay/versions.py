@@ -9,6 +9,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
+
+import msgspec
 
 import laminar_py.relay.messages as m
 from laminar_py.relay.digests import version_digest
@@ -86,6 +89,11 @@ class NodeVersions:
         if version in self._store.complete:
             return False
         return version in self._downloads or version > self.newest or self._is_wanted(version)
+
+    def stop(self) -> None:
+        """Let no thread write into an arriving version any more, at the end of the node."""
+        for download in self._downloads.values():
+            download.stop()
 
     # ---- called for children, subscribers and the root's folder
 
@@ -178,13 +186,42 @@ class NodeVersions:
                 self._uplink.send(m.Done(version))
                 self._compare_digests(announce.manifest)
 
+    def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
+        """Check and write a chunk in a lane's thread; return the rest of the work, for the event loop.
+
+        A delta is applied on the event loop.
+        """
+        download = self._downloads.get(chunk.version)
+        if download is None:
+            return None
+        if chunk.base is not None:
+            return partial(self.handle_chunk, msgspec.structs.replace(chunk, data=memoryview(bytes(chunk.data))))
+        header = msgspec.structs.replace(chunk, data=m.NO_DATA)
+        try:
+            outcome = download.write(chunk, chunk.data)
+        except (NoRoomError, BrokenVersionError) as error:
+            return partial(self._finish_chunk, download, header, error)
+        return partial(self._finish_chunk, download, header, outcome)
+
     def handle_chunk(self, chunk: m.Chunk) -> None:
         """Store a chunk from the parent. The last chunk completes the version; an error gives the version up."""
         download = self._downloads.get(chunk.version)
         if download is None:
             return  # the version was overtaken while the chunk was in flight
         try:
-            self._accept(download, chunk)
+            self._advance(download, chunk, download.accept(chunk, keep_delta=self._downlink.has_children))
+        except (NoRoomError, BrokenVersionError) as error:
+            self.fail_version(chunk.version, str(error))
+
+    def _finish_chunk(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | Exception) -> None:
+        """Record a chunk that a lane's thread has written, or the error of that."""
+        if self._downloads.get(chunk.version) is not download:
+            return  # the version was overtaken, or began once more
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            download.record(chunk, outcome)
+            self._advance(download, chunk, outcome)
         except (NoRoomError, BrokenVersionError) as error:
             self.fail_version(chunk.version, str(error))
 
@@ -258,17 +295,19 @@ class NodeVersions:
                 f" {self._chunk_bytes} of this node; use one size for the publisher and all nodes"
             )
 
-    def _accept(self, download: Download, chunk: m.Chunk) -> None:
-        """Write a chunk and forward it to children; commit the version after its last verified file.
+    def _advance(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
+        """Forward a written chunk to children; commit the version after its last verified file.
 
         Requests a damaged chunk again. Raises `NoRoomError`, `BrokenVersionError`.
         """
-        outcome = download.accept(chunk, keep_delta=self._downlink.has_children)
         if outcome is ChunkOutcome.DAMAGED:
             self._uplink.send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
         if outcome is not ChunkOutcome.WRITTEN:
             return
-        self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
+        try:
+            self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
+        except FileNotFoundError as error:
+            raise BrokenVersionError(f"version {download.version}: {error.filename} was deleted") from None
         if download.stored.has_file(chunk.file):
             download.verify_file(chunk.file)
         if not download.verified:
@@ -280,6 +319,8 @@ class NodeVersions:
                 f"version {download.version}: files in {folder} were deleted while it arrived"
             )
         self._store.commit(download.stored)
+        mapping = asyncio.to_thread(self._store.keep_mapped, download.stored)
+        self.tasks.create_task(mapping, name=f"{self._name}-map")
         del self._downloads[download.version]
         self._uplink.send(m.Done(download.version))
         self._handle_complete(download.stored.manifest, download)
@@ -311,6 +352,7 @@ class NodeVersions:
         """Stop the download of a version, if it arrives, and retire its folder."""
         download = self._downloads.pop(version, None)
         if download is not None:
+            download.stop()
             self._downlink.forget_version(version)
             self._discard(download.stored)
 
