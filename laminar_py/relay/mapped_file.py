@@ -35,35 +35,37 @@ class MappedFile:
     while no thread reads or writes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, path: Path | int) -> None:
+        """`path` may also be the descriptor of an open file, which the process then shares with another."""
+        opened = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.descriptor = opened
         self._mapping: mmap.mmap | None = None
         self._unlock: Callable[[], None] | None = None
 
     @property
     def inode(self) -> int:
         """The file's number in the file system, which a rename does not change."""
-        return os.fstat(self._descriptor).st_ino
+        return os.fstat(self.descriptor).st_ino
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
 
     @property
     def is_deleted(self) -> bool:
         """True if the file has no name any more; `close` then frees its memory."""
-        return os.fstat(self._descriptor).st_nlink == 0
+        return os.fstat(self.descriptor).st_nlink == 0
 
     @property
     def is_unused(self) -> bool:
         """True if no other process has it open or mapped: only then does the kernel grant a write lease."""
         # If another process opens the file in between, the kernel signals this one. The default, SIGIO, would end
         # it.
-        fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:
             return False
         return True
@@ -82,7 +84,7 @@ class MappedFile:
     def read(self, position: int, size: int) -> memoryview | bytes:
         """[size] bytes of the file from `position` on."""
         view = self.mapped_view(position, size)
-        return os.pread(self._descriptor, size, position) if view is None else view
+        return os.pread(self.descriptor, size, position) if view is None else view
 
     def write(self, position: int, data: npt.NDArray[np.uint8]) -> None:
         """Write `data` at `position`. Raises `OSError` where the file would grow on a full file system."""
@@ -94,14 +96,14 @@ class MappedFile:
             return
         rest, position = data[mapped:].data, position + mapped
         while rest:
-            written = os.pwrite(self._descriptor, rest[:WRITE_BYTES], position)
+            written = os.pwrite(self.descriptor, rest[:WRITE_BYTES], position)
             rest, position = rest[written:], position + written
 
     def set_size(self, size: int) -> None:
         """Cut or extend the file to `size` bytes."""
         if self._mapping is not None and len(self._mapping) > size:
             self._unmap()  # pages beyond the end must not be touched
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self.descriptor, size)
 
     def keep_mapped(self) -> None:
         """Map all of the file for the next version. Where that fails, the next version is written unmapped."""
@@ -110,7 +112,7 @@ class MappedFile:
             return
         self._unmap()
         try:
-            self._mapping = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             log.warning("cannot map %d bytes of a version, so the next version is written slower: %s", size, error)
 
@@ -121,7 +123,7 @@ class MappedFile:
     def close(self) -> None:
         """Unmap and close the file."""
         self._unmap()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def _unmap(self) -> None:
         """Undo the page-lock, if there is one, and drop the mapping."""
@@ -148,6 +150,19 @@ class MappedFiles:
             pages = MappedFile(path)
             self._open[pages.inode] = pages
         return pages
+
+    def has(self, inode: int) -> bool:
+        """True if the file with this number is open."""
+        return inode in self._open
+
+    def get(self, inode: int) -> MappedFile:
+        """Return the open file with this number."""
+        return self._open[inode]
+
+    def adopt(self, descriptor: int) -> None:
+        """Keep a file that another process has opened, by a descriptor that was received."""
+        pages = MappedFile(descriptor)
+        self._open[pages.inode] = pages
 
     def sweep(self) -> None:
         """Close files that any process has deleted."""
