@@ -61,7 +61,7 @@ class Cost:
 def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, model: PretrainedConfig = MODEL) -> list[Row]:
     """Publish `repeats` versions by one rank and by two in turn, after a few that warm up; files lie in `shm`.
 
-    Takes 8 GB of memory.
+    Takes 10 GB of memory.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < RANKS:
@@ -158,7 +158,9 @@ def _rank(pipe: Connection, *, folder: Path, model: Path, rank: int, ranks: int,
     publisher = None if rank else Publisher(store, chunk_bytes=CHUNK_BYTES, ranks=ranks)
     learner.ranks.sum(0.0)
     publisher = publisher or Publisher(store, chunk_bytes=CHUNK_BYTES, rank=rank, ranks=ranks)
-    pages = [np.ones(COPY_BYTES, np.uint8) for _ in range(2)]
+    pages = [
+        np.ones(COPY_BYTES if ranks == 1 else 0, np.uint8) for _ in range(2)
+    ]  # one rank makes the plain copies
     pipe.send("ready")
     published = None
     while True:

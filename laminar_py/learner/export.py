@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
@@ -27,6 +26,7 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LoraConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.model import check_model_folder, gather_full, is_mixture
+from laminar_py.learner.sharding import rows_of
 from laminar_py.records.host import sync
 from laminar_py.records.weights import Rows, StoredTensor, TensorSource
 
@@ -77,7 +77,7 @@ class WeightExporter:
         this order.
         """
         return [
-            self._source(name, tensor.detach(), dtype, gather=gather, writes_whole=writes_whole)
+            self._source(name, tensor, dtype, gather=gather, writes_whole=writes_whole)
             for name, tensor in self._model.state_dict().items()
             if name not in self._tied
         ]
@@ -95,6 +95,7 @@ class WeightExporter:
             assert held is not None, f"{name} is not held by rows"
             first, rows = held
             last = first + len(rows)
+            rows = rows.to(wanted) if rows.is_cuda else rows  # by one kernel, not one for each expert
             for piece in pieces if writes_whole or is_sharded else ():
                 begin, end = max(first, piece.rows.start), min(last, piece.rows.stop)
                 if begin < end and rows.numel():
@@ -146,11 +147,11 @@ def _held_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
     """
     first, local = 0, tensor
     if isinstance(tensor, DTensor):
-        *copied, sharded = tensor.placements
-        if sharded != Shard(0) or any(one != Replicate() for one in copied):
+        rows = rows_of(tensor)
+        if rows is None:
             return None
-        local = tensor.to_local()
-        _, (first, *_) = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        first, local = rows.start, tensor.to_local()
+        assert len(local) == len(rows), f"this rank holds {len(local)} rows, not {len(rows)}"
     if not local.is_contiguous():
         return None
     last = tensor.shape[-1] if tensor.ndim > 1 else 1

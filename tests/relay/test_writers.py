@@ -19,6 +19,7 @@ from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.version_layout import HEADER_BYTES
 from laminar_py.relay.version_store import SPARE, NoRoomError, folder_name
 from laminar_py.relay.writers import MAX_DESCRIPTORS, SOCKET
+from tests.learner.ranks import prepared
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, PATIENCE_S
 
@@ -195,7 +196,8 @@ def rank_main(store: Path, rank: int, version: int, *, dies: bool, ready: Callab
 
 def run(store: Path, version: int, *, victim: int | None) -> list[int | None]:
     """Exit codes of two ranks that publish a version."""
-    context = multiprocessing.get_context("fork")
+    prepared()
+    context = multiprocessing.get_context("forkserver")
     exists = context.Event()
     processes = [
         context.Process(
