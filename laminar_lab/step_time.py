@@ -176,9 +176,7 @@ class RankTraffic:
 
     round_s: float  # of a microbatch: two gathers of bf16 weights, and a sum of gradients over the shards
     copies_s: float  # of an update: a sum of gradients over the copies
-    exchange_s: float = (
-        0.0  # of a microbatch that ranks share: around attention, which nothing hides
-    )
+    exchange_s: float = 0.0  # of a microbatch that ranks share: around attention, which nothing hides
 
 
 def rank_traffic(

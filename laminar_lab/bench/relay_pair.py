@@ -20,6 +20,7 @@ from torch import Tensor
 import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator as in a run)
 from laminar_py.children import kernel
 from laminar_py.config.cluster import Seal
+from laminar_py.records.weights import TensorSource
 from laminar_py.relay import SPARE, Publisher, RelayEvent, RelayKeys, RelayNode, VersionComplete, folder_name
 
 CHUNK_BYTES = 4 * 2**20
@@ -122,8 +123,12 @@ class RelayPair:
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]]) -> float:
         """Publish the next version. Returns the stall in seconds; threads and processes do the rest."""
+        return self.publish_sources([TensorSource.whole(name, tensor) for name, tensor in tensors])
+
+    def publish_sources(self, sources: Sequence[TensorSource]) -> float:
+        """Publish the next version of tensors that are read one by one. Returns the stall in seconds."""
         self._version += 1
-        return self._publisher.publish(self._version, tensors)
+        return self._publisher.publish_sources(self._version, sources)
 
     def await_last(self) -> tuple[float, VersionComplete]:
         """Wait until both nodes have the newest version.

@@ -23,7 +23,7 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype, check_heads
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.distributed import COMPUTES_S, Ranks
-from laminar_py.learner.export import named_tensors
+from laminar_py.learner.export import WeightExporter, full_tensors
 from laminar_py.learner.layers import compile_layers, free_heap, recompute_activations
 from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
@@ -35,6 +35,7 @@ from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import StepMetrics, Work
 from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import MicroBatch
+from laminar_py.records.weights import TensorSource
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import LoraAdapters
@@ -152,6 +153,7 @@ class Learner:
         self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
+        self._exporter = WeightExporter(self.model)
         self._prover = StepProver(self.model, self.ranks, self._reference)
         self.steps_taken = 0
 
@@ -233,11 +235,20 @@ class Learner:
             self.model.reshard()  # without a backward pass FSDP keeps the root's own parameters whole
         return found
 
-    def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) to publish: adapters under peft's names, or weights under Hugging Face's."""
+    def sources(self, *, dtype: torch.dtype, gather: bool) -> list[TensorSource]:
+        """Return the sources of a version: adapters under peft's names, or weights under Hugging Face's.
+
+        Adapters are small, and gathered on every rank. Weights are yielded by the ranks that hold them, unless all
+        ranks `gather` each tensor.
+        """
         if self._adapters is not None:
-            return self._adapters.tensors(dtype=dtype)
-        return named_tensors(self.model, dtype=dtype)
+            return self._adapters.sources(dtype=dtype)
+        whole = gather or not self.ranks.mesh or self.ranks.mesh.get_rank() == 0
+        return self._exporter.sources(dtype=dtype, gather=gather, writes_whole=whole)
+
+    def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of what a version has, cast to `dtype`, gathered on every rank."""
+        return full_tensors(self.sources(dtype=dtype, gather=True))
 
     def adapter_config(self) -> bytes | None:
         """The text of `adapter_config.json` if the learner publishes adapters, else None."""

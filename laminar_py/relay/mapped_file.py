@@ -39,8 +39,10 @@ class MappedFile:
     while no thread reads or writes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, path: Path | int) -> None:
+        """`path` may also be the descriptor of an open file, which the process then shares with another."""
+        opened = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.descriptor = opened
         self._mapping: mmap.mmap | None = None
         self._num_mapped = 0  # bytes of the mapping whose pages exist; the file may be shorter than the mapping
         self._is_being_mapped = False
@@ -50,17 +52,17 @@ class MappedFile:
     @property
     def inode(self) -> int:
         """The file's number in the file system, which a rename does not change."""
-        return os.fstat(self._descriptor).st_ino
+        return os.fstat(self.descriptor).st_ino
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
 
     @property
     def is_deleted(self) -> bool:
         """True if the file has no name any more; `close` then frees its memory."""
-        return os.fstat(self._descriptor).st_nlink == 0
+        return os.fstat(self.descriptor).st_nlink == 0
 
     @property
     def is_unused(self) -> bool:
@@ -72,10 +74,10 @@ class MappedFile:
             return False
         # If another process opens the file in between, the kernel signals this one. The default, SIGIO, would end
         # it.
-        fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:
             return False
         return True
@@ -94,7 +96,7 @@ class MappedFile:
     def read(self, position: int, size: int) -> memoryview | bytes:
         """[size] bytes of the file from `position` on."""
         view = self.mapped_view(position, size)
-        return os.pread(self._descriptor, size, position) if view is None else view
+        return os.pread(self.descriptor, size, position) if view is None else view
 
     def write(self, position: int, data: npt.NDArray[np.uint8]) -> None:
         """Write `data` at `position`. Raises `OSError` where the file would grow on a full file system."""
@@ -106,7 +108,7 @@ class MappedFile:
             return
         rest, position = data[mapped:].data, position + mapped
         while rest:
-            written = os.pwrite(self._descriptor, rest[:WRITE_BYTES], position)
+            written = os.pwrite(self.descriptor, rest[:WRITE_BYTES], position)
             rest, position = rest[written:], position + written
 
     def set_size(self, size: int) -> None:
@@ -114,7 +116,7 @@ class MappedFile:
         if self._num_mapped > size and self.is_page_locked:
             self._unmap()
         self._num_mapped = min(self._num_mapped, size)  # pages beyond the end must not be touched
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self.descriptor, size)
 
     def keep_mapped(self) -> None:
         """Map all of the file for the next version. Where that fails, the next version is written unmapped."""
@@ -125,7 +127,7 @@ class MappedFile:
         try:
             if self._mapping is None or len(self._mapping) < size:
                 self._unmap()
-                self._mapping = mmap.mmap(self._descriptor, size)
+                self._mapping = mmap.mmap(self.descriptor, size)
             # Piece by piece, since the call keeps the interpreter's lock for as long as it maps pages.
             for begin in range(self._num_mapped // POPULATE_BYTES * POPULATE_BYTES, size, POPULATE_BYTES):
                 with suppress(OSError):  # before Linux 5.14 the next version's writes map the pages
@@ -143,7 +145,7 @@ class MappedFile:
     def close(self) -> None:
         """Unmap and close the file."""
         self._unmap()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def _unmap(self) -> None:
         """Undo the page-lock, if there is one, and drop the mapping."""
@@ -173,6 +175,20 @@ class MappedFiles:
                 pages = MappedFile(path)
                 self._open[pages.inode] = pages
             return pages
+
+    def has(self, inode: int) -> bool:
+        """True if the file with this number is open."""
+        return inode in self._open
+
+    def get(self, inode: int) -> MappedFile:
+        """Return the open file with this number."""
+        return self._open[inode]
+
+    def adopt(self, descriptor: int) -> None:
+        """Keep a file that another process has opened, by a descriptor that was received."""
+        pages = MappedFile(descriptor)
+        with self._lock:
+            self._open[pages.inode] = pages
 
     def sweep(self) -> None:
         """Close files that any process has deleted."""

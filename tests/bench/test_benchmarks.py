@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from laminar_lab.bench import control, endpoint, engine, learner, ledger, relay, repack, turns
+from laminar_lab.bench import control, endpoint, engine, learner, ledger, publish, relay, repack, turns
 from laminar_lab.bench.learner import draw_step, pack_step, quality
 from laminar_lab.bench.turns import added_rows, turn_times
 from laminar_lab.bench.workplace import SHARED_MEMORY
@@ -65,6 +65,14 @@ def left() -> set[Path]:
 def test_a_hop_has_a_rate_and_leaves_nothing():
     before = left()
     found = figures(relay, relay.rows(shm=SHARED_MEMORY, repeats=1, num_bytes=2**20))
+    assert all(value > 0 for value in found.values())
+    assert left() <= before
+
+
+@pytest.mark.slow
+def test_two_ranks_publish_the_digest_of_one_and_leave_nothing():
+    before = left()
+    found = figures(publish, publish.rows(shm=SHARED_MEMORY, repeats=1, model=TINY))
     assert all(value > 0 for value in found.values())
     assert left() <= before
 
