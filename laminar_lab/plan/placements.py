@@ -91,14 +91,15 @@ def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
 
 def learner_traffic(request: PlanRequest, ranks: int, shard_ranks: int | None) -> RankTraffic:
     """Return the seconds that a rank's collectives take."""
-    fleet = request.fleet
-    learner = request.learner.model_copy(update={"world_size": ranks, "shard_ranks": shard_ranks})
+    fleet, measured = request.fleet, request.measured
+    network = None if measured is None else measured.network_bytes_per_s
     return rank_traffic(
         request.shape,
         fleet.gpu,
-        learner,
+        request.learner.model_copy(update={"world_size": ranks, "shard_ranks": shard_ranks}),
         per_node=fleet.per_node,
-        network_bytes_per_s=fleet.network_bytes_per_s,
+        network_bytes_per_s=min(fleet.network_bytes_per_s, network or math.inf),
+        link_bytes_per_s=None if measured is None else measured.link_bytes_per_s,
     )
 
 
