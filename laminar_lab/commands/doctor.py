@@ -16,6 +16,7 @@ from laminar_py.config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from laminar_lab.doctor.checks import Fit, PretendedCluster
+    from laminar_lab.doctor.cpu_memory import CpuMemory
     from laminar_lab.doctor.memory import GpuMemory
     from laminar_lab.doctor.trial_profile import ProfileField, SelfTest
     from laminar_lab.doctor.trial_rows import TriedRow
@@ -198,6 +199,8 @@ def _print_fit(fit: "Fit", pretended: "PretendedCluster | None" = None) -> None:
         console.print(parts)
     if fit.memory:
         console.print(_memory_table(fit.memory))
+    if fit.cpu_memory:
+        console.print(_cpu_table(fit.cpu_memory))
     for line in fit.warnings:
         print_line(f"warning: {line}", style="yellow")
     for line in fit.faults:
@@ -232,6 +235,20 @@ def _group_table(cluster: "PretendedCluster") -> Table:
     for (cpus, gpus, name), group in groupby(cluster.nodes, key=kind):
         names = [node.ip for node in group]
         table.add_row(names[0] + (f" to {names[-1]}" if len(names) > 1 else ""), str(cpus), str(gpus), name)
+    return table
+
+
+def _cpu_table(columns: "Sequence[CpuMemory]") -> Table:
+    """Make the table of peak GB by kind of process, against this machine's memory."""
+    from laminar_lab.doctor.cpu_memory import memory_rows
+    from laminar_lab.doctor.memory import host_memory
+
+    table = Table("GB of memory, by formula", "of each", "all")
+    for row in memory_rows(columns):
+        table.add_row(*row)
+    table.add_section()
+    table.add_row("the run at its peak", "", f"{sum(one.total for one in columns) / 1e9:.1f}", style="bold")
+    table.add_row("this machine, with its container's limit", "", f"{host_memory() / 1e9:.1f}")
     return table
 
 
