@@ -41,6 +41,7 @@ def report(
     from laminar_lab.report.snapshot import read_summary
     from laminar_lab.report.terminal import run_tables
     from laminar_lab.report.trace import write_trace
+    from laminar_py.records.events import VersionPublished
 
     found = read_report(run)
     if as_json:
@@ -48,8 +49,10 @@ def report(
         return
     expected = None
     if profile is not None and found.snapshot.config is not None:
-        ranks = found.snapshot.config.learner.world_size
-        expected = profiled_rates(read_profile(profile, setting="--profile"), ranks=ranks)
+        times, ranks = read_profile(profile, setting="--profile"), found.snapshot.config.learner.world_size
+        published = next((event for _, event in found.snapshot.history.of_kind(VersionPublished)), None)
+        num_bytes = None if published is None else published.num_bytes
+        expected = profiled_rates(times, ranks=ranks, num_bytes=num_bytes)
     for table in run_tables(found, expected):
         console.print(table)
     if (summary := read_summary(run)) is not None:

@@ -25,6 +25,12 @@ PROCESS_BYTES = 0.4e9  # of a process with torch
 REST_BYTES = 0.5e9  # of controller, scorers and relays
 KEPT_MORE = 2  # versions that a relay holds beside `relay.keep_versions`
 MICROBATCHES = (1024, 512)  # tokens that take no more time for each token than larger ones do, on cores
+LAST_REMEDIES = {  # where no microbatch fits, by the largest part
+    "KV cache": "lower rollout.max_batch or rollout.replicas",
+    "versions in shared memory": "lower relay.keep_versions or relay.nodes",
+    "activations": "train a smaller model",
+    "weights": "train a smaller model, or lower rollout.replicas",
+}
 FULL = 0.8  # share of the memory from which doctor warns, since activations are estimates
 
 
@@ -98,7 +104,9 @@ def _remedy(config: RunConfig, memory: float) -> str:
     for change, words in _changes(config):
         if (total := _total(change)) <= FULL * memory:
             return f"{words}, which needs {total / 1e9:.1f}"
-    return "train a smaller model, or fewer rollout.replicas"
+    sizes = {name: column.number * size for column in cpu_memory(config) for name, size in column.parts.items()}
+    largest = max(LAST_REMEDIES, key=lambda name: sizes[name])
+    return f"{LAST_REMEDIES[largest]}, since {largest} takes {sizes[largest] / 1e9:.1f}"
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:

@@ -91,10 +91,13 @@ def assumed_rates(measured: Iterable[HostRates]) -> HostRates:
     )
 
 
-def profiled_rates(profile: EmulationProfile, *, ranks: int) -> HostRates:
-    """Return the rates of a profile, and its learner's tokens on so many ranks, without `optimizer_s`."""
+def profiled_rates(profile: EmulationProfile, *, ranks: int, num_bytes: int | None = None) -> HostRates:
+    """Return the rates of a profile, and its learner's tokens on so many ranks, without `optimizer_s`.
+
+    Versions have `num_bytes`, by default as many as in bf16.
+    """
     learner, engine = profile.learner, profile.engine
-    num_bytes = version_bytes(learner.num_published)
+    num_bytes = num_bytes or version_bytes(learner.num_published)
     return HostRates(
         host="the profile says",
         load=num_bytes / engine.gpus / engine.load_s if engine.load_s else None,

@@ -81,6 +81,11 @@ def test_where_small_microbatches_do_not_suffice_activations_are_computed_again(
     assert "has 7.0; set learner.recompute to all, which needs" in line
 
 
+def test_where_no_microbatch_fits_the_largest_part_is_named(run):
+    _, (line,) = cpu_faults(run("packer.max_tokens=2048", "rollout.max_batch=2048"), memory=8 * GB)
+    assert line.endswith("lower rollout.max_batch or rollout.replicas, since KV cache takes 12.1")
+
+
 def test_doctor_compares_the_run_with_this_machines_memory(run, monkeypatch):
     monkeypatch.setattr(checks, "host_memory", lambda: 8 * GB)
     found = fit(run("packer.max_tokens=8192"))

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from laminar_lab.doctor import probes, self_test
 from laminar_lab.doctor.probes import NodeProbe, measured, probe_node, run_ranks
 from laminar_lab.doctor.trial_rows import Verdict, rate_row
+from laminar_lab.emulation.settings import read_profile
 from laminar_py.cli.command import app
 from laminar_py.config import ConfigError
 from laminar_py.config.loading import load_config
@@ -36,12 +37,16 @@ def tried(*arguments):
 @pytest.mark.slow
 def test_a_laptop_s_config_is_tried_in_a_short_run(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
-    code, rows = tried(QUICKSTART, f"runs={tmp_path}")
+    code, rows = tried(QUICKSTART, f"runs={tmp_path / 'runs'}", "--out", tmp_path / "profile.yaml")
     assert code == 0
+    profile = read_profile(tmp_path / "profile.yaml")
+    assert profile.relay_bytes_per_s == pytest.approx(rows["versions to nodes"]["value"], rel=1e-3)
+    assert profile.learner.train_tokens_per_s == pytest.approx(rows["learner step"]["value"], rel=1e-3)
     assert all(row["verdict"] in (Verdict.OK, Verdict.SLOW) for row in rows.values())
     assert rows["learner start"]["measured"] == "sdpa"
     assert {"engines start", "first response", "learner step", "publish", "loads", "the run's laws"} <= set(rows)
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert not list(Path("/dev/shm").glob("laminar-.trial-*"))
 
 
 @pytest.mark.slow
