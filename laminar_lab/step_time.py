@@ -116,7 +116,8 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adap
     """
     return LearnerTimes(
         train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if adapters else 6.0) * shape.active),
-        num_parameters=shape.active,
+        num_parameters=shape.total,
+        num_active=shape.active,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
         optimizer_s=OPTIMIZER_S,
@@ -187,16 +188,17 @@ def rank_traffic(
     tokens: float,
     per_node: int,
     network_bytes_per_s: float,
+    link_bytes_per_s: float | None = None,
 ) -> RankTraffic:
     """Return the traffic of ranks on nodes of `per_node` GPUs, which share a node's network.
 
-    A ring over ranks of one node runs at NVLink's speed, a ring over nodes at most at the network's. Ranks of one
-    node share a microbatch, with `tokens` of it each.
+    A ring over ranks of one node runs at NVLink's speed, or at the measured `link_bytes_per_s`. A ring over nodes
+    runs at most at the network's. Ranks of one node share a microbatch, with `tokens` of it each.
     """
     size, copies = learner.shard_size, learner.world_size // learner.shard_size
     trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
     summed = (2 if learner.reduce_dtype is ReduceDtype.BFLOAT16 else 4) * trained  # bytes
-    link = LINK_SHARE * gpu.link_bytes_per_s
+    link = link_bytes_per_s or LINK_SHARE * gpu.link_bytes_per_s
     of_shards = link if size <= per_node else min(link, network_bytes_per_s)
     of_copies = link if learner.world_size <= per_node else min(link, network_bytes_per_s / min(size, per_node))
     round_bytes = (2 * BF16_BYTES * shape.total + summed) * (size - 1) / size

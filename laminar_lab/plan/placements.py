@@ -102,14 +102,16 @@ def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
 
 def learner_traffic(request: PlanRequest, placement: FleetPlacement) -> RankTraffic:
     """Return the seconds that a rank's collectives take."""
-    fleet = request.fleet
+    fleet, measured = request.fleet, request.measured
+    network = None if measured is None else measured.network_bytes_per_s
     return rank_traffic(
         request.shape,
         fleet.gpu,
         placement.of_learner(request.learner),
         tokens=placement.pack_tokens / placement.context_parallel,
         per_node=fleet.per_node,
-        network_bytes_per_s=fleet.network_bytes_per_s,
+        network_bytes_per_s=min(fleet.network_bytes_per_s, network or math.inf),
+        link_bytes_per_s=None if measured is None else measured.link_bytes_per_s,
     )
 
 

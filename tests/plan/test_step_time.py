@@ -12,6 +12,8 @@ from laminar_lab.emulation.settings import read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
 from laminar_lab.step_time import (
+    LEARNER_MFU,
+    PUBLISH_BYTES_PER_S,
     RankTraffic,
     TimedShape,
     decode_step_s,
@@ -120,6 +122,15 @@ def test_the_planner_and_the_emulated_learner_take_the_same_time_for_equal_micro
     )
     size = RowSize(10_000, float((lengths**2).sum()))
     assert seconds == pytest.approx(times.step_s([size] * 6, devices=ranks))
+
+
+def test_a_mixture_publishes_all_its_parameters_and_computes_with_the_active_ones():
+    shape, gpu = KNOWN_MODELS["Qwen3-30B-A3B"], gpu_named("H100")
+    times = learner_times(shape, gpu)
+    assert (times.num_published, times.num_active) == (shape.total, shape.active)
+    assert times.train_tokens_per_s == pytest.approx(LEARNER_MFU * gpu.bf16_flops / (6 * shape.active))
+    assert times.attention_share == pytest.approx(shape.num_hidden_layers * shape.hidden_size / shape.active)
+    assert times.publish_s == pytest.approx(2 * shape.total / PUBLISH_BYTES_PER_S)
 
 
 def traffic(world_size, shard_ranks=None, *, network=50e9, **settings):
