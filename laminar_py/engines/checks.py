@@ -1,5 +1,6 @@
 """Checks that engines make before they accept a request or load weights. Pure; called by all engines."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -8,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest, RefusedError
+from laminar_py.records.weights import AT, TO
 
 
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:
@@ -73,3 +75,31 @@ def weights_layout(folder: Path, *, before: WeightsLayout | None = None) -> Weig
             f"weights in {folder}: has other tensors than the version before; publish the same tensors"
         )
     return layout
+
+
+def check_changes(files: Sequence[Path], version: int, *, served: int) -> None:
+    """Raise `RefusedError` unless `files` of changes lead in turn from the `served` version to `version`.
+
+    Each file must be readable and have places for all values. Engines check places and values themselves.
+    """
+    reached = str(served)
+    for path in files:
+        try:
+            with safe_open(path, framework="np") as file:
+                metadata, names = file.metadata() or {}, sorted(file.keys())
+                kinds = {
+                    name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in names
+                }
+        except (OSError, SafetensorError) as error:
+            raise RefusedError(f"changes={path}: cannot be read: {error}; load the whole version") from None
+        base = metadata.get("base")
+        if base != reached:
+            raise RefusedError(f"changes={path}: lead from version {base}, not {reached}; load the whole version")
+        reached = metadata.get("version", "none")
+        for name in names:
+            stem = name.removesuffix(AT).removesuffix(TO)
+            at, to = kinds.get(stem + AT), kinds.get(stem + TO)
+            if at is None or to is None or at[0] != "I64" or at[1] != to[1] or len(at[1]) != 1:
+                raise RefusedError(f"changes={path}: {stem} has no place for each value; load the whole version")
+    if reached != str(version):
+        raise RefusedError(f"changes lead to version {reached}, not {version}; load the whole version")

@@ -5,7 +5,7 @@ stored and which tokens a query may see. T is the number of tokens in a call, k 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from laminar_py.engines.local.adapter import Adapter, AdapterBase
 from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, PrefillAttention
+from laminar_py.engines.local.changes import apply_changes
 from laminar_py.engines.local.spec import Mixture, ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
+from laminar_py.records.engine import RefusedError
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import holds_adapter
 
@@ -90,6 +92,17 @@ class LocalModel:
         else:
             self._serve(load_weights(folder, spec=self._spec))
             self._base = None
+
+    @property
+    def takes_changes(self) -> bool:
+        """True if it serves the values of a version's files, and no adapter merged into its base."""
+        return self._weights is not None and self._base is None
+
+    def change(self, files: Sequence[Path]) -> None:
+        """Put changed positions into the served weights. `RefusedError` if they do not fit; the old weights stay."""
+        if not self.takes_changes:
+            raise RefusedError(f"changes={files[0]}: no whole version is served; load the whole version")
+        apply_changes(files, self._loaded(), spec=self._spec)
 
     def _merge(self, adapter: Adapter) -> None:
         """Serve `adapter` merged into its base. Reads the base from disk if the last base does not fit."""

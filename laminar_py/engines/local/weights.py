@@ -46,6 +46,28 @@ class Norm:
         return (x / length.hypot_(self.floor)).mul_(self.scale).to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class FileView:
+    """A view of served values in the order of a tensor in the files, e.g. `FileView(head.t(), 2)`."""
+
+    values: Tensor  # of all its dimensions after the first `dims`, each has the same value
+    dims: int  # leading dimensions, whose flat order is the order in the files
+    scale: float = 1.0  # served value over the value in the files
+
+    @property
+    def numel(self) -> int:
+        """Values of the tensor in the files."""
+        return math.prod(self.values.shape[: self.dims])
+
+    def put(self, at: Tensor, to: Tensor) -> None:
+        """Serve the values `to [n]` at the flat places `at [n]` of the tensor in the files."""
+        served = to.to(self.values.dtype)
+        if self.scale != 1:
+            served = served * self.scale
+        copies = self.values.dim() - self.dims
+        self.values[torch.unravel_index(at, self.values.shape[: self.dims])] = served.view(-1, *[1] * copies)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Weights of a decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
@@ -89,6 +111,13 @@ class Weights:
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
             hashes[name] = digest.hexdigest(length=16)
         return WeightsChecksum(blake3("\n".join(hashes.values()).encode()).hexdigest(), hashes)
+
+    def in_file_order(self, spec: ModelSpec) -> dict[str, list[FileView]]:
+        """Return views of the served values by the names in the files; a tied embedding has two."""
+        views = {name: [_in_file_order(name, packed, spec)] for name, packed in self._named(spec)}
+        if spec.tied:
+            views["model.embed_tokens.weight"] += views.pop("lm_head.weight")
+        return views
 
     def _named(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         """Yield each matrix of the model from its place in the packed weights, in a fixed order."""
@@ -261,3 +290,17 @@ def _packed(weight: Tensor) -> Tensor:
 def interleaved(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder rows `[heads * D, ...]`: put dimension i of a head beside i + D / 2, its partner in the rotation."""
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def _in_file_order(name: str, packed: Tensor, spec: ModelSpec) -> FileView:
+    """View the packed tensor of a Hugging Face name in the order of that tensor."""
+    if name == "model.embed_tokens.weight":
+        return FileView(packed, 2)
+    part, rows = name.split(".")[-2], packed.t()  # of a norm of heads [D, heads], of another norm or bias [size]
+    if part in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        rows = rows.unflatten(0, (-1, spec.head_dim // 2, 2)).transpose(1, 2)  # undoes `interleaved`
+    if part in ("q_norm", "k_norm"):
+        return FileView(rows, 3, math.sqrt(spec.head_dim))
+    if part.endswith("norm"):
+        return FileView(rows, 1, math.sqrt(len(rows)))
+    return FileView(rows, rows.dim())
