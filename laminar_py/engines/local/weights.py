@@ -296,9 +296,11 @@ def _in_file_order(name: str, packed: Tensor, spec: ModelSpec) -> FileView:
     """View the packed tensor of a Hugging Face name in the order of that tensor."""
     if name == "model.embed_tokens.weight":
         return FileView(packed, 2)
-    part, rows = name.split(".")[-2], packed.t()  # of a norm of heads [D, heads], of another norm or bias [size]
-    if part in ("q_proj", "k_proj", "q_norm", "k_norm"):
-        rows = rows.unflatten(0, (-1, spec.head_dim // 2, 2)).transpose(1, 2)  # undoes `interleaved`
+    part, rows = name.split(".")[-2], packed.t()  # a bias and most norms stay [size]
+    if part in ("q_proj", "k_proj", "q_norm", "k_norm"):  # undo `interleaved`
+        strides = (spec.head_dim * rows.stride(0), rows.stride(0), 2 * rows.stride(0), *rows.stride()[1:])
+        sizes = (len(rows) // spec.head_dim, 2, spec.head_dim // 2, *rows.shape[1:])
+        rows = rows.as_strided(sizes, strides)
     if part in ("q_norm", "k_norm"):
         return FileView(rows, 3, math.sqrt(spec.head_dim))
     if part.endswith("norm"):
