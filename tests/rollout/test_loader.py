@@ -1,4 +1,4 @@
-"""Loads by changed positions in a replica with the real embedded engine: each policy, refusals, checks, a crash."""
+"""Loads by changed positions in a replica with the real embedded engine: policies, refusals, checks, a crash."""
 
 import asyncio
 import logging

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from laminar_py.engines.base import RequestScheduler
-from laminar_py.engines.checks import check_changes
 from laminar_py.engines.local.attention import plan_decode
 from laminar_py.engines.local.kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local.model import LocalModel
@@ -83,8 +82,7 @@ class Scheduler(RequestScheduler[Job]):
     def load_changes(self, files: Sequence[Path], version: int) -> None:
         """Put the changes in `files` into the weights, as `version`. Errors as `load_weights`."""
         self.check_load(version)
-        check_changes(files, version, served=self._version)
-        self._model.change(files)
+        self._model.change(files, version, served=self._version)
         self._serve(version)
 
     def _serve(self, version: int) -> None:

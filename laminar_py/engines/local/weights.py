@@ -46,26 +46,43 @@ class Norm:
         return (x / length.hypot_(self.floor)).mul_(self.scale).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
 class FileView:
-    """A view of served values in the order of a tensor in the files, e.g. `FileView(head.t(), 2)`."""
+    """A view of served values in the order of a tensor in the files, e.g. `FileView(head.t())`.
 
-    values: Tensor  # of all its dimensions after the first `dims`, each has the same value
-    dims: int  # leading dimensions, whose flat order is the order in the files
-    scale: float = 1.0  # served value over the value in the files
+    `copies` of each value lie `step` apart. A served value is `scale` times the value in the files.
+    """
 
-    @property
-    def numel(self) -> int:
-        """Values of the tensor in the files."""
-        return math.prod(self.values.shape[: self.dims])
+    def __init__(self, values: Tensor, *, scale: float = 1.0, copies: int = 1, step: int = 0) -> None:
+        self.numel = values.numel()
+        self._scale = scale
+        self._copies = step * torch.arange(copies) if copies > 1 else None
+        last = sum((size - 1) * step for size, step in zip(values.shape, values.stride(), strict=True))
+        self._memory = values.as_strided((last + (copies - 1) * step + 1,), (1,))
+        # A place's index is the sum over dimensions of `place // inner` times a factor: the dimension's step, less
+        # the steps that the next dimension makes over its whole size.
+        sizes, steps, inner = values.shape, values.stride(), 1
+        self._step = steps[-1]
+        self._factors: list[tuple[int, int]] = []  # (inner, factor) of the other dimensions
+        for dim in range(values.dim() - 1, 0, -1):
+            inner *= sizes[dim]
+            if factor := steps[dim - 1] - sizes[dim] * steps[dim]:
+                self._factors.append((inner, factor))
 
     def put(self, at: Tensor, to: Tensor) -> None:
         """Serve the values `to [n]` at the flat places `at [n]` of the tensor in the files."""
-        served = to.to(self.values.dtype)
-        if self.scale != 1:
-            served = served * self.scale
-        copies = self.values.dim() - self.dims
-        self.values[torch.unravel_index(at, self.values.shape[: self.dims])] = served.view(-1, *[1] * copies)
+        index, served = at, to.to(self._memory.dtype)
+        if self._scale != 1:
+            served = served * self._scale
+        if self._factors or self._step != 1:
+            exact = at.double()  # exact here, and four times as fast to divide as integers
+            total = exact * self._step
+            for inner, factor in self._factors:
+                total.add_((exact / inner).floor_(), alpha=factor)
+            index = total.long()
+        if self._copies is not None:
+            index = index[:, None] + self._copies
+            served = served[:, None].expand_as(index)
+        self._memory.put_(index, served)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,14 +312,16 @@ def interleaved(rows: Tensor, head_dim: int) -> Tensor:
 def _in_file_order(name: str, packed: Tensor, spec: ModelSpec) -> FileView:
     """View the packed tensor of a Hugging Face name in the order of that tensor."""
     if name == "model.embed_tokens.weight":
-        return FileView(packed, 2)
-    part, rows = name.split(".")[-2], packed.t()  # a bias and most norms stay [size]
-    if part in ("q_proj", "k_proj", "q_norm", "k_norm"):  # undo `interleaved`
-        strides = (spec.head_dim * rows.stride(0), rows.stride(0), 2 * rows.stride(0), *rows.stride()[1:])
-        sizes = (len(rows) // spec.head_dim, 2, spec.head_dim // 2, *rows.shape[1:])
-        rows = rows.as_strided(sizes, strides)
-    if part in ("q_norm", "k_norm"):
-        return FileView(rows, 3, math.sqrt(spec.head_dim))
+        return FileView(packed)
+    part, dim = name.split(".")[-2], spec.head_dim
+    if part in ("q_norm", "k_norm"):  # the same for each head
+        halves = packed[0].view(dim // 2, 2).t()
+        return FileView(halves, scale=math.sqrt(dim), copies=len(packed), step=packed.stride(0))
     if part.endswith("norm"):
-        return FileView(rows, 1, math.sqrt(len(rows)))
-    return FileView(rows, rows.dim())
+        return FileView(packed, scale=math.sqrt(len(packed)))
+    rows = packed.t()  # a bias stays [size]
+    if part in ("q_proj", "k_proj"):  # undo `interleaved`
+        step, *others = rows.stride()
+        sizes = (len(rows) // dim, 2, dim // 2, *rows.shape[1:])
+        rows = rows.as_strided(sizes, (dim * step, step, 2 * step, *others))
+    return FileView(rows)

@@ -36,7 +36,7 @@ def test_changes_leave_the_tensors_of_a_whole_load(kind, served, published, tmp_
     changed, whole = LocalModel(spec, max_len=16), LocalModel(spec, max_len=16)
     changed.load(folder)
     before = changed.checksum()
-    changed.change([file])
+    changed.change([file], 2, served=1)
     whole.load(after)
     assert changed.checksum() == whole.checksum()
     still = [name for name, value in changed.checksum().tensors.items() if before.tensors[name] == value]
@@ -49,7 +49,7 @@ def test_a_change_makes_nothing_of_a_tensors_size(tmp_path):
     model = LocalModel(ModelSpec.read(folder), max_len=16)
     model.load(folder)
     with torch.profiler.profile(profile_memory=True) as profile:
-        model.change([file])
+        model.change([file], 2, served=1)
     most = max(event.cpu_memory_usage for event in profile.events())
     largest = max(tensor.nbytes for tensor in read_version(folder).values())
     assert 0 < most < largest / 8
