@@ -1,9 +1,9 @@
 """New weights in an engine that stands still: changed positions beside a whole version, and both beside the disk.
 
 The versions are a real learner's: AdamW steps at 1e-6 on fp32 weights with random gradients, published in bf16.
-A round steps once, then times each side from the pause of the engine to its resume. Before the rounds, 20 versions
-come as changes alone, and the engine's own hashes must equal those after a whole load. The sides of SGLang need
-`sglang=`, the folder of an environment with it; there the third side is the server's own loader of safetensors.
+A round steps once, then times each side on a drained engine. Before the rounds, 20 versions come as changes alone,
+and the engine's hashes must equal the hashes after a whole load. The sides of SGLang need `sglang=`, the folder of
+an environment with it; there the third side is the server's own loader of safetensors.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.config.cluster import Device
 from laminar_py.engines.local import LocalEngine
 from laminar_py.engines.sglang import Served, SGLangEngine, SGLangServer, replica_server
-from laminar_py.records.engine import InferenceEngine, PauseMode
+from laminar_py.records.engine import InferenceEngine
 from laminar_py.records.weights import AT, TO
 
 ROWS = (
@@ -35,6 +35,7 @@ ROWS = (
     "refresh_delta_over_full_sglang",
     "refresh_extra_over_bound_sglang",
     "refresh_full_over_disk_sglang",
+    "refresh_delta_over_disk_sglang",
 )
 VERSIONS = 20  # by changes alone
 LR = 1e-6
@@ -197,17 +198,17 @@ async def _compare(kind: str, open_engine: Open, publisher: Publisher, repeats: 
         async def delta() -> float:
             publisher.step()
             before = _memory(opened.pid, reset=True)
-            elapsed_s = await _standing_s(engine, engine.load_changes([publisher.changes], publisher.version))
+            elapsed_s = await _standing_s(engine.load_changes([publisher.changes], publisher.version))
             extra.append((_memory(opened.pid) - before) / publisher.bound_bytes)
             return elapsed_s
 
         async def full() -> float:
-            return await _standing_s(engine, engine.load_weights(publisher.whole, publisher.version))
+            return await _standing_s(engine.load_weights(publisher.whole, publisher.version))
 
         async def disk() -> float:
             assert opened.load_from_disk is not None
             load = asyncio.to_thread(opened.load_from_disk, publisher.whole, publisher.version)
-            return await _standing_s(engine, load)
+            return await _standing_s(load)
 
         def side(step: Step) -> Callable[[int], float]:
             return lambda _: asyncio.run_coroutine_threadsafe(step(), loop).result()
@@ -218,28 +219,29 @@ async def _compare(kind: str, open_engine: Open, publisher: Publisher, repeats: 
         times = await asyncio.to_thread(in_turn, sides, rounds=repeats, warm=1)
     conditions = (
         f"{publisher.parameters / 1e6:.0f}M parameters in bf16, AdamW at {LR:g}, {publisher.share:.2%} of the"
-        f" values changed; pause, load, resume of an idle engine; {VERSIONS} versions by changes had the checksum"
+        f" values changed; a drained engine (`drain`); {VERSIONS} versions by changes had the checksum"
         f" of a whole load; " + ", ".join(f"{name} {1000 * median(found):.0f} ms" for name, found in times.items())
     )
     rows = [Ratio.between(times["delta"], times["full"]).row(f"refresh_delta_over_full_{kind}", conditions)]
     if "disk" in times:
         bound = f"{conditions}; most of all rounds, resident memory over the delta plus the largest tensor"
         rows.append(Row(f"refresh_extra_over_bound_{kind}", max(extra), "x", bound))
-        rows.append(Ratio.between(times["full"], times["disk"]).row(f"refresh_full_over_disk_{kind}", conditions))
+        rows += [
+            Ratio.between(times[one], times["disk"]).row(f"refresh_{one}_over_disk_{kind}", conditions)
+            for one in ("full", "delta")
+        ]
     return rows
 
 
-async def _standing_s(engine: InferenceEngine, load: Awaitable[None]) -> float:
-    """Return the seconds for which an engine stands still during a load."""
+async def _standing_s(load: Awaitable[None]) -> float:
+    """Return the seconds of a load, for which a drained engine stands still."""
     began_s = time.perf_counter()
-    await engine.pause(PauseMode.IN_PLACE)
     await load
-    await engine.resume()
     return time.perf_counter() - began_s
 
 
 def _memory(pid: int | None, *, reset: bool = False) -> int:
-    """Return the most resident bytes of a process since the last reset, or reset and return those of now."""
+    """Return the most resident bytes of a process since the last `reset`; with it, the resident bytes now."""
     if pid is None:
         return 0
     if reset:

@@ -81,8 +81,8 @@ def weights_layout(folder: Path, *, before: WeightsLayout | None = None) -> Weig
     return layout
 
 
-class _Entry(msgspec.Struct):
-    """A tensor in a file's header, or the metadata of a file of changes."""
+class _Entry(msgspec.Struct, kw_only=True):
+    """A tensor in a file's header, or its metadata."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ def read_changes(files: Sequence[Path], version: int, *, served: int) -> list[li
 
 
 def _read_header(path: Path) -> tuple[str, str, list[ChangedTensor]]:
-    """Return base, version and tensors of a file of changes. Raises `RefusedError` if it is none.
+    """Read base, version and tensors from a file with changes. Raises `RefusedError` if it is none.
 
     `safe_open` takes longer for the tensors of one file than an engine for the changes.
     """

@@ -107,8 +107,12 @@ class WeightLoader:
             await self.finish_probe()
 
     async def _pull(self, version: int | None) -> PulledVersion:
-        """Pull a version, as changes of the served version where the host and the engine can."""
-        return await self._weights.pull(version, base=self.version if self._engine.takes_changes else -1)
+        """Pull a version, as changes of the served version where the host and the engine can.
+
+        Where every version is verified, and so loaded whole, changes would only add to it.
+        """
+        takes_changes = self._engine.takes_changes and self._verify_every != 1
+        return await self._weights.pull(version, base=self.version if takes_changes else -1)
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
         """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.

@@ -141,6 +141,16 @@ async def test_every_nth_version_by_changes_is_compared_with_its_whole_load(vers
     assert [version for version, base in weights.pulls if base < 0] == [0, 3, 6]
 
 
+async def test_where_every_version_is_verified_each_is_loaded_whole(versions, changes):
+    async with serving(versions, verify_every=1) as (story, weights):
+        weights.changes = changes
+        await story.until(lambda s: s.loads == [0])
+        event = await load(story, weights, 1)
+    assert event.base is None
+    assert event.checksum
+    assert weights.pulls == [(0, -1), (1, -1)]
+
+
 async def test_a_change_that_never_lands_is_named_with_its_tensor_and_mended(versions, changes, tmp_path):
     name = "model.layers.0.self_attn.k_proj.weight"
     number, tensor = 7, read_version(versions[3])[name].flatten()
@@ -163,7 +173,7 @@ def relabelled(file, into, *, base, version):
 
 
 async def test_an_engine_that_dies_amid_changes_comes_back_by_the_whole_version(versions, changes, monkeypatch):
-    async with serving(versions, verify_every=1) as (story, weights):
+    async with serving(versions, verify_every=100) as (story, weights):
         weights.changes = changes
         await story.until(lambda s: s.loads == [0])
         put, done = FileView.put, []
@@ -179,7 +189,7 @@ async def test_an_engine_that_dies_amid_changes_comes_back_by_the_whole_version(
         with pytest.raises(EngineLostError, match="amid the changes"):
             await story.until(lambda s: False)
         monkeypatch.undo()
-    async with serving(versions, verify_every=1) as (story, again):
+    async with serving(versions, verify_every=100) as (story, again):
         again.changes, again.newest = changes, 1
         await story.until(lambda s: s.loads == [1])
         checksum = await story.replica._engine.checksum()

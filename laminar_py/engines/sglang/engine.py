@@ -24,7 +24,7 @@ from laminar_py.engines.checks import (
     response_limit,
     weights_layout,
 )
-from laminar_py.engines.sglang.adapter import ServerAdapters
+from laminar_py.engines.sglang.adapter import ServerAdapters, adapter_checksum
 from laminar_py.engines.sglang.http import CutOffError, ServerConnection
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.sglang.wire import RankUse, RankUses, UpdateAnswer, WeightsChecksums, WireError, WireFault
@@ -371,13 +371,15 @@ class SGLangEngine:
             raise self._connection.lose(f"did not flush its cache in {self._connection.timeout_s:g} s") from None
 
     async def checksum(self) -> WeightsChecksum:
-        """Have the server hash its own tensors; it hashes no adapters, so with one loaded the answer is empty."""
-        if self._adapters.current is not None:
-            return WeightsChecksum("")
-        limit_s = self._load_timeout_s
+        """Have the server hash its tensors: of the current adapter, if there is one, else of the weights.
+
+        SGLang itself hashes no adapters; without our plugin the answer is then empty.
+        """
         answer = await self._connection.post_and_decode(
-            "weights_checker", WeightsChecksums, limit_s=limit_s, action="checksum"
+            "weights_checker", WeightsChecksums, limit_s=self._load_timeout_s, action="checksum"
         )
+        if self._adapters.current is not None:
+            return adapter_checksum(answer, self._adapters.current)
         names = [f"{number}/" if number else "" for number in range(len(answer.ranks))]
         pairs = zip(names, answer.ranks, strict=True)
         hashes = {prefix + name: value for prefix, rank in pairs for name, value in rank.checksums.items()}

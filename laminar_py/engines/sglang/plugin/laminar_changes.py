@@ -12,10 +12,11 @@ agree, e.g. a quantised one, keeps SGLang's loader and refuses changes (`tests/e
 All TP ranks agree before the first value is written, and again after the last.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,9 +25,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-CHANGES = "laminar_changes"  # load format: `model_path` has the paths of files of changes, by lines
+CHANGES = "laminar_changes"  # load format: `model_path` has a path in each line
 TAKES_CHANGES = "[laminar: takes changes]"  # in the answer to a whole load
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
+CHECK = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
+ADAPTERS = "laminar.adapters/"
 PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 PIECE_BYTES = 64 * 2**20  # of page-locked memory, two of them
 Loader = Callable[..., tuple[bool, str]]  # returns success and a message
@@ -42,6 +45,25 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(UPDATE, update, HookType.AROUND)
+    HookRegistry.register(CHECK, add_adapters, HookType.AFTER)
+
+
+def add_adapters(found: dict[str, Any] | None, runner: Any, *_: object, **__: object) -> dict[str, Any] | None:
+    """Add hashes of the loaded adapters to a server's checksum, which covers the base alone.
+
+    A tensor's name there is `laminar.adapters/`, the adapter's name, `/` and its name in the adapter.
+    """
+    manager = getattr(runner, "lora_manager", None)
+    if found is None or "checksums" not in found or manager is None:
+        return found
+    hashes = {ADAPTERS: ""}  # tells the client that the plugin is there
+    for key, adapter in manager.loras.items():
+        for layer in adapter.layers:
+            for name, tensor in layer.weights.items():
+                data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
+                place = f"{ADAPTERS}{manager.lora_refs[key].lora_name}/{name}"
+                hashes[place] = blake2b(data, digest_size=16).hexdigest()
+    return {**found, "checksums": {**found["checksums"], **hashes}}
 
 
 def update(
@@ -92,7 +114,14 @@ def _change(updater: Any, files: list[Path]) -> str | None:
     known = _known.get(model)
     if not isinstance(known, Places):
         return known or "no whole version was loaded before"
-    return _all_ranks(lambda: known.check_changes(model, files)) or _all_ranks(lambda: known.change(files))
+    changes: Changes = []
+
+    def check() -> None:
+        for path in files:
+            changes.extend(read_changes(path))
+        known.check_changes(model, changes)
+
+    return _all_ranks(check) or _all_ranks(lambda: known.change(changes))
 
 
 def _all_ranks(work: Callable[[], object]) -> str | None:
@@ -114,6 +143,13 @@ def _all_ranks(work: Callable[[], object]) -> str | None:
 
 # ---- files
 
+_TYPES = {
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 Layout = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
 
@@ -138,53 +174,73 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def read_changes(path: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name, places [n] and values [n] of each changed tensor in a file."""
-    with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 (not a dict)
-            if key.endswith(".at"):
-                name = key.removesuffix(".at")
-                yield name, file.get_tensor(key), file.get_tensor(f"{name}.to")
+Changes = list[tuple[str, Tensor, Tensor]]  # name, places [n], values [n] of each changed tensor
+
+
+def read_changes(path: Path) -> Changes:
+    """Map a file of changes; `safe_open` would take longer than the changes. The client has checked its form."""
+    mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    start = 8 + int.from_bytes(bytes(mapped[:8].tolist()), "little")
+    entries = json.loads(path.open("rb").read(start)[8:])
+
+    def cut(entry: dict[str, Any]) -> Tensor:
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        kind = _TYPES[entry["dtype"]]
+        return (mapped[begin:end].clone() if begin % kind.itemsize else mapped[begin:end]).view(kind)
+
+    names = [key.removesuffix(".at") for key in entries if key.endswith(".at")]
+    return [(name, cut(entries[f"{name}.at"]), cut(entries[f"{name}.to"])) for name in names]
 
 
 # ---- places
 
 
-@dataclass(frozen=True, eq=False)
 class Place:
-    """A part of a file's tensor, and the view of a parameter that holds it, both of one shape."""
+    """A part of a file's tensor, and the view `target` of a parameter that holds it, both of one shape.
 
-    target: Tensor
-    strides: tuple[int, ...]  # of the part in the file's tensor
-    offset: int
+    The part has `strides` in the file's tensor, and begins at `offset` there.
+    """
+
+    def __init__(self, target: Tensor, strides: tuple[int, ...], offset: int) -> None:
+        self.target = target
+        self._strides, self._offset = strides, offset
+        sizes, steps = target.shape, target.stride()
+        self._end = offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        last = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        self._memory = target.as_strided((last + 1,), (1,))
+        self._is_run = target.is_contiguous() and self._end - offset == target.numel()  # in both places
+        # stride, size and step of each dimension, the largest stride first
+        self._dims = sorted((one for one in zip(strides, sizes, steps, strict=True) if one[1] > 1), reverse=True)
 
     def part(self, tensor: Tensor) -> Tensor:
         """View this part of the file's tensor."""
-        return tensor.as_strided(self.target.shape, self.strides, self.offset)
+        return tensor.as_strided(self.target.shape, self._strides, self._offset)
 
     def load(self, tensor: Tensor) -> None:
         """Copy this part of the file's tensor into the parameter."""
-        if not self.target.is_cuda:
+        if self.target.is_cuda:
+            moved = to_device(tensor.flatten()[self._offset : self._end], self.target.device)
+            self.target.copy_(moved.as_strided(self.target.shape, self._strides))
+        else:
             self.target.copy_(self.part(tensor))
-            return
-        last = sum((size - 1) * stride for size, stride in zip(self.target.shape, self.strides, strict=True))
-        moved = to_device(tensor.flatten()[self.offset : self.offset + last + 1], self.target.device)
-        self.target.copy_(moved.as_strided(self.target.shape, self.strides))
 
     def put(self, at: Tensor, to: Tensor) -> None:
-        """Write the values `to [n]` whose flat places `at [n]` in the file's tensor are in this part."""
-        rest, index = at - self.offset, torch.zeros_like(at)
-        inside = rest >= 0
-        steps = zip(self.strides, self.target.shape, self.target.stride(), strict=True)
-        for stride, size, step in sorted((one for one in steps if one[1] > 1), reverse=True):
-            coordinate = rest // stride
-            inside &= coordinate < size
-            index += coordinate * step
-            rest -= coordinate * stride
-        inside &= rest == 0
-        last = sum((size - 1) * step for size, step in zip(self.target.shape, self.target.stride(), strict=True))
-        flat = self.target.as_strided((last + 1,), (1,))
-        flat[index[inside]] = to[inside].to(flat.dtype)
+        """Write the values `to [n]` whose ascending flat places `at [n]` in the file's tensor are in this part."""
+        if len(at) and not self._offset <= at[0] <= at[-1] < self._end:
+            ends = torch.tensor([self._offset, self._end], device=at.device)
+            first, last = torch.searchsorted(at, ends).tolist()
+            at, to = at[first:last], to[first:last]
+        index, to = at - self._offset if self._offset else at, to.to(self._memory.dtype)
+        if not self._is_run:
+            rest, inside, index = index, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index)
+            for stride, size, step in self._dims:
+                coordinate = rest // stride
+                inside &= coordinate < size
+                index += coordinate * step
+                rest = rest - coordinate * stride
+            inside &= rest == 0
+            index, to = index[inside], to[inside]
+        self._memory.put_(index, to)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -233,26 +289,24 @@ class Places:
                 place.load(tensor)
         _synchronize()
 
-    def check_changes(self, model: torch.nn.Module, files: list[Path]) -> None:
+    def check_changes(self, model: torch.nn.Module, changes: Changes) -> None:
         """Raise `UnfitError` for an unknown tensor, places that do not ascend within it, or values not finite."""
         self.check(model, self._layout)
-        for path in files:
-            for name, at, to in read_changes(path):
-                if name not in self._layout:
-                    raise UnfitError(f"{name} is no tensor of the model")
-                count = math.prod(self._layout[name][0])
-                if len(at) and (at[0] < 0 or at[-1] >= count or not (at[1:] > at[:-1]).all()):
-                    raise UnfitError(f"{name} has places that do not ascend within its {count} values")
-                if not to.isfinite().all():
-                    raise UnfitError(f"{name} has values that are not finite")
+        for name, at, to in changes:
+            if name not in self._layout:
+                raise UnfitError(f"{name} is no tensor of the model")
+            num = math.prod(self._layout[name][0])
+            if len(at) and (at[0] < 0 or at[-1] >= num or not (at[1:] > at[:-1]).all()):
+                raise UnfitError(f"{name} has places that do not ascend within its {num} values")
+            if not (to - to == 0).all():  # faster than `isfinite`
+                raise UnfitError(f"{name} has values that are not finite")
 
-    def change(self, files: list[Path]) -> None:
-        """Write the changes in files that `check_changes` accepts."""
-        for path in files:
-            for name, at, to in read_changes(path):
-                for place in self._places[name]:
-                    device = place.target.device
-                    place.put(at.to(device), to.to(device))
+    def change(self, changes: Changes) -> None:
+        """Write changes that `check_changes` accepts, in turn."""
+        for name, at, to in changes:
+            for place in self._places[name]:
+                device = place.target.device
+                place.put(at.to(device), to.to(device))
         _synchronize()
 
 
@@ -310,7 +364,7 @@ def _viewed(found: Any, source: Blank, func: object) -> Any:
 
 
 def _record(target: Tensor, source: Blank) -> Tensor:
-    """Note the copy of a part of a file's tensor into a parameter, in place of doing it."""
+    """Note which part of a tensor is copied where, in place of the copy."""
     if isinstance(target, Blank) or target.shape != source.shape:
         raise UnfitError(f"the model's loader copies {tuple(source.shape)} into {tuple(target.shape)}")
     if target.numel():
@@ -325,27 +379,30 @@ def find_places(updater: Any, model: torch.nn.Module, folder: Path) -> Places:
     updater._assert_weight_cache_inactive("laminar's plugin")
     if (fault := weight_updater._unsupported_derived_weight_cache_error(model)) is not None:
         raise UnfitError(fault)
+    check_model(model)
+    places = record(model, layout_of(folder))
+    places.compare(folder)
+    return places
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise `UnfitError` for a model that serves other values than the files have."""
     if hasattr(model, "post_load_weights"):
         raise UnfitError(f"{type(model).__name__} computes further tensors from its weights")
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     if other := sorted(methods - {*PLAIN, "NoneType"}):
         raise UnfitError(f"layers of {other[0]} hold other values than the files")
-    layout = layout_of(folder)
-    blanks = {
-        name: torch.empty(shape, dtype=_TYPES[kind], device="meta") for name, (shape, kind) in layout.items()
-    }
+
+
+def record(model: torch.nn.Module, layout: Layout) -> Places:
+    """Run the model's loader over tensors without bytes, and return where it puts them."""
     found: dict[str, list[Place]] = {name: [] for name in layout}
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in blanks.items():
-            blank = tensor.as_subclass(Blank)
+        for name, (shape, kind) in layout.items():
+            blank = torch.empty(shape, dtype=_TYPES[kind], device="meta").as_subclass(Blank)
             blank.places = found[name]
             yield name, blank
 
     model.load_weights(weights())  # type: ignore[operator]
-    places = Places(model, layout, found)
-    places.compare(folder)
-    return places
-
-
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return Places(model, layout, found)
