@@ -96,7 +96,8 @@ class Publisher:
         self.version += 1
         found: dict[str, torch.Tensor] = {}
         for name, tensor in self.published.items():
-            at = (tensor.flatten() != before[name].flatten()).nonzero()[:, 0]
+            bits = tensor.flatten().view(torch.int16)  # 0.0 and -0.0 are equal, but not their bytes
+            at = (bits != before[name].flatten().view(torch.int16)).nonzero()[:, 0]
             if len(at):
                 found |= {name + AT: at, name + TO: tensor.flatten()[at]}
         save_file(found, self.changes, {"base": str(self.version - 1), "version": str(self.version)})

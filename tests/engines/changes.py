@@ -19,7 +19,8 @@ def write_changes(before: Path, after: Path, file: Path, *, base: int, version: 
     old = read_version(before)
     found = {}
     for name, tensor in read_version(after).items():
-        at = (tensor.flatten() != old[name].flatten()).nonzero()[:, 0]
+        bits = {2: torch.int16, 4: torch.int32}[tensor.itemsize]  # 0.0 and -0.0 are equal, but not their bytes
+        at = (tensor.flatten().view(bits) != old[name].flatten().view(bits)).nonzero()[:, 0]
         if len(at):
             found |= {name + AT: at, name + TO: tensor.flatten()[at]}
     return save_changes(found, file, base=base, version=version)
