@@ -133,7 +133,8 @@ async def test_an_adapter_that_never_landed_is_named_by_its_hashes(served, tmp_p
     folder, watch = tmp_path / "adapter", TensorWatch()
 
     def hold(adapter):
-        shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # a new file, since the server maps the old one
+        shutil.copytree(adapter, folder)
 
     async with client(served.server, base=served.base) as engine:
         hold(served.adapters[0])
