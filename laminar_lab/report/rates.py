@@ -48,7 +48,8 @@ def measure_rates(snapshot: Snapshot) -> tuple[HostRates, ...]:
         received[relayed.node] += [relayed.num_bytes / relayed.elapsed_s] if relayed.elapsed_s else []
     pulls = {(pull.subscriber, pull.version): pull for _, pull in history.of_kind(Pulled)}
     loads: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    every = [event for _, event in history.of_kind(VersionLoaded) if event.version in num_bytes]
+    loaded = (event for _, event in history.of_kind(VersionLoaded) if event.base is None)
+    every = [event for event in loaded if event.version in num_bytes]
     for event in [one for one in every if one.checksum is None] or every:  # a hash takes time of its own
         pull = pulls.get((f"replica-{event.replica}", event.version))
         load_s = event.elapsed_s - (pull.waited_s if pull else 0.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from laminar_lab.bench import control, endpoint, engine, learner, ledger, publish, relay, repack, turns
+from laminar_lab.bench import control, endpoint, engine, learner, ledger, publish, refresh, relay, repack, turns
 from laminar_lab.bench.learner import draw_step, pack_step, quality
 from laminar_lab.bench.turns import added_rows, turn_times
 from laminar_lab.bench.workplace import SHARED_MEMORY
@@ -36,6 +36,13 @@ def test_both_engines_have_a_rate_at_each_concurrency(capsys):
     assert [row.name for row in found] == [f"local_over_hf_c{slots}" for slots in (1, 4)]
     assert all(row.value > 0 for row in found)
     assert capsys.readouterr().err.count("\nround ") == 4
+
+
+def test_changes_of_twenty_versions_leave_a_whole_load_and_take_a_time_beside_it(tmp_path):
+    model = Qwen3Config(**TINY.to_diff_dict() | {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"})
+    found = figures(refresh, refresh.rows(repeats=1, model=model, shm=tmp_path))
+    assert found.pop("refresh_delta_over_full_local") > 0
+    assert set(found.values()) == {None}, "without an environment with SGLang"
 
 
 def test_packed_sequences_have_a_speed_beside_both_paddings_and_shares_are_of_the_whole():
