@@ -26,7 +26,7 @@ from laminar_py.records.trajectory import MicroBatch
 
 SAMPLES = 16
 SHAPES = {"4_1": (1024, 256), "1_1": (384, 384), "1_4": (128, 512)}  # tokens of prompt and of each response
-MAX_TOKENS = 2048
+MAX_TOKENS = 8192
 
 
 def rows(*, repeats: int) -> list[Row]:

@@ -25,13 +25,16 @@ log = logging.getLogger(__name__)
 MIN_EMPTY, MIN_GROUPS = 3, 1000
 
 
-def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
+def pack_step(
+    config: RunConfig, batch: StepBatch, *, attention_share: float, shares: bool = True
+) -> Packed[TrajectoryRef]:
     """Return the microbatches of each rank, or of ranks that share them.
 
-    `attention_share` is attention's cost relative to linear layers.
+    `attention_share` is attention's cost relative to linear layers. Samples share their prompt in a row if they may
+    (`shares`); where experts are recorded, prompts may part.
     """
     algorithm = config.algorithm
-    shares = Recording.ROUTED_EXPERTS not in config.rollout.record  # else prompts may part where experts differ
+    shares = shares and Recording.ROUTED_EXPERTS not in config.rollout.record
     bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens, shares=shares)
     terms = step_weights(
         bins,
