@@ -1,7 +1,7 @@
 """Samples that share their prompt in a packed row, beside the same samples as sequences of their own.
 
-Real tokens are prompts and responses of all samples, however often a row has them. Both sides compute the same loss
-and gradients. Memory is what a pass adds to the process at its peak.
+Real tokens are prompts and responses of all samples, however often a row has them. Both sides compute the same
+loss and gradients. Memory is what a pass adds to the process at its peak.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from laminar_py.records import Trajectory
 from laminar_py.records.trajectory import MicroBatch
 
 SAMPLES = 16
-SHAPES = {"4_1": (1024, 256), "1_1": (384, 384), "1_4": (128, 512)}  # tokens of prompt and of each response
+SHAPES = {"4_1": (512, 128), "1_1": (256, 256), "1_4": (96, 384)}  # tokens of prompt and of each response
 MAX_TOKENS = 8192
 
 

@@ -30,8 +30,8 @@ def pack_step(
 ) -> Packed[TrajectoryRef]:
     """Return the microbatches of each rank, or of ranks that share them.
 
-    `attention_share` is attention's cost relative to linear layers. Samples share their prompt in a row if they may
-    (`shares`); where experts are recorded, prompts may part.
+    `attention_share` is attention's cost relative to linear layers. Samples share their prompt in a row, unless
+    nothing `shares` one or experts are recorded: there prompts may part.
     """
     algorithm = config.algorithm
     shares = shares and Recording.ROUTED_EXPERTS not in config.rollout.record
