@@ -47,15 +47,16 @@ def rows(
     seeds: int = 100,
     model: PretrainedConfig = SMALL,
     rank_tokens: int = 8192,
+    prefix_scale: int = 1,
 ) -> list[Row]:
     """Train on `repeats` batches in each way, and pack large steps of `sequences` for `seeds` seeds.
 
-    Ranks that share a row have `rank_tokens` of it each.
+    Ranks that share a row have `rank_tokens` of it each. Samples of a prompt are `prefix_scale` times as short.
     """
     return [
         *_speed_rows(model, repeats=repeats),
         *_packing_rows(sequences=sequences, seeds=seeds),
-        *prefixes.rows(repeats=repeats),
+        *prefixes.rows(repeats=repeats, scale=prefix_scale, config=model),
         *context.rows(repeats=repeats, tokens=rank_tokens),
     ]
 

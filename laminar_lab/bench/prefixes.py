@@ -10,6 +10,7 @@ from statistics import median
 
 import msgspec
 import numpy as np
+from transformers import PretrainedConfig
 
 from laminar_lab.bench.context import measured_pass
 from laminar_lab.bench.report import Ratio, Row, in_turn
@@ -29,13 +30,17 @@ SHAPES = {"4_1": (512, 128), "1_1": (256, 256), "1_4": (96, 384)}  # tokens of p
 MAX_TOKENS = 8192
 
 
-def rows(*, repeats: int) -> list[Row]:
-    """Compare both sides at each ratio of prompt to response; medians of `repeats` rounds in turn."""
+def rows(*, repeats: int, scale: int = 1, config: PretrainedConfig = SMALL) -> list[Row]:
+    """Compare both sides at each ratio of prompt to response; medians of `repeats` rounds in turn.
+
+    Samples have 1 / `scale` of the tokens of `SHAPES`.
+    """
     found = []
     with workplace() as folder:
-        model = ModelConfig(path=write_model(folder, SMALL))
+        model = ModelConfig(path=write_model(folder, config))
         learner = Learner(model, LearnerConfig(), AlgorithmConfig(), temperature=1.0, seed=0)
-        for name, (prompt, response) in SHAPES.items():
+        for name, shape in SHAPES.items():
+            prompt, response = (tokens // scale for tokens in shape)
             shared, alone = (_batches(prompt, response, shares=shares) for shares in (True, False))
             tokens = SAMPLES * (prompt + response)
             rates = in_turn(
@@ -49,7 +54,7 @@ def rows(*, repeats: int) -> list[Row]:
             peaks = [measured_pass(learner, batches)[0] for batches in (shared, alone)]
             setting = (
                 f"forward and backward of {SAMPLES} samples of a prompt of {prompt} tokens with {response} each,"
-                f" {count_parameters(SMALL) / 1e6:.0f}M parameters, fp32, rows of {MAX_TOKENS:,} tokens; shared:"
+                f" {count_parameters(config) / 1e6:.0f}M parameters, fp32, rows of {MAX_TOKENS:,} tokens; shared:"
                 f" {sum(batch.num_tokens for batch in shared):,} tokens in {len(shared)} rows,"
                 f" {median(rates['shared']):,.0f} real tokens a CPU second; median of {repeats} rounds"
             )
