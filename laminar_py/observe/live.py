@@ -4,7 +4,7 @@ The controller calls the view. `Waits` words the causes of a waiting learner.
 """
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -153,8 +153,8 @@ class View:
         take longer than `STEP_LINE_S`.
         """
         self._row = row
-        lengths = f"tokens p50 {row.length_p50} p95 {row.length_p95}"
-        short = f"step {row.step}/{self._steps}  reward {row.reward:.3f}  {lengths}"
+        reward, lengths = _known("{:.3f}", row.reward), f"tokens {_describe_lengths(row)}"
+        short = f"step {row.step}/{self._steps}  reward {reward}  {lengths}"
         if self._live is not None:
             self.notice(f"{short}  {row.rl_s:.1f} s")
             return
@@ -172,9 +172,13 @@ class View:
 
     def evaluated(self, result: Evaluated) -> None:
         """Print the result of an evaluation, and keep its mean for the live screen."""
-        name, mean = result.set_name, result.figures.mean.value
-        self._evaluated[name] = f"{name} {mean:.3f} (step {result.step})"
+        self.recall([result])
         self.notice(evaluation_line(result))
+
+    def recall(self, results: Iterable[Evaluated]) -> None:
+        """Keep the last mean of each set on record for the live screen, as after a resume; print nothing."""
+        for result in results:
+            self._evaluated[result.set_name] = _brief_mean(result)
 
     def sample(self, sample: ShownSample) -> None:
         """Show a sample on the live screen until the next one comes."""
@@ -248,14 +252,16 @@ def evaluation_line(result: Evaluated) -> str:
     return f"{result.set_name}: {result.figures.describe()}: {where}"
 
 
+def _brief_mean(result: Evaluated) -> str:
+    return f"{result.set_name} {result.figures.mean.value:.3f} (step {result.step})"
+
+
 def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
     """Return a table with the figures of a step; `evaluated` has the last means of all sets as text."""
     table = Table.grid(padding=(0, 3))
     table.add_row("step", f"{row.step}/{steps}", "RL time", f"{row.rl_s:.0f} s")
-    table.add_row("reward", f"{row.reward:.3f}", "evaluation", evaluated)
-    table.add_row(
-        "response tokens", f"p50 {row.length_p50}  p95 {row.length_p95}", "loss", _known("{:+.4f}", row.loss)
-    )
+    table.add_row("reward", _known("{:.3f}", row.reward), "evaluation", evaluated)
+    table.add_row("response tokens", _describe_lengths(row), "loss", _known("{:+.4f}", row.loss))
     if (turns := row.turns).mean:
         times = f"p50 {turns.environment_p50_s:.2f} s  p95 {turns.environment_p95_s:.2f} s"
         table.add_row("turns", f"mean {turns.mean:.1f}", "environments", times)
@@ -291,8 +297,14 @@ def text_end(text: str, room: int) -> str:
     return f"...{line.lstrip()}"
 
 
+def _describe_lengths(row: StepRow) -> str:
+    """Return quantiles of a step's responses, e.g. "p50 24 p95 31", or "p50 - p95 -" without any."""
+    p50, p95 = ("-" if length is None else str(length) for length in (row.length_p50, row.length_p95))
+    return f"p50 {p50} p95 {p95}"
+
+
 def _known(form: str, value: float) -> str:
-    """Return a figure as text; "-" for NaN, since the step trained nothing."""
+    """Return a figure as text; "-" for NaN, since the step had nothing to measure."""
     return "-" if math.isnan(value) else form.format(value)
 
 

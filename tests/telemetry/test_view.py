@@ -251,3 +251,14 @@ def test_the_start_of_a_learner_is_never_silent_for_long():
         "learner: loading the model, 4 s so far",
         "learner: loading the model, 10 s so far",
     ]
+
+
+def test_a_resumed_run_keeps_the_last_evaluation_on_the_live_screen():
+    console, file = make_console(terminal=True)
+    view = View(console, clock=SystemClock(), steps=6)
+    view.recall([make_evaluated(step=0, mean=0.3), make_evaluated(step=2, mean=0.5)])
+    assert file.getvalue() == "", "lines of an earlier controller are not printed again"
+    view.step(*make_rows(1.0))
+    view.refresh(make_stats(), 3, 3, NOTES)
+    assert "heldout 0.500 (step 2)" in file.getvalue()
+    view.close()

@@ -227,6 +227,7 @@ class Controller:
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
         self._source, self.view = source, view
+        view.recall(self._evaluations)
         self._stop = StopRequest()
         self._alarms = Alarms(incarnation, self._recovered, stop=self._stop.alarm, show_line=view.notice)
         self._reports: Handoff[Reports] = Handoff()
