@@ -4,6 +4,7 @@ The controller calls the view. `Waits` words the causes of a waiting learner.
 """
 
 import math
+from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ PROGRESS_EVERY_S = 5.0  # between lines on a starting learner, and before the fi
 PHASE_EVERY_S = 15.0  # between lines on a phase before or after RL
 STEP_LINE_S = 10.0  # after so long the next step has a line
 LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
+SPEED_S = 15.0  # over which the present speed of generation is a mean
 MOST_SHOWN = 100  # columns of a sample's text
 
 
@@ -90,6 +92,23 @@ class Pace:
         if done <= before:
             return ""
         return f", {format_left((now - began_s) / (done - before) * (total - done))}"
+
+
+class Speed:
+    """Tells tokens per second over the last `SPEED_S` from a growing count."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque()  # (time, count), the oldest first
+
+    def note(self, count: int) -> float:
+        """Note the present count, and return the tokens per second; 0 before the second count."""
+        now = self._clock.now()
+        while self._seen and now - self._seen[0][0] > SPEED_S:
+            self._seen.popleft()
+        self._seen.append((now, count))
+        began_s, before = self._seen[0]
+        return (count - before) / (now - began_s) if now > began_s else 0.0
 
 
 class View:
@@ -313,7 +332,7 @@ def _replica_table(stats: Stats, version: int) -> Table:
     table = Table("replica", "version", "behind", "running", "waiting", "KV used")
     for index, replica in stats.replicas.items():
         load = str(replica.running), str(replica.waiting), f"{replica.kv_use:.0%}"
-        has = replica.version >= 0
-        served = (str(replica.version), str(version - replica.version)) if has else ("none yet", "-")
+        behind = "-" if min(replica.version, version) < 0 else str(max(0, version - replica.version))
+        served = ("none yet" if replica.version < 0 else str(replica.version)), behind
         table.add_row(str(index), *served, *load)
     return table

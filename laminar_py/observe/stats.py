@@ -289,6 +289,20 @@ class Stats:
         """Seconds of RL since the learner finished its last batch; None while it has a batch."""
         return None if self._step_began is not None else self.rl_s - self._learner_free_rl_s
 
+    def generated_in_step(self, generated_tokens: int) -> int:
+        """Return the tokens since the last step's commit, of this controller's `generated_tokens`."""
+        return self._earlier_generated_tokens + generated_tokens - self.totals.generated_tokens
+
+    @property
+    def since_step_s(self) -> float:
+        """Seconds of RL since the last step's commit."""
+        return self.rl_s - self._learner_free_rl_s
+
+    @property
+    def learner_step_s(self) -> float | None:
+        """Seconds since the learner got its present batch; None without one."""
+        return None if self._step_began is None else self._clock.now() - self._step_began[0]
+
     @property
     def kv_use(self) -> float:
         """Mean share of the replicas' KV caches in use over the RL phase."""
