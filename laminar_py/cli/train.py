@@ -155,26 +155,7 @@ def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
     table = Table("", box=None, padding=(0, 2, 0, 0))
     for evaluation in evaluations:
         table.add_column(Text(evaluation.set_name))
-    columns = [_set_rows(evaluation) for evaluation in evaluations]
+    columns = [evaluation.figures.rows for evaluation in evaluations]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     return table
-
-
-def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
-    """Return the figures of a set as texts, by row name in the order of the table."""
-    figures = evaluation.figures
-    rows = {
-        "problems x samples": f"{figures.problems} x {figures.samples}",
-        figures.name: figures.mean.describe(),
-    }
-    rows |= {f"pass@{k}": share.describe() for k, share in figures.pass_at.items() if k > 1}
-    for name, term in figures.shown_terms.items():
-        rows[f"{name} accuracy" if term.pass_at else name] = term.mean.describe()
-        rows |= {f"{name} pass@{k}": share.describe() for k, share in term.pass_at.items() if k > 1}
-    if figures.majority is not None:
-        rows[f"maj@{figures.samples}"] = figures.majority.describe()
-    rows["cut by a cap"] = figures.truncated.describe()
-    rows["tokens p50 / p95"] = f"{figures.length_p50} / {figures.length_p95}"
-    rows["not scored"] = f"{figures.unscored} of {figures.problems * figures.samples}"
-    return rows
