@@ -5,6 +5,7 @@ proof: if one group in a hundred has signal and a step of 32 may generate 128, t
 """
 
 import logging
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -63,7 +64,7 @@ def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: in
         num_tokens=sum(trajectory.length for trajectory in batch.trajectories),
         loss=row.loss if row.trained else None,
         grad_norm=row.grad_norm if row.trained else None,
-        reward=row.reward,
+        reward=None if math.isnan(row.reward) else row.reward,
         elapsed_s=row.learner_s,
         waited_s=row.waited_s,
         reference_s=row.reference_s,
