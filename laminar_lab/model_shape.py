@@ -47,7 +47,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def served_bytes(self) -> float:
-        """Bytes of a number of the weights and of the KV cache, as engines serve the model."""
+        """Bytes of one number, in weights and KV cache, as engines serve the model."""
         return 4.0 if (self.dtype or self.torch_dtype) == "float32" else float(BF16_BYTES)
 
     @property

@@ -69,12 +69,9 @@ def init(
     cut = drop_cut(given) if choices.engine is Engine.SGLANG else {}
     counted = _write(out, choices, epochs=epochs)
     if translation is not None:
-        uncounted = (
-            {} if epochs is None or counted else {f"{epochs:g} epochs": "the rows cannot be counted; set steps"}
-        )
-        for line in filter(None, (translation.terms, translation.batch)):
-            print_line(line, style="yellow")
-        _print_lost(uncounted | cut | translation.lost)
+        if epochs is not None and not counted:
+            cut[f"{epochs:g} epochs"] = "the rows cannot be counted; set steps"
+        _print_lost(translation, cut)
     _print_next(out, choices)
 
 
@@ -122,8 +119,11 @@ def _write(out: Path, choices: "Choices", *, epochs: float | None) -> bool:
     return seen.rows is not None
 
 
-def _print_lost(lost: dict[str, str]) -> None:
-    """Print the settings of a foreign file that have no counterpart, and why."""
+def _print_lost(translation: "Translation", more: dict[str, str]) -> None:
+    """Print what to know of a foreign file: its reward, its batch, settings without a counterpart, and `more`."""
+    for line in filter(None, (translation.terms, translation.batch)):
+        print_line(line, style="yellow")
+    lost = more | translation.lost
     if lost:
         print_line(f"without a counterpart here: {counted(len(lost), 'setting')}")
     for name, reason in sorted(lost.items(), key=lambda one: not one[1])[:MOST_LOST]:

@@ -38,7 +38,7 @@ class Translation:
     epochs: float | None  # where the file counts epochs, not steps
     terms: str = ""  # why a term of the reward is missing or has to be adapted; "" where all are complete
     is_missing: bool = False  # True if a term is missing, so that a run would train on the others alone
-    batch: str = ""  # how the batch of a file of TRL was counted
+    batch: str = ""  # how TRL's batch was counted
 
 
 def translate(trainer: Trainer, path: Path, *, processes: int = 1) -> Translation:

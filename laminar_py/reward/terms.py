@@ -13,7 +13,7 @@ from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.outcome import RewardFunction
 
-THEIRS = ("completions", "prompts", "data_source")  # first arguments of rewards of TRL and verl
+THEIRS = ("completions", "prompts", "data_source")  # first arguments in TRL and verl
 
 
 class EnvironmentTerm(TermConfig):

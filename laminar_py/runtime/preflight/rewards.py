@@ -165,7 +165,7 @@ async def _start_process(
 async def _try(pool: CallPool, trials: Sequence[Trial], term: TermConfig) -> None:
     """Call a term on trials up to its first value. Raises `ConfigError` if it raises an error on all.
 
-    A late call is no evidence, nor is one that asks to be called again: a service may be down.
+    A late call, or a `TryAgainError`, is no evidence: a service may be down.
     """
     fault = ""
     for trial in trials:
