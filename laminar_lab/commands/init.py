@@ -55,9 +55,8 @@ def init(
 
     if out.exists():
         raise ConfigError(f"{out}: exists already; name another file, or delete it")
-    train = None if lora is None else LORA if lora else FULL
     options = {"model": model, "data": data, "heldout": heldout, "reward": ",".join(reward) if reward else None}
-    options |= {"train": train, "on": on, "engine": engine}
+    options |= {"train": None if lora is None else LORA if lora else FULL, "on": on, "engine": engine}
     translation = None if source is None else _translate(source, options)
     given = {} if translation is None else translation.settings
     chosen = {"name": name, "steps": steps, "learner.lr": lr, "rollout.sampling.max_new_tokens": max_new_tokens}
@@ -67,10 +66,9 @@ def init(
     check_place(choices)
     epochs = None if translation is None or steps is not None else translation.epochs
     cut = drop_cut(given) if choices.engine is Engine.SGLANG else {}
-    counted = _write(out, choices, epochs=epochs)
+    if not _write(out, choices, epochs=epochs) and epochs is not None:
+        cut[f"{epochs:g} epochs"] = "the rows cannot be counted; set steps"
     if translation is not None:
-        if epochs is not None and not counted:
-            cut[f"{epochs:g} epochs"] = "the rows cannot be counted; set steps"
         _print_lost(translation, cut)
     _print_next(out, choices)
 
