@@ -68,13 +68,13 @@ RESERVE_TOKENS = 600  # that an engine keeps free for the growth of a request
 
 
 def engine_times(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int, adapters: int = 0) -> EngineTimes:
-    """Compute the times of a replica on GPUs of one node, in bf16, from the data sheet.
+    """Compute the times of a replica on GPUs of one node from the data sheet.
 
     A decode step reads the weights and the KV cache, and launches each layer's kernels. Each sequence adds FLOPs
     and its share of two all-reduces a layer. Prefill takes FLOPs and the same all-reduces. A load takes all
     weights, or `adapters` of so many parameters.
     """
-    weights = version_bytes(shape.total) / tensor_parallel
+    weights = shape.served_bytes * shape.total / tensor_parallel
     layers, joined = shape.num_hidden_layers, tensor_parallel > 1
     flops = 2.0 * shape.active / tensor_parallel
     moved = 2.0 * (tensor_parallel - 1) / tensor_parallel * BF16_BYTES * shape.hidden_size
