@@ -285,7 +285,7 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
             further = "".join(f" and learner.{name} to {_written(value)}" for name, value in others)
             return f"learner.{first}={getattr(learner, first)}: {needs}; set it to {_written(value)}{further}"
     tokens = f"packer.max_tokens={config.packer.max_tokens}: {needs} on any number of ranks; lower it"
-    for size in range(learner.context_parallel + 1, shape.num_key_heads + 1):
+    for size in range(learner.context_parallel, shape.num_key_heads + 1):
         if shape.num_key_heads % size == 0:
             each = -(-config.rollout.max_len // size)
             ranks = max(-(-learner.world_size // size) * size, MOST_RANKS // 8 // size * size)
@@ -297,7 +297,8 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
             }
             parts = learner_memory(shape, learner.model_copy(update=shared), tokens=each)
             if has_margin(with_spare(parts, gpu_bytes), gpu_bytes):
-                return f"{tokens} to {each}, and let ranks share a microbatch: learner.context_parallel={size}"
+                wider = f", and let ranks share a microbatch: learner.context_parallel={size}"
+                return f"{tokens} to {each}{wider if size > learner.context_parallel else ''}"
     return f"{tokens}, with rollout.max_len, or train a smaller model"
 
 

@@ -279,8 +279,13 @@ def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
         ),
         (
             ["packer.max_tokens=400000"],
-            r"packer.max_tokens=400000: .* on any number of ranks; lower it, with rollout.max_len, or .*",
-            ["packer.max_tokens=20000"],
+            r"packer.max_tokens=400000: .* on any number of ranks; lower it to 18432",
+            ["packer.max_tokens=18432"],
+        ),
+        (
+            ["packer.max_tokens=131072", "rollout.max_len=131072", "learner.world_size=8", "rollout.replicas=4"],
+            r"packer.max_tokens=131072: .*; lower it to 65536, and let ranks share .*: learner.context_parallel=2",
+            ["packer.max_tokens=65536", "learner.context_parallel=2"],
         ),
         (
             ["learner.world_size=16", "learner.shard_ranks=1"],

@@ -17,7 +17,7 @@ from laminar_lab.plan.output import describe_plan
 from laminar_lab.plan.placements import learner_bytes, placements
 from laminar_lab.plan.planner import MOST, TIED, make_plan, plan_by_formula
 from laminar_lab.plan.request import Lengths
-from laminar_lab.plan.stages import estimate
+from laminar_lab.plan.stages import estimate, traffic_slowdown
 from laminar_lab.plan.writing import BEGINNING, write_config
 from laminar_lab.step_time import learner_step_s, learner_times
 from laminar_py.cli.command import app
@@ -215,7 +215,7 @@ def test_a_shrunk_fleet_keeps_the_learners_speed_for_each_replica():
         * one.learner_gpus
         / request.trajectories_per_step
     )
-    assert shrunk == pytest.approx(whole)
+    assert shrunk * traffic_slowdown(request, one) == pytest.approx(whole)
 
 
 def test_a_simulation_agrees_with_the_formula_where_the_learner_binds():
