@@ -20,16 +20,23 @@ from statistics import median
 
 import torch
 
+from laminar_lab.bench import relay_delta
 from laminar_lab.bench.relay_pair import CHUNK_BYTES, LOCAL, WARM_VERSIONS, RelayPair, receive, worker
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.relay import CHECKSUM_BYTES, PAGE_BYTES, RelayKeys, chunk_checksum, generate_keys
 
-ROWS = ("hop_GBps", "hop_over_socket", "hop_curve_over_socket")
+ROWS = ("hop_GBps", "hop_over_socket", "hop_curve_over_socket", *relay_delta.ROWS)
 VERSION_BYTES = 256 * 2**20  # of a version that hops
 
 
-def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSION_BYTES) -> list[Row]:
+def rows(
+    *,
+    shm: Path = SHARED_MEMORY,
+    repeats: int = 7,
+    num_bytes: int = VERSION_BYTES,
+    model_bytes: int = relay_delta.MODEL_BYTES,
+) -> list[Row]:
     """Compare both sides, without and with CURVE, medians over `repeats` rounds; all files lie in `shm`."""
     found: list[Row] = []
     for name, keys in (("hop", None), ("hop_curve", generate_keys())):
@@ -49,7 +56,7 @@ def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSIO
         if keys is None:
             found.append(Row("hop_GBps", median(rates["ours"]), "GB/s", conditions))
         found.append(Ratio.between(rates["ours"], rates["bare"]).row(f"{name}_over_socket", conditions))
-    return found
+    return [*found, *relay_delta.rows(shm=shm, repeats=repeats, num_bytes=model_bytes)]
 
 
 @contextmanager

@@ -37,9 +37,9 @@ class PulledVersion(msgspec.Struct, frozen=True):
     changes: tuple[str, ...] = ()  # files of changes to apply in turn to the base that the pull named
 
 
-# A file of changes is a safetensors file. For each tensor with changes it has `<name>.at`, [n] I64 ascending places
-# in the flattened tensor, and `<name>.to`, [n] values there in the version's dtype; a tensor without changes is
-# left out. Its metadata are `base` and `version`, decimal.
+# A file of changes is a safetensors file. For each tensor with changes it has `<name>.at`, [n] I64 ascending
+# places in the flattened tensor, and `<name>.to`, [n] values there in the version's dtype; a tensor without
+# changes is left out. Its metadata are `base` and `version`, decimal.
 CHANGES = "changes.safetensors"  # in the folder of a version: against the version before
 AT, TO = ".at", ".to"
 

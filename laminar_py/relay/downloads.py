@@ -11,9 +11,10 @@ from itertools import islice
 import msgspec
 
 import laminar_py.relay.messages as m
-from laminar_py.relay.delta import DeltaError, apply
-from laminar_py.relay.digests import chunk_checksum
-from laminar_py.relay.version_store import StoredVersion
+from laminar_py.relay.changes import ChangesFile
+from laminar_py.relay.delta import DeltaError, unpack
+from laminar_py.relay.digests import chunk_checksum, delta_proof
+from laminar_py.relay.stored_version import StoredVersion
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class Download:
 
     At most `window` chunks are requested and not here yet, so a slow node holds back only itself
     (`tests/relay/test_downloads.py::test_every_chunk_is_asked_for_once_and_never_more_than_the_window`).
-    With `base`, a complete version of the same layout, chunks may come as deltas against it.
+    With `base`, a complete version of the same layout, chunks may come as deltas against it. A delta is proven by
+    its own checksum, kept, and added to `changes`; `stored.rebuild` makes the bytes of its chunk later.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Download:
         window: int,
         now: Callable[[], float],
         base: StoredVersion | None = None,
+        changes: ChangesFile | None = None,
     ) -> None:
         self.stored = stored
         self.version = stored.manifest.version
         self.base = base
+        self.changes = changes  # None also where the version cannot have a change file
+        self.rebuilding = False  # while threads make chunks of their deltas
         self.wire_bytes = 0  # of undamaged chunks
-        stored.base = None if base is None else base.manifest.version
         self._now = now
         self._began = now()
         self.first_byte_s = 0.0
@@ -69,7 +73,7 @@ class Download:
         self._requested: dict[tuple[int, int], int] = {}  # chunk -> reminders since its request
         self._unrequested: Iterator[tuple[int, int]] = stored.missing_chunks()
         self._num_damaged: dict[tuple[int, int | None], int] = {}  # by chunk, or by file
-        self._num_verified = 0  # files
+        self._verified: set[int] = set()  # files
 
     @property
     def elapsed_s(self) -> float:
@@ -77,9 +81,9 @@ class Download:
         return self._now() - self._began
 
     @property
-    def verified(self) -> bool:
-        """True once `verify_file` has found the right digest of every file."""
-        return self._num_verified == len(self.stored.manifest.files)
+    def arrived(self) -> bool:
+        """True while all chunks or their deltas are here, and the checksums that came with them are right."""
+        return len(self._verified) == len(self.stored.manifest.files)
 
     def fill_window(self) -> list[m.Fetch]:
         """Return requests that fill the window with further chunks; none while it is more than half full."""
@@ -116,56 +120,100 @@ class Download:
             for file, first, count in runs
         ]
 
-    def accept(self, chunk: m.Chunk, *, keep_delta: bool) -> ChunkOutcome:
-        """Check and write a received chunk; with `keep_delta`, also keep its delta to forward to children.
+    def accept(self, chunk: m.Chunk) -> ChunkOutcome:
+        """Check a received chunk; write it, or keep it if it is a delta.
 
         Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies or if the file is gone.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
-        if not stored.is_chunk(file, index) or stored.has_chunk(file, index):
+        if not stored.is_chunk(file, index) or not stored.is_missing(file, index):
             return ChunkOutcome.USELESS
-        data = self._decode(chunk)
-        if data is None or len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
-            self._count_damaged(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
+        if not (self._is_right(chunk) if chunk.base is None else self._accept_delta(chunk)):
+            self._count_damaged_chunk(file, index)
             return ChunkOutcome.DAMAGED
-        try:
-            stored.write_chunk(msgspec.structs.replace(chunk, data=data, base=None))
-        except FileNotFoundError as error:
-            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted") from None
-        if chunk.base is not None and keep_delta:
-            stored.deltas[file, index] = bytes(chunk.data)
+        if chunk.base is None:
+            self.drop_changes()
+            self.write(chunk)
         self.wire_bytes += len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self._requested.pop((file, index), None)
         return ChunkOutcome.WRITTEN
 
-    def _decode(self, chunk: m.Chunk) -> memoryview | None:
-        """Return a chunk's bytes in full; None for a delta that is too long, damaged, or of another base."""
-        if chunk.base is None:
-            return chunk.data
-        if self.base is None or chunk.base != self.stored.base:
-            return None
-        if len(chunk.data) >= self.stored.chunk_size(chunk.file, chunk.index):
-            return None  # no honest delta is so long, and it would stay in memory
-        data = memoryview(bytearray(self.base.chunk_data(chunk.file, chunk.index)))
+    def write(self, chunk: m.Chunk) -> None:
+        """Write a checked chunk. Raises `NoRoomError`, and `BrokenVersionError` if the file is gone."""
         try:
-            apply(chunk.data, data, data)
-        except DeltaError:
-            return None
-        return data
+            self.stored.write_chunk(chunk)
+        except FileNotFoundError as error:
+            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted") from None
+
+    def _is_right(self, chunk: m.Chunk) -> bool:
+        """True if the bytes of a full chunk are right."""
+        size = self.stored.chunk_size(chunk.file, chunk.index)
+        return len(chunk.data) == size and chunk.checksum == chunk_checksum(chunk.data)
+
+    def _accept_delta(self, chunk: m.Chunk) -> bool:
+        """Keep a delta, and add it to the changes; False if it is damaged, of another base or too long."""
+        base, stored = self.base, self.stored
+        if (
+            base is None
+            or chunk.base != stored.base
+            or len(chunk.data) >= stored.chunk_size(chunk.file, chunk.index)
+        ):
+            return False  # no honest delta is so long, and it stays in memory
+        if chunk.proof != delta_proof(base.manifest.digest, chunk.data):
+            return False
+        if self.changes is not None:
+            data, width = base.chunk_data(chunk.file, chunk.index), stored.manifest.files[chunk.file].width
+            try:
+                difference = unpack(chunk.data, data, width=width)
+            except DeltaError:
+                return False
+            if not self.changes.add(chunk.file, chunk.index, difference):
+                self.changes = None
+        stored.keep_delta(chunk)
+        return True
+
+    def drop_changes(self) -> None:
+        """Delete the unfinished change file, if there is one: the version gets none."""
+        if self.changes is not None:
+            self.changes.drop()
+            self.changes = None
+
+    def rebuilt(self, file: int, index: int, data: memoryview | None) -> m.Fetch | None:
+        """Note the result of `stored.rebuild`; where it is None, return the request for the chunk in full.
+
+        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies or if the file is gone.
+        """
+        stored = self.stored
+        if data is None:
+            self._verified.discard(file)
+            self._requested[file, index] = 0
+            stored.forget_chunk(file, index)
+            self._count_damaged_chunk(file, index)
+            return m.Fetch(version=self.version, file=file, first_chunk=index, credits=1)
+        if stored.is_in_place(file, index):
+            stored.mark_rebuilt(file, index)
+        else:
+            chunk = stored.read_chunk(file, index, base=stored.base)
+            self.write(msgspec.structs.replace(chunk, data=data, base=None, proof=None))
+        return None
 
     def verify_file(self, file: int) -> None:
-        """Compare the digest of a file whose chunks are all here; if it is wrong, fetch the file again.
+        """Compare the digest of a file that has arrived; if it is wrong, fetch the file again.
 
         Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
         entry, digest = self.stored.manifest.files[file], self.stored.file_digest(file)
         if digest == entry.digest:
-            self._num_verified += 1
+            self._verified.add(file)
             return
         self._count_damaged(file, None, f"{entry.name} (digest {digest} instead of {entry.digest})")
+        self.drop_changes()
         self.stored.forget_file(file)
         self.restart()
+
+    def _count_damaged_chunk(self, file: int, index: int) -> None:
+        self._count_damaged(file, index, f"chunk {index} of {self.stored.manifest.files[file].name}")
 
     def _count_damaged(self, file: int, index: int | None, part: str) -> None:
         """Count a damaged chunk, or file if `index` is None. Raises `BrokenVersionError` at `_MAX_DAMAGED`."""
@@ -195,7 +243,8 @@ def decide(
     """Decide about an announced version, at a node with these `complete` and `arriving` versions.
 
     `waiting` is the version with the decision LATER. `wanted` says that a child or subscriber asked for the
-    announced version by number. `overtook` is the version for which the node last abandoned another version.
+    announced version by number. `overtook` is an arriving version that must complete, since the node abandoned
+    another one for it or has all of its deltas.
     """
     version = announce.manifest.version
     if version in arriving:

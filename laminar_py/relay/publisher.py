@@ -29,14 +29,8 @@ from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import digest_of, hash_file, hashing_threads, version_digest
 from laminar_py.relay.mapped_file import MappedFile, MappedFiles
 from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest
-from laminar_py.relay.version_store import (
-    complete_versions,
-    describe_version,
-    folder_name,
-    no_room,
-    no_room_errors,
-    use_spare,
-)
+from laminar_py.relay.stored_version import describe_version, no_room, no_room_errors
+from laminar_py.relay.version_store import complete_versions, folder_name, use_spare
 
 SHARD_BYTES = 2 * 2**30
 MAX_REMEMBERED = 8  # versions that `completed` knows
