@@ -26,7 +26,7 @@ from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.relay import CHECKSUM_BYTES, PAGE_BYTES, RelayKeys, chunk_checksum, generate_keys
 
-ROWS = ("hop_GBps", "hop_over_socket", "hop_curve_over_socket", *relay_delta.ROWS)
+ROWS = ("hop_GBps", "hop_over_socket", "hop_curve_over_socket", *relay_delta.DELTA_ROWS)
 VERSION_BYTES = 256 * 2**20  # of a version that hops
 
 

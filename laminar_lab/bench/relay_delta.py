@@ -27,7 +27,7 @@ from laminar_lab.bench.report import Ratio, Row, load_now, log_line, spread
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
 from laminar_py.relay import Publisher, RelayNode, Subscriber
 
-ROWS = (
+DELTA_ROWS = (
     "delta_to_ready_over_bytes",
     "delta_to_ready_over_memcpy",
     "publish_to_ready_over_bytes",
@@ -65,11 +65,11 @@ def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = MODEL_
         f" {milliseconds['socket']} ms, in memory {milliseconds['memcpy']} ms; {load_now()}"
     )
     return [
-        Ratio.between(found["delta"], found["socket"]).row(ROWS[0], conditions),
-        Ratio.between(found["delta"], found["memcpy"]).row(ROWS[1], conditions),
-        Ratio.between(found["publish"], found["socket"]).row(ROWS[2], conditions),
-        Row(ROWS[3], median(found["publish"]), "s", conditions),
-        Row(ROWS[4], median(found["whole"]), "s", conditions),
+        Ratio.between(found["delta"], found["socket"]).row(DELTA_ROWS[0], conditions),
+        Ratio.between(found["delta"], found["memcpy"]).row(DELTA_ROWS[1], conditions),
+        Ratio.between(found["publish"], found["socket"]).row(DELTA_ROWS[2], conditions),
+        Row(DELTA_ROWS[3], median(found["publish"]), "s", conditions),
+        Row(DELTA_ROWS[4], median(found["whole"]), "s", conditions),
     ]
 
 

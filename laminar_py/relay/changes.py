@@ -142,7 +142,7 @@ class ChangesFile:
         width, layout = difference.steps.itemsize, self._layouts[file]
         if difference.tail != data[len(data) - len(difference.tail) :]:
             raise _NoChangesError("a part of an element changed")
-        places, values = difference.places, elements(data, width)[difference.places] + difference.steps
+        places, values = difference.places, elements(data, width).take(difference.places) + difference.steps
         if layout.width != width:
             places, values = _cells(places, values, data)
         first = index * self._manifest.chunk_bytes
