@@ -77,6 +77,11 @@ def gpu_named(name: str) -> Gpu:
     raise ConfigError(f"gpu={name}: unknown; choose {known}")
 
 
+def gpu_of_device(device: str) -> Gpu | None:
+    """Return the GPU of a device's name, e.g. of "NVIDIA H100 80GB HBM3"; None if the catalog lacks it."""
+    return next((gpu for gpu in GPUS if gpu.name in device.upper()), None)
+
+
 CPU = "cpu"  # the kind of nodes that have none
 _GROUP = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})x([A-Za-z]\w*)")  # at most 9,999 of each
 

@@ -23,7 +23,7 @@ from laminar_lab.emulation.settings import EmulationProfile, EngineTimes, Learne
 from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
-from laminar_py.config.learner import LearnerConfig, ReduceDtype
+from laminar_py.config.learner import LearnerConfig, Recompute, ReduceDtype
 from laminar_py.relay import choose_chunk_bytes, grow_tree
 
 Floats = npt.NDArray[np.float64]
@@ -116,7 +116,8 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adap
     """
     return LearnerTimes(
         train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if adapters else 6.0) * shape.active),
-        num_parameters=shape.active,
+        num_parameters=shape.total,
+        num_active=shape.active,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
         optimizer_s=OPTIMIZER_S,
@@ -165,33 +166,49 @@ def learner_step_s(
     round_s = tokens / microbatches * cost / times.train_tokens_per_s
     if traffic is None:
         return fixed_s + rounds * round_s
+    round_s += traffic.exchange_s
     last_s = max(round_s, traffic.round_s + traffic.copies_s)
     return fixed_s + (rounds - 1) * max(round_s, traffic.round_s) + last_s
 
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Seconds of FSDP's collectives, e.g. `RankTraffic(round_s=0.18, copies_s=0.3)`."""
+    """Seconds of the learner's collectives, e.g. `RankTraffic(round_s=0.18, copies_s=0.3)`."""
 
     round_s: float  # of a microbatch: two gathers of bf16 weights, and a sum of gradients over the shards
     copies_s: float  # of an update: a sum of gradients over the copies
+    exchange_s: float = 0.0  # of a microbatch that ranks share: around attention, which nothing hides
 
 
 def rank_traffic(
-    shape: ModelShape, gpu: Gpu, learner: LearnerConfig, *, per_node: int, network_bytes_per_s: float
+    shape: ModelShape,
+    gpu: Gpu,
+    learner: LearnerConfig,
+    *,
+    tokens: float,
+    per_node: int,
+    network_bytes_per_s: float,
+    link_bytes_per_s: float | None = None,
 ) -> RankTraffic:
     """Return the traffic of ranks on nodes of `per_node` GPUs, which share a node's network.
 
-    A ring over ranks of one node runs at NVLink's speed, a ring over nodes at most at the network's.
+    A ring over ranks of one node runs at NVLink's speed, or at the measured `link_bytes_per_s`. A ring over nodes
+    runs at most at the network's. Ranks of one node share a microbatch, with `tokens` of it each.
     """
     size, copies = learner.shard_size, learner.world_size // learner.shard_size
     trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
     summed = (2 if learner.reduce_dtype is ReduceDtype.BFLOAT16 else 4) * trained  # bytes
-    link = LINK_SHARE * gpu.link_bytes_per_s
+    link = link_bytes_per_s or LINK_SHARE * gpu.link_bytes_per_s
     of_shards = link if size <= per_node else min(link, network_bytes_per_s)
     of_copies = link if learner.world_size <= per_node else min(link, network_bytes_per_s / min(size, per_node))
     round_bytes = (2 * BF16_BYTES * shape.total + summed) * (size - 1) / size
-    return RankTraffic(round_bytes / of_shards, 2 * summed / size * (copies - 1) / copies / of_copies)
+    passes = 2 if learner.recompute is Recompute.NONE else 3
+    exchanged = 2 * BF16_BYTES * (shape.query_width + shape.key_width) * shape.num_hidden_layers * passes * tokens
+    return RankTraffic(
+        round_s=round_bytes / of_shards,
+        copies_s=2 * summed / size * (copies - 1) / copies / of_copies,
+        exchange_s=exchanged * (1 - 1 / learner.context_parallel) / link,
+    )
 
 
 # ---- publication

@@ -76,7 +76,7 @@ async def through_relays(learner: Learner, root: Path) -> str:
     subscriber = Subscriber(nodes[-1].endpoint, "replica-0", keys)
     tasks = [asyncio.create_task(part.run()) for part in (*nodes, subscriber)]
     publisher = Publisher(root / "0", chunk_bytes=4096, adapter_config=learner.adapter_config())
-    publisher.publish(1, learner.named_tensors(dtype=torch.float32))
+    publisher.publish_sources(1, learner.sources(dtype=torch.float32, gather=False))
     published = await asyncio.to_thread(publisher.completed, 1)
     async with asyncio.timeout(PATIENCE_S):
         pulled = await subscriber.pull(await subscriber.wait_newer(-1))

@@ -44,6 +44,7 @@ LIBRARIES = {  # heavy library: where it may be imported
     "zmq": ("relay/sockets.py",),
     "torch": (
         "engines/local/",
+        "engines/sglang/plugin/",
         "learner/",
         "relay/publisher.py",
         "relay/device_copy.py",

@@ -21,7 +21,7 @@ from experiments.gpu.learner import kernel_of
 from experiments.gpu.steps import FULL, SIGMA
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.workplace import log_normal_lengths
-from laminar_py.learner.attention import KERNELS, VarlenKernel, activate
+from laminar_py.learner.attention import KERNELS, Segments, VarlenKernel, activate
 
 HEAD_DIM, REPEATS = 128, 5
 PADDING = "padding"
@@ -68,8 +68,7 @@ def exact(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
 def attend(kernel: VarlenKernel, tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
     """Output and gradients of a kernel."""
     q, k, v = (tensor.detach().requires_grad_() for tensor in tensors[:3])
-    cu_seqlens = torch.tensor([0, *lengths], device=q.device).cumsum(0, dtype=torch.int32)
-    output = kernel(q, k, v, cu_seqlens, max(lengths), HEAD_DIM**-0.5)
+    output = kernel(q, k, v, Segments.of(lengths, device=q.device), HEAD_DIM**-0.5)
     return [output.detach(), *torch.autograd.grad(output, (q, k, v), tensors[3])]
 
 
@@ -135,11 +134,11 @@ def padding_row() -> Row:
     heads, groups, size = FULL.model.num_attention_heads, FULL.model.num_key_value_heads, FULL.model.head_dim
     packed = [_random(sum(lengths), count, size) for count in (heads, groups, groups)]
     padded = [_random(len(lengths), count, max(lengths), size) for count in (heads, groups, groups)]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    segments = Segments.of(lengths, device=torch.device("cuda"))
     kernel = kernel_of(FULL.model, torch.device("cuda"))
 
     def varlen() -> None:
-        KERNELS[kernel](packed[0], packed[1], packed[2], cu_seqlens, max(lengths), None).sum().backward()
+        KERNELS[kernel](packed[0], packed[1], packed[2], segments, None).sum().backward()
 
     def sdpa() -> None:
         # Padding on the right needs no mask: what is causal never looks there.

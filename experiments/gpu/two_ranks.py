@@ -158,20 +158,21 @@ def after_steps(learner: Learner, folder: Path, place: Path, *, rank: int) -> di
         fault = learner.load(folder / f"{RANKS}" / "checkpoint")
         assert not fault, fault
         return {"checkpoint": largest_difference(host_weights(learner, torch.float32), saved)}
-    tensors = learner.named_tensors(dtype=torch.bfloat16)
     found = {}
     if rank == 0:
-        publisher = Publisher(place / "store")
-        publisher.publish(1, tensors)
+        publisher = Publisher(place / "store", ranks=RANKS)
+    dist.barrier()
+    if rank:
+        publisher = Publisher(place / "store", rank=rank, ranks=RANKS)
+    publisher.publish_sources(1, learner.sources(dtype=torch.bfloat16, gather=False))
+    if rank == 0:
         publisher.completed(1)
-        publisher.close()
+    publisher.close()
+    if rank == 0:
         read: dict[str, Tensor] = {}
         for file in (place / "store/v1").glob("*.safetensors"):
             read |= load_file(file)
         found["publish"] = largest_difference(read, {name: value.bfloat16() for name, value in weights.items()})
-    else:
-        for _ in tensors:  # gathering is collective
-            pass
     fault = learner.save(place / "checkpoint")
     assert not fault, fault
     return found

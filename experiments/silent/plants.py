@@ -106,28 +106,31 @@ def _(module: ModuleType) -> None:
 
 @plant("publishes_first_weights", "laminar_py.learner.step", "weights", "the learner publishes its first weights")
 def _(module: ModuleType) -> None:
-    tensors = module.Learner.named_tensors
+    sources = module.Learner.sources
 
-    def first_tensors(self, *, dtype):
-        if not hasattr(self, "_first_tensors"):
-            self._first_tensors = [(name, tensor.clone()) for name, tensor in tensors(self, dtype=dtype)]
-        return iter(self._first_tensors)
+    def first_sources(self, *, dtype, gather):
+        if not hasattr(self, "_first"):
+            tensors = module.full_tensors(sources(self, dtype=dtype, gather=gather))
+            self._first = [module.TensorSource.whole(name, tensor.clone()) for name, tensor in tensors]
+        return self._first
 
-    module.Learner.named_tensors = first_tensors
+    module.Learner.sources = first_sources
 
 
 @plant("publishes_one_old_tensor", "laminar_py.learner.step", "probes", "one published tensor stays old", within=5)
 def _(module: ModuleType) -> None:
-    tensors = module.Learner.named_tensors
+    sources = module.Learner.sources
 
-    def with_old(self, *, dtype):
-        for name, tensor in tensors(self, dtype=dtype):
-            if name.endswith("layers.0.mlp.down_proj.weight"):
-                self._old = getattr(self, "_old", tensor.clone())
-                tensor = self._old
-            yield name, tensor
+    def with_old(self, *, dtype, gather):
+        found = sources(self, dtype=dtype, gather=gather)
+        for index, source in enumerate(found):
+            if source.stored[0].name.endswith("layers.0.mlp.down_proj.weight"):
+                if not hasattr(self, "_old"):
+                    self._old = [(name, first, rows.clone()) for name, first, rows in source.read()]
+                found[index] = module.TensorSource(source.stored, lambda: self._old)
+        return found
 
-    module.Learner.named_tensors = with_old
+    module.Learner.sources = with_old
 
 
 # ---- engine and learner

@@ -10,7 +10,7 @@ that pause a crashed server, which has no calls in flight, would draw all of the
 
 import asyncio
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from http.client import HTTPException
@@ -26,6 +26,7 @@ from laminar_contrib.text_terms import missing_answer
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardKind, ServeContext, ServedReward, TermConfig
 from laminar_py.config.section import ConfigError, Count, Seconds
+from laminar_py.records.patience import Patience
 from laminar_py.records.scoring import NoValueError, Reward, ScoringRequest, ServerAddress, TryAgainError
 
 BUSY = {408, 425, 429, 500, 502, 503, 504}
@@ -86,13 +87,20 @@ def check_urls(term: AskingTerm, sandbox: SandboxConfig) -> None:
 
 
 class Servers:
-    """Servers of one model. `present` waits until a server is up, and returns the addresses of all."""
+    """Servers of one model. `present` waits until a server is up, and returns the addresses of all.
+
+    `patience` makes the limit of calls to a server.
+    """
 
     def __init__(
-        self, present: Callable[[], Awaitable[Sequence[ServerAddress]]], session: aiohttp.ClientSession
+        self,
+        present: Callable[[], Awaitable[Sequence[ServerAddress]]],
+        session: aiohttp.ClientSession,
+        patience: Callable[[], Patience],
     ) -> None:
         self._present = present
         self._session = session
+        self._patience = defaultdict[str, Patience](patience)  # by URL
         self._calls = Counter[str]()  # under way, by URL
         self._failed_s = dict[str, float]()  # by URL, on the loop's clock
 
@@ -106,7 +114,11 @@ class Servers:
         url = f"{server.url.rstrip('/')}/{path}"
         self._calls[server.url] += 1
         try:
-            status, content = await self._post_once(url, server.key, msgspec.json.encode(body))
+            patience = self._patience[server.url]
+            async with patience.timer():
+                status, content = await self._post_once(url, server.key, msgspec.json.encode(body))
+            if status not in BUSY:
+                patience.note_answer()
         except (TimeoutError, aiohttp.ClientError) as error:
             self._failed_s[server.url] = asyncio.get_running_loop().time()
             words = str(error) or type(error).__name__
@@ -158,11 +170,11 @@ async def open_servers(term: AskingTerm, context: ServeContext, *, below: str = 
 
     async with aiohttp.ClientSession(
         headers={"Content-Type": "application/json"},
-        timeout=aiohttp.ClientTimeout(total=context.timeout_s),
+        timeout=aiohttp.ClientTimeout(total=None),
         # a server closes idle connections just when they are used again
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
     ) as session:
-        yield Servers(present, session)
+        yield Servers(present, session, lambda: Patience(context.timeout_s, first_s=context.start_s))
 
 
 QUESTION = """Problem:

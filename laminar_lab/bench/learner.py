@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from laminar_lab.bench import context
 from laminar_lab.bench.report import Ratio, Row, cpu_s, in_turn, load_now
 from laminar_lab.bench.workplace import SMALL, count_parameters, log_normal_lengths, workplace, write_model
 from laminar_lab.calibration.learner import make_trajectory
@@ -26,7 +27,10 @@ from laminar_py.learner.losses import token_logprobs
 from laminar_py.learner.packing import Packed, attention_share, pack, sequence_cost
 from laminar_py.records import Trajectory
 
-ROWS = ("packed_over_padded", "packed_over_sorted", "fill", "capacity_used", "imbalance", "pack_2048_ms")
+ROWS = (
+    *("packed_over_padded", "packed_over_sorted", "fill", "capacity_used", "imbalance", "pack_2048_ms"),
+    *(f"cp{ranks}_{figure}" for ranks in context.SHARING for figure in ("activation_share", "cpu_over_alone")),
+)
 SEQUENCES, MEDIAN, LONGEST = 64, 128, 1024  # of a batch that is trained on
 SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50
 MAX_TOKENS = 2048  # of a microbatch that is trained on
@@ -36,10 +40,22 @@ QWEN_7B = attention_share(hidden_size=3584, num_layers=28, num_parameters=7_615_
 
 
 def rows(
-    *, repeats: int = 3, sequences: int = 2048, seeds: int = 100, model: PretrainedConfig = SMALL
+    *,
+    repeats: int = 3,
+    sequences: int = 2048,
+    seeds: int = 100,
+    model: PretrainedConfig = SMALL,
+    rank_tokens: int = 8192,
 ) -> list[Row]:
-    """Train on `repeats` batches in each way, and pack large steps of `sequences` for `seeds` seeds."""
-    return [*_speed_rows(model, repeats=repeats), *_packing_rows(sequences=sequences, seeds=seeds)]
+    """Train on `repeats` batches in each way, and pack large steps of `sequences` for `seeds` seeds.
+
+    Ranks that share a row have `rank_tokens` of it each.
+    """
+    return [
+        *_speed_rows(model, repeats=repeats),
+        *_packing_rows(sequences=sequences, seeds=seeds),
+        *context.rows(repeats=repeats, tokens=rank_tokens),
+    ]
 
 
 # ---- packed beside padded

@@ -19,6 +19,8 @@ from torch import Tensor
 
 import laminar_py.runtime.cluster  # noqa: F401 (sets the allocator as in a run)
 from laminar_py.children import kernel
+from laminar_py.config.cluster import Seal
+from laminar_py.records.weights import TensorSource
 from laminar_py.relay import SPARE, Publisher, RelayEvent, RelayKeys, RelayNode, VersionComplete, folder_name
 
 CHUNK_BYTES = 4 * 2**20
@@ -58,7 +60,9 @@ def receive(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def _relay(pipe: Connection, *, store: Path, keys: RelayKeys | None, parents: Sequence[str]) -> None:
+def _relay(
+    pipe: Connection, *, store: Path, keys: RelayKeys | None, seal: Seal, lanes: int, parents: Sequence[str]
+) -> None:
     """Run a node. Sends its endpoint, then the time and the report of each version that the node has verified."""
 
     def report(event: RelayEvent) -> None:
@@ -67,7 +71,15 @@ def _relay(pipe: Connection, *, store: Path, keys: RelayKeys | None, parents: Se
 
     async def run() -> None:
         node = RelayNode(
-            store.name, store=store, keys=keys, parents=parents, host=LOCAL, chunk_bytes=CHUNK_BYTES, emit=report
+            store.name,
+            store=store,
+            keys=keys,
+            parents=parents,
+            host=LOCAL,
+            chunk_bytes=CHUNK_BYTES,
+            seal=seal,
+            lanes=lanes,
+            emit=report,
         )
         await node.start()
         pipe.send(node.endpoint)
@@ -79,18 +91,26 @@ def _relay(pipe: Connection, *, store: Path, keys: RelayKeys | None, parents: Se
 class RelayPair:
     """A publisher, its root and the root's child, e.g. `RelayPair(folder, keys=None)`, with stores in `folder`.
 
-    With `adapter_config` versions are adapters, see `Publisher`.
+    With `adapter_config` versions are adapters, see `Publisher`. `RelayNode` explains `seal` and `lanes`.
     """
 
-    def __init__(self, folder: Path, *, keys: RelayKeys | None, adapter_config: bytes | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keys: RelayKeys | None,
+        adapter_config: bytes | None = None,
+        seal: Seal = Seal.AEAD,
+        lanes: int = 1,
+    ) -> None:
         folder.mkdir()
         self._version, self._store = 0, folder / "root"
         with ExitStack() as stack:
-            node = partial(_relay, store=self._store, keys=keys, parents=())
-            self._root = stack.enter_context(worker(node))
+            relay = partial(_relay, keys=keys, seal=seal, lanes=lanes)
+            self._root = stack.enter_context(worker(partial(relay, store=self._store, parents=())))
             endpoint: str = receive(self._root)
-            node = partial(_relay, store=folder / "child", keys=keys, parents=[endpoint])
-            self._child = stack.enter_context(worker(node))
+            child = partial(relay, store=folder / "child", parents=[endpoint])
+            self._child = stack.enter_context(worker(child))
             receive(self._child)
             self._publisher = Publisher(self._store, chunk_bytes=CHUNK_BYTES, adapter_config=adapter_config)
             stack.callback(self._publisher.close)
@@ -103,8 +123,12 @@ class RelayPair:
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]]) -> float:
         """Publish the next version. Returns the stall in seconds; threads and processes do the rest."""
+        return self.publish_sources([TensorSource.whole(name, tensor) for name, tensor in tensors])
+
+    def publish_sources(self, sources: Sequence[TensorSource]) -> float:
+        """Publish the next version of tensors that are read one by one. Returns the stall in seconds."""
         self._version += 1
-        return self._publisher.publish(self._version, tensors)
+        return self._publisher.publish_sources(self._version, sources)
 
     def await_last(self) -> tuple[float, VersionComplete]:
         """Wait until both nodes have the newest version.

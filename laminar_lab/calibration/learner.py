@@ -169,7 +169,7 @@ def _measure_versions(
             _step_s(config, learner, one, clock, share=share)
             pair.await_spare()
             began = clock.now()
-            stalls.append(pair.publish(learner.named_tensors(dtype=dtype)))
+            stalls.append(pair.publish_sources(learner.sources(dtype=dtype, gather=False)))
             _, report = pair.await_last()
             arrivals.append(clock.now() - began)
         publish_s, arrival_s = median(stalls[WARM_VERSIONS:]), median(arrivals[WARM_VERSIONS:])

@@ -8,7 +8,7 @@ load changes least, and other parts in seconds. `rollout.engine.profile` reads t
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -159,9 +159,19 @@ def write_profile(found: Calibration, path: Path, *, measured: str) -> None:
         ),
         "`reserve_tokens` is not measured.",
     ]
+    write_with_comment(found.profile, path, lines)
+
+
+def write_with_comment(profile: EmulationProfile, path: Path, lines: Sequence[str]) -> None:
+    """Write a profile below lines of comment; a field that was not measured is left out."""
     comment = "".join(f"# {line}\n" for line in lines)
-    body = yaml.safe_dump(_rounded(found.profile.model_dump()), sort_keys=False)
-    path.write_text(comment + body)
+    path.write_text(comment + yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False))
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Raise `ConfigError` where no profile can be written."""
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out {out}: cannot be written; name a file in an existing folder")
 
 
 def _rounded(value: object) -> object:

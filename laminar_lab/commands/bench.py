@@ -23,6 +23,8 @@ BENCHMARKS = {
     "engine": "the embedded engine beside `generate` of transformers",
     "learner": "packed sequences beside padded sequences; fill and balance of the packer",
     "ledger": "the cost of recording a run and of reading the record",
+    "publish": "a publish by two ranks of a learner beside one rank's, and its stall beside a plain copy",
+    "refresh": "new weights in an engine by changed positions beside a whole version",
     "relay": "a hop from a relay to its child beside a bare socket",
     "repack": "the gain of repacking at the speed of published tables, simulated",
     "turns": "time from an environment's answer to the next turn's first token",

@@ -27,14 +27,13 @@ def calibrate(
     """
     from laminar_lab.bench.report import machine
     from laminar_lab.calibration.profile import calibrate as measure
-    from laminar_lab.calibration.profile import write_profile
-    from laminar_py.config import ConfigError, load_config
+    from laminar_lab.calibration.profile import refuse_unwritable, write_profile
+    from laminar_py.config import load_config
     from laminar_py.records import EngineLostError
     from laminar_py.runtime.cluster import RunFailedError
     from laminar_py.runtime.preflight import prepare
 
-    if not out.parent.is_dir() or out.is_dir():
-        raise ConfigError(f"--out {out}: cannot be written; name a file in an existing folder")
+    refuse_unwritable(out)
     settings = load_config(config, overrides or [])
     prepare(settings)
     try:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from laminar_lab.doctor.checks import Fit, PretendedCluster
+    from laminar_lab.doctor.cpu_memory import CpuMemory
     from laminar_lab.doctor.memory import GpuMemory
+    from laminar_lab.doctor.trial_profile import ProfileField, SelfTest
     from laminar_lab.doctor.trial_rows import TriedRow
     from laminar_py.config import RunConfig
     from laminar_py.runtime.cluster import Node
@@ -42,31 +44,46 @@ def doctor(
         bool, typer.Option("--try", help="Measure the machines, and run a few steps of the config on them")
     ] = False,
     seconds: Annotated[float, typer.Option(min=1, help="Limit of the steps of --try")] = 360,
+    out: Annotated[
+        Path | None, typer.Option(help="With --try: profile to write, as laminar calibrate does")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --try: one JSON object on stdout")] = False,
 ) -> None:
     """Show what this machine can run, and what to install for the rest.
 
     With a config, show where its parts would run and how much memory they take on each GPU, on its cluster or on
     an imagined one (`--pretend`). `--try` measures what these machines reach with it, in some minutes, and exits
-    with 2 where a part fails; with `--pretend` it lists the measurements.
+    with 2 where a part fails; with `--pretend` it lists the measurements. `--out` writes these as a profile for
+    `laminar plan`, `simulate` and `report`.
     """
     settings = _settings(config, overrides or [], model=model)
     gpu_bytes = None if gpu_gb is None else gpu_gb * 1e9
-    if as_json and not try_it:
-        raise ConfigError("--json=true: is for --try; add it, or leave this out")
+    _refuse_options(settings, pretend or [], try_it=try_it, out=out, as_json=as_json)
     if settings is None:
-        for option, value in (("--pretend", ",".join(pretend or [])), ("--try", "true" * try_it)):
-            if value:
-                raise ConfigError(f"{option}={value}: needs a config; name its YAML file")
         _print_findings()
     elif pretend:
         _pretend(settings, pretend, gpu_bytes=gpu_bytes, try_it=try_it, as_json=as_json)
     elif try_it:
-        _try(settings, seconds=seconds, as_json=as_json)
+        _try(settings, seconds=seconds, out=out, as_json=as_json)
     else:
         from laminar_lab.doctor.checks import fit
 
         _print_fit(fit(settings, gpu_bytes=gpu_bytes))
+
+
+def _refuse_options(
+    settings: "RunConfig | None", pretend: list[str], *, try_it: bool, out: Path | None, as_json: bool
+) -> None:
+    """Raise `ConfigError` for options that need another, or a config."""
+    for option, given in (("--json=true", as_json), (f"--out={out}", out is not None)):
+        if given and not try_it:
+            raise ConfigError(f"{option}: is for --try; add it, or leave this out")
+    if settings is None:
+        for option, value in (("--pretend", ",".join(pretend)), ("--try", "true" * try_it)):
+            if value:
+                raise ConfigError(f"{option}={value}: needs a config; name its YAML file")
+    if out is not None and pretend:
+        raise ConfigError(f"--out={out}: imagined nodes have no rates; leave out --out or --pretend")
 
 
 def _settings(config: Path | None, changes: list[str], *, model: str | None) -> "RunConfig | None":
@@ -97,17 +114,42 @@ def _pretend(
         _print_fit(placed, cluster)
 
 
-def _try(settings: "RunConfig", *, seconds: float, as_json: bool) -> None:
-    """Measure the machines of a config."""
+def _try(settings: "RunConfig", *, seconds: float, out: Path | None, as_json: bool) -> None:
+    """Measure the machines of a config, and write their profile to `out`, unless a part failed."""
+    from laminar_lab.calibration.profile import refuse_unwritable
     from laminar_lab.doctor.self_test import self_test
     from laminar_py.runtime.preflight import prepare
+
+    if out is not None:
+        refuse_unwritable(out)
 
     def show(part: str) -> None:
         if not as_json:
             print_line(part, style="dim")
 
     prepare(settings)
-    _print_tried(self_test(settings, seconds=seconds, show=show), as_json=as_json)
+    found = self_test(settings, seconds=seconds, show=show)
+    fields = [] if out is None or found.failed else _write_profile(settings, found, out)
+    _print_tried(found.rows, fields, as_json=as_json)
+    if not as_json and out is not None:
+        print_line(
+            f"{out} has the profile: laminar plan --profile {out}, laminar simulate --gpu KIND --profile {out},"
+            f" laminar report RUN --profile {out}"
+        )
+
+
+def _write_profile(settings: "RunConfig", found: "SelfTest", out: Path) -> "list[ProfileField]":
+    """Write the profile of a self-test below the sources of its fields, and return these. Raises `ConfigError`."""
+    from datetime import UTC, datetime
+
+    from laminar_lab.bench.report import machine
+    from laminar_lab.calibration.profile import write_with_comment
+    from laminar_lab.doctor.trial_profile import profile_of
+
+    profile, fields = profile_of(settings, found)
+    head = f"Of `laminar doctor --try` on {datetime.now(UTC):%Y-%m-%d}: {settings.name}, {found.gpu or machine()}"
+    write_with_comment(profile, out, [head, *(f"{one.name}: {one.basis}, {one.how}" for one in fields)])
+    return fields
 
 
 def _print_findings() -> None:
@@ -120,11 +162,12 @@ def _print_findings() -> None:
     console.print(table)
 
 
-def _print_tried(rows: "Sequence[TriedRow]", *, as_json: bool) -> None:
-    """Print the table of a self-test. Exits with 2 if a row failed."""
+def _print_tried(rows: "Sequence[TriedRow]", fields: "Sequence[ProfileField]" = (), *, as_json: bool) -> None:
+    """Print the tables of a self-test and of its profile. Exits with 2 if a row failed."""
     failed = any(row.verdict == "failed" for row in rows)
     if as_json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "failed": failed}))
+        found = {"rows": [asdict(row) for row in rows], "failed": failed}
+        print(json.dumps(found | ({"profile": [asdict(one) for one in fields]} if fields else {})))
     else:
         table = Table("what", "asked", "measured", "verdict", "remedy")
         styles = {"failed": "red", "slow": "yellow", "not run": "dim"}
@@ -132,8 +175,18 @@ def _print_tried(rows: "Sequence[TriedRow]", *, as_json: bool) -> None:
             texts = (row.what, row.asked, row.measured, row.verdict, row.remedy)
             table.add_row(*map(escape, texts), style=styles.get(row.verdict))
         console.print(table)
+        if fields:
+            console.print(_profile_table(fields))
     if failed:
         raise typer.Exit(2)
+
+
+def _profile_table(fields: "Sequence[ProfileField]") -> Table:
+    table = Table(Column("field of the profile", overflow="fold"), "value", "basis", "from")
+    styles = {"extrapolated": "yellow", "assumed": "dim"}
+    for one in fields:
+        table.add_row(one.name, f"{one.value:,.4g}", one.basis, escape(one.how), style=styles.get(one.basis))
+    return table
 
 
 def _print_fit(fit: "Fit", pretended: "PretendedCluster | None" = None) -> None:
@@ -146,6 +199,8 @@ def _print_fit(fit: "Fit", pretended: "PretendedCluster | None" = None) -> None:
         console.print(parts)
     if fit.memory:
         console.print(_memory_table(fit.memory))
+    if fit.cpu_memory:
+        console.print(_cpu_table(fit.cpu_memory))
     for line in fit.warnings:
         print_line(f"warning: {line}", style="yellow")
     for line in fit.faults:
@@ -180,6 +235,20 @@ def _group_table(cluster: "PretendedCluster") -> Table:
     for (cpus, gpus, name), group in groupby(cluster.nodes, key=kind):
         names = [node.ip for node in group]
         table.add_row(names[0] + (f" to {names[-1]}" if len(names) > 1 else ""), str(cpus), str(gpus), name)
+    return table
+
+
+def _cpu_table(columns: "Sequence[CpuMemory]") -> Table:
+    """Make the table of peak GB by kind of process, against this machine's memory."""
+    from laminar_lab.doctor.cpu_memory import memory_rows
+    from laminar_lab.doctor.memory import host_memory
+
+    table = Table("GB of memory, by formula", "of each", "all")
+    for row in memory_rows(columns):
+        table.add_row(*row)
+    table.add_section()
+    table.add_row("the run at its peak", "", f"{sum(one.total for one in columns) / 1e9:.1f}", style="bold")
+    table.add_row("this machine, with its container's limit", "", f"{host_memory() / 1e9:.1f}")
     return table
 
 

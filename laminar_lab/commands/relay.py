@@ -11,6 +11,7 @@ import typer
 
 from laminar_py.cli import print_line
 from laminar_py.config import ConfigError
+from laminar_py.config.cluster import Seal
 
 if TYPE_CHECKING:
     from laminar_py.relay import RelayEvent, RelayKeys, RelayNode
@@ -43,6 +44,10 @@ def relay_serve(
     chunk_bytes: Annotated[
         int, typer.Option(min=4096, help="Largest chunk that a publisher may cut a version into")
     ] = 16 * 2**20,
+    seal: Annotated[Seal, typer.Option(help="Protection of chunks; none: for private addresses only")] = Seal.AEAD,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Lanes from the parent. Default: half the cores, at most 4")
+    ] = None,
 ) -> None:
     """Run one node of a tree, until Ctrl-C."""
     from laminar_py.relay import RelayNode
@@ -56,6 +61,8 @@ def relay_serve(
         port=port,
         keep_versions=keep_versions,
         chunk_bytes=chunk_bytes,
+        seal=seal,
+        lanes=lanes,
         emit=lambda event: print_line(event_line(event)),
     )
     asyncio.run(run_node(node))

@@ -24,24 +24,36 @@ dashboard_app = typer.Typer()
 @report_app.command(epilog="Example: laminar report runs/quickstart-1")
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")],
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile of `laminar doctor --try` or `calibrate`: the rates to expect")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone, as one object")] = False,
 ) -> None:
     """Show what limits a run and where its tokens and its time went, also while it runs.
 
     Also write report.html and trace.json into its folder.
     """
+    from laminar_lab.emulation.settings import read_profile
     from laminar_lab.report.closing import closing_table
     from laminar_lab.report.page import write_page
+    from laminar_lab.report.rates import profiled_rates
     from laminar_lab.report.run_report import read_report
     from laminar_lab.report.snapshot import read_summary
     from laminar_lab.report.terminal import run_tables
     from laminar_lab.report.trace import write_trace
+    from laminar_py.records.events import VersionPublished
 
     found = read_report(run)
     if as_json:
         print(msgspec.json.encode(plain(found)).decode())
         return
-    for table in run_tables(found):
+    expected = None
+    if profile is not None and found.snapshot.config is not None:
+        times, ranks = read_profile(profile, setting="--profile"), found.snapshot.config.learner.world_size
+        published = next((event for _, event in found.snapshot.history.of_kind(VersionPublished)), None)
+        num_bytes = None if published is None else published.num_bytes
+        expected = profiled_rates(times, ranks=ranks, num_bytes=num_bytes)
+    for table in run_tables(found, expected):
         console.print(table)
     if (summary := read_summary(run)) is not None:
         console.print("\n[bold]The whole run[/bold]", closing_table(summary), sep="\n")

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from itertools import count, groupby
 from pathlib import Path
 
+from laminar_lab.doctor.cpu_memory import CpuMemory, cpu_faults, cpu_memory
 from laminar_lab.doctor.memory import (
     GPU_BYTES,
     KINDS,
@@ -53,6 +54,7 @@ class Fit:
     warnings: list[str]  # advice for a config that runs
     faults: list[str]  # errors that keep the config from running
     unplaced: ConfigError | None = None  # why its parts have no place
+    cpu_memory: Sequence[CpuMemory] = ()  # of a run on the cores of this machine
 
 
 def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
@@ -62,13 +64,17 @@ def fit(config: RunConfig, *, gpu_bytes: float | None = None) -> Fit:
     reports one.
     """
     with open_cluster(config.cluster.address):
-        return _fit(
+        found = _fit(
             config,
             nodes,
             gpu_bytes=gpu_bytes,
             find_smallest=lambda held: asyncio.run(smallest_gpus(held)),
             find_faults=lambda placement: asyncio.run(node_faults(config, placement)),
         )
+    warnings, faults = cpu_faults(config, memory=host_memory())
+    return replace(
+        found, cpu_memory=cpu_memory(config), warnings=found.warnings + warnings, faults=found.faults + faults
+    )
 
 
 def fit_pretended(config: RunConfig, cluster: "PretendedCluster", *, gpu_bytes: float | None = None) -> Fit:

@@ -222,6 +222,8 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
         "head: logits and gradient": logits + 3 * head,  # summed up in fp32, and once in bf16
     }
     again = 0.0 if learner.recompute is Recompute.NONE else _of_layer(shape)
+    if learner.context_parallel > 1:  # queries, keys, values and result, sent and received
+        again += 8.0 * (shape.query_width + shape.key_width)
     reduced = summed * (layer + layer / learner.shard_size) if trains else 0.0
     yield {
         "embedding and head (bf16)": root,
@@ -283,10 +285,21 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
             (first, value), *others = change.items()
             further = "".join(f" and learner.{name} to {_written(value)}" for name, value in others)
             return f"learner.{first}={getattr(learner, first)}: {needs}; set it to {_written(value)}{further}"
-    return (
-        f"packer.max_tokens={config.packer.max_tokens}: {needs} on any number of ranks; lower it, with"
-        " rollout.max_len, or train a smaller model"
-    )
+    tokens = f"packer.max_tokens={config.packer.max_tokens}: {needs} on any number of ranks; lower it"
+    for size in range(learner.context_parallel + 1, shape.num_key_heads + 1):
+        if shape.num_key_heads % size == 0:
+            each = -(-config.rollout.max_len // size)
+            ranks = max(-(-learner.world_size // size) * size, MOST_RANKS // 8 // size * size)
+            shared = {
+                "context_parallel": size,
+                "world_size": ranks,
+                "shard_ranks": None,
+                "recompute": Recompute.ALL,
+            }
+            parts = learner_memory(shape, learner.model_copy(update=shared), tokens=each)
+            if has_margin(with_spare(parts, gpu_bytes), gpu_bytes):
+                return f"{tokens} to {each}, and let ranks share a microbatch: learner.context_parallel={size}"
+    return f"{tokens}, with rollout.max_len, or train a smaller model"
 
 
 def _changes(learner: LearnerConfig) -> Iterator[Mapping[str, object]]:

@@ -11,7 +11,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +26,8 @@ REPEATS = 3
 COLLECTIVE_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
 JOIN_S = 60.0  # from the start of the ranks until all have measured
 LOG_CHARS = 200
+
+_children: set["subprocess.Popen[bytes]"] = set()  # of calls that run in this process
 
 
 class NodeProbe(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,10 +106,36 @@ def _probe_gpus() -> list[tuple[str, float, float]]:
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     if _visible_gpus():
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus())
-    command = [sys.executable, "-m", "laminar_lab.doctor.probes", "gpus"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    return decode(list[tuple[str, float, float]], bytes.fromhex(lines[-1])) if done.returncode == 0 else []
+    command = [*_own_command(), "gpus"]
+    with _child(command, environment) as process:
+        output, _ = process.communicate()
+    lines = output.decode(errors="replace").strip().splitlines()
+    return decode(list[tuple[str, float, float]], bytes.fromhex(lines[-1])) if process.returncode == 0 else []
+
+
+def _own_command() -> list[str]:
+    """Return the command that starts this module in a process, which ends with the present one."""
+    return [sys.executable, "-m", "laminar_lab.doctor.probes", str(os.getpid())]
+
+
+@contextmanager
+def _child(command: Sequence[str], environment: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a process whose output is read, and which has ended when the context ends."""
+    out = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    _children.add(process)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        _children.discard(process)
+
+
+def end_children() -> None:
+    """End all processes of probes that run in this process, so that their calls return, on whatever thread."""
+    for process in list(_children):
+        process.kill()
 
 
 def _copies_of_all() -> list[tuple[str, float, float]]:
@@ -144,17 +173,16 @@ def run_ranks(rendezvous: str, ranks: str, world_size: str, device: str) -> byte
     with its place among these ranks.
     """
     numbers = [int(rank) for rank in ranks.split(",")]
-    command = [sys.executable, "-m", "laminar_lab.doctor.probes", rendezvous, world_size, device]
-    running = []
-    for index, rank in enumerate(numbers):
-        gpus = _visible_gpus()
-        gpu = gpus[index] if index < len(gpus) else str(index)
-        ours = {"CUDA_VISIBLE_DEVICES": gpu} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
-        words, out = [*command, str(rank)], subprocess.PIPE
-        running.append(subprocess.Popen(words, env=os.environ | ours, stdout=out, stderr=subprocess.STDOUT))
-    end = time.monotonic() + JOIN_S
-    answers = [_answer(process, rank, end) for process, rank in zip(running, numbers, strict=True)]
-    return encode(answers)
+    command = [*_own_command(), rendezvous, world_size, device]
+    with ExitStack() as stack:
+        running = []
+        for index, rank in enumerate(numbers):
+            gpus = _visible_gpus()
+            gpu = gpus[index] if index < len(gpus) else str(index)
+            ours = {"CUDA_VISIBLE_DEVICES": gpu} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
+            running.append(stack.enter_context(_child([*command, str(rank)], os.environ | ours)))
+        end = time.monotonic() + JOIN_S
+        return encode([_answer(process, rank, end) for process, rank in zip(running, numbers, strict=True)])
 
 
 def _answer(process: "subprocess.Popen[bytes]", rank: int, end: float) -> str:
@@ -217,10 +245,11 @@ def _measure_rank(rendezvous: str, world_size: int, device: str, rank: int) -> C
 
 
 if __name__ == "__main__":
-    kernel.end_with_parent()
-    if sys.argv[1:] == ["gpus"]:
+    _parent, *_arguments = sys.argv[1:]
+    kernel.end_with_parent(parent=int(_parent))  # which may have been killed during the imports
+    if _arguments == ["gpus"]:
         _found: object = _copies_of_all()
     else:
-        _rendezvous, _world_size, _device, _rank = sys.argv[1:]
+        _rendezvous, _world_size, _device, _rank = _arguments
         _found = _measure_rank(_rendezvous, int(_world_size), _device, int(_rank))
     sys.stdout.write(encode(_found).hex() + "\n")

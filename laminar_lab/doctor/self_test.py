@@ -7,13 +7,15 @@ learner's ranks, and a short run (`laminar_lab.doctor.trial`).
 import asyncio
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from laminar_lab.doctor.checks import Fit, fit
-from laminar_lab.doctor.probes import NodeProbe, measured, probe_node, run_ranks
+from laminar_lab.doctor.probes import NodeProbe, end_children, measured, probe_node, run_ranks
 from laminar_lab.doctor.trial import try_run
+from laminar_lab.doctor.trial_profile import SelfTest
 from laminar_lab.doctor.trial_rows import TRIAL, TriedRow, Verdict, judged, rate_row
 from laminar_py.config import RunConfig
 from laminar_py.config.cluster import Device
@@ -25,24 +27,39 @@ NVLINK, NETWORK, LOOPBACK = 100e9, 5e9, 0.1e9  # bytes per second and rank of a 
 NODE_S = 180.0
 
 Show = Callable[[str], None]
+Found = TypeVar("Found")
 
 
-def self_test(config: RunConfig, *, seconds: float, show: Show) -> list[TriedRow]:
+def self_test(config: RunConfig, *, seconds: float, show: Show) -> SelfTest:
     """Measure and try everything; a failed placement ends it. `show` gets the name of each part that begins."""
     show("placement and memory, by formula")
-    placed = fit(config)
-    rows = [_placement_row(placed)]
-    if rows[0].verdict is Verdict.OK:
-        with open_cluster(config.cluster.address):
-            placement = Placement(Needs.from_config(config), nodes)
-            show("each node's software, and copies between its memories")
-            rows += asyncio.run(_node_rows(config, placement))
-            if config.learner.world_size > 1:
-                show("collectives over the learner's ranks")
-                rows += asyncio.run(_collective_rows(config, placement))
-        show(f"a short run of the config, in {seconds:g} s at most")
-        rows += try_run(config, seconds=seconds)
-    return rows
+    rows = [_placement_row(fit(config))]
+    if rows[0].verdict is not Verdict.OK:
+        return SelfTest(rows=rows)
+    with open_cluster(config.cluster.address):
+        placement = Placement(Needs.from_config(config), nodes)
+        show("each node's software, and copies between its memories")
+        of_nodes, gpu = _run(_probe_nodes(config, placement))
+        rows += of_nodes
+        if config.learner.world_size > 1:
+            show("collectives over the learner's ranks")
+            rows += _run(_collective_rows(config, placement))
+    show(f"a short run of the config, in {seconds:g} s at most")
+    of_trial, model = try_run(config, seconds=seconds)
+    learner_nodes = len({place.node for place in placement.plan.learner})
+    return SelfTest(rows=[*rows, *of_trial], gpu=gpu, learner_nodes=learner_nodes, model=model)
+
+
+def _run(probing: Coroutine[None, None, Found]) -> Found:
+    """Run probes to their end. A Ctrl-C ends their processes, since no thread that waits for them can be ended."""
+
+    async def guarded() -> Found:
+        try:
+            return await probing
+        finally:
+            end_children()
+
+    return asyncio.run(guarded())
 
 
 def planned_rows(config: RunConfig, placed: Fit) -> list[TriedRow]:
@@ -70,17 +87,21 @@ def _placement_row(placed: Fit) -> TriedRow:
 # ---- nodes
 
 
-async def _node_rows(config: RunConfig, placement: Placement) -> list[TriedRow]:
-    """Probe all nodes of the plan at once; of equal rows of several nodes the worst is kept, with its node."""
+async def _probe_nodes(config: RunConfig, placement: Placement) -> tuple[list[TriedRow], str]:
+    """Probe all nodes of the plan at once; of equal rows of several nodes the worst is kept, with its node.
+
+    Also returns the name of a GPU; "" without one.
+    """
     plan = placement.plan
     on_gpus = {place.node for place in (*plan.learner, *plan.replicas) if place is not None and place.gpus}
     calls = [_probe(config, node, has_gpus=node in on_gpus) for node in sorted(plan.nodes)]
     found = await asyncio.gather(*calls)
     by_what = defaultdict(list)
-    for node, rows in zip(sorted(plan.nodes), found, strict=True):
+    for node, (rows, _) in zip(sorted(plan.nodes), found, strict=True):
         for row in rows:
             by_what[row.what].append((row, placement.ip(node)))
-    return [_worst(rows, named=len(plan.nodes) > 1) for rows in by_what.values()]
+    gpu = next((gpu for _, gpu in found if gpu), "")
+    return [_worst(rows, named=len(plan.nodes) > 1) for rows in by_what.values()], gpu
 
 
 def _worst(rows: Sequence[tuple[TriedRow, str]], *, named: bool) -> TriedRow:
@@ -89,15 +110,16 @@ def _worst(rows: Sequence[tuple[TriedRow, str]], *, named: bool) -> TriedRow:
     return replace(row, measured=f"{row.measured} ({ip})") if named else row
 
 
-async def _probe(config: RunConfig, node: str, *, has_gpus: bool) -> list[TriedRow]:
+async def _probe(config: RunConfig, node: str, *, has_gpus: bool) -> tuple[list[TriedRow], str]:
     try:
         async with asyncio.timeout(NODE_S):
             answer = await on_node(node, probe_node, str(config.relay.shm), "yes" if has_gpus else "")
     except (NoAnswerError, TimeoutError) as error:
         said = str(error) or f"no answer within {NODE_S:g} s"
         remedy = "install the environment of this machine there"
-        return [judged("software", "the node answers", said, failed=True, remedy=remedy)]
-    return list(_rows_of(config, decode(NodeProbe, answer), has_gpus=has_gpus))
+        return [judged("software", "the node answers", said, failed=True, remedy=remedy)], ""
+    probe = decode(NodeProbe, answer)
+    return list(_rows_of(config, probe, has_gpus=has_gpus)), next(iter(probe.gpus), "")
 
 
 def _rows_of(config: RunConfig, probe: NodeProbe, *, has_gpus: bool) -> Iterator[TriedRow]:
@@ -153,10 +175,16 @@ async def _collective_rows(config: RunConfig, placement: Placement) -> list[Trie
         return [_unmet_row(answers)]
     asked = LOOPBACK if device == "cpu" else NVLINK if len(places) == 1 else NETWORK
     remedy = "NCCL_DEBUG=INFO names the way that it takes" if device == "cuda" else "other load on these cores"
-    return [
-        rate_row("all-reduce", asked, min(one.all_reduce for one in figures), remedy=remedy),
-        rate_row("reduce-scatter", asked, min(one.reduce_scatter for one in figures), remedy=remedy),
-    ]
+    where = ""
+    if len(places) > 1:
+        where = f" (between {', '.join(placement.ip(node) for node in places)})"
+        remedy = "the link between these nodes; ray start --node-ip-address selects another; NCCL_DEBUG=INFO"
+    rates = {
+        "all-reduce": min(one.all_reduce for one in figures),
+        "reduce-scatter": min(one.reduce_scatter for one in figures),
+    }
+    rows = (rate_row(what, asked, rate, remedy=remedy) for what, rate in rates.items())
+    return [replace(row, measured=f"{row.measured}{where}") for row in rows]
 
 
 async def _rendezvous(places: Mapping[str, list[int]], placement: Placement, folder: Path) -> str:

@@ -15,44 +15,61 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from laminar_lab.audit.verify import verify
+from laminar_lab.doctor.trial_profile import TrialModel
 from laminar_lab.doctor.trial_rows import TRIAL, TriedRow, judged, trial_rows
-from laminar_lab.model_shape import read_shape
-from laminar_lab.report.snapshot import read_snapshot
+from laminar_lab.model_shape import ModelShape, read_shape
+from laminar_lab.report.snapshot import Snapshot, read_snapshot
 from laminar_py.config import RunConfig, parse_config
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.ledger import LedgerError
+from laminar_py.ledger import LedgerError, RunFolder
+from laminar_py.records.events import VersionPublished
 
 LAMINAR = (sys.executable, "-c", "from laminar_py.cli import main; main()")
+NAME = "trial"
 LAYERS, STEPS = 2, 3  # the first step compiles
 RESPONSE, PROMPT = 256, 200  # tokens; the prompt's only decide how many responses fill the learner's microbatches
 SMALL = 50_000_000  # parameters of a model that is tried as it is
-GRACE_S = 30.0
+GRACE_S, HASTE_S = 30.0, 1.0  # from SIGTERM to SIGKILL: after its limit, after a Ctrl-C
 PER_LAYER = ("layer_types", "mlp_only_layers")  # lists of a model's config.json
 WEIGHTS_SEED = 0
 
 
-def try_run(config: RunConfig, *, seconds: float) -> list[TriedRow]:
+def try_run(config: RunConfig, *, seconds: float) -> tuple[list[TriedRow], TrialModel | None]:
     """Run a few steps of a config within `seconds`, and return a row for each part and one for the laws.
 
     A part that the run did not reach is a failed row with the run's last line; those after it were not run. The
-    folder of the run is deleted, unless it failed.
+    folder of the run is deleted, unless it failed. Also returns the model of a run that did not fail, if a formula
+    knows its family.
     """
-    with _folder(config.runs) as folder:
+    with _folder(config.runs, shm=config.relay.shm) as folder:
         settings = trial_config(config, model=_few_layers(config, folder / "model"), runs=folder)
         path = folder / "trial.yaml"
         path.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
         ended = _train(path, seconds)
         runs = sorted(folder.glob(f"{settings.name}-*"))
         limit_s = float(getattr(config.rollout.engine, "start_timeout_s", seconds))
-        rows = trial_rows(read_snapshot(runs[0]), start_limit_s=limit_s) if runs else []
-        if ended is not None:
+        snapshot = read_snapshot(runs[0]) if runs else None
+        rows = [] if snapshot is None else trial_rows(snapshot, start_limit_s=limit_s)
+        if snapshot is None or ended is not None:
             kept = config.runs / f"{config.name}-trial"
             shutil.copytree(folder, kept, dirs_exist_ok=True)
-            return [*rows, *_not_reached(rows, ended, kept)]
-        return [*rows, _laws_row(runs[0])]
+            return [*rows, *_not_reached(rows, ended or "it left no run", kept)], None
+        return [*rows, _laws_row(runs[0])], tried_model(snapshot, read_shape(settings.model.path))
+
+
+def tried_model(snapshot: Snapshot, shape: ModelShape | None) -> TrialModel | None:
+    """Return the figures of a trial's model; None without a formula for it, or without a response."""
+    published = next((event for _, event in snapshot.history.of_kind(VersionPublished)), None)
+    ended = snapshot.trajectories
+    ended = ended.where((ended.length > 0) & ~np.isnan(ended.finished_s - ended.started_s))
+    if shape is None or published is None or not len(ended):
+        return None
+    token_s = float(np.median((ended.finished_s - ended.started_s) / ended.length))
+    return TrialModel(shape=shape, num_bytes=published.num_bytes, token_s=token_s)
 
 
 def trial_config(config: RunConfig, *, model: Path, runs: Path) -> RunConfig:
@@ -62,7 +79,7 @@ def trial_config(config: RunConfig, *, model: Path, runs: Path) -> RunConfig:
     tokens = learner.world_size * config.packer.max_tokens
     groups = max(1, min(rollout.prompts_per_step, math.ceil(tokens / (rollout.group_size * (PROMPT + cap)))))
     tree = config.model_dump(mode="json")
-    tree |= {"name": "trial", "steps": STEPS, "runs": str(runs), "warm_start": None}
+    tree |= {"name": NAME, "steps": STEPS, "runs": str(runs), "warm_start": None}
     tree["model"]["path"] = str(model)
     tree["eval"]["sets"] = {}
     tree["tracking"]["kinds"] = []
@@ -74,11 +91,15 @@ def trial_config(config: RunConfig, *, model: Path, runs: Path) -> RunConfig:
 
 
 @contextmanager
-def _folder(runs: Path) -> Iterator[Path]:
-    """Yield a folder beside the runs, where every node sees it; it ends with the context."""
+def _folder(runs: Path, *, shm: Path) -> Iterator[Path]:
+    """Yield a folder beside the runs, where every node sees it; the context deletes it and its runs' weights."""
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".trial-", dir=runs, ignore_cleanup_errors=True) as folder:
-        yield Path(folder).resolve()
+        try:
+            yield Path(folder).resolve()
+        finally:
+            for run in Path(folder).resolve().glob(f"{NAME}-*"):
+                shutil.rmtree(RunFolder(run).shm(shm), ignore_errors=True)
 
 
 def _few_layers(config: RunConfig, folder: Path) -> Path:
@@ -116,17 +137,23 @@ def _train(path: Path, seconds: float) -> str | None:
     ):
         try:
             code = run.wait(seconds)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-            run.terminate()
-            try:
-                run.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                run.kill()
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except subprocess.TimeoutExpired:
+            _end(run, GRACE_S)
             return f"not done in {seconds:g} s; --seconds gives it more"
+        except KeyboardInterrupt:
+            _end(run, HASTE_S)
+            raise
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return None if code == 0 else (lines[-1].strip() if lines else f"it ended with exit code {code}")
+
+
+def _end(run: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    """End a run within `grace_s`, then at once; its processes end with their parent."""
+    run.terminate()
+    try:
+        run.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        run.kill()
 
 
 def _not_reached(rows: list[TriedRow], ended: str, kept: Path) -> Iterator[TriedRow]:

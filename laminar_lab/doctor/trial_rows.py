@@ -6,12 +6,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from laminar_lab.report.rates import assumed_rates, measure_rates
+from laminar_lab.report.rates import SLOW, assumed_rates, measure_rates
 from laminar_lab.report.snapshot import Snapshot
 from laminar_lab.step_time import LEARNER_MFU
 from laminar_py.records.events import LearnerLoaded, RunStarted, VersionLoaded, VersionPublished
 
-SLOW = 0.5  # share of the asked rate below which a rate is called slow
 WEIGHTY = 64e6  # bytes of a version from which its rates say something about the machine
 MISMATCH = 0.3  # nats, 99th percentile of |learner - engine|; an engine in bf16 shows up to 0.2
 

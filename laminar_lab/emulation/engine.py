@@ -9,7 +9,7 @@ delays only the delivery (`tests/emulation/test_engine.py`). An exception in a t
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from laminar_lab.emulation.scheduler import EmulatedScheduler
 from laminar_lab.emulation.settings import EngineTimes
 from laminar_py.engines import StreamingEngine, weights_layout
 from laminar_py.records import EngineStatus, PauseMode
+from laminar_py.records.engine import RefusedError
 from laminar_py.records.proofs import WeightsChecksum
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,18 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         finally:
             if self._loss is None:
                 self._post(partial(self._scheduler.end_load, loaded))
+
+    @property
+    def takes_changes(self) -> bool:
+        """False: `load_s` of a profile is the time of a whole version."""
+        return False
+
+    async def load_changes(self, files: Sequence[Path], version: int) -> None:
+        """Refuse: see `takes_changes`."""
+        self._raise_if_lost()
+        raise RefusedError(
+            f"version {version}: the emulated engine has no time for changes; load the whole version"
+        )
 
     async def checksum(self) -> WeightsChecksum:
         """See `InferenceEngine.checksum`: of the files; "unloaded" before the first load."""

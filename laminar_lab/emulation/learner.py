@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laminar_lab.emulation.settings import LearnerTimes
 from laminar_py.learner import Architecture, complete_checkpoint, read_marker
+from laminar_py.learner.packing import RowSize
 from laminar_py.records.metrics import StepMetrics, Work
 from laminar_py.records.trajectory import MicroBatch
 
@@ -43,11 +44,13 @@ class EmulatedLearner:
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """Make an optimizer step: sleep for as long as GPUs would take, less the time to read `microbatches`."""
         began = self._now()
-        lengths = [batch.lengths for batch in microbatches]
-        elapsed_s = self._times.step_s(lengths, devices=self._devices) / self._compression
+        sizes = [RowSize(batch.num_tokens, batch.squares) for batch in microbatches]
+        elapsed_s = self._times.step_s(sizes, devices=self._devices) / self._compression
         self._sleep(max(0.0, began + elapsed_s - self._now()))
         self.steps_taken += 1
-        return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))
+        return StepMetrics(
+            loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(size.tokens for size in sizes))
+        )
 
     def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights after the last step, a few tensors, after the time of a publish."""

@@ -6,7 +6,7 @@ emulated process.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from laminar_py.config import ConfigError, Count, EngineConfig, RunConfig, Seconds, Section
 from laminar_py.config.engine import EmulatedFleet
 from laminar_py.config.loading import load_settings
-from laminar_py.learner.packing import attention_share, sequence_cost
+from laminar_py.learner.packing import RowSize, attention_share
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Extra = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -40,6 +40,9 @@ class EngineTimes(Section):
     """Tokens that must be free for the growth of a request when it is admitted."""
     gpus: Size = 1
     """GPUs of the measured replica; only `laminar plan` reads it."""
+    start_s: Extra | None = None
+    """Seconds from an engine's start until it serves its first weights, the `restart_s` of `laminar simulate
+    --gpu`. `null`: not measured."""
 
     def seconds(self, steps: int, *, running: int, kv_used: int) -> float:
         """Seconds of `steps` decoding steps that begin with `kv_used` tokens.
@@ -71,7 +74,10 @@ class LearnerTimes(Section):
     train_tokens_per_s: Time
     """Tokens of short sequences that one device trains on in a second, recomputation included."""
     num_parameters: Size
-    """Of the model; with the next two it gives the extra cost of attention in long sequences."""
+    """Of the model: a version has all of them, unless `adapters` are published."""
+    num_active: Size | None = None
+    """Parameters that multiply a token; `null`: all of them. With the next two this gives the extra cost of
+    attention in long sequences."""
     hidden_size: Size
     """Of the model."""
     num_layers: Size
@@ -89,7 +95,7 @@ class LearnerTimes(Section):
         return attention_share(
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
-            num_parameters=self.num_parameters,
+            num_parameters=self.num_active or self.num_parameters,
             frozen=self.adapters > 0,
         )
 
@@ -98,13 +104,12 @@ class LearnerTimes(Section):
         """Parameters in a version."""
         return self.adapters or self.num_parameters
 
-    def step_s(self, lengths: Sequence[Sequence[int]], *, devices: int) -> float:
+    def step_s(self, sizes: Iterable[RowSize], *, devices: int) -> float:
         """Seconds of an optimizer step: each microbatch runs on one device, and the busiest device counts.
 
-        A publish comes on top. `lengths` has each microbatch's sequence lengths.
+        A publish comes on top. `sizes` are the microbatches'.
         """
-        share = self.attention_share
-        costs = [sum(sequence_cost(length, attention_share=share) for length in batch) for batch in lengths]
+        costs = [size.tokens + self.attention_share * size.squares for size in sizes]
         busy = [0.0] * devices
         for cost in sorted(costs, reverse=True):
             heapq.heapreplace(busy, busy[0] + cost)  # on the least busy device
@@ -121,6 +126,10 @@ class EmulationProfile(Section):
     relay_bytes_per_s: Time | None = None
     """Bytes of a version over the seconds from its publish until another process has verified it, as a delta.
     `null`: not measured."""
+    link_bytes_per_s: Time | None = None
+    """Bytes that a learner GPU sends to GPUs of its node in a collective, a second. `null`: by the data sheet."""
+    network_bytes_per_s: Time | None = None
+    """The same across nodes; bounds what the plan's network gives. `null`: not measured."""
 
 
 def read_profile(path: Path, *, setting: str = "rollout.engine.profile") -> EmulationProfile:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
+from laminar_lab.doctor.cpu_memory import CPU_ACTIVATIONS
 from laminar_lab.doctor.memory import engine_memory, host_memory, learner_memory, with_spare
 from laminar_lab.gpus import read_group
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
@@ -33,7 +34,6 @@ PROMPT_TOKENS = 1024  # where no tokenizer counts them
 ROUND = 64  # tokens
 MOST_RUNNING = 64  # responses of an engine on CPUs
 PACK_TOKENS = 512  # of a microbatch on CPUs: more would take memory and no less time
-CPU_ACTIVATIONS = 3.3  # bytes over the formula, whose layers are in bf16 (experiments/smollm2/README.md)
 KV_BYTES = 2e9  # of an engine on CPUs
 CORES_A_REPLICA = 4
 LARGE = 7e9  # parameters that learn with LARGE_LR

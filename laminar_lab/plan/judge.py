@@ -117,7 +117,7 @@ def shrunk_fleet(
     wanted = min(1.0, replicas / placement.replicas)
     groups = max(1, round(wanted * request.prompts_per_step))
     ratio = groups / request.prompts_per_step  # whole groups round the wanted ratio
-    devices = max(1, round(ratio * placement.learner_gpus))
+    devices = max(1, round(ratio * placement.learner_gpus / placement.context_parallel))
     profile = request.profile(placement.tensor_parallel)
     rate = profile.learner.train_tokens_per_s * ratio * placement.learner_gpus / devices
     rate /= traffic_slowdown(request, placement)

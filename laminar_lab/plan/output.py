@@ -109,11 +109,13 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
     bottlenecks = f"{best.estimate.binds.value} binds, then {best.estimate.binds_next.value}"
     yield f"first: {_name(best)}; by formula {bottlenecks}"
     placement = best.placement
+    sharing = placement.context_parallel
+    shared = f" on {sharing} ranks that share it" if sharing > 1 else ""
     is_async = placement.schedule is Schedule.ASYNC
     admits = f" admits {placement.batch_per_replica} trajectories under a version and" if is_async else ""
     yield (
         f"each replica{admits} decodes at most {placement.max_batch} at a time; a microbatch has"
-        f" {placement.pack_tokens:,} tokens, recompute {placement.recompute}"
+        f" {placement.pack_tokens:,} tokens{shared}, recompute {placement.recompute}"
     )
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])

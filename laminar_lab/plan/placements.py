@@ -11,7 +11,7 @@ from laminar_lab.doctor.memory import MARGIN, Parts, cache_tokens, has_margin, l
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.step_time import RankTraffic, rank_traffic
 from laminar_py.config import ConfigError
-from laminar_py.config.learner import Recompute
+from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.config.rollout import Schedule
 
 STATIC_SHARE = 0.85  # of an engine's GPU memory, for weights and KV cache
@@ -37,9 +37,20 @@ class FleetPlacement:
     max_batch: int  # sequences that a replica decodes at the same time
     batch_per_replica: int  # trajectories that a replica admits under one version
     kv_tokens: int  # of a replica
-    pack_tokens: int  # of a microbatch
+    pack_tokens: int  # of a microbatch, over the ranks that share it
     recompute: Recompute
     shard_ranks: int | None = None  # that share a copy of the weights; None: all
+    context_parallel: int = 1  # ranks that share a microbatch
+
+    def of_learner(self, learner: LearnerConfig) -> LearnerConfig:
+        """Return a learner's settings with the sizes of this placement."""
+        changes = {
+            "world_size": self.learner_gpus,
+            "recompute": self.recompute,
+            "shard_ranks": self.shard_ranks,
+            "context_parallel": self.context_parallel,
+        }
+        return learner.model_copy(update=changes)
 
 
 def placements(request: PlanRequest) -> list[FleetPlacement]:
@@ -86,47 +97,59 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
 
 def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
     """Return the peak bytes of a learner GPU by part."""
-    return _learner_bytes(request, placement.learner_gpus, placement.recompute, placement.shard_ranks)
+    return _learner_bytes(request, placement.of_learner(request.learner))
 
 
-def learner_traffic(request: PlanRequest, ranks: int, shard_ranks: int | None) -> RankTraffic:
+def learner_traffic(request: PlanRequest, placement: FleetPlacement) -> RankTraffic:
     """Return the seconds that a rank's collectives take."""
-    fleet = request.fleet
-    learner = request.learner.model_copy(update={"world_size": ranks, "shard_ranks": shard_ranks})
+    fleet, measured = request.fleet, request.measured
+    network = None if measured is None else measured.network_bytes_per_s
     return rank_traffic(
         request.shape,
         fleet.gpu,
-        learner,
+        placement.of_learner(request.learner),
+        tokens=placement.pack_tokens / placement.context_parallel,
         per_node=fleet.per_node,
-        network_bytes_per_s=fleet.network_bytes_per_s,
+        network_bytes_per_s=min(fleet.network_bytes_per_s, network or math.inf),
+        link_bytes_per_s=None if measured is None else measured.link_bytes_per_s,
     )
 
 
-def _learner_bytes(
-    request: PlanRequest, ranks: int, recompute: Recompute, shard_ranks: int | None = None
-) -> Parts:
-    changes = {"world_size": ranks, "recompute": recompute, "shard_ranks": shard_ranks}
-    parts = learner_memory(request.shape, request.learner.model_copy(update=changes), tokens=request.lengths.most)
-    return with_spare(parts, request.fleet.gpu.memory_bytes)
+def _learner_bytes(request: PlanRequest, learner: LearnerConfig) -> Parts:
+    tokens = math.ceil(request.lengths.most / learner.context_parallel)
+    return with_spare(learner_memory(request.shape, learner, tokens=tokens), request.fleet.gpu.memory_bytes)
 
 
-def _shard_ranks(request: PlanRequest, ranks: int, recompute: Recompute) -> int | None:
+def _fits(request: PlanRequest, learner: LearnerConfig) -> bool:
+    return has_margin(_learner_bytes(request, learner), request.fleet.gpu.memory_bytes)
+
+
+def _shard_ranks(request: PlanRequest, learner: LearnerConfig) -> int | None:
     """Return a node's GPUs if a learner on several whole nodes fits in groups of a node; else None.
 
     Groups keep gathers on NVLink. Their copies of the weights add gradients over the network once an update.
     """
-    size = request.fleet.per_node
+    size, ranks = request.fleet.per_node, learner.world_size
     if ranks <= size or ranks % size:
         return None
-    fits = has_margin(_learner_bytes(request, ranks, recompute, size), request.fleet.gpu.memory_bytes)
-    return size if fits else None
+    return size if _fits(request, learner.model_copy(update={"shard_ranks": size})) else None
 
 
-def _least_recompute(request: PlanRequest, ranks: int) -> Recompute | None:
-    """Return the least recomputation with which the model fits the ranks; None if it does not fit."""
-    room = request.fleet.gpu.memory_bytes
-    fits = (one for one in Recompute if has_margin(_learner_bytes(request, ranks, one), room))
-    return next(fits, None)
+def _fitting_learner(request: PlanRequest, ranks: int) -> LearnerConfig | None:
+    """Return the settings with which the learner fits so many ranks; None if it does not fit.
+
+    Few ranks share a microbatch, all of one node, and then recomputation is least.
+    """
+    keys, per_node = request.shape.num_key_heads, request.fleet.per_node
+    for size in range(1, min(keys, per_node) + 1):
+        if keys % size or per_node % size or ranks % size:
+            continue
+        for recompute in Recompute:
+            changes = {"world_size": ranks, "shard_ranks": None, "context_parallel": size, "recompute": recompute}
+            learner = request.learner.model_copy(update=changes)
+            if _fits(request, learner):
+                return learner
+    return None
 
 
 def _kv_tokens(request: PlanRequest, degree: int) -> int:
@@ -138,9 +161,10 @@ def _least_learner(request: PlanRequest) -> int:
     """Return the fewest GPUs that hold the learner. Raises `ConfigError` if the fleet is too small."""
     fleet = request.fleet
     for ranks in range(1, fleet.gpus + 1):
-        if _least_recompute(request, ranks) is not None:
+        if _fitting_learner(request, ranks) is not None:
             return ranks
-    needs = sum(_learner_bytes(request, fleet.gpus, Recompute.ALL).values())
+    changes = {"world_size": fleet.gpus, "shard_ranks": None, "recompute": Recompute.ALL}
+    needs = sum(_learner_bytes(request, request.learner.model_copy(update=changes)).values())
     raise ConfigError(
         f"gpus={fleet.gpus}: a learner of {request.model} on all of them needs {needs / 1e9:.1f} GB of each"
         f" {fleet.gpu.name} ({fleet.gpu.memory_bytes / 1e9:.1f} GB) for trajectories of {request.lengths.most:,}"
@@ -163,8 +187,9 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
     if not replicas:
         return
     learner_gpus = request.fleet.gpus - replicas * degree  # GPUs without a replica train, too
-    recompute = _least_recompute(request, learner_gpus)
-    assert recompute is not None, "fewer GPUs hold the learner already"
+    learner = _fitting_learner(request, learner_gpus)
+    if learner is None:  # its GPUs cannot be divided among ranks that share a microbatch
+        return
     cache, lengths = _kv_tokens(request, degree), request.lengths
     running = max(most_running(cache, lengths), request.group_size)  # one replica generates a whole group
     share = request.trajectories_per_step / replicas  # of a step
@@ -182,8 +207,9 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
                 batch_per_replica=admitted,
                 kv_tokens=cache,
                 pack_tokens=lengths.most,
-                recompute=recompute,
-                shard_ranks=_shard_ranks(request, learner_gpus, recompute),
+                recompute=learner.recompute,
+                shard_ranks=_shard_ranks(request, learner),
+                context_parallel=learner.context_parallel,
             )
 
 

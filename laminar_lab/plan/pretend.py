@@ -47,9 +47,11 @@ def pretend(
     if faults := memory_faults(config, gpu_bytes=gpu.memory_bytes):
         raise ConfigError(faults[0])
     tree = config.model_dump(mode="json")
-    tree["rollout"]["engine"] = request.emulated_engine(learner_devices=learner.world_size)
+    # ranks that share rows are one device of their joint speed
+    tree["rollout"]["engine"] = request.emulated_engine(learner_devices=learner.num_rows)
     del tree["rollout"]["record"]
-    tree["learner"] |= {"world_size": 1, "lora": None}
+    tree["packer"]["max_tokens"] = config.row_tokens
+    tree["learner"] |= {"world_size": 1, "context_parallel": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
     profile, algorithm = request.profile(max(1, engine.gpus)), config.algorithm
     timed = with_passes(
@@ -58,6 +60,8 @@ def pretend(
         reference=algorithm.has_reference and not algorithm.reference_in_own_process,
         proximal=algorithm.proximal is Proximal.RECOMPUTE,
     )
+    speed = timed.train_tokens_per_s * learner.context_parallel
+    timed = timed.model_copy(update={"train_tokens_per_s": speed})
     return parse_config(tree), profile.model_copy(update={"learner": timed})
 
 
@@ -69,6 +73,8 @@ def ignored(config: RunConfig) -> str:
         found.append(f"learner.recompute={recompute} (its work is part of the assumed MFU of {LEARNER_MFU:g})")
     if algorithm.reference_in_own_process:
         found.append("algorithm.reference_pass=stage (its GPU is assumed to keep up)")
+    if config.learner.context_parallel > 1:
+        found.append("learner.context_parallel (its exchanges around attention, as other collectives)")
     return f"not in the times: {', '.join(found)}" if found else ""
 
 
@@ -110,9 +116,10 @@ def placement_of(config: RunConfig) -> FleetPlacement:
         max_batch=rollout.max_batch,
         batch_per_replica=rollout.batch_per_replica,
         kv_tokens=rollout.kv_capacity or MOST_CACHED,
-        pack_tokens=config.packer.max_tokens,
+        pack_tokens=config.row_tokens,
         recompute=learner.recompute,
         shard_ranks=learner.shard_ranks,
+        context_parallel=learner.context_parallel,
     )
 
 

@@ -176,6 +176,7 @@ class PlanRequest:
     def emulated_engine(self, *, learner_devices: int, start_spread_s: float = 0.0) -> dict[str, object]:
         """Settings of `rollout.engine` that emulate engines with these lengths, and a learner on some GPUs."""
         lengths = self.lengths
+        start_s = None if self.measured is None else self.measured.engine.start_s
         return {
             "kind": "emulated",
             "profile": "of the plan",
@@ -188,5 +189,6 @@ class PlanRequest:
                 "prompt_tokens": lengths.prompt,
                 "reward_median_s": self.reward_s,
                 "publish_s": self.publish_s,
-            },
+            }
+            | ({} if start_s is None else {"restart_s": start_s}),
         }

@@ -16,6 +16,7 @@ from laminar_lab.plan.request import Lengths, PlanRequest
 from laminar_lab.report.diagnosis import Bottleneck
 from laminar_lab.report.mean_step import StageTimes, StepStage, compose
 from laminar_lab.step_time import (
+    RankTraffic,
     decode_step_s,
     learner_step_s,
     recovered_share,
@@ -251,9 +252,11 @@ def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerT
     cost = token_cost(times, lengths)
     tokens = request.trajectories_per_step * float(lengths.mean())
     batches = max(1.0, tokens / placement.pack_tokens)
-    traffic = learner_traffic(request, ranks, placement.shard_ranks)
-    seconds = learner_step_s(times, tokens=tokens, cost=cost, microbatches=batches, ranks=ranks, traffic=traffic)
+    traffic = learner_traffic(request, placement)
+    seconds = _learner_step_s(placement, times, tokens=tokens, cost=cost, traffic=traffic)
     groups = "" if placement.shard_ranks is None else f", sharded in groups of {placement.shard_ranks}"
+    if placement.context_parallel > 1:
+        groups += f", each microbatch shared by {placement.context_parallel}"
     return seconds, (
         Formula(
             name="learner",
@@ -266,19 +269,26 @@ def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerT
     )
 
 
+def _learner_step_s(
+    placement: FleetPlacement, times: LearnerTimes, *, tokens: float, cost: float, traffic: RankTraffic | None
+) -> float:
+    """Return the seconds of a learner step; ranks that share a microbatch are one rank of their joint speed."""
+    size = placement.context_parallel
+    joint = times.model_copy(update={"train_tokens_per_s": times.train_tokens_per_s * size})
+    batches = max(1.0, tokens / placement.pack_tokens)
+    ranks = placement.learner_gpus // size
+    return learner_step_s(joint, tokens=tokens, cost=cost, microbatches=batches, ranks=ranks, traffic=traffic)
+
+
 def traffic_slowdown(request: PlanRequest, placement: FleetPlacement) -> float:
     """Return how many times as long microbatches take with their collectives as without."""
     times = request.profile(placement.tensor_parallel).learner
     lengths = request.lengths.quantiles + request.lengths.prompt
     tokens = request.trajectories_per_step * float(lengths.mean())
-    batches, cost = max(1.0, tokens / placement.pack_tokens), token_cost(times, lengths)
+    cost, fixed_s = token_cost(times, lengths), times.optimizer_s + times.publish_s
     with_traffic, alone = (
-        learner_step_s(
-            times, tokens=tokens, cost=cost, microbatches=batches, ranks=placement.learner_gpus, traffic=traffic
-        )
-        - times.optimizer_s
-        - times.publish_s
-        for traffic in (learner_traffic(request, placement.learner_gpus, placement.shard_ranks), None)
+        _learner_step_s(placement, times, tokens=tokens, cost=cost, traffic=traffic) - fixed_s
+        for traffic in (learner_traffic(request, placement), None)
     )
     return with_traffic / alone
 

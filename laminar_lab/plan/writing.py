@@ -4,6 +4,7 @@ A named config keeps its settings beside the placement. Without a config, data a
 which the user replaces.
 """
 
+import math
 from pathlib import Path
 
 import yaml
@@ -76,10 +77,11 @@ def placement_settings(request: PlanRequest, place: FleetPlacement, *, model: Pa
             "sampling": {"max_new_tokens": request.lengths.cap},
         },
         "staleness": {"max_staleness": request.max_staleness if bounded else None},
-        "packer": {"max_tokens": place.pack_tokens},
+        "packer": {"max_tokens": math.ceil(place.pack_tokens / place.context_parallel)},
         "learner": {
             "world_size": place.learner_gpus,
             "shard_ranks": place.shard_ranks,
+            "context_parallel": place.context_parallel,
             "recompute": str(place.recompute),
         },
         "cluster": {"address": "auto" if request.fleet.nodes > 1 else None},

@@ -4,15 +4,23 @@ A host is named by its relay; the learner publishes to `relay-0` on its own host
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.report.snapshot import Snapshot
-from laminar_lab.step_time import LEARNER_MFU, LOAD_BYTES_PER_S, PUBLISH_BYTES_PER_S, RELAY_BYTES_PER_S
+from laminar_lab.step_time import (
+    LEARNER_MFU,
+    LOAD_BYTES_PER_S,
+    PUBLISH_BYTES_PER_S,
+    RELAY_BYTES_PER_S,
+    version_bytes,
+)
 from laminar_py.records.events import Pulled, Relayed, VersionLoaded, VersionPublished
 
 ROOT = "relay-0"
+SLOW = 0.5  # share of the expected rate below which a rate is called slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,8 @@ def measure_rates(snapshot: Snapshot) -> tuple[HostRates, ...]:
         received[relayed.node] += [relayed.num_bytes / relayed.elapsed_s] if relayed.elapsed_s else []
     pulls = {(pull.subscriber, pull.version): pull for _, pull in history.of_kind(Pulled)}
     loads: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    every = [event for _, event in history.of_kind(VersionLoaded) if event.version in num_bytes]
+    loaded = (event for _, event in history.of_kind(VersionLoaded) if event.base is None)
+    every = [event for event in loaded if event.version in num_bytes]
     for event in [one for one in every if one.checksum is None] or every:  # a hash takes time of its own
         pull = pulls.get((f"replica-{event.replica}", event.version))
         load_s = event.elapsed_s - (pull.waited_s if pull else 0.0)
@@ -81,6 +90,35 @@ def assumed_rates(measured: Iterable[HostRates]) -> HostRates:
         learner=learner,
         mfu=LEARNER_MFU,
     )
+
+
+def profiled_rates(profile: EmulationProfile, *, ranks: int, num_bytes: int | None = None) -> HostRates:
+    """Return the rates of a profile, and its learner's tokens on so many ranks, without `optimizer_s`.
+
+    Versions have `num_bytes`, by default as many as in bf16.
+    """
+    learner, engine = profile.learner, profile.engine
+    num_bytes = num_bytes or version_bytes(learner.num_published)
+    return HostRates(
+        host="the profile says",
+        load=num_bytes / engine.gpus / engine.load_s if engine.load_s else None,
+        receive=profile.relay_bytes_per_s,
+        publish=num_bytes / learner.publish_s if learner.publish_s else None,
+        learner=ranks * learner.train_tokens_per_s,
+    )
+
+
+def slow_lines(measured: Iterable[HostRates], expected: HostRates) -> Iterator[str]:
+    """Yield a line for each rate of a host that is slow beside the expected rate."""
+    for one in measured:
+        for what in ("load", "receive", "publish", "learner"):
+            seen, wanted = getattr(one, what), getattr(expected, what)
+            if seen is not None and wanted is not None and seen < SLOW * wanted:
+                scale, unit = (1.0, "tokens/s") if what == "learner" else (1e9, "GB/s")
+                yield (
+                    f"slow: {one.host}, {what}: {seen / scale:,.3g} {unit}, where {expected.host}"
+                    f" {wanted / scale:,.3g}; laminar doctor CONFIG --try names the part"
+                )
 
 
 def _median(values: Iterable[float]) -> float | None:

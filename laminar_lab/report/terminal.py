@@ -9,7 +9,7 @@ from rich.text import Text
 from laminar_lab.report.diagnosis import NO_STEP, Diagnosis, describe_diagnosis
 from laminar_lab.report.figures import headline
 from laminar_lab.report.learning import LearningFinding
-from laminar_lab.report.rates import HostRates, assumed_rates
+from laminar_lab.report.rates import HostRates, assumed_rates, slow_lines
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import COUNTED, NAMES, Distribution, Distributions, Measure, format_seconds
 from laminar_lab.report.tokens import TOKEN_COLUMNS, TokenAccount, token_cells
@@ -17,8 +17,11 @@ from laminar_py.records.events import RefillStopped
 from laminar_py.records.host import counted
 
 
-def run_tables(report: RunReport) -> Iterator[Group | str]:
-    """Yield tables and lines, the most important first."""
+def run_tables(report: RunReport, expected: HostRates | None = None) -> Iterator[Group | str]:
+    """Yield tables and lines, the most important first.
+
+    The table of rates ends with the `expected` rates of a profile, by default with the planner's assumptions.
+    """
     yield _grid(
         f"{report.run}: {counted(report.steps, 'step')} in {report.rl_s:.1f} s of RL", _headline_rows(report)
     )
@@ -27,7 +30,9 @@ def run_tables(report: RunReport) -> Iterator[Group | str]:
     yield token_table(report.tokens)
     yield from _beside_lines(report.tokens)
     if report.rates:
-        yield rate_table(report.rates)
+        yield rate_table(report.rates, expected)
+        if expected is not None:
+            yield from slow_lines(report.rates, expected)
     yield tail_table(report.tails)
     stopped = [event for _, event in report.snapshot.history.of_kind(RefillStopped)]
     if stopped:
@@ -94,12 +99,12 @@ def tail_table(tails: Distributions) -> Group:
     return make_table("\nTails", "", ("p50", "p90", "p95", "p99", "max", "p95/p50"), cells)
 
 
-def rate_table(rates: Sequence[HostRates]) -> Group:
-    """Return the rates of each host, and below them the assumptions of the planner."""
+def rate_table(rates: Sequence[HostRates], expected: HostRates | None = None) -> Group:
+    """Return the rates of each host, and below them the expected ones; None: the assumptions of the planner."""
     cells = [(one.host, f"{one.replicas}", *_rates(one)) for one in rates]
-    assumed = assumed_rates(rates)
+    below = expected or assumed_rates(rates)
     columns = ("replicas", "load GB/s", "receive GB/s", "publish GB/s", "learner tokens/s", "MFU")
-    return make_table("\nRates of this run", "", columns, [*cells, (assumed.host, "", *_rates(assumed))])
+    return make_table("\nRates of this run", "", columns, [*cells, (below.host, "", *_rates(below))])
 
 
 def _rates(one: HostRates) -> list[str]:

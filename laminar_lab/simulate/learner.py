@@ -13,6 +13,7 @@ from laminar_lab.simulate.weights import ModelledWeights, weights_digest
 from laminar_lab.step_time import version_bytes
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import RefillWatch, StepBatch, TrajectoryScheduler, pack_step, step_events
+from laminar_py.learner.packing import bundle_size
 from laminar_py.observe import Stats
 from laminar_py.records import StepRow
 from laminar_py.records.events import VersionPublished
@@ -131,10 +132,12 @@ class SimulatedLearner:
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:
         packed = pack_step(self._config, batch, attention_share=self._attention_share)
-        lengths = [[one.num_tokens for one in bundle] for rank in packed.bundles for bundle in rank]
-        emulated_s = self._times.step_s(lengths, devices=self._emulation.learner_devices)
+        sizes = [bundle_size(bundle) for rank in packed.bundles for bundle in rank]
+        emulated_s = self._times.step_s(sizes, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression
         self._stats.begin_step()
         await asyncio.sleep(elapsed_s + (self._stall_s if self._is_due else 0.0))
         self._stats.end_step()
-        return StepMetrics(loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(map(sum, lengths))))
+        return StepMetrics(
+            loss=0.0, grad_norm=0.0, elapsed_s=elapsed_s, work=Work(sum(size.tokens for size in sizes))
+        )

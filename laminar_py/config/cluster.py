@@ -1,12 +1,13 @@
 """Settings of the cluster, of the relay tree, of restarts, and of the sandbox for programs of the model."""
 
 from enum import StrEnum
+from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from laminar_py.config.section import Count, Seconds, Section
+from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 
 class Device(StrEnum):
@@ -28,6 +29,37 @@ class ClusterConfig(Section):
     launches SGLang servers on GPUs, else CPUs."""
 
 
+class Seal(StrEnum):
+    """Protection of the chunks between two relays."""
+
+    AEAD = "aead"
+    CURVE = "curve"
+    NONE = "none"
+
+
+# RFC 1918, and their like in IPv6
+_PRIVATE = tuple(
+    map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "::1/128", "fc00::/7"))
+)
+
+
+def check_seal(seal: Seal, host: str) -> None:
+    """Raise `ConfigError` if chunks would cross a network that is not private without encryption."""
+    if seal is not Seal.NONE or host == "localhost" or host.startswith("ipc://"):
+        return
+    try:
+        address = ip_address(host)
+    except ValueError:
+        address = None
+    if address is None or not any(
+        address in network for network in _PRIVATE if network.version == address.version
+    ):
+        raise ConfigError(
+            f"relay.seal=none: relays would send weights unencrypted from {host}, which is no private address;"
+            " set relay.seal=aead, or let relays listen on one (10/8, 172.16/12, 192.168/16, 127/8, fc00::/7)"
+        )
+
+
 class RelayConfig(Section):
     """The relay tree that carries weights from the learner to the replicas."""
 
@@ -44,6 +76,17 @@ class RelayConfig(Section):
     """Folder in shared memory for versions."""
     host: str = "127.0.0.1"
     """Interface that the relays listen on; every socket is CURVE-authenticated."""
+    seal: Seal = Seal.AEAD
+    """Protection of chunks between relays. `aead`: AES-256-GCM on lanes, TCP connections on ports of their own.
+    `curve`: CURVE, at a third of the speed, without lanes. `none`: lanes without encryption, for private addresses
+    only; control records stay CURVE-encrypted and digests are checked."""
+    lanes: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Lanes from each relay's parent, with a thread at both ends. Default: half the cores, at most 4."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_seal(self.seal, self.host)
+        return self
 
 
 class SupervisorConfig(Section):

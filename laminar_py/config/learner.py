@@ -116,6 +116,9 @@ class LearnerConfig(Section):
     own (HSDP). None: all ranks share one. On several nodes set it to the ranks of a node: then microbatches gather
     weights over NVLink, and only the gradients' sum crosses nodes, once an update. A GPU holds more for it;
     `laminar doctor` says how much, and `laminar plan` sets it where it fits."""
+    context_parallel: Count = 1
+    """Neighbouring ranks that share each microbatch, which then holds `packer.max_tokens` for each of them. So a
+    trajectory may exceed one rank's tokens. It must divide `world_size` and the model's key-value heads."""
     reduce_dtype: ReduceDtype = ReduceDtype.FLOAT32
     """Numbers in which ranks add up gradients. `bfloat16` halves their traffic, and rounds each sum to 8 bits."""
     recompute: Recompute = Recompute.NONE
@@ -155,7 +158,18 @@ class LearnerConfig(Section):
                 f"learner.shard_ranks={self.shard_ranks}: groups of so many do not divide learner.world_size="
                 f"{self.world_size}; set it to {', '.join(divisors)}, or leave it out"
             )
+        if self.world_size % self.context_parallel:
+            next_multiple = self.context_parallel * -(-self.world_size // self.context_parallel)
+            raise ConfigError(
+                f"learner.context_parallel={self.context_parallel}: does not divide learner.world_size="
+                f"{self.world_size}; raise world_size to {next_multiple}"
+            )
         return self
+
+    @property
+    def num_rows(self) -> int:
+        """Microbatches that the ranks train on at a time: one for all ranks of a context."""
+        return self.world_size // self.context_parallel
 
     @property
     def shard_size(self) -> int:
@@ -167,13 +181,25 @@ class PackerConfig(Section):
     """How finished trajectories become microbatches."""
 
     max_tokens: Count = 8192
-    """Most tokens of one microbatch."""
+    """Most tokens of one microbatch on a rank."""
 
 
-def check_microbatches(packer: PackerConfig, rollout: RolloutConfig) -> None:
+def check_microbatches(packer: PackerConfig, learner: LearnerConfig, rollout: RolloutConfig) -> None:
     """Raise `ConfigError` if a microbatch cannot hold the longest trajectory."""
-    if rollout.max_len > packer.max_tokens:
+    ranks = learner.context_parallel
+    if rollout.max_len > packer.max_tokens * ranks:
+        held = f"packer.max_tokens={packer.max_tokens}" + (f" on {ranks} ranks" if ranks > 1 else "")
         raise ConfigError(
-            f"packer.max_tokens={packer.max_tokens} is below rollout.max_len={rollout.max_len}, so a long"
-            " trajectory fits into no microbatch; raise packer.max_tokens"
+            f"{held} is below rollout.max_len={rollout.max_len}, so a long trajectory fits into no microbatch;"
+            " raise packer.max_tokens or learner.context_parallel"
+        )
+
+
+def check_heads(kv_heads: int, context_parallel: int) -> None:
+    """Raise `ConfigError` unless a model's key-value heads can be divided among the ranks of a context."""
+    if kv_heads % context_parallel:
+        divisors = [str(size) for size in range(1, kv_heads + 1) if kv_heads % size == 0]
+        raise ConfigError(
+            f"learner.context_parallel={context_parallel}: the model has {kv_heads} key-value heads, which so many"
+            f" ranks cannot divide; set it to {', '.join(divisors)}"
         )

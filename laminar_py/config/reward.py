@@ -41,7 +41,8 @@ class ServerPoolConfig(Section):
     """Other flags of `sglang.launch_server`, without dashes, e.g. `mem-fraction-static: 0.85`. Write `true` for a
     flag without a value, a list for a flag with several values."""
     start_timeout_s: Seconds = 900.0
-    """Longest start of a server, seconds."""
+    """Longest start of a server, seconds. Also the limit of a call until a server's first answer, in place of the
+    term's `timeout_s`: kernels compile in its first request."""
 
     @property
     def interpreter(self) -> Path:
@@ -173,6 +174,7 @@ class ServeContext:
     ...)`."""
 
     timeout_s: float  # of a call for one response
+    start_s: float = 0.0  # the same until the first answer of a server that the run launches
     folder: Path  # for logs
     env: Mapping[str, str]  # variables of `reward.env`
     sandbox: SandboxConfig

@@ -104,7 +104,7 @@ class RunConfig(Section):
         random_start = self.model.from_scratch and self.warm_start is None
         check_rollout(rollout)
         check_overlong(algorithm, rollout.sampling)
-        check_microbatches(self.packer, rollout)
+        check_microbatches(self.packer, self.learner, rollout)
         check_buffer(self.capacity, self.trajectories_per_step)
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
@@ -135,6 +135,11 @@ class RunConfig(Section):
         """Device of the learner's ranks: as configured, else GPUs if the run launches engines on GPUs."""
         engine = self.rollout.engine
         return self.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
+
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of one microbatch, over all ranks that share it."""
+        return self.packer.max_tokens * self.learner.context_parallel
 
     @property
     def learner_ranks(self) -> int:

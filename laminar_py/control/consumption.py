@@ -14,9 +14,10 @@ import msgspec
 from laminar_py.control.groups import Group
 from laminar_py.control.state import ControlState
 from laminar_py.learner.packing.buffer import Buffer, ReadyGroup
+from laminar_py.learner.packing.layout import row_size
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.events import RefillStopped, Undone
-from laminar_py.records.spans import num_sampled, packed_tokens, versions_of
+from laminar_py.records.spans import num_sampled, versions_of
 from laminar_py.records.trajectory import DropReason, FinishReason, Status, TrajectoryRef
 
 COMMITTED_AT_ONCE = 64  # trajectories, before the event loop gets to other work
@@ -197,7 +198,7 @@ class Consumption:
 
     def _drop_if_too_long(self, member: LiveTrajectory) -> bool:
         """Drop a member that fits no microbatch, and return whether it was dropped; the config makes this rare."""
-        packing, num_tokens = self._packing, packed_tokens(len(member.prompt.ids), member.token_spans)
+        packing, num_tokens = self._packing, row_size(len(member.prompt.ids), member.token_spans).tokens
         if packing is None or num_tokens <= packing.max_tokens:
             return False
         detail = f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"

@@ -150,8 +150,8 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         max_seconds=rollout.max_seconds,
         has_environment=config.has_environment,
         packing=Packing(
-            max_tokens=config.packer.max_tokens,
-            ranks=config.learner.world_size,
+            max_tokens=config.row_tokens,
+            ranks=config.learner.num_rows,
             by_id=config.schedule is Schedule.SYNC,
         ),
     )

@@ -15,6 +15,7 @@ from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import Packed, deal_to_ranks, step_weights
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
 from laminar_py.records.metrics import StepRow
+from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import TrajectoryRef
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,13 @@ MIN_EMPTY, MIN_GROUPS = 3, 1000
 
 
 def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
-    """Return each rank's microbatches; `attention_share` is attention's cost relative to linear layers."""
+    """Return the microbatches of each rank, or of ranks that share them.
+
+    `attention_share` is attention's cost relative to linear layers.
+    """
     algorithm = config.algorithm
-    bins = fit_bins(batch.trajectories, max_tokens=config.packer.max_tokens)
+    shares = Recording.ROUTED_EXPERTS not in config.rollout.record  # else prompts may part where experts differ
+    bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens, shares=shares)
     terms = step_weights(
         bins,
         tokens_without_signal=batch.tokens_without_signal,
@@ -40,8 +45,8 @@ def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) ->
     return deal_to_ranks(
         bins,
         terms,
-        max_tokens=config.packer.max_tokens,
-        ranks=config.learner.world_size,
+        max_tokens=config.row_tokens,
+        ranks=config.learner.num_rows,
         attention_share=attention_share,
     )
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from laminar_py.learner.distributed import join_group as join_group
     from laminar_py.learner.distributed import leave_group as leave_group
     from laminar_py.learner.export import export_hf as export_hf
+    from laminar_py.learner.layers import free_heap as free_heap
     from laminar_py.learner.marker import Architecture as Architecture
     from laminar_py.learner.marker import complete_checkpoint as complete_checkpoint
     from laminar_py.learner.marker import read_marker as read_marker

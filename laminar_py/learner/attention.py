@@ -1,15 +1,15 @@
 """Causal attention over packed rows: the kernels and their names in transformers; `kernel_check` chooses one.
 
-A packed row holds S sequences end to end; a token attends to earlier tokens of its own sequence only (law 5). No
-kernel builds a [T, T] mask. A kernel raises for an argument that it would have to ignore
-(`tests/learner/test_attention.py`).
+A packed row holds S segments end to end; a token attends to earlier tokens of its own sequence only (law 5): of
+its segment, and of the segments that this one continues. No kernel builds a [T, T] mask. A kernel raises for an
+argument that it would have to ignore (`tests/learner/test_attention.py`).
 """
 
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,37 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from laminar_py.config.learner import Attention
+from laminar_py.learner.context import Context
 
 # Torch 2.12 must be asked to pass grouped heads to the kernel; earlier versions always do.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
-VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
-"""(q [T, H, D], k [T, KV, D], v [T, KV, D], cu_seqlens [S + 1], longest, scale) -> [T, H, D]."""
+
+class Segments(NamedTuple):
+    """S pieces of queries, each with the keys that it sees: all of them, and of its own last tokens the earlier.
+
+    E.g. of two sequences of 3 and 2 tokens that share nothing: both `[0, 3, 5]`, both longest 3.
+    """
+
+    cu_queries: Tensor  # [S + 1]
+    cu_keys: Tensor  # [S + 1]
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int] | None = None, *, device: torch.device) -> "Segments":
+        """Build from numbers of queries [S] and of keys [S], by default the same: whole sequences."""
+        keys = queries if keys is None else keys
+        of_queries, of_keys = (
+            torch.tensor([0, *each], device=device).cumsum(0, dtype=torch.int32) for each in (queries, keys)
+        )
+        return cls(of_queries, of_keys, max(queries), max(keys))
+
+
+VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]
+"""(q [T, H, D], k [K, KV, D], v [K, KV, D], segments, scale) -> [T, H, D]."""
 
 
 _IMPLEMENTATIONS = {Attention.FLASH3: "FA3", Attention.FLASH4: "FA4"}  # torch's names of them
@@ -86,35 +109,38 @@ def register_kernel(kernel: Attention) -> str:
     return name
 
 
-def sdpa_per_sequence(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
-) -> Tensor:
-    """SDPA with one call for each sequence: bit-equal to running the sequences one by one."""
-    lengths = cu_seqlens.diff().tolist()
+def sdpa_per_sequence(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """SDPA with one call for each segment: bit-equal to running sequences that share nothing one by one."""
     grouped = q.shape[1] != k.shape[1]
-    queries, keys, values = (torch.split(x.transpose(0, 1)[None], lengths, dim=2) for x in (q, k, v))
-    outputs = [
-        F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-        for query, key, value in zip(queries, keys, values, strict=True)
-    ]
+    lengths = segments.cu_queries.diff().tolist(), *[segments.cu_keys.diff().tolist()] * 2
+    parts = (torch.split(x.transpose(0, 1)[None], cut, dim=2) for x, cut in zip((q, k, v), lengths, strict=True))
+    outputs = []
+    for query, key, value in zip(*parts, strict=True):
+        seen = sees(query.shape[2], key.shape[2], device=q.device) if query.shape[2] < key.shape[2] else None
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
+            )
+        )
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
+def sees(queries: int, keys: int, *, device: torch.device) -> Tensor:
+    """[queries, keys] True where a query, of the last so many tokens, sees a key: its own or an earlier one."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
     """Torch's varlen attention, by the flash attention that `activate` chose; the window is causal."""
-    output = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(-1, 0), **_GROUPED
-    )
+    output = varlen_attn(q, k, v, *segments, scale=scale, window_size=(-1, 0), **_GROUPED)
     assert isinstance(output, Tensor)
     return output
 
 
-def flash_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
     """`flash_attn_varlen_func` of the flash-attn package."""
     flash = importlib.import_module("flash_attn")
-    output: Tensor = flash.flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True
-    )
+    output: Tensor = flash.flash_attn_varlen_func(q, k, v, *segments, softmax_scale=scale, causal=True)
     return output
 
 
@@ -138,23 +164,37 @@ def _through_transformers(kernel: VarlenKernel) -> Callable[..., tuple[Tensor, N
         attention_mask: Tensor | None,
         *,
         cu_seq_lens_q: Tensor,
+        cu_seq_lens_k: Tensor,
         max_length_q: int,
+        max_length_k: int,
+        key_rows: Tensor | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        context: Context | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Attend within each packed sequence; `cu_seq_lens_q` has their ends. Returns [1, T, H, D] and None."""
+        """Attend within each packed segment; `cu_seq_lens_q` has their ends. Returns [1, T, H, D] and None.
+
+        With `key_rows` [K] the segments see the keys of these rows, which `cu_seq_lens_k` cuts, else their own.
+        With a `context` this rank has a piece of the row, and gets the other tokens of its heads.
+        """
         assert attention_mask is None, "packed attention takes no mask; cu_seqlens separates the sequences"
         assert dropout == 0.0, f"attention dropout {dropout} would change the log-probabilities"
         assert softcap is None, "attention logits with a soft cap are not supported"
         assert s_aux is None, "attention sinks are not supported"
-        assert sliding_window is None or max_length_q <= sliding_window, (
-            f"a sequence of {max_length_q} tokens exceeds the sliding window of {sliding_window}"
+        assert sliding_window is None or max_length_k <= sliding_window, (
+            f"a sequence of {max_length_k} tokens exceeds the sliding window of {sliding_window}"
         )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
+        if context is not None:
+            q, k, v = (context.to_heads(x) for x in (q, k, v))
+        if key_rows is not None:
+            k, v = k.index_select(0, key_rows), v.index_select(0, key_rows)
+        segments = Segments(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        output = kernel(q, k, v, segments, scaling)
+        return (output if context is None else context.to_tokens(output))[None], None
 
     return packed_attention

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from laminar_py.learner.context import join_context
 from laminar_py.records.codec import decode, encode
 from laminar_py.records.metrics import RankPosition
 
@@ -128,14 +129,18 @@ def _interface_towards(host: str, port: int) -> str:
 class Ranks:
     """Sums over the ranks of `mesh`, and the position of this rank; without a mesh it is the only one, on the CPU.
 
+    With `context_parallel` above 1, so many neighbouring ranks share rows, as `context`.
+
     Sums and maxima are collectives: all ranks must call them, in the same order. `position` may be read on any
     thread. It counts the collectives of FSDP, too, since the process groups count them.
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, *, context_parallel: int = 1) -> None:
         self.mesh = mesh
         self.device = torch.device(mesh.device_type if mesh else "cpu")
+        self.context = join_context(context_parallel)
         groups: list[Any] = [dist.group.WORLD, *mesh.get_all_groups()] if mesh else []
+        groups += [self.context.group] if self.context else []
         backends = [group._get_backend(self.device) for group in groups]
         self._backends = list({id(backend): backend for backend in backends}.values())
         self._activity = RankPosition("idle", STANDS_S, 0, 0)  # without its collectives
@@ -157,6 +162,11 @@ class Ranks:
     def num_ranks(self) -> int:
         """Number of ranks, 1 without a mesh."""
         return self.mesh.size() if self.mesh else 1
+
+    @property
+    def counts(self) -> bool:
+        """True on the rank that counts the tokens of a row: the first of the ranks that share the row."""
+        return self.context is None or self.context.place == 0
 
     @property
     def num_copies(self) -> int:

@@ -1,19 +1,23 @@
 """Export of weights under their Hugging Face names, one by one or as a folder for transformers.
 
-`step`, `warm_start`, and `orchestrator.exports` for `laminar export`, call it. Every rank iterates in the same
-order, since all ranks take part in gathering a sharded tensor. In an exported folder `AutoTokenizer` gives the
-same ids as the run's tokenizer (`tests/learner/test_export.py`).
+`step`, `warm_start`, and `orchestrator.exports` for `laminar export`, call it. A version is published by rows:
+FSDP shards a parameter by rows, and in a file successive rows are one range of bytes, so each rank writes its own
+(`tests/learner/test_publish.py`). Where a tensor has no such rows, every rank gathers it. In an exported folder
+`AutoTokenizer` gives the same ids as the run's tokenizer (`tests/learner/test_export.py`).
 """
 
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
@@ -22,7 +26,9 @@ from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LoraConfig
 from laminar_py.learner.checkpoint import load_weights
 from laminar_py.learner.model import check_model_folder, gather_full, is_mixture
+from laminar_py.learner.sharding import rows_of
 from laminar_py.records.host import sync
+from laminar_py.records.weights import Rows, StoredTensor, TensorSource
 
 SHARD_BYTES = 5_000_000_000  # largest file of weights, unless a single weight is larger
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -39,22 +45,128 @@ TOKENIZER_FILES = (
 )
 
 
-def named_tensors(model: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight in full and contiguous, floats cast to `dtype`; a tied weight once, under its first name.
+@dataclass(frozen=True, slots=True)
+class _StoredRows:
+    """A tensor of the files, which is some rows of a tensor in memory, whose leading dimensions are flattened.
 
-    A shard is cast before it is gathered, and only one full tensor exists at a time. A tensor may alias the
-    model's own memory, so read it before the next step. Collective.
+    E.g. `_StoredRows("experts.3.up_proj.weight", (768, 2048), range(5376, 6144))` of a `gate_up_proj`.
     """
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = every - {name for name, _ in model.named_parameters()}
-    mixture = is_mixture(model.config)
-    for name, tensor in model.state_dict().items():
-        if name not in tied:
-            full = gather_full(tensor, dtype)
-            # transformers keeps experts as one tensor in memory, and as one for each in files
-            stored = revert_weight_conversion(model, {name: full}) if mixture else {name: full}
-            for own_name, values in stored.items():
-                yield own_name, values.contiguous()
+
+    name: str
+    shape: tuple[int, ...]
+    rows: range
+
+
+class WeightExporter:
+    """Gives the weights of a model as a version's files have them, e.g. `WeightExporter(model)`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._tied = every - {name for name, _ in model.named_parameters()}
+        # transformers keeps experts as one tensor in memory, and as one for each in files
+        self._converts = is_mixture(model.config)
+        self._pieces: dict[str, tuple[list[_StoredRows], bool]] = {}  # see `_pieces_of`, which takes a millisecond
+
+    def sources(self, *, dtype: torch.dtype, gather: bool, writes_whole: bool = True) -> list[TensorSource]:
+        """Return the sources of all weights, floats to be cast to `dtype`; a tied weight once, by its first name.
+
+        A source yields rows that this rank holds: its own memory, not yet cast. With `gather`, and where rows in
+        memory are no rows of a file, every rank gathers the tensor instead, cast before. Only ranks with
+        `writes_whole` yield a gathered tensor, or a tensor that all ranks have. All ranks must read all sources in
+        this order.
+        """
+        return [
+            self._source(name, tensor, dtype, gather=gather, writes_whole=writes_whole)
+            for name, tensor in self._model.state_dict().items()
+            if name not in self._tied
+        ]
+
+    def _source(
+        self, name: str, tensor: Tensor, dtype: torch.dtype, *, gather: bool, writes_whole: bool
+    ) -> TensorSource:
+        """Make the source of one tensor in memory."""
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        pieces, are_rows = self._pieces_of(name, tuple(tensor.shape))
+        held = _held_rows(tensor) if are_rows else None
+        is_sharded = isinstance(tensor, DTensor)
+
+        def read_rows() -> Iterator[Rows]:
+            assert held is not None, f"{name} is not held by rows"
+            first, rows = held
+            last = first + len(rows)
+            rows = rows.to(wanted) if rows.is_cuda else rows  # by one kernel, not one for each expert
+            for piece in pieces if writes_whole or is_sharded else ():
+                begin, end = max(first, piece.rows.start), min(last, piece.rows.stop)
+                if begin < end and rows.numel():
+                    place = (begin - piece.rows.start) * rows.shape[1]
+                    yield piece.name, place, rows[begin - first : end - first]
+
+        def read_whole() -> Iterator[Rows]:
+            full = gather_full(tensor, wanted)
+            values = revert_weight_conversion(self._model, {name: full}) if self._converts else {name: full}
+            for own_name, value in values.items() if writes_whole else ():
+                yield own_name, 0, value
+
+        stored = tuple(StoredTensor(piece.name, wanted, piece.shape) for piece in pieces)
+        gathers = held is None or (gather and is_sharded)
+        return TensorSource(stored, read_whole if gathers else read_rows)
+
+    def _pieces_of(self, name: str, shape: tuple[int, ...]) -> tuple[list[_StoredRows], bool]:
+        """Return what a tensor becomes in the files, and whether each part has successive rows of the tensor."""
+        if name not in self._pieces:
+            num_rows = math.prod(shape[:-1] if len(shape) > 1 else shape)
+            if self._converts:
+                self._pieces[name] = self._converted(name, shape, num_rows)
+            else:
+                self._pieces[name] = [_StoredRows(name, shape, range(num_rows))], True
+        return self._pieces[name]
+
+    def _converted(self, name: str, shape: tuple[int, ...], num_rows: int) -> tuple[list[_StoredRows], bool]:
+        """Find the pieces of a tensor by a conversion of numbered rows with two columns."""
+        made = revert_weight_conversion(self._model, {name: torch.empty(shape, device="meta")})
+        if len(shape) < 2 or shape[-1] < 2:
+            pieces = [_StoredRows(own, tuple(one.shape), range(num_rows)) for own, one in made.items()]
+            return pieces, len(pieces) == 1
+        numbered = torch.arange(2 * num_rows).reshape(*shape[:-1], 2)
+        found = revert_weight_conversion(self._model, {name: numbered})
+        pieces, are_rows = [], True
+        for own, one in made.items():
+            number = found[own].reshape(-1)
+            first, count = int(number[0]) // 2, len(number) // 2
+            same = torch.equal(number, torch.arange(2 * first, 2 * (first + count)))
+            are_rows &= same and tuple(one.shape) == (*found[own].shape[:-1], shape[-1])
+            pieces.append(_StoredRows(own, tuple(one.shape), range(first, first + count)))
+        return pieces, are_rows
+
+
+def _held_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
+    """Return the first row that this rank holds, and its rows [n, last dimension]; None if it holds no rows.
+
+    Rows are counted over all dimensions but the last; in one dimension each element is a row.
+    """
+    first, local = 0, tensor
+    if isinstance(tensor, DTensor):
+        rows = rows_of(tensor)
+        if rows is None:
+            return None
+        first, local = rows.start, tensor.to_local()
+        assert len(local) == len(rows), f"this rank holds {len(local)} rows, not {len(rows)}"
+    if not local.is_contiguous():
+        return None
+    last = tensor.shape[-1] if tensor.ndim > 1 else 1
+    return first * math.prod(tensor.shape[1:-1]), local.reshape(-1, last)
+
+
+def full_tensors(sources: Sequence[TensorSource]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of sources that yield each tensor in full: contiguous, and cast.
+
+    Only one full tensor exists at a time. It may alias the model's own memory, so read it before the next step.
+    """
+    for source in sources:
+        stored = {one.name: one for one in source.stored}
+        for name, _, values in source.read():
+            yield name, values.to(stored[name].dtype).reshape(stored[name].shape).contiguous()
 
 
 def export_hf(model: PreTrainedModel, folder: Path, *, source: Path, dtype: torch.dtype) -> None:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from laminar_py.config.learner import Attention
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.attention import KERNELS, VarlenKernel, activate, missing_module
+from laminar_py.learner.attention import KERNELS, Segments, VarlenKernel, activate, missing_module, sees
 
 log = logging.getLogger(__name__)
 
 HOPPER, BLACKWELL = 9, 10  # major compute capabilities
-LENGTHS = (130, 1, 64, 33, 200)  # of the checked sequences: one token, a whole tile, and more than a tile
+LENGTHS = (130, 1, 64, 33, 200)  # queries of the checked segments: one token, a whole tile, and more than a tile
+SEEN = (130, 1, 64, 163, 200)  # their keys: one segment continues another
 # Most error of a row, over the error of plain attention. SDPA on a CPU stays below 5 in the short formats and
 # below 9 in fp32. In bf16, the least exact, a gradient that is 10 % too large in one head gives 25 or more.
 MOST_ERROR = {torch.bfloat16: 6.0, torch.float16: 6.0, torch.float32: 32.0}
@@ -100,13 +101,14 @@ def _in_order(device: torch.device) -> Sequence[Attention]:
 def check_kernel(
     kernel: Attention, *, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> KernelCheck:
-    """Compare a kernel with plain attention on packed sequences of `LENGTHS`: the output and all gradients.
+    """Compare a kernel with plain attention on packed segments of `LENGTHS`: the output and all gradients.
 
     Exact values come from plain attention in fp64. A row of a result, the values of one token and head, may err
     `MOST_ERROR` times as much as plain attention in `dtype` does in this row, or in the mean row. Activates the
     kernel in this process.
     """
-    shapes = [(sum(LENGTHS), count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+    tokens, keys = sum(LENGTHS), sum(SEEN)
+    shapes = [(tokens, heads, head_dim), *[(keys, kv_heads, head_dim)] * 2, (tokens, heads, head_dim)]
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     # a late key gets its gradient from few tokens: with these weights it is not lost beside the early keys'
@@ -132,22 +134,21 @@ def _results(kernel: VarlenKernel, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return a kernel's output for q, k and v, and their gradients; `inputs` has the output's gradient last."""
     *leaves, gradient = [values.clone() for values in inputs]
     q, k, v = (values.requires_grad_() for values in leaves)
-    cu_seqlens = torch.tensor([0, *LENGTHS], device=q.device).cumsum(0, dtype=torch.int32)
-    output = kernel(q, k, v, cu_seqlens, max(LENGTHS), q.shape[-1] ** -0.5)
+    output = kernel(q, k, v, Segments.of(LENGTHS, SEEN, device=q.device), q.shape[-1] ** -0.5)
     return [output.detach(), *torch.autograd.grad(output, (q, k, v), gradient)]
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
-) -> Tensor:
-    """Attention by its formula, a softmax between two matrix products, for one sequence after the other."""
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """Attention by its formula, a softmax between two matrix products, for one segment after the other."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    lengths, outputs = cu_seqlens.diff().tolist(), []
-    for queries, keys, values in zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True):
+    of_queries, of_keys = (cut.diff().tolist() for cut in (segments.cu_queries, segments.cu_keys))
+    parts = torch.split(q, of_queries), torch.split(k, of_keys), torch.split(v, of_keys)
+    outputs = []
+    for queries, keys, values in zip(*parts, strict=True):
         groups = q.shape[1] // k.shape[1]
         by_head = [queries, keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)]
         queries, keys, values = (x.transpose(0, 1) for x in by_head)
-        later = torch.ones(queries.shape[1], queries.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        scores = (queries @ keys.transpose(1, 2) * factor).masked_fill(later, -math.inf)
+        seen = sees(queries.shape[1], keys.shape[1], device=q.device)
+        scores = (queries @ keys.transpose(1, 2) * factor).masked_fill(~seen, -math.inf)
         outputs.append((scores.softmax(-1) @ values).transpose(0, 1))
     return torch.cat(outputs)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from laminar_py.config.learner import Recompute
 from laminar_py.config.section import ConfigError
+from laminar_py.learner.context import Context
 from laminar_py.records.trajectory import MicroBatch
 
 PRODUCTS = {"aten::mm", "aten::addmm"}  # of matrices
@@ -142,8 +143,10 @@ class RouterReplay:
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(self._hook(layer))
 
-    def force(self, batch: MicroBatch, *, device: torch.device) -> None:
+    def force(self, batch: MicroBatch, *, device: torch.device, context: Context | None = None) -> None:
         """Replay the experts recorded in this microbatch, until the next call; without records replay nothing.
+
+        With a `context` the model sees this rank's piece of the row alone.
 
         Raises `ConfigError` for a model type whose routers it cannot replay.
         """
@@ -156,7 +159,8 @@ class RouterReplay:
             )
         layers = batch.experts.shape[1]
         assert layers == len(self._routers), f"experts of {layers} layers for {len(self._routers)} routers"
-        self._forced = torch.tensor(batch.experts, dtype=torch.long, device=device)
+        experts = batch.experts if context is None else context.padded(batch.experts, fill=-1)
+        self._forced = torch.tensor(experts, dtype=torch.long, device=device)
 
     def _hook(self, layer: int) -> Hook:
         """Make a hook for the router of this layer."""

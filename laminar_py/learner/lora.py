@@ -8,14 +8,14 @@ master weights, so an engine that merges the adapters computes the same sums (`t
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -27,7 +27,7 @@ from laminar_py.learner.marker import AdapterFingerprint
 from laminar_py.learner.model import gather_full, is_mixture
 from laminar_py.learner.sharding import placeholder_weights
 from laminar_py.records.engine import RefusedError
-from laminar_py.records.weights import ADAPTER_WEIGHTS, PREFIX, base_digest
+from laminar_py.records.weights import ADAPTER_WEIGHTS, PREFIX, Rows, StoredTensor, TensorSource, base_digest
 
 _NAME = "policy"  # peft can hold several adapters by name
 
@@ -65,13 +65,19 @@ class LoraAdapters:
         config.inference_mode = True
         return json.dumps(config.to_dict(), sort_keys=True, default=sorted, indent=2).encode()
 
-    def tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield A [rank, in] and B [out, rank] of each projection under peft's names, in full, cast to `dtype`.
+    def sources(self, *, dtype: torch.dtype) -> list[TensorSource]:
+        """Return sources of A [rank, in] and B [out, rank] of each projection under peft's names, cast to `dtype`.
 
-        Collective: every rank must iterate to the end, since each tensor is gathered from all ranks.
+        Collective: every rank must read them all, since each tensor is gathered from all ranks.
         """
-        for name, parameter in _adapter_parameters(self._model):
-            yield name, gather_full(parameter, dtype)
+
+        def read(name: str, parameter: nn.Parameter) -> Iterator[Rows]:
+            yield name, 0, gather_full(parameter, dtype)
+
+        return [
+            TensorSource((StoredTensor(name, dtype, tuple(one.shape)),), partial(read, name, one))
+            for name, one in _adapter_parameters(self._model)
+        ]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -4,7 +4,6 @@
 maximum, so that microbatches and ranks only split it (`tests/learner/test_metrics.py`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.losses.objectives import LossInputs, clipped_ratio, k3
-from laminar_py.learner.packing.balance import attention_share, sequence_cost
+from laminar_py.learner.packing.balance import attention_share
 from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.metrics import Mismatch, TokenMetrics
 
@@ -189,10 +188,9 @@ class TrainingCost:
     per_token: float  # FLOPs of a token's matrix products, forward and backward
     attention_share: float  # attention costs `attention_share * L^2 * per_token` FLOPs for L tokens
 
-    def flops(self, lengths: Iterable[int]) -> float:
-        """Model FLOPs for sequences with these lengths, forward and backward."""
-        share = self.attention_share
-        return self.per_token * sum(sequence_cost(length, attention_share=share) for length in lengths)
+    def flops(self, tokens: float, squares: float) -> float:
+        """Model FLOPs, forward and backward, for sequences of so many tokens, with this sum of squared lengths."""
+        return self.per_token * (tokens + self.attention_share * squares)
 
 
 def training_cost(model: PreTrainedModel) -> TrainingCost:

@@ -20,7 +20,8 @@ from transformers.utils import logging
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Attention
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.attention import register_kernel
+from laminar_py.learner.attention import Segments, register_kernel
+from laminar_py.learner.context import Context
 from laminar_py.learner.kernel_check import Choice, choose_kernel
 from laminar_py.learner.layers import RouterReplay, fuse_norms
 from laminar_py.learner.losses.logprob import Support, token_logprobs
@@ -99,6 +100,7 @@ def load_policy(
         model.router_replay = RouterReplay(model)
     model.forward = types.MethodType(_packed_forward(temperature), model)
     model.attention_choice = choice
+    model.context = None  # `Learner` sets it where ranks share rows
     model.compute_device = device  # `model.device` is the host's where FSDP offloads to it
     # Evaluation mode: the new log-probabilities must follow from the weights alone, without dropout.
     return model.eval() if on_meta else model.to(device).eval()
@@ -108,9 +110,14 @@ def _choose(config: PretrainedConfig, wanted: Attention, device: torch.device) -
     """Choose the kernel for a model's heads."""
     sizes = config.get_text_config()
     heads = sizes.num_attention_heads
-    kv_heads = getattr(sizes, "num_key_value_heads", None) or heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // heads
-    return choose_kernel(wanted, device=device, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    return choose_kernel(wanted, device=device, heads=heads, kv_heads=kv_heads(config), head_dim=head_dim)
+
+
+def kv_heads(config: PretrainedConfig) -> int:
+    """Number of key-value heads of a model with this config."""
+    sizes = config.get_text_config()
+    return int(getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads)
 
 
 def _load(settings: ModelConfig, *, seed: int, attention: str, on_meta: bool) -> PreTrainedModel:
@@ -176,20 +183,38 @@ def _forward(
     model: PreTrainedModel, batch: MicroBatch, rows: Tensor | None, labels: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run the packed forward on a microbatch, with the recorded experts, if any."""
-    device = model.compute_device
+    device, context = model.compute_device, model.context
     replay: RouterReplay | None = getattr(model, "router_replay", None)
     if replay is not None:
-        replay.force(batch, device=device)
+        replay.force(batch, device=device, context=context)
+    input_ids, position_ids, cu_seqlens = batch.input_ids, batch.position_ids, batch.cu_seqlens
+    key_rows, seen = (None, batch.lengths) if batch.parents is None else batch.key_rows
+    if context is not None:
+        if rows is None:
+            rows = torch.arange(len(input_ids), device=device)
+        first, last = context.piece(len(input_ids))
+        is_mine = (first <= rows) & (rows < last)
+        rows, labels = rows[is_mine], None if labels is None else labels[is_mine]
+        input_ids, position_ids = context.padded(input_ids), context.padded(position_ids)
+        padding = context.size * (last - first) - len(batch.input_ids)
+        if padding:  # a sequence of its own
+            cu_seqlens, seen = np.append(cu_seqlens, cu_seqlens[-1] + padding), [*seen, padding]
+            if key_rows is not None:
+                key_rows = np.append(key_rows, np.arange(padding) + batch.num_tokens)
     outputs: tuple[Tensor, Tensor] = model(
-        input_ids=torch.tensor(batch.input_ids, dtype=torch.long, device=device),
-        position_ids=torch.tensor(batch.position_ids, dtype=torch.long, device=device),
-        rows=rows,
+        input_ids=torch.tensor(input_ids, dtype=torch.long, device=device),
+        position_ids=torch.tensor(position_ids, dtype=torch.long, device=device),
+        rows=rows if context is None or rows is None else rows - first,
         labels=labels,
-        cu_seqlens=torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=device),
-        longest=max(batch.lengths),
+        segments=Segments.of(np.diff(cu_seqlens).tolist(), seen, device=device),
+        key_rows=None if key_rows is None else torch.tensor(key_rows, dtype=torch.long, device=device),
         support=None if labels is None else _support(batch, rows, device),
+        context=context,
     )
-    return outputs
+    if context is None:
+        return outputs
+    logprobs, entropy = (context.combine(values, is_mine) for values in outputs)
+    return logprobs, entropy
 
 
 def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Support | None:
@@ -214,9 +239,10 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         position_ids: Tensor,
         rows: Tensor | None,
         labels: Tensor | None,
-        cu_seqlens: Tensor,
-        longest: int,
+        segments: Segments,
+        key_rows: Tensor | None,
         support: Support | None,
+        context: Context | None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of `labels` and entropies, [N] each; only `rows` get logits, by default all.
 
@@ -226,10 +252,12 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
-            cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens,
-            max_length_q=longest,
-            max_length_k=longest,
+            cu_seq_lens_q=segments.cu_queries,
+            cu_seq_lens_k=segments.cu_keys,
+            max_length_q=segments.longest_query,
+            max_length_k=segments.longest_key,
+            key_rows=key_rows,
+            context=context,
         ).last_hidden_state[0]
         if rows is not None:
             hidden = hidden.index_select(0, rows)

@@ -21,7 +21,8 @@ from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Attention
 from laminar_py.learner.model import fingerprint, load_reference, local_part, policy_logprobs
-from laminar_py.learner.packing.packer import StepWeights, lay_out, microbatch
+from laminar_py.learner.packing.layout import lay_out
+from laminar_py.learner.packing.packer import StepWeights, microbatch
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import FloatArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS
@@ -80,6 +81,7 @@ def open_reference(
         on_meta=mesh is not None and mesh.size() > 1,
         attention=policy.attention_choice.kernel,
     )
+    model.context = policy.context
     if mesh:
         shard(model, mesh, source=ModelConfig(path=folder), offload=offload)
     return InnerReference(model)

@@ -161,9 +161,7 @@ def _empty_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Make a copy of a sharded meta parameter with memory for this rank's rows, but without values."""
     like = parameter.data
     assert isinstance(like, DTensor), f"a parameter {tuple(like.shape)} on the meta device is not sharded"
-    *copied, sharded = like.placements
-    is_by_rows = sharded == Shard(0) and all(one == Replicate() for one in copied)
-    assert is_by_rows, f"a parameter is sharded as {like.placements}, not by rows"
+    assert rows_of(like) is not None, f"a parameter is sharded as {like.placements}, not by rows"
     local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
     values = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -175,12 +173,21 @@ def _fill_shard(shard: nn.Parameter, read_rows: ReadRows) -> None:
     """Read this rank's rows of a weight into its shard: the rows of its part by `torch.chunk`, or none."""
     values = shard.data
     assert isinstance(values, DTensor)
-    local, mesh, length = values.to_local(), values.device_mesh, values.shape[0]
+    local, rows = values.to_local(), rows_of(values)
+    if local.numel() and rows is not None:
+        local.copy_(read_rows(rows.start, rows.stop))
+
+
+def rows_of(values: DTensor) -> range | None:
+    """Return the rows that this rank holds: its part by `torch.chunk`, maybe none. None if not sharded by rows."""
+    *copied, sharded = values.placements
+    if sharded != Shard(0) or any(one != Replicate() for one in copied):
+        return None
+    mesh, length = values.device_mesh, values.shape[0]
     dimension = mesh.ndim - 1  # over which the rows are divided
     each = -(-length // mesh.size(dimension))
-    first = mesh.get_local_rank(dimension) * each
-    if local.numel():
-        local.copy_(read_rows(first, min(length, first + each)))
+    first = min(length, mesh.get_local_rank(dimension) * each)
+    return range(first, min(length, first + each))
 
 
 class _Files:

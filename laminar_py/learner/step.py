@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from laminar_py.config.algorithm import AlgorithmConfig, Proximal
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype
+from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype, check_heads
 from laminar_py.learner.checkpoint import Checkpointer
 from laminar_py.learner.distributed import COMPUTES_S, Ranks
-from laminar_py.learner.export import named_tensors
+from laminar_py.learner.export import WeightExporter, full_tensors
 from laminar_py.learner.layers import compile_layers, free_heap, recompute_activations
 from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
-from laminar_py.learner.model import load_policy, next_logprobs, policy_logprobs
+from laminar_py.learner.model import kv_heads, load_policy, next_logprobs, policy_logprobs
 from laminar_py.learner.proof import StepProver, next_tokens, probe_batch
 from laminar_py.learner.reference import open_reference
 from laminar_py.learner.sharding import shard
@@ -35,6 +35,7 @@ from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import StepMetrics, Work
 from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import MicroBatch
+from laminar_py.records.weights import TensorSource
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import LoraAdapters
@@ -127,12 +128,13 @@ class Learner:
     ) -> None:
         """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
         self._algorithm = algorithm
-        self.ranks = Ranks(mesh)  # with the position of this rank
+        self.ranks = Ranks(mesh, context_parallel=settings.context_parallel)  # with the position of this rank
         self._settings = settings
         device, on_meta = self.ranks.device, self.ranks.num_ranks > 1
         self.model = load_policy(
             model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
         )
+        self._share_rows(settings.context_parallel)
         self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
         self._change_layers(settings)
         if mesh:
@@ -151,8 +153,14 @@ class Learner:
         self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
+        self._exporter = WeightExporter(self.model)
         self._prover = StepProver(self.model, self.ranks, self._reference)
         self.steps_taken = 0
+
+    def _share_rows(self, ranks: int) -> None:
+        """Let `ranks` neighbours share each row. Raises `ConfigError` if they cannot divide the model's heads."""
+        check_heads(kv_heads(self.model.config), ranks)
+        self.model.context = self.ranks.context
 
     def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
         """Add adapters to the policy and freeze its other weights; without `settings` do nothing."""
@@ -227,11 +235,20 @@ class Learner:
             self.model.reshard()  # without a backward pass FSDP keeps the root's own parameters whole
         return found
 
-    def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) to publish: adapters under peft's names, or weights under Hugging Face's."""
+    def sources(self, *, dtype: torch.dtype, gather: bool) -> list[TensorSource]:
+        """Return the sources of a version: adapters under peft's names, or weights under Hugging Face's.
+
+        Adapters are small, and gathered on every rank. Weights are yielded by the ranks that hold them, unless all
+        ranks `gather` each tensor.
+        """
         if self._adapters is not None:
-            return self._adapters.tensors(dtype=dtype)
-        return named_tensors(self.model, dtype=dtype)
+            return self._adapters.sources(dtype=dtype)
+        whole = gather or not self.ranks.mesh or self.ranks.mesh.get_rank() == 0
+        return self._exporter.sources(dtype=dtype, gather=gather, writes_whole=whole)
+
+    def named_tensors(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of what a version has, cast to `dtype`, gathered on every rank."""
+        return full_tensors(self.sources(dtype=dtype, gather=True))
 
     def adapter_config(self) -> bytes | None:
         """The text of `adapter_config.json` if the learner publishes adapters, else None."""
@@ -324,9 +341,10 @@ class Learner:
             batch_loss.backward()  # type: ignore[no-untyped-call]
             if self.ranks.device.type == "cpu":
                 free_heap()
-            self._prover.add(batch, logprobs, entropy, share=update.share)
-            sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
-            loss += batch_loss.detach()
+            if self.ranks.counts:
+                self._prover.add(batch, logprobs, entropy, share=update.share)
+                sums.add(inputs, entropy=entropy, settings=self._algorithm, at_step_start=at_step_start)
+                loss += batch_loss.detach()
         self.ranks.begin(f"update of the weights in step {self.steps_taken + 1}", limit_s=COMPUTES_S)
         return loss
 
@@ -343,10 +361,11 @@ class Learner:
 
     def _measure_work(self, microbatches: Sequence[MicroBatch]) -> Work:
         """Return tokens and FLOPs of a step, summed over ranks, from this rank's `microbatches`."""
-        lengths = [length for batch in microbatches for length in batch.lengths]
+        counted = [batch for batch in microbatches if self.ranks.counts]
+        tokens, squares = sum(batch.num_tokens for batch in counted), sum(batch.squares for batch in counted)
         peak = peak_flops(self.ranks.device)
         return Work(
-            int(self.ranks.sum(sum(lengths))),
-            self.ranks.sum(self._cost.flops(lengths)),
+            int(self.ranks.sum(tokens)),
+            self.ranks.sum(self._cost.flops(tokens, squares)),
             None if peak is None else peak * self.ranks.num_ranks,
         )

@@ -3,7 +3,7 @@
 A replica calls an engine. `tests/engines/engine_conformance.py` tests the behaviour that all engines share.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -133,6 +133,20 @@ class InferenceEngine(Protocol):
 
         Raises `RefusedError` if the files do not fit, `RuntimeError` while requests run unpaused, and `ValueError`
         if `version` is lower than the one it serves.
+        """
+        ...
+
+    @property
+    def takes_changes(self) -> bool:
+        """False if `load_changes` would refuse any files now, e.g. before the first weights or with an adapter."""
+        ...
+
+    async def load_changes(self, files: Sequence[Path], version: int) -> None:
+        """Apply files of changes (see `records/weights.py`) in turn; serve `version` from the next token on.
+
+        The first file must lead from the served version, and the last file to `version`. Raises `RefusedError`,
+        with the old weights in place, for other versions, unknown tensors, places outside a tensor, and values
+        that are not finite; `RuntimeError` while requests run unpaused.
         """
         ...
 

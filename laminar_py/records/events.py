@@ -244,8 +244,9 @@ class VersionLoaded(Event, frozen=True, kw_only=True):
     version: int
     digest: str
     elapsed_s: float
+    base: int | None = None  # version that the engine changed into this one; None: it loaded the whole version
     checksum: str | None = None  # of the engine's tensors; None: not verified
-    stale: tuple[str, ...] = ()  # tensors of the engine that did not follow the published ones
+    stale: tuple[str, ...] = ()  # tensors of the engine that did not follow the published ones, or not exactly
 
 
 class Relayed(Event, frozen=True, kw_only=True):

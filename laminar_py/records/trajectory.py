@@ -178,11 +178,12 @@ Packable: TypeAlias = TrajectoryRef | Trajectory
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """S sequences of R responses, packed without padding into T tokens, e.g. two sequences of 3 and 2 tokens:
+    """Sequences of R responses, packed without padding into S segments of T tokens, e.g. two of 3 and 2 tokens:
 
-    `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. `labels[t]` is the token after `input_ids[t]` in the
-    same sequence (0 at a sequence's end). From `loss_weights` on, a [T] array has a token's number at the position
-    that predicts the token.
+    `cu_seqlens [0, 3, 5]`, `position_ids [0, 1, 2, 0, 1]`. A segment that begins a sequence has the parent -1;
+    another continues its parent, and its tokens see all tokens of the parent and of the segments above that.
+    `labels[t]` is the token after `input_ids[t]` in the same sequence (0 at a sequence's end). From `loss_weights`
+    on, a [T] array has a token's number at the position that predicts the token.
     """
 
     input_ids: IntArray  # [T]
@@ -193,13 +194,14 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     behaviour_logprobs: FloatArray  # [T] of the policy that sampled the token
     advantages: FloatArray  # [T]
     staleness: IntArray  # [T] learner steps since the weights that generated the token
-    responses: IntArray  # [S] index of each sequence's response, in [0, R): a tree of spans has several sequences
+    responses: IntArray  # [S] index of each segment's response, in [0, R); of shared ones that train nothing, any
     rewards: FloatArray  # [R] of whole responses
     groups: IntArray  # [R] index of each response's group in the step
     columns: dict[str, Array] = msgspec.field(default_factory=dict)  # inputs of the loss by name, each [T]
     support: SamplingMask | None = None  # T rows: ids that the label was drawn from; empty row: whole vocabulary
     experts: npt.NDArray[np.int16] | None = None  # [T, layers, k] of input tokens, -1 where not recorded
     id_sum: int = 0  # of the trajectories' ids, see `records.proofs.id_sum`
+    parents: IntArray | None = None  # [S] an earlier segment each; None: every segment is a sequence
 
     @property
     def num_tokens(self) -> int:
@@ -208,6 +210,23 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lengths(self) -> list[int]:
-        """[S] tokens of each sequence."""
+        """[S] tokens of each segment."""
         lengths: list[int] = np.diff(self.cu_seqlens).tolist()
         return lengths
+
+    @property
+    def key_rows(self) -> tuple[IntArray, list[int]]:
+        """[K] rows whose keys the segments see, segment by segment, and the number of rows of each."""
+        starts, rows = self.cu_seqlens.tolist(), list[IntArray]()
+        parents = [-1] * len(starts[1:]) if self.parents is None else self.parents.tolist()
+        for parent, first, last in zip(parents, starts[:-1], starts[1:], strict=True):
+            own = np.arange(first, last, dtype=np.int32)
+            rows.append(own if parent < 0 else np.concatenate([rows[parent], own]))
+        return np.concatenate(rows), [len(each) for each in rows]
+
+    @property
+    def squares(self) -> float:
+        """Sum of the squared lengths of sequences, shared parts once: twice the pairs of causal attention."""
+        ends = self.position_ids[self.cu_seqlens[1:] - 1].astype(np.float64) + 1
+        starts = self.position_ids[self.cu_seqlens[:-1]].astype(np.float64)
+        return float((ends * ends - starts * starts).sum())

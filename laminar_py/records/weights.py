@@ -1,4 +1,4 @@
-"""Weight versions: records of a publish and a pull, the source of a replica's weights, versions of adapters.
+"""Weight versions: records of a publish and a pull, sources of weights and of tensors, versions of adapters.
 
 A version may hold only adapters, in peft's own format. The learner writes the files and engines read them. The
 config in them names the base model by path and digest, so an engine with other bytes under this path refuses the
@@ -7,8 +7,10 @@ version (`tests/engines/engine_conformance.py`).
 
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 from blake3 import blake3
@@ -37,10 +39,10 @@ class PulledVersion(msgspec.Struct, frozen=True):
     changes: tuple[str, ...] = ()  # files of changes to apply in turn to the base that the pull named
 
 
-# A file of changes is a safetensors file. For each tensor with changes it has `<name>.at`, [n] I64 ascending
-# places in the flattened tensor, and `<name>.to`, [n] values there in the version's dtype; a tensor without
+# A file of changes lies beside the folders of versions, as `changes-<N>.safetensors`: loaders read all safetensors
+# files of a folder. For each changed tensor it has `<name>.at`, [n] I64 ascending places
+# in the flattened tensor, and `<name>.to`, [n] values there in the dtype of the version; a tensor without
 # changes is left out. Its metadata are `base` and `version`, decimal.
-CHANGES = "changes.safetensors"  # in the folder of a version: against the version before
 AT, TO = ".at", ".to"
 
 
@@ -148,3 +150,37 @@ def check_base(folder: Path, config: AdapterConfig) -> None:
         raise RefusedError(
             f"base={folder}: the weights here differ from the learner's; let all hosts see the same folder"
         )
+
+
+# ---- tensors that the learner publishes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as files have it, e.g. `StoredTensor("lm_head.weight", torch.bfloat16, (151_936, 896))`."""
+
+    name: str
+    dtype: Any  # of torch
+    shape: tuple[int, ...]
+
+
+Rows: TypeAlias = tuple[str, int, Any]
+"""Name of a stored tensor, first element of the flattened tensor, and a torch tensor with values from there on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor of the learner, and the tensors that it becomes in the files: for fused experts there are several.
+
+    `read` yields this rank's rows of the stored tensors, in any float dtype and any shape. It may be collective,
+    so all ranks read all sources, in the same order. Rows may alias the learner's memory: copy them before the
+    next step.
+    """
+
+    stored: tuple[StoredTensor, ...]
+    read: Callable[[], Iterable[Rows]]
+
+    @classmethod
+    def whole(cls, name: str, tensor: Any) -> "TensorSource":
+        """Make the source of a torch tensor that is published as it is."""
+        return cls((StoredTensor(name, tensor.dtype, tuple(tensor.shape)),), lambda: [(name, 0, tensor)])

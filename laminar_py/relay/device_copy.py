@@ -1,8 +1,8 @@
-"""Copies of tensors into version files, from main memory or from a GPU.
+"""Copies of tensors into version files, from main memory or from a GPU, with a cast on the way.
 
-The publisher uses it. A GPU copies on a stream of its own while the next tensor is being made: straight into the
-file where that is page-locked, else through two page-locked buffers. No memory of a tensor is reused before it was
-read (`tests/relay/test_publisher_cuda.py`).
+The publisher uses it. The processor casts straight into mapped pages. A GPU casts and copies on a stream of its
+own while the next tensor is being made: straight into the file where that is page-locked, else through two
+page-locked buffers. No memory of a tensor is reused before it was read (`tests/relay/test_publisher_cuda.py`).
 """
 
 import logging
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar_py.relay.mapped_file import MappedFile
+from laminar_py.relay.mapped_file import WRITE_BYTES, MappedFile
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,18 @@ class TensorCopier:
     def __init__(self) -> None:
         self._device_copier: DeviceCopier | None = None
 
-    def copy(self, tensor: Tensor, pages: MappedFile, position: int) -> None:
-        """Copy a tensor's bytes to `position` of a file: at once from main memory, by the next `wait` from a GPU.
+    def copy(self, tensor: Tensor, pages: MappedFile, position: int, *, dtype: torch.dtype) -> None:
+        """Cast a tensor to `dtype` and copy it to `position` of a file: at once, or from a GPU by the next `wait`.
 
         A tensor on a GPU must not change before `wait`. Raises `OSError` on a full file system.
         """
+        tensor = tensor.detach()
         if tensor.is_cuda:
             if self._device_copier is None:
                 self._device_copier = DeviceCopier()
-            self._device_copier.copy(tensor, pages, position)
-        else:
-            pages.write(position, _raw(tensor).numpy())
+            self._device_copier.copy(tensor.to(dtype), pages, position)
+        elif tensor.numel():
+            _copy_on_host(tensor, pages, position, dtype)
 
     def wait(self) -> None:
         """Wait until all copies have arrived. Raises `OSError` on a full file system."""
@@ -164,6 +165,19 @@ class DeviceCopier:
             piece.pages.write(piece.position, piece.target.numpy())
             self._free.append(piece.buffer)
         self._held_bytes -= piece.frees
+
+
+def _copy_on_host(tensor: Tensor, pages: MappedFile, position: int, dtype: torch.dtype) -> None:
+    """Copy a tensor in main memory: in one pass that casts into mapped pages, else through pieces."""
+    view = pages.mapped_view(position, tensor.numel() * dtype.itemsize)
+    if view is not None and position % dtype.itemsize == 0:
+        torch.frombuffer(view, dtype=dtype).view(tensor.shape).copy_(tensor)
+        return
+    flat = tensor.reshape(-1)
+    elements = WRITE_BYTES // dtype.itemsize
+    for begin in range(0, len(flat), elements):
+        piece = flat[begin : begin + elements].to(dtype)
+        pages.write(position + begin * dtype.itemsize, _raw(piece).numpy())
 
 
 def page_lock_for(pages: MappedFile, device: torch.device) -> None:

@@ -46,19 +46,22 @@ def version_digest(files: Sequence[FileEntry]) -> str:
     return total.hexdigest()
 
 
-def hashing_threads() -> ThreadPoolExecutor:
-    """Make threads of low priority for `hash_file`, one for two cores: the learner needs the others."""
-    num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+def hashing_threads(*, processes: int = 1) -> ThreadPoolExecutor:
+    """Make threads of low priority for `hash_range`: one for two cores in all `processes`, one each at least."""
+    num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // (2 * processes)))
     # Linux has a niceness for each thread.
     return ThreadPoolExecutor(num_threads, "hash", initializer=os.nice, initargs=(NICENESS,))
 
 
-def hash_file(pages: MappedFile, size: int, *, chunk_bytes: int, threads: Executor) -> bytes:
-    """[num_chunks * CHECKSUM_BYTES] checksums of the first `size` bytes of a file, computed on `threads`."""
+def hash_range(pages: MappedFile, first: int, last: int, *, chunk_bytes: int, threads: Executor) -> bytes:
+    """[num_chunks * CHECKSUM_BYTES] checksums of bytes [first, last) of a file, computed on `threads`.
+
+    `first` is the beginning of a chunk.
+    """
     task_bytes = chunk_bytes * -(-TASK_BYTES // chunk_bytes)
 
     def hash_part(begin: int) -> bytes:
-        starts = range(begin, min(size, begin + task_bytes), chunk_bytes)
-        return b"".join(chunk_checksum(pages.read(start, min(chunk_bytes, size - start))) for start in starts)
+        starts = range(begin, min(last, begin + task_bytes), chunk_bytes)
+        return b"".join(chunk_checksum(pages.read(start, min(chunk_bytes, last - start))) for start in starts)
 
-    return b"".join(threads.map(hash_part, range(0, size, task_bytes)))
+    return b"".join(threads.map(hash_part, range(first, last, task_bytes)))

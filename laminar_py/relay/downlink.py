@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from laminar_py.relay.messages import Announce, Downward, Failed, Granted, Newest, Pull, Refused, Release
+from laminar_py.relay.lanes import ParentLanes
+from laminar_py.relay.messages import Announce, Chunk, Downward, Failed, Granted, Newest, Pull, Refused, Release
 from laminar_py.relay.sockets import Listener
 from laminar_py.relay.stored_version import NoRoomError, StoredVersion
 from laminar_py.relay.version_store import VersionStore, folder_name
@@ -18,13 +19,16 @@ ChunkKey: TypeAlias = tuple[int, int, int]  # version, file, chunk
 
 
 class Downlink:
-    """Child nodes, the versions that they want, and the chunks promised to them; `listener` is set at the start.
+    """Child nodes, the versions that they want, and the chunks promised to them.
+
+    `RelayNode.start` sets `listener`, and `lanes` if the node has any.
 
     A chunk is promised to a child that requested it before it arrived here, or before its delta was made.
     """
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
+        self.lanes: ParentLanes | None = None
         self._children: set[bytes] = set()
         self._wanted_by: defaultdict[int, set[bytes]] = defaultdict(set)  # version -> children that want it
         # Chunk -> children that it is promised to, with the base that each has. Their windows bound it.
@@ -88,12 +92,21 @@ class Downlink:
     def send(self, to: bytes, message: Downward) -> bool:
         """Send a record to connection `to`. If that is gone, return False and forget the child and its wants."""
         assert self.listener is not None, "sending before the node was started"
+        if self.lanes is not None and isinstance(message, Chunk) and self.lanes.send(to, message):
+            return True
         if self.listener.send(to, message):
             return True
+        if self.lanes is not None:
+            self.lanes.drop(to)
         self._children.discard(to)
         for version in self.wanted:
             self.remove_want(to, version)
         return False
+
+    def open_lanes(self, child: bytes, count: int) -> None:
+        """Offer a child so many lanes, if this node has any; they replace the lanes that the child had."""
+        if self.lanes is not None:
+            self.send(child, self.lanes.offer(child, count))
 
     def probe(self, message: Downward) -> None:
         """Send a harmless record to children that want a version, so that `send` notices broken connections."""

@@ -4,11 +4,11 @@
 """
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
-
-import msgspec
 
 import laminar_py.relay.messages as m
 from laminar_py.relay.changes import ChangesFile
@@ -48,7 +48,8 @@ class Download:
     At most `window` chunks are requested and not here yet, so a slow node holds back only itself
     (`tests/relay/test_downloads.py::test_every_chunk_is_asked_for_once_and_never_more_than_the_window`).
     With `base`, a complete version of the same layout, chunks may come as deltas against it. A delta is proven by
-    its own checksum, kept, and added to `changes`; `stored.rebuild` makes the bytes of its chunk later.
+    its own checksum, kept, and added to `changes`; `rebuild` makes the bytes of its chunk later. Threads call
+    `write` and `rebuild`, at most one for a chunk: it claims the chunk until `record` or `rebuilt`.
     """
 
     def __init__(
@@ -74,6 +75,9 @@ class Download:
         self._unrequested: Iterator[tuple[int, int]] = stored.missing_chunks()
         self._num_damaged: dict[tuple[int, int | None], int] = {}  # by chunk, or by file
         self._verified: set[int] = set()  # files
+        self._idle = threading.Condition()  # notified when a thread has written a chunk
+        self._num_writing, self._stopped = 0, False
+        self._claimed: set[tuple[int, int]] = set()  # chunks that are being written, or wait for the event loop
 
     @property
     def elapsed_s(self) -> float:
@@ -121,35 +125,83 @@ class Download:
         ]
 
     def accept(self, chunk: m.Chunk) -> ChunkOutcome:
-        """Check a received chunk; write it, or keep it if it is a delta.
+        """Check a received chunk; write it, or keep it if it is a delta. Call this on the event loop.
 
-        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies or if the file is gone.
+        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
+        """
+        outcome = self.write(chunk, chunk.data) if chunk.base is None else self._keep(chunk)
+        self.record(chunk, outcome)
+        return outcome
+
+    def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
+        """Check and write the bytes of a full chunk, in any thread; `record` must follow on the event loop.
+
+        Raises `NoRoomError`.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
-        if not stored.is_chunk(file, index) or not stored.is_missing(file, index):
-            return ChunkOutcome.USELESS
-        if not (self._is_right(chunk) if chunk.base is None else self._accept_delta(chunk)):
+        with self._claim(file, index, stored.is_missing) as claimed:
+            if not claimed:
+                return ChunkOutcome.USELESS
+            if len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
+                return ChunkOutcome.DAMAGED
+            stored.write_data(file, index, data)
+            return ChunkOutcome.WRITTEN
+
+    @contextmanager
+    def _claim(self, file: int, index: int, is_due: Callable[[int, int], bool]) -> Iterator[bool]:
+        """Claim a chunk for this thread, which writes it inside the block.
+
+        Yields False if another thread has claimed it, `is_due` is false for it, or the download was stopped.
+        """
+        with self._idle:
+            claimed = (
+                not self._stopped
+                and (file, index) not in self._claimed
+                and self.stored.is_chunk(file, index)
+                and is_due(file, index)
+            )
+            if claimed:
+                self._claimed.add((file, index))
+                self._num_writing += 1
+        try:
+            yield claimed
+        finally:
+            if claimed:
+                with self._idle:
+                    self._num_writing -= 1
+                    self._idle.notify()
+
+    def stop(self) -> None:
+        """Let no thread write into the files any more; waits for the chunks in work, a few milliseconds."""
+        with self._idle:
+            self._stopped = True
+            self._idle.wait_for(lambda: self._num_writing == 0)
+
+    def record(self, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
+        """Note the outcome of a chunk: mark it present, or count its damage.
+
+        Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
+        """
+        file, index, stored = chunk.file, chunk.index, self.stored
+        if outcome is ChunkOutcome.USELESS:
+            return
+        self._claimed.discard((file, index))
+        if outcome is ChunkOutcome.DAMAGED:
             self._count_damaged_chunk(file, index)
-            return ChunkOutcome.DAMAGED
+            return
         if chunk.base is None:
             self.drop_changes()
-            self.write(chunk)
-        self.wire_bytes += len(chunk.data)
+            stored.mark_present(file, index, chunk.checksum)
+        self.wire_bytes += stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self._requested.pop((file, index), None)
-        return ChunkOutcome.WRITTEN
 
-    def write(self, chunk: m.Chunk) -> None:
-        """Write a checked chunk. Raises `NoRoomError`, and `BrokenVersionError` if the file is gone."""
-        try:
-            self.stored.write_chunk(chunk)
-        except FileNotFoundError as error:
-            raise BrokenVersionError(f"version {self.version}: {error.filename} was deleted") from None
-
-    def _is_right(self, chunk: m.Chunk) -> bool:
-        """True if the bytes of a full chunk are right."""
-        size = self.stored.chunk_size(chunk.file, chunk.index)
-        return len(chunk.data) == size and chunk.checksum == chunk_checksum(chunk.data)
+    def _keep(self, chunk: m.Chunk) -> ChunkOutcome:
+        """Check and keep a delta, unless the chunk is here or a thread writes it."""
+        with self._claim(chunk.file, chunk.index, self.stored.is_missing) as claimed:
+            if not claimed:
+                return ChunkOutcome.USELESS
+            return ChunkOutcome.WRITTEN if self._accept_delta(chunk) else ChunkOutcome.DAMAGED
 
     def _accept_delta(self, chunk: m.Chunk) -> bool:
         """Keep a delta, and add it to the changes; False if it is damaged, of another base or too long."""
@@ -179,24 +231,33 @@ class Download:
             self.changes.drop()
             self.changes = None
 
-    def rebuilt(self, file: int, index: int, data: memoryview | None) -> m.Fetch | None:
-        """Note the result of `stored.rebuild`; where it is None, return the request for the chunk in full.
+    def rebuild(self, file: int, index: int) -> bool | None:
+        """Make a chunk of its delta, in any thread: False if it comes out wrong; None if it is not needed.
 
-        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies or if the file is gone.
+        Unless it is None, `rebuilt` must follow on the event loop. Raises `NoRoomError`, and `FileNotFoundError`
+        if the base is gone.
+        """
+        assert self.base is not None, f"{self.stored.folder} has deltas without a base"
+        with self._claim(file, index, self.stored.is_waiting) as claimed:
+            return self.stored.rebuild(self.base, file, index) if claimed else None
+
+    def rebuilt(self, file: int, index: int, *, right: bool) -> m.Fetch | None:
+        """Note the result of `rebuild`; where it is wrong, return the request for the chunk in full.
+
+        Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
         stored = self.stored
-        if data is None:
-            self._verified.discard(file)
-            self._requested[file, index] = 0
-            stored.forget_chunk(file, index)
-            self._count_damaged_chunk(file, index)
-            return m.Fetch(version=self.version, file=file, first_chunk=index, credits=1)
-        if stored.is_in_place(file, index):
-            stored.mark_rebuilt(file, index)
-        else:
-            chunk = stored.read_chunk(file, index, base=stored.base)
-            self.write(msgspec.structs.replace(chunk, data=data, base=None, proof=None))
-        return None
+        self._claimed.discard((file, index))
+        if not stored.is_waiting(file, index):
+            return None  # its file was forgotten meanwhile
+        if right:
+            stored.mark_present(file, index)
+            return None
+        self._verified.discard(file)
+        self._requested[file, index] = 0
+        stored.forget_chunk(file, index)
+        self._count_damaged_chunk(file, index)
+        return m.Fetch(version=self.version, file=file, first_chunk=index, credits=1)
 
     def verify_file(self, file: int) -> None:
         """Compare the digest of a file that has arrived; if it is wrong, fetch the file again.

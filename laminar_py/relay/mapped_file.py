@@ -11,7 +11,9 @@ import mmap
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,8 @@ import numpy.typing as npt
 log = logging.getLogger(__name__)
 
 WRITE_BYTES = 2**20  # at once where a file grows; fits the processor's cache
+POPULATE_BYTES = 4 * 2**20  # whose pages are mapped at once
+_MADV_POPULATE_WRITE = 23
 
 
 def allow_many_files() -> None:
@@ -35,35 +39,45 @@ class MappedFile:
     while no thread reads or writes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, path: Path | int) -> None:
+        """`path` may also be the descriptor of an open file, which the process then shares with another."""
+        opened = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.descriptor = opened
         self._mapping: mmap.mmap | None = None
+        self._num_mapped = 0  # bytes of the mapping whose pages exist; the file may be shorter than the mapping
+        self._is_being_mapped = False
+        self.is_arriving = False  # threads write to it, so `MappedFiles.sweep` leaves it open
         self._unlock: Callable[[], None] | None = None
 
     @property
     def inode(self) -> int:
         """The file's number in the file system, which a rename does not change."""
-        return os.fstat(self._descriptor).st_ino
+        return os.fstat(self.descriptor).st_ino
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
 
     @property
     def is_deleted(self) -> bool:
         """True if the file has no name any more; `close` then frees its memory."""
-        return os.fstat(self._descriptor).st_nlink == 0
+        return os.fstat(self.descriptor).st_nlink == 0
 
     @property
     def is_unused(self) -> bool:
-        """True if no other process has it open or mapped: only then does the kernel grant a write lease."""
+        """True if no other process has it open or mapped: only then does the kernel grant a write lease.
+
+        False also during `keep_mapped`.
+        """
+        if self._is_being_mapped:
+            return False
         # If another process opens the file in between, the kernel signals this one. The default, SIGIO, would end
         # it.
-        fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:
             return False
         return True
@@ -75,18 +89,18 @@ class MappedFile:
 
     def mapped_view(self, position: int, size: int) -> memoryview | None:
         """[size] writable view into the file; None if not all of these bytes are mapped."""
-        if self._mapping is None or position + size > len(self._mapping):
+        if self._mapping is None or position + size > self._num_mapped:
             return None
         return memoryview(self._mapping)[position : position + size]
 
     def read(self, position: int, size: int) -> memoryview | bytes:
         """[size] bytes of the file from `position` on."""
         view = self.mapped_view(position, size)
-        return os.pread(self._descriptor, size, position) if view is None else view
+        return os.pread(self.descriptor, size, position) if view is None else view
 
     def write(self, position: int, data: npt.NDArray[np.uint8]) -> None:
         """Write `data` at `position`. Raises `OSError` where the file would grow on a full file system."""
-        mapped = 0 if self._mapping is None else min(len(data), max(0, len(self._mapping) - position))
+        mapped = min(len(data), max(0, self._num_mapped - position))
         if mapped:
             assert self._mapping is not None, "no part of the file is mapped"
             np.copyto(np.frombuffer(self._mapping, np.uint8, mapped, position), data[:mapped])
@@ -94,25 +108,35 @@ class MappedFile:
             return
         rest, position = data[mapped:].data, position + mapped
         while rest:
-            written = os.pwrite(self._descriptor, rest[:WRITE_BYTES], position)
+            written = os.pwrite(self.descriptor, rest[:WRITE_BYTES], position)
             rest, position = rest[written:], position + written
 
     def set_size(self, size: int) -> None:
         """Cut or extend the file to `size` bytes."""
-        if self._mapping is not None and len(self._mapping) > size:
-            self._unmap()  # pages beyond the end must not be touched
-        os.ftruncate(self._descriptor, size)
+        if self._num_mapped > size and self.is_page_locked:
+            self._unmap()
+        self._num_mapped = min(self._num_mapped, size)  # pages beyond the end must not be touched
+        os.ftruncate(self.descriptor, size)
 
     def keep_mapped(self) -> None:
         """Map all of the file for the next version. Where that fails, the next version is written unmapped."""
         size = self.size
-        if self._mapping is not None and len(self._mapping) == size:
+        if self._num_mapped == size:
             return
-        self._unmap()
+        self._is_being_mapped = True
         try:
-            self._mapping = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            if self._mapping is None or len(self._mapping) < size:
+                self._unmap()
+                self._mapping = mmap.mmap(self.descriptor, size)
+            # Piece by piece, since the call keeps the interpreter's lock for as long as it maps pages.
+            for begin in range(self._num_mapped // POPULATE_BYTES * POPULATE_BYTES, size, POPULATE_BYTES):
+                with suppress(OSError):  # before Linux 5.14 the next version's writes map the pages
+                    self._mapping.madvise(_MADV_POPULATE_WRITE, begin, min(POPULATE_BYTES, size - begin))
+            self._num_mapped = size
         except OSError as error:
             log.warning("cannot map %d bytes of a version, so the next version is written slower: %s", size, error)
+        finally:
+            self._is_being_mapped = False
 
     def set_page_locked(self, unlock: Callable[[], None]) -> None:
         """Note that the mapping was page-locked for a GPU; `unlock` is called before it is unmapped."""
@@ -121,39 +145,61 @@ class MappedFile:
     def close(self) -> None:
         """Unmap and close the file."""
         self._unmap()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def _unmap(self) -> None:
         """Undo the page-lock, if there is one, and drop the mapping."""
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
+        self._num_mapped = 0
         self._mapping = None  # unmapped with the last view of it, which the traceback of an error may still hold
 
 
 class MappedFiles:
-    """Files of a store that the publisher keeps open from version to version, also under new names.
+    """Files of a store that a process keeps open from version to version, also under new names.
 
-    Not for two threads at once. `sweep` closes deleted files later, since it takes 0.1 s to free a gigabyte. Until
-    then no other file gets their inodes.
+    `sweep` closes deleted files later, since it takes 0.1 s to free a gigabyte. Until then no other file gets
+    their inodes.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, MappedFile] = {}  # by inode
+        self._lock = threading.Lock()
 
     def open(self, path: Path) -> MappedFile:
         """Return the open file at `path`; open it if it is not open yet, and make it if it does not exist."""
-        pages = self._open.get(path.stat().st_ino) if path.exists() else None
-        if pages is None:
-            pages = MappedFile(path)
+        with self._lock:
+            pages = self._open.get(path.stat().st_ino) if path.exists() else None
+            if pages is None:
+                pages = MappedFile(path)
+                self._open[pages.inode] = pages
+            return pages
+
+    def has(self, inode: int) -> bool:
+        """True if the file with this number is open."""
+        return inode in self._open
+
+    def get(self, inode: int) -> MappedFile:
+        """Return the open file with this number."""
+        return self._open[inode]
+
+    def adopt(self, descriptor: int) -> None:
+        """Keep a file that another process has opened, by a descriptor that was received."""
+        pages = MappedFile(descriptor)
+        with self._lock:
             self._open[pages.inode] = pages
-        return pages
 
     def sweep(self) -> None:
         """Close files that any process has deleted."""
-        for inode, pages in list(self._open.items()):
-            if pages.is_deleted:
-                self._open.pop(inode).close()
+        with self._lock:
+            deleted = [
+                self._open.pop(inode)
+                for inode, pages in list(self._open.items())
+                if pages.is_deleted and not pages.is_arriving
+            ]
+        for pages in deleted:
+            pages.close()
 
     def close(self) -> None:
         """Close all files."""

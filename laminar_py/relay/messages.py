@@ -22,7 +22,9 @@ FileName = Annotated[str, msgspec.Meta(pattern=_FILE, max_length=100)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 CHECKSUM_BYTES = 32
+MAX_LANES = 16  # of one child
 NO_DATA = memoryview(b"")
+LaneKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # of AES-256
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 
 
@@ -99,6 +101,12 @@ class Done(Upward, frozen=True):
     version: Version
 
 
+class OpenLanes(Upward, frozen=True):
+    """A child asks for so many lanes, see `relay/lanes.py`; the parent ends those it had and sends `Lanes`."""
+
+    count: Positive
+
+
 class Subscribe(Upward, frozen=True):
     """A subscriber asks for a `Newest` at each complete version."""
 
@@ -141,6 +149,25 @@ class Chunk(Downward, frozen=True, kw_only=True):
     data: memoryview = NO_DATA
 
 
+class Ticket(msgspec.Struct, frozen=True):
+    """Admits one lane of one child. Fresh random bytes, which travel on the control connection only."""
+
+    id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    hello_key: LaneKey  # from child to parent
+    chunk_key: LaneKey  # from parent to child
+
+    def __repr__(self) -> str:
+        return "Ticket(...)"  # logs must not hold keys
+
+
+class Lanes(Downward, frozen=True, kw_only=True):
+    """Answer to `OpenLanes`: the child may connect to this port of the parent's host, once with each ticket."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    sealed: bool  # chunks are encrypted; else only the hello is proven
+    tickets: Annotated[tuple[Ticket, ...], msgspec.Meta(min_length=1, max_length=MAX_LANES)]
+
+
 class Lost(Downward, frozen=True):
     """Neither this node nor any node above it has the wanted version."""
 
@@ -181,8 +208,8 @@ class Refused(Downward, frozen=True):
     reason: str
 
 
-ToParent: TypeAlias = Attach | Want | Fetch | Done | Subscribe | Pull | Release
-ToChild: TypeAlias = Announce | Chunk | Lost | Failed | Newest | Granted | Refused
+ToParent: TypeAlias = Attach | Want | Fetch | Done | OpenLanes | Subscribe | Pull | Release
+ToChild: TypeAlias = Announce | Chunk | Lanes | Lost | Failed | Newest | Granted | Refused
 
 
 class VersionComplete(msgspec.Struct, frozen=True, tag=True, kw_only=True):

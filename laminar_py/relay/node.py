@@ -11,6 +11,7 @@ The protocol, as states and the records (`relay/messages.py`) that are sent in t
     downloading  Announce(v), Fetch(v)*  -> Chunk* | Lost(v)  Fetch grants credits; the parent sends chunks as it
                                                               gets them itself (cut-through), as deltas against a
                                                               base that the child says it has
+    opening      OpenLanes(n)            -> Lanes(tickets)    chunks then bypass this connection: `relay/lanes.py`
     arrived                                                   v's changes are offered; threads make v of its deltas
                                                               and prove its digest; no other version overtakes it
     complete     Done(v)                                      verified here, or no longer needed here
@@ -37,10 +38,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import laminar_py.relay.messages as m
+from laminar_py.config.cluster import Seal, check_seal
 from laminar_py.relay.downlink import Downlink
 from laminar_py.relay.downloads import MAX_WINDOW, window_of
+from laminar_py.relay.lanes import ParentLanes
 from laminar_py.relay.messages import RelayKeys
-from laminar_py.relay.sockets import Listener, SocketFactory
+from laminar_py.relay.sockets import IPC, Listener, SocketFactory, tcp_host
 from laminar_py.relay.uplink import VISIT_S, Uplink
 from laminar_py.relay.version_store import VersionStore, watch_folder
 from laminar_py.relay.versions import NodeVersions
@@ -50,13 +53,16 @@ log = logging.getLogger(__name__)
 CONTROL_RECORDS = 256  # that may wait for a connection, in addition to chunks
 
 
+DEFAULT_LANES = max(1, min(4, len(os.sched_getaffinity(0)) // 2))  # each keeps a core busy while a version arrives
+
+
 class RelayNode:
     """A node of the tree: `await node.start()`, then `await node.run()` until `await node.close()`.
 
     `parents` are endpoints, nearest first, root last (`Topology.ancestors`); the root has none. The node leaves
     a parent that is silent for `parent_timeout_s` or breaks the connection. It connects to the next parent, and
     after the last to the first. After `visit_s` with another parent than the nearest, an idle node tries the
-    nearest again. `emit` gets the node's events.
+    nearest again. `seal` and `lanes` are as in `RelayConfig`. `emit` gets the node's events.
     """
 
     def __init__(
@@ -72,16 +78,17 @@ class RelayNode:
         chunk_bytes: int = 4 * 2**20,
         parent_timeout_s: float = 5.0,
         visit_s: float = VISIT_S,
+        seal: Seal = Seal.AEAD,
+        lanes: int | None = None,
         emit: Callable[[m.RelayEvent], None] = lambda event: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._address = (host, port)
+        self._seal = seal
         self._max_queue = 4 * window_of(chunk_bytes) + CONTROL_RECORDS
-        self._remind_s = parent_timeout_s
-        self._emit = emit
-        self._sockets = SocketFactory(keys, heartbeat_s=parent_timeout_s)
-        self._downlink = Downlink()
+        self._remind_s, self._emit = parent_timeout_s, emit
+        self._sockets, self._downlink = SocketFactory(keys, heartbeat_s=parent_timeout_s), Downlink()
         self._uplink = Uplink(
             name,
             parents,
@@ -89,6 +96,7 @@ class RelayNode:
             sockets=self._sockets,
             timeout_s=parent_timeout_s,
             chunk_bytes=chunk_bytes,
+            num_lanes=0 if seal is Seal.CURVE else lanes or DEFAULT_LANES,
             visit_s=visit_s,
         )
         self._store = VersionStore(store, keep_versions=keep_versions)
@@ -96,8 +104,7 @@ class RelayNode:
             self._uplink, self._downlink, self._store, chunk_bytes=chunk_bytes, emit=emit, now=now
         )
         self._running = False
-        self._closing = asyncio.Event()
-        self._stopped = asyncio.Event()
+        self._closing, self._stopped = asyncio.Event(), asyncio.Event()
 
     @property
     def endpoint(self) -> str:
@@ -110,8 +117,13 @@ class RelayNode:
         return self._downlink.listener
 
     async def start(self) -> None:
-        """Bind the port and open the store. Raises `ConfigError` naming relay.host."""
-        self._downlink.listener = self._sockets.listen(*self._address, max_queue=self._max_queue)
+        """Bind the ports and open the store. Raises `ConfigError` naming relay.host or relay.seal."""
+        check_seal(self._seal, self._address[0])
+        listener = self._sockets.listen(*self._address, max_queue=self._max_queue)
+        self._downlink.listener = listener
+        if self._seal is not Seal.CURVE and not listener.endpoint.startswith(IPC):
+            host, sealed = tcp_host(listener.endpoint), self._seal is Seal.AEAD and self._sockets.has_keys
+            self._downlink.lanes = ParentLanes(host, sealed=sealed, max_queue=self._max_queue)
         self._store.open()
 
     def set_parents(self, parents: Sequence[str]) -> None:
@@ -128,6 +140,8 @@ class RelayNode:
             async with asyncio.TaskGroup() as group:
                 self._versions.tasks = group
                 tasks = [group.create_task(self._serve(listener), name=f"{self.name}-serve")]
+                if self._downlink.lanes is not None:
+                    tasks.append(group.create_task(self._downlink.lanes.run(), name=f"{self.name}-lanes"))
                 tasks.append(group.create_task(self._check_regularly(), name=f"{self.name}-check"))
                 if self._uplink.parents:
                     tasks.append(group.create_task(self._uplink.run(), name=f"{self.name}-follow"))
@@ -135,7 +149,7 @@ class RelayNode:
                     tasks.append(group.create_task(self._watch_store(), name=f"{self.name}-published"))
                 self._versions.retire_surplus()
                 await self._closing.wait()
-                self._versions.close()
+                self._versions.stop()
                 for task in tasks:
                     task.cancel()
         finally:
@@ -152,7 +166,11 @@ class RelayNode:
     def _close_sockets(self) -> None:
         if self._downlink.listener is not None:
             self._downlink.listener.close()
+        if self._downlink.lanes is not None:
+            self._downlink.lanes.close()
         self._sockets.close()
+        self._versions.stop()
+        self._store.close()
         self._stopped.set()
 
     # ---- records from children and subscribers
@@ -174,6 +192,8 @@ class RelayNode:
             case m.Done(version):
                 self._downlink.remove_want(sender, version)
                 self._versions.retire_surplus()
+            case m.OpenLanes(count):
+                self._downlink.open_lanes(sender, count)
             case m.Subscribe():
                 self._versions.subscribers.subscribe(sender)
             case m.Pull(version=version, base=base):
@@ -269,6 +289,10 @@ class RelayNode:
                     return False
                 self._versions.fail_version(version, message.reason)
         return True
+
+    def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
+        """Write a chunk in a lane's thread; return the rest of the work, for the event loop."""
+        return self._versions.take_chunk(chunk)
 
     @property
     def is_idle(self) -> bool:

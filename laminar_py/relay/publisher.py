@@ -1,64 +1,48 @@
 """The learner's end of the relay: writes a version into the root's store. Synchronous.
 
-The learner's process owns a `Publisher`; it has no event loop. `publish` copies the tensors into pages that an
-older version no longer needs, and the learner waits for that copy alone (law 8). A thread, the finisher, then
-hashes the files, renames the folder, which the root notices, and maps pages for the next version. `publish`
-waits for the finisher first, so the two never touch pages, files and copier at once. A version's folder appears by
-rename, complete and with its digests, or not at all
-(`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A crash of the root makes no
-difference to the learner.
+Each rank of the learner on the root's host owns a `Publisher`; it has no event loop. `publish` casts and copies
+the rank's rows straight into pages that an older version no longer needs, and the learner waits for these copies
+alone (law 8). A thread of each rank, the finisher, then hashes a share of the chunks. Rank 0's finisher renames
+the folder, which the root notices. Each maps pages for the next version. `publish` waits for the finisher first,
+so the two never touch pages, files and copier at once. A version's folder appears by rename, complete and with its
+digests, or not at all (`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A crash
+of the root makes no difference to the learner.
 """
 
-import errno
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import numpy as np
 import torch
 from safetensors.torch import save
 
 from laminar_py.config.section import ConfigError
-from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Published
+from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Published, TensorSource
 from laminar_py.relay.device_copy import TensorCopier
-from laminar_py.relay.digests import digest_of, hash_file, hashing_threads, version_digest
+from laminar_py.relay.digests import digest_of, hash_range, hashing_threads, version_digest
 from laminar_py.relay.mapped_file import MappedFile, MappedFiles
-from laminar_py.relay.messages import MIN_CHUNK_BYTES, FileEntry, Manifest
-from laminar_py.relay.stored_version import describe_version, no_room, no_room_errors
+from laminar_py.relay.messages import CHECKSUM_BYTES, MIN_CHUNK_BYTES, FileEntry, Manifest
+from laminar_py.relay.stored_version import describe_version, no_room_errors
+from laminar_py.relay.version_layout import SHARD_BYTES, VersionLayout, lay_out
 from laminar_py.relay.version_store import complete_versions, folder_name, use_spare
+from laminar_py.relay.writers import Follower, Leader
 
-SHARD_BYTES = 2 * 2**30
 MAX_REMEMBERED = 8  # versions that `completed` knows
-# Room for a safetensors header of about a thousand tensors; a shard with more is closed. Data starts on a page.
-HEADER_BYTES = 128 * 2**10
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class Publisher:
     """Publishes versions into the root's store, e.g. `Publisher(store)`.
 
     The whole tree cuts files into chunks of `chunk_bytes`. With `adapter_config`, the text of
-    `adapter_config.json`, each version is an adapter in the format of peft, with all tensors in one file. Raises
-    `ConfigError` if `chunk_bytes` is too small.
+    `adapter_config.json`, each version is an adapter in the format of peft, with all tensors in one file. With
+    several `ranks`, each has a publisher, rank 0's is made first, and all of them publish the same versions of the
+    same tensors. Raises `ConfigError` if `chunk_bytes` is too small.
     """
 
     def __init__(
@@ -68,30 +52,44 @@ class Publisher:
         chunk_bytes: int = 4 * 2**20,
         shard_bytes: int = SHARD_BYTES,
         adapter_config: bytes | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES:
             raise ConfigError(f"chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
+        assert adapter_config is None or ranks == 1, "one rank publishes adapters, which are small"
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._shard_bytes = shard_bytes
         self._adapter_config = adapter_config
-        store.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for unfinished in store.glob("v*.new"):
-            shutil.rmtree(unfinished)
+        if rank == 0:
+            store.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for unfinished in store.glob("v*.new"):
+                shutil.rmtree(unfinished)
+        self._writers = Follower(store, rank=rank, ranks=ranks) if rank else Leader(store, followers=ranks - 1)
+        self._leads = rank == 0
         self._highest = max(complete_versions(store), default=-1)
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
-        self._hashers = hashing_threads()
+        self._hashers = hashing_threads(processes=ranks)
         self._copier = TensorCopier()
         self._pages = MappedFiles()
-        self._finishing: dict[int, Future[Published]] = {}  # by version, the last few
+        self._finishing: dict[int, Future[Published | None]] = {}  # by version, the last few
         self._last_task: Future[None] | None = None  # of the finisher, which is idle after it
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
         """Copy a version out of the learner's memory into the store; return the seconds that the learner waited.
 
-        Reads `tensors` once, one tensor at a time; afterwards they may change. A thread then completes the version
-        (`completed` waits for it). Raises `ValueError` unless `version` is above all earlier ones and tensors have
-        distinct names, and `NoRoomError` on a full file system; an error leaves nothing of the version.
+        Afterwards the tensors may change. A thread then completes the version (`completed` waits for it). Raises
+        `ValueError` unless `version` is above all earlier ones and tensors have distinct names, and `NoRoomError`
+        on a full file system; an error leaves nothing of the version.
+        """
+        return self.publish_sources(version, (TensorSource.whole(name, tensor) for name, tensor in tensors))
+
+    def publish_sources(self, version: int, sources: Iterable[TensorSource]) -> float:
+        """Do as `publish`, with tensors that are read one by one, and of which this rank may have some rows only.
+
+        All ranks call it with the same stored tensors; together they have each element. An error of one rank is
+        raised on all.
         """
         if version <= self._highest:
             raise ValueError(f"version {version} is not above {self._highest}, the highest published; raise it")
@@ -99,17 +97,13 @@ class Publisher:
         if self._last_task is not None:
             self._last_task.result()
         folder = self._store / f"{folder_name(version)}.new"
-        files: list[VersionFile] = []
-        with ExitStack() as undo:
-            undo.callback(self._discard, folder)
-            self._use_spare(folder)
-            try:
-                self._write(folder, _check_names(tensors, version), files)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise no_room(self._store, version, sum(file.size for file in files)) from error
-            undo.pop_all()
+        sources = list(sources)
+        stored = (stored for source in sources for stored in source.stored)
+        layout = lay_out(stored, version=version, shard_bytes=self._shard_bytes)
+        if self._adapter_config is None:
+            files = self._write_shards(folder, layout, sources, version)
+        else:
+            files = self._write_adapter(folder, sources, self._adapter_config, version)
         self._highest = version
         stall_s = time.monotonic() - began
         finishing = self._finisher.submit(self._finish, folder, version, files, stall_s)
@@ -120,66 +114,150 @@ class Publisher:
         return stall_s
 
     def completed(self, version: int) -> Published:
-        """Wait until a recent version is complete; return its digest and size. Raises `NoRoomError`."""
-        return self._finishing[version].result()
+        """On rank 0, wait until a recent version is complete; return its digest and size. Raises `NoRoomError`."""
+        published = self._finishing[version].result()
+        assert published is not None, "rank 0 completes versions"
+        return published
 
     def close(self) -> None:
-        """Wait until the last version is complete, stop the threads, and close all files."""
+        """Wait until the last version is complete, stop the threads, and close all files and connections."""
         self._finisher.shutdown()
         self._hashers.shutdown()
+        self._writers.close()
         self._pages.close()
 
-    def _use_spare(self, folder: Path) -> None:
-        """Make `folder` from the spare folder, if there is one, without files that another process has open."""
-        use_spare(self._store, folder)
-        for path in list(folder.iterdir()):
-            if not self._pages.open(path).is_unused:
-                path.unlink()
+    # ---- the copy, for which the learner waits
 
-    def _write(
-        self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], files: list["VersionFile"]
-    ) -> None:
-        """Write the files of a version into `folder`, add each to `files` as it begins, and delete all others."""
-        if self._adapter_config is None:
-            files.extend(self._write_shards(folder, tensors))
-        else:
-            adapter = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-            for name, data in ((ADAPTER_WEIGHTS, save(adapter)), (ADAPTER_CONFIG, self._adapter_config)):
-                files.append(VersionFile(folder / name, self._pages.open(folder / name)))
-                files[-1].write(data)
-        for stale in set(folder.iterdir()) - {file.path for file in files}:
-            stale.unlink()
+    def _write_shards(
+        self, folder: Path, layout: VersionLayout, sources: Sequence[TensorSource], version: int
+    ) -> list["VersionFile"]:
+        """Write this rank's rows into the files of a version; return once all ranks have, or raise on all."""
+        names = [file.name for file in layout.files]
+        num_bytes = sum(file.size for file in layout.files)
+        pages = self._writers.share_files(lambda: self._make_files(folder, names), self._pages)
+        with self._settled(folder), no_room_errors(self._store, version, num_bytes):
+            self._copy(sources, layout, pages)
+        return [
+            VersionFile(one.name, its, one.size, one.width) for one, its in zip(layout.files, pages, strict=True)
+        ]
 
-    def _write_shards(self, folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator["Shard"]:
-        """Write tensors into shards, and yield each shard before its first tensor is written."""
-        number, shard = 0, None
-        for name, tensor in tensors:
-            if shard is None or not shard.add(name, tensor, shard_bytes=self._shard_bytes):
-                if shard is not None:
-                    shard.finish()
-                number += 1
-                path = folder / f"model-{number:05}.safetensors"
-                shard = Shard(path, self._pages.open(path), self._copier)
-                yield shard
-                shard.add(name, tensor, shard_bytes=self._shard_bytes)
-        if shard is not None:
-            shard.finish()
+    def _copy(self, sources: Sequence[TensorSource], layout: VersionLayout, pages: Sequence[MappedFile]) -> None:
+        """Copy this rank's rows, and on rank 0 the headers. Raises `OSError` on a full file system.
 
-    def _finish(self, folder: Path, version: int, files: list["VersionFile"], stall_s: float) -> Published:
-        """Hash the files, write the manifest, and rename the folder; delete it on errors. Runs on the finisher."""
+        Reads all sources also after an error: other ranks may wait for this one in a collective.
+        """
+        error: OSError | None = None
+        for source in sources:
+            for name, first, values in source.read():
+                place = layout.places[name]
+                try:
+                    if error is None:
+                        self._copier.copy(
+                            values, pages[place.file], place.byte_of(first), dtype=place.stored.dtype
+                        )
+                except OSError as failed:
+                    error = failed
+        if error is not None:
+            raise error
+        if self._leads:
+            for file, its in zip(layout.files, pages, strict=True):
+                its.write(0, np.frombuffer(file.header(), np.uint8))
+        self._copier.wait()
+
+    def _write_adapter(
+        self, folder: Path, sources: Sequence[TensorSource], config: bytes, version: int
+    ) -> list["VersionFile"]:
+        """Write the two files of an adapter; returns them."""
+        rows = (rows for source in sources for rows in source.read())
+        adapter = {name: values.detach().cpu().contiguous() for name, _, values in rows}
+        contents = {ADAPTER_WEIGHTS: save(adapter), ADAPTER_CONFIG: config}
+        with self._settled(folder), no_room_errors(self._store, version, sum(map(len, contents.values()))):
+            pages = self._make_files(folder, list(contents))
+            for one, data in zip(pages, contents.values(), strict=True):
+                one.write(0, np.frombuffer(data, np.uint8))
+        return [VersionFile(name, one, len(contents[name])) for name, one in zip(contents, pages, strict=True)]
+
+    def _make_files(self, folder: Path, names: Sequence[str]) -> list[MappedFile]:
+        """Make `folder` with these files, from the spare folder if there is one.
+
+        Deletes files of the spare that the version lacks, or that another process has open.
+        """
         with ExitStack() as undo:
             undo.callback(self._discard, folder)
-            checksums = [file.hash(chunk_bytes=self._chunk_bytes, threads=self._hashers) for file in files]
-            entries = tuple(file.describe(sums) for file, sums in zip(files, checksums, strict=True))
-            manifest = Manifest(version, version_digest(entries), self._chunk_bytes, entries)
-            with no_room_errors(self._store, version, manifest.num_bytes):
-                describe_version(folder, manifest, checksums)
-            folder.rename(self._store / folder_name(version))
+            use_spare(self._store, folder)
+            for path in list(folder.iterdir()):
+                if path.name not in names or not self._pages.open(path).is_unused:
+                    path.unlink()
+            pages = [self._pages.open(folder / name) for name in names]
             undo.pop_all()
-        return Published(version, manifest.digest, manifest.num_bytes, stall_s)
+        return pages
 
-    def _keep_pages(self, finishing: Future[Published], files: list["VersionFile"]) -> None:
-        """Map the files of a complete version for reuse, and close deleted files. Runs on the finisher."""
+    @contextmanager
+    def _settled(self, folder: Path) -> Iterator[None]:
+        """Context whose end waits for all ranks, and raises an error of any rank on all; then nothing is left."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as failed:  # noqa: BLE001 - raised by `agree`
+            error = failed
+        try:
+            self._writers.agree(error, lambda: self._discard(folder))
+        except Exception:
+            self._copier.drop()
+            self._pages.sweep()
+            raise
+
+    # ---- on the finisher
+
+    def _finish(
+        self, folder: Path, version: int, files: Sequence["VersionFile"], stall_s: float
+    ) -> Published | None:
+        """Hash this rank's share of the chunks; on rank 0 write the manifest and rename the folder.
+
+        Deletes the folder on errors. Returns None on the other ranks.
+        """
+        published = None
+        with self._settled(folder):
+            parts = self._writers.gather(lambda: self._hash_share(files))
+            if self._leads:
+                checksums = self._split_checksums(b"".join(parts), files)
+                entries = tuple(file.describe(sums) for file, sums in zip(files, checksums, strict=True))
+                manifest = Manifest(version, version_digest(entries), self._chunk_bytes, entries)
+                with no_room_errors(self._store, version, manifest.num_bytes):
+                    describe_version(folder, manifest, checksums)
+                folder.rename(self._store / folder_name(version))
+                published = Published(version, manifest.digest, manifest.num_bytes, stall_s)
+        return published
+
+    def _hash_share(self, files: Sequence["VersionFile"]) -> bytes:
+        """Cut files to size, and return checksums of this rank's share of all chunks in their order."""
+        rank, ranks = self._writers.rank, self._writers.ranks
+        counts = [file.num_chunks(self._chunk_bytes) for file in files]
+        first, last = (sum(counts) * part // ranks for part in (rank, rank + 1))
+        checksums = []
+        for file, count in zip(files, counts, strict=True):
+            file.pages.set_size(file.size)
+            begin, end = (min(max(0, at), count) * self._chunk_bytes for at in (first, last))
+            checksums.append(
+                hash_range(
+                    file.pages, begin, min(end, file.size), chunk_bytes=self._chunk_bytes, threads=self._hashers
+                )
+            )
+            first, last = first - count, last - count
+        return b"".join(checksums)
+
+    def _split_checksums(self, checksums: bytes, files: Sequence["VersionFile"]) -> list[bytes]:
+        """Split the checksums of a version's chunks by file."""
+        found, begin = [], 0
+        for file in files:
+            end = begin + CHECKSUM_BYTES * file.num_chunks(self._chunk_bytes)
+            found.append(checksums[begin:end])
+            begin = end
+        assert begin == len(checksums), f"{len(checksums)} bytes of checksums, not {begin}"
+        return found
+
+    def _keep_pages(self, finishing: "Future[Published | None]", files: Sequence["VersionFile"]) -> None:
+        """Map the files of a complete version for reuse, and close deleted files."""
         if finishing.exception() is None:
             for file in files:
                 file.pages.keep_mapped()
@@ -187,109 +265,26 @@ class Publisher:
         self._pages.sweep()
 
     def _discard(self, folder: Path) -> None:
-        """Drop the copies in flight, and delete the folder of a version that failed."""
+        """On rank 0, drop the copies in flight and delete the folder of a version that failed."""
         self._copier.drop()
         if folder.exists():
             shutil.rmtree(folder)
         self._pages.sweep()
 
 
-def _check_names(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors unchanged. Raises `ValueError` for a name that comes twice, or if there are no tensors."""
-    names: set[str] = set()
-    for name, tensor in tensors:
-        if name in names:
-            raise ValueError(f"tensor {name} comes twice in version {version}; name each once")
-        names.add(name)
-        yield name, tensor
-    if not names:
-        raise ValueError(f"version {version} has no tensors; publish at least one")
-
-
-class _HeaderEntry(msgspec.Struct, frozen=True):
-    """A tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]  # [begin, end) in bytes, counted from the end of the header
-
-
-def _header_entry(tensor: torch.Tensor, begin: int, name: str) -> _HeaderEntry:
-    """Describe a tensor whose data begin at byte `begin`. Raises `ValueError` for a dtype without a name."""
-    if tensor.dtype not in _DTYPES:
-        raise ValueError(f"tensor {name}: dtype {tensor.dtype} is unknown to safetensors; cast the tensor")
-    return _HeaderEntry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, begin + tensor.nbytes))
-
-
+@dataclass(frozen=True, slots=True)
 class VersionFile:
-    """A file of a version that the publisher writes, e.g. `VersionFile(path, pages)`."""
+    """A written file of a version, e.g. `VersionFile("adapter_config.json", pages, 812)`."""
 
-    def __init__(self, path: Path, pages: MappedFile) -> None:
-        self.path = path
-        self.pages = pages
-        self.size = 0  # bytes so far
+    name: str
+    pages: MappedFile
+    size: int  # bytes; the file may be longer until it is cut
+    width: Literal[2, 4] = 4  # bytes of an element, for deltas; 4 suits any content
 
-    def write(self, data: bytes) -> None:
-        """Write the whole content. Raises `OSError` on a full file system."""
-        self.pages.write(0, np.frombuffer(data, np.uint8))
-        self.size = len(data)
-
-    def hash(self, *, chunk_bytes: int, threads: Executor) -> bytes:
-        """Cut the finished file to its size; returns its checksums, [num_chunks * CHECKSUM_BYTES]."""
-        self.pages.set_size(self.size)
-        return hash_file(self.pages, self.size, chunk_bytes=chunk_bytes, threads=threads)
+    def num_chunks(self, chunk_bytes: int) -> int:
+        """Number of chunks, of which the last may be shorter."""
+        return -(-self.size // chunk_bytes)
 
     def describe(self, checksums: bytes) -> FileEntry:
         """Return the file's entry in the manifest, from the checksums of its chunks."""
-        return FileEntry(self.path.name, self.size, digest_of(checksums), self.width)
-
-    @property
-    def width(self) -> Literal[2, 4]:
-        """Bytes of an element, for deltas; 4 suits any content."""
-        return 4
-
-
-class Shard(VersionFile):
-    """A safetensors file that is written tensor by tensor, before the names of all are known.
-
-    The file begins with room for the header, which is written last, and the tensors follow. So no tensor moves
-    after its copy.
-    """
-
-    def __init__(self, path: Path, pages: MappedFile, copier: TensorCopier) -> None:
-        super().__init__(path, pages)
-        self.size = HEADER_BYTES
-        self._copier = copier
-        self._header: dict[str, _HeaderEntry] = {}
-        # 8 bytes of length and a brace; each entry adds its own bytes and the comma or brace behind it.
-        self._header_bytes = 9
-
-    def add(self, name: str, tensor: torch.Tensor, *, shard_bytes: int) -> bool:
-        """Append a tensor, which must not change before `finish`; False if it does not fit.
-
-        The first tensor always fits, for a tensor cannot be split. Raises `OSError` on a full file system.
-        """
-        entry = _header_entry(tensor, self.size - HEADER_BYTES, name)
-        header_bytes = self._header_bytes + len(msgspec.json.encode({name: entry})) - 1
-        if self._header and (self.size + tensor.nbytes > shard_bytes or header_bytes > HEADER_BYTES):
-            return False
-        self._copier.copy(tensor, self.pages, self.size)
-        self._header[name] = entry
-        self._header_bytes = header_bytes
-        self.size += tensor.nbytes
-        return True
-
-    def finish(self) -> None:
-        """Wait for the tensors' copies, and write the header, padded with spaces as the format allows."""
-        self._copier.wait()
-        room = HEADER_BYTES - 8
-        header = msgspec.json.encode(self._header)
-        assert len(header) <= room, f"header of {self.path} has {len(header)} bytes, not below {room}"
-        padded = room.to_bytes(8, "little") + header.ljust(room)
-        self.pages.write(0, np.frombuffer(padded, np.uint8))
-
-    @property
-    def width(self) -> Literal[2, 4]:
-        """Bytes of an element, for deltas: 2 if 16-bit floats take at least half of the data, else 4."""
-        halves = [entry.data_offsets for entry in self._header.values() if entry.dtype in ("BF16", "F16")]
-        return 2 if 2 * sum(end - begin for begin, end in halves) >= self.size - HEADER_BYTES else 4
+        return FileEntry(self.name, self.size, digest_of(checksums), self.width)

@@ -1,10 +1,10 @@
-"""ZeroMQ sockets: of the relay tree (`Listener`, `Connection`), and for short frames of many peers.
+"""ZeroMQ sockets: control connections of the relay tree (`Listener`, `Connection`), and for frames of many peers.
 
-Nodes, subscribers and `runtime/link` use them. Every socket speaks CURVE with the run's one keypair, refuses
-other keys, bounds a frame before it allocates memory for it, and does not linger when it is closed (law 7).
-Without keys, as in some benchmarks, a node listens on loopback or `ipc://` only. A send never waits: it drops a
-record that no peer accepts. Parties repeat their state at each connect and every few seconds, to replace such
-records.
+Nodes, subscribers and `runtime/link` use them; chunks bypass them on lanes (`relay/lanes.py`). Every socket
+speaks CURVE with the run's one keypair, refuses other keys, bounds a frame before it allocates memory for it, and
+does not linger when it is closed (law 7). Without keys, as in some benchmarks, a node listens on loopback or
+`ipc://` only. A send never waits: it drops a record that no peer accepts. Parties repeat their state at each
+connect and every few seconds, to replace such records.
 """
 
 import asyncio
@@ -193,6 +193,11 @@ class SocketFactory:
         self._context = _Context(io_threads=IO_THREADS)
         self._authenticator: AsyncioAuthenticator | None = None
 
+    @property
+    def has_keys(self) -> bool:
+        """True if the sockets encrypt and know their peers."""
+        return self._keys is not None
+
     def listen(self, host: str, port: int, *, max_queue: int) -> Listener:
         """Open a listener on `host:port` (port 0: a free one), or on a host that is an `ipc://` address.
 
@@ -268,6 +273,11 @@ class SocketFactory:
 def is_local(host: str) -> bool:
     """True if only this machine reaches an address."""
     return host == "localhost" or host.startswith((IPC, "127."))
+
+
+def tcp_host(endpoint: str) -> str:
+    """The host in an endpoint, e.g. `10.0.0.4` in `tcp://10.0.0.4:7000`."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 # ---- short frames of many peers

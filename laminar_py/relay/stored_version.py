@@ -6,7 +6,6 @@ folder.
 
 import errno
 import mmap
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.delta import DeltaError, Difference, apply, compare
 from laminar_py.relay.digests import chunk_checksum, digest_of
+from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest
 
 MANIFEST = "manifest.json"
@@ -67,9 +68,9 @@ class ChunkDelta(NamedTuple):
 class StoredVersion:
     """A version in a store, complete or arriving, chunk by chunk; also its deltas against the version before.
 
-    A delta that arrives is kept first; `rebuild` makes the chunk of it later. A complete file is mapped at its
-    first read, and stays mapped as long as this object or one of its chunks lives. A write opens the file for each
-    chunk, which costs microseconds beside megabytes.
+    A delta that arrives is kept first; `rebuild` makes the chunk of it later. A file is mapped for reads at its
+    first read, and stays so as long as this object or one of its chunks lives: meanwhile the file is no spare page
+    for others. While the version arrives, `pages` has the files open for writes.
     """
 
     def __init__(self, manifest: Manifest, folder: Path, *, complete: bool) -> None:
@@ -80,13 +81,12 @@ class StoredVersion:
         self._num_missing = [0 if complete else count for count in counts]  # by file
         self._num_deltas = [0] * len(counts)  # chunks in state `_DELTA`, by file
         self._checksums = [bytearray(CHECKSUM_BYTES * count) for count in counts]  # [num_chunks, CHECKSUM_BYTES]
-        self._mapped: dict[int, memoryview] = {}  # by file, once all of it is here
-        self._last_written: Chunk | None = None  # in memory still, for children that get it next
+        self.pages: list[MappedFile] = []  # of a version that arrived here, by file; the store keeps them open
+        self._mapped: dict[int, memoryview] = {}  # by file, from the first read on
         self.base: int | None = None  # version that `deltas` build on
         self.deltas: dict[tuple[int, int], ChunkDelta] = {}  # by chunk
         self._older: list[dict[tuple[int, int], ChunkDelta]] = []  # deltas from the files' old content to the base
-        self._in_place: set[int] = set()  # files that hold that old content, but for chunks that arrived in full
-        self._writable: dict[int, memoryview] = {}  # such files, while they are brought up to date
+        self._in_place: set[int] = set()  # mapped files with that old content, but for chunks that came in full
         self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas the root still makes
 
     @classmethod
@@ -175,9 +175,6 @@ class StoredVersion:
         """Read a chunk that is here, with its checksum; as a delta if there is one against `base`."""
         assert self.can_send(file, index, base=base), f"chunk {index} of file {file} of {self.folder} is not here"
         delta = self.deltas.get((file, index)) if base is not None and base == self.base else None
-        last = self._last_written
-        if delta is None and last is not None and (last.file, last.index) == (file, index):
-            return last
         data = self.chunk_data(file, index) if delta is None else memoryview(delta.payload)
         checksum = self._checksums[file][index * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
         return Chunk(
@@ -191,39 +188,32 @@ class StoredVersion:
         )
 
     def chunk_data(self, file: int, index: int) -> memoryview:
-        """The bytes of a chunk that is here: a view of the mapped file, or a copy while the file is incomplete."""
+        """The bytes of a chunk that is here: a view of the mapped file."""
         begin, size = index * self.manifest.chunk_bytes, self.chunk_size(file, index)
-        if file in self._mapped:
-            return self._mapped[file][begin : begin + size]
-        with self.file_path(file).open("rb") as source:
-            if self.has_file(file):
+        if file not in self._mapped:
+            with self.file_path(file).open("rb") as source:
                 self._mapped[file] = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
-                return self._mapped[file][begin : begin + size]
-            return memoryview(os.pread(source.fileno(), size, begin))
+        return self._mapped[file][begin : begin + size]
 
     def write_chunk(self, chunk: Chunk) -> None:
-        """Write a full, checked chunk and mark it present. Raises `NoRoomError`, `FileNotFoundError`."""
-        position, data = chunk.index * self.manifest.chunk_bytes, chunk.data
+        """Write a full, checked chunk and mark it present. Raises `NoRoomError`."""
+        self.write_data(chunk.file, chunk.index, chunk.data)
+        self.mark_present(chunk.file, chunk.index, chunk.checksum)
+
+    def write_data(self, file: int, index: int, data: memoryview) -> None:
+        """Write the checked bytes of a chunk, in any thread. Raises `NoRoomError`."""
         with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
-            descriptor = os.open(self.file_path(chunk.file), os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                while data:
-                    written = os.pwrite(descriptor, data, position)
-                    position, data = position + written, data[written:]
-            finally:
-                os.close(descriptor)
-        self._last_written = chunk
-        self._set_state(chunk.file, chunk.index, _WHOLE, chunk.checksum)
+            self.pages[file].write(index * self.manifest.chunk_bytes, np.frombuffer(data, np.uint8))
+
+    def mark_present(self, file: int, index: int, checksum: bytes | None = None) -> None:
+        """Mark a chunk present whose bytes were written; None leaves the checksum that came with its delta."""
+        self._set_state(file, index, _WHOLE, checksum)
 
     def keep_delta(self, chunk: Chunk) -> None:
         """Keep a checked delta, of which `rebuild` can make the chunk."""
         assert chunk.proof is not None, f"a delta without a proof: {chunk}"
         self.deltas[chunk.file, chunk.index] = ChunkDelta(bytes(chunk.data), chunk.proof)
         self._set_state(chunk.file, chunk.index, _DELTA, chunk.checksum)
-
-    def mark_rebuilt(self, file: int, index: int) -> None:
-        """Note that `rebuild` wrote a chunk in place."""
-        self._set_state(file, index, _WHOLE)
 
     def forget_chunk(self, file: int, index: int) -> None:
         """Mark a chunk as missing, and drop its delta; a further delta is applied to a copy of the base."""
@@ -256,16 +246,17 @@ class StoredVersion:
         self._states[file] = bytearray(self._num_missing[file])
         self._in_place.discard(file)
         self.deltas = {key: delta for key, delta in self.deltas.items() if key[0] != file}
-        self._last_written = None
 
     def describe(self) -> None:
         """Write manifest and checksums into the folder, once all chunks are here. Raises `NoRoomError`."""
         with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
             describe_version(self.folder, self.manifest, self._checksums)
-        self._last_written = None
         self._older = []
-        self._mapped |= self._writable  # whose pages the proof has touched: the next delta reads them at once
-        self._writable.clear()
+
+    def end_writes(self) -> None:
+        """Note that no thread writes to the files any more."""
+        for pages in self.pages:
+            pages.is_arriving = False
 
     # ---- deltas
 
@@ -282,34 +273,36 @@ class StoredVersion:
     ) -> None:
         """Let deltas against version `base` arrive.
 
-        The files `in_place` hold a version that the deltas `older`, one after the other, turn into the base.
+        The files `in_place` are mapped, and hold a version that the deltas `older`, in turn, make the base.
         """
         self.base = base
         if older is not None:
             self._older, self._in_place = older, in_place
 
-    def rebuild(self, base: "StoredVersion", file: int, index: int) -> memoryview | None:
-        """Make a chunk of its delta, in place where that is possible; return it if its checksum is right.
+    def rebuild(self, base: "StoredVersion", file: int, index: int) -> bool:
+        """Write the chunk that a delta makes, in place where that is possible; False if its checksum is wrong.
 
-        `is_in_place` says whether it is written already. Threads may call it for different chunks. Raises
-        `FileNotFoundError` if a file is gone.
+        Threads may call it for different chunks. Raises `NoRoomError`, and `FileNotFoundError` if the base is
+        gone.
         """
-        width, delta = self.manifest.files[file].width, self.deltas.get((file, index))
-        if delta is None:
-            return None  # the file was forgotten meanwhile
-        if self.is_in_place(file, index):
-            begin = index * self.manifest.chunk_bytes
-            data = self._open_writable(file)[begin : begin + self.chunk_size(file, index)]
-            payloads = [*(deltas[file, index].payload for deltas in self._older), delta.payload]
+        width, delta = self.manifest.files[file].width, self.deltas[file, index]
+        begin, size = index * self.manifest.chunk_bytes, self.chunk_size(file, index)
+        in_place = self.pages[file].mapped_view(begin, size) if self.is_in_place(file, index) else None
+        if in_place is not None:
+            data, older = in_place, [deltas[file, index].payload for deltas in self._older]
         else:
-            data, payloads = memoryview(bytearray(base.chunk_data(file, index))), [delta.payload]
+            data, older = memoryview(bytearray(base.chunk_data(file, index))), []
         try:
-            for payload in payloads:
+            for payload in (*older, delta.payload):
                 apply(payload, data, width=width)
         except DeltaError:
-            return None
+            return False
         checksum = self._checksums[file][index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
-        return data if chunk_checksum(data) == checksum else None
+        if chunk_checksum(data) != checksum:
+            return False
+        if in_place is None:
+            self.write_data(file, index, data)
+        return True
 
     def is_in_place(self, file: int, index: int) -> bool:
         """True if the file holds an older version's chunk, and small deltas lead from it to this version's."""
@@ -318,13 +311,6 @@ class StoredVersion:
         deltas = [older.get((file, index)) for older in (*self._older, self.deltas)]
         size = sum(len(delta.payload) for delta in deltas if delta is not None)
         return None not in deltas and size <= _IN_PLACE * self.chunk_size(file, index)
-
-    def _open_writable(self, file: int) -> memoryview:
-        """Map a file, whose pages all exist, for writing."""
-        if file not in self._writable:
-            with self.file_path(file).open("r+b") as target:
-                self._writable[file] = memoryview(mmap.mmap(target.fileno(), 0))
-        return self._writable[file]
 
     def add_delta(self, file: int, index: int, delta: ChunkDelta | None) -> None:
         """Keep a chunk's delta for children; with None, children get the chunk in full."""
@@ -343,5 +329,3 @@ class StoredVersion:
         self.forget_deltas()
         self._mapped.clear()
         self._older = []
-        self._writable.clear()
-        self._last_written = None

@@ -138,6 +138,9 @@ class Subscriber:
         """True always: there is no other node to prefer."""
         return True
 
+    def take_chunk(self, chunk: m.Chunk) -> None:
+        """Do nothing: a subscriber opens no lanes."""
+
     def left_parent(self, old: str, new: str) -> None:
         """Do nothing: the run's supervisor restarts a lost node."""
 

@@ -11,11 +11,12 @@ so a restarted parent is treated as a new parent.
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from laminar_py.relay.messages import ToChild, Upward
-from laminar_py.relay.sockets import CONTROL_BYTES, Connection, LinkState, SocketFactory
+from laminar_py.relay.lanes import ChildLanes
+from laminar_py.relay.messages import Chunk, Lanes, OpenLanes, ToChild, Upward
+from laminar_py.relay.sockets import CONTROL_BYTES, IPC, Connection, LinkState, SocketFactory, tcp_host
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,10 @@ class Follower(Protocol):
         """Handle a record from the parent; False if the uplink must try the next parent."""
         ...
 
+    def take_chunk(self, chunk: Chunk) -> Callable[[], object] | None:
+        """Take a chunk in a lane's thread; return the rest of the work, for the event loop."""
+        ...
+
     def left_parent(self, old: str, new: str) -> None:
         """Note that the uplink leaves the parent at endpoint `old` for the parent at `new`."""
         ...
@@ -64,6 +69,7 @@ class Uplink:
         sockets: SocketFactory,
         timeout_s: float,
         chunk_bytes: int,
+        num_lanes: int = 0,
         visit_s: float = VISIT_S,
     ) -> None:
         self.name = name
@@ -73,6 +79,7 @@ class Uplink:
         self._timeout_s = timeout_s
         self._max_frame_bytes = chunk_bytes + CONTROL_BYTES
         self._visit_s = visit_s
+        self._lanes = ChildLanes(num_lanes, follower.take_chunk, follower.reattach, chunk_bytes=chunk_bytes)
         self.parent = ""  # endpoint of the current parent, or of the last
         self._connection: Connection | None = None
         self._num_quick = 0  # parents that still get `GRACE_S` instead of `timeout_s`, since one was lost
@@ -91,6 +98,7 @@ class Uplink:
             try:
                 goes_home = await self._follow(self._connection)
             finally:
+                self._lanes.close()
                 self._connection.close()
                 self._connection = None
             if goes_home or endpoint not in self.parents:
@@ -121,20 +129,30 @@ class Uplink:
                     pass  # time for a reminder, or a moment early
                 case LinkState.DOWN:
                     # A peer that fails every handshake goes down again and again; the first time counts.
+                    self._lanes.close()
                     if deadline == math.inf:
                         self._num_quick = len(self.parents)
                         deadline, next_reminder = now() + self._next_patience_s(), math.inf
                 case LinkState.UP:
                     deadline, next_reminder = math.inf, now() + self._timeout_s
                     self._num_quick = 0
+                    self._ask_for_lanes()
                     self._follower.reattach()
+                case Lanes() as offer:
+                    self._lanes.open(tcp_host(self.parent), offer)
                 case message:
                     if not self._follower.handle(message):
                         return False
             if now() >= next_reminder:
                 next_reminder = now() + self._timeout_s
+                self._ask_for_lanes()
                 self._follower.resend_requests()
         return True
+
+    def _ask_for_lanes(self) -> None:
+        """Ask the parent for lanes if there are none; until they are open, chunks come as control records."""
+        if self._lanes.num_missing and not self.parent.startswith(IPC):
+            self.send(OpenLanes(self._lanes.num_missing))
 
     def _next_patience_s(self) -> float:
         """Return the seconds to wait for the current parent; use up a quick try if others are left."""

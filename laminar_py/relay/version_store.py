@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_py.relay.mapped_file import MappedFile
+from laminar_py.relay.mapped_file import MappedFiles
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.stored_version import (
     CHECKSUMS,
@@ -93,6 +93,7 @@ class VersionStore:
         self._reading: dict[str, list[int]] = {}  # subscriber -> versions whose changes its pin holds
         self._spare: StoredVersion | None = None  # the version in the spare folder, if that is known
         self._deleting: dict[Path, int] = {}  # folder -> bytes that its deletion will free
+        self._files = MappedFiles()
 
     @property
     def newest(self) -> int:
@@ -149,17 +150,16 @@ class VersionStore:
         folder = self.path / f"{folder_name(manifest.version)}.part"
         sizes = {entry.name: entry.size for entry in manifest.files}
         use_spare(self.path, folder)
-        kept = _keep_usable_files(folder, sizes)
+        kept = _keep_usable_files(folder, sizes, self._files)
         older = None if base is None else self._deltas_between(self._spare, base)
         self._spare = None
-        with no_room_errors(self.path, manifest.version, manifest.num_bytes):
-            # All files exist from here on. So a write to a file that was deleted fails, instead of making a new
-            # file that lacks the earlier chunks.
-            for name, size in sizes.items():
-                pages = MappedFile(folder / name)
-                pages.set_size(size)
-                pages.close()
         stored = StoredVersion(manifest, folder, complete=False)
+        with no_room_errors(self.path, manifest.version, manifest.num_bytes):
+            # All files exist from here on, and stay open: writes never make a new file that lacks earlier chunks.
+            stored.pages = [self._files.open(folder / name) for name in sizes]
+            for pages, size in zip(stored.pages, sizes.values(), strict=True):
+                pages.set_size(size)
+                pages.is_arriving = True
         if base is not None:
             stored.build_on(base.manifest.version, older, {i for i, name in enumerate(sizes) if name in kept})
         return stored
@@ -179,9 +179,21 @@ class VersionStore:
     def commit(self, arrived: StoredVersion) -> None:
         """Make a verified version complete: describe it and rename its folder. Raises `NoRoomError`."""
         arrived.describe()
+        arrived.end_writes()
         arrived.folder = arrived.folder.rename(self.path / folder_name(arrived.manifest.version))
         self.complete[arrived.manifest.version] = arrived
         self.ready.pop(arrived.manifest.version, None)
+
+    def keep_mapped(self, stored: StoredVersion) -> None:
+        """Map the files of a complete version, for the next one to overwrite. Call this in a thread."""
+        for pages in stored.pages:
+            if not pages.is_deleted:
+                pages.keep_mapped()
+        self._files.sweep()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
 
     def changes_path(self, version: int) -> Path:
         """Path of a version's change file."""
@@ -244,6 +256,7 @@ class VersionStore:
         self.ready.pop(version, None)
         self._sweep_changes()
         stored.free_memory()
+        stored.end_writes()
         if not stored.folder.exists():
             return None
         with suppress(OSError):  # there is a spare folder already
@@ -258,22 +271,23 @@ class VersionStore:
     def delete(self, doomed: Path) -> None:
         """Delete a folder that `retire` returned. Call this in a thread: it frees about 10 GB/s."""
         shutil.rmtree(doomed, ignore_errors=True)  # `open` deletes the rest at the next start
+        self._files.sweep()
         del self._deleting[doomed]
 
 
-def _keep_usable_files(folder: Path, sizes: Mapping[str, int]) -> set[str]:
+def _keep_usable_files(folder: Path, sizes: Mapping[str, int], files: MappedFiles) -> set[str]:
     """Delete a folder's files that `sizes` (bytes by name) lacks or a process has open; cut the others to size.
 
-    Returns the names of files that had this size and all their pages.
+    Returns the names of files that had this size and are mapped as a whole.
     """
     kept = set()
     for path in list(folder.iterdir()):
-        pages = MappedFile(path)
+        pages = files.open(path)
         if path.name in sizes and pages.is_unused:
-            if pages.size == sizes[path.name] <= path.stat().st_blocks * 512:
+            if pages.size == sizes[path.name] and pages.mapped_view(0, pages.size) is not None:
                 kept.add(path.name)
             pages.set_size(min(pages.size, sizes[path.name]))
         else:
             path.unlink()
-        pages.close()
+    files.sweep()
     return kept

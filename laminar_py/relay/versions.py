@@ -8,6 +8,9 @@ builds on (`tests/relay/test_tree.py::test_however_fast_versions_come_one_of_two
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
+
+import msgspec
 
 import laminar_py.relay.messages as m
 from laminar_py.relay.changes import ChangesFile
@@ -90,6 +93,14 @@ class NodeVersions:
             return not self._downloads[version].arrived
         return version > self.newest or self._is_wanted(version)
 
+    def stop(self) -> None:
+        """Let no thread compare versions or write into arriving ones any more, at the end of the node."""
+        self._encoder.close()
+        for version in list(self._downloads):
+            download = self._downloads.pop(version)
+            download.stop()
+            download.drop_changes()
+
     # ---- called for children, subscribers and the root's folder
 
     def locate(self, version: int) -> None:
@@ -110,12 +121,6 @@ class NodeVersions:
         if self._store.complete:
             self._downlink.probe(m.Newest(self._store.newest))
         self.retire_surplus()
-
-    def close(self) -> None:
-        """Let the threads of comparisons and of arriving versions end with their present chunks."""
-        self._encoder.close()
-        for version in list(self._downloads):
-            self._downloads.pop(version).drop_changes()
 
     def discover(self) -> None:
         """Announce the versions that the publisher has completed in the root's store, and start their deltas."""
@@ -212,13 +217,42 @@ class NodeVersions:
                 self._uplink.send(m.Done(version))
                 self._compare_digests(announce.manifest)
 
+    def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
+        """Check and write a chunk in a lane's thread; return the rest of the work, for the event loop.
+
+        A delta is checked and kept on the event loop.
+        """
+        download = self._downloads.get(chunk.version)
+        if download is None:
+            return None
+        if chunk.base is not None:
+            return partial(self.handle_chunk, msgspec.structs.replace(chunk, data=memoryview(bytes(chunk.data))))
+        header = msgspec.structs.replace(chunk, data=m.NO_DATA)
+        try:
+            outcome = download.write(chunk, chunk.data)
+        except NoRoomError as error:
+            return partial(self._finish_chunk, download, header, error)
+        return partial(self._finish_chunk, download, header, outcome)
+
     def handle_chunk(self, chunk: m.Chunk) -> None:
         """Store a chunk from the parent. The last chunk completes the version; an error gives the version up."""
         download = self._downloads.get(chunk.version)
         if download is None:
             return  # the version was overtaken while the chunk was in flight
         try:
-            self._accept(download, chunk)
+            self._advance(download, chunk, download.accept(chunk))
+        except (NoRoomError, BrokenVersionError) as error:
+            self.fail_version(chunk.version, str(error))
+
+    def _finish_chunk(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | NoRoomError) -> None:
+        """Record a chunk that a lane's thread has written, or the error of that."""
+        if self._downloads.get(chunk.version) is not download:
+            return  # the version was overtaken, or began once more
+        try:
+            if isinstance(outcome, NoRoomError):
+                raise outcome
+            download.record(chunk, outcome)
+            self._advance(download, chunk, outcome)
         except (NoRoomError, BrokenVersionError) as error:
             self.fail_version(chunk.version, str(error))
 
@@ -297,23 +331,29 @@ class NodeVersions:
                 f" {self._chunk_bytes} of this node; use one size for the publisher and all nodes"
             )
 
-    def _accept(self, download: Download, chunk: m.Chunk) -> None:
-        """Write or keep a chunk and forward it to children.
+    def _advance(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
+        """Forward a chunk that was written or kept to children, and act on the last one.
 
         Requests a damaged chunk again. Raises `NoRoomError`, `BrokenVersionError`.
         """
-        outcome = download.accept(chunk)
         if outcome is ChunkOutcome.DAMAGED:
             self._uplink.send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
         if outcome is not ChunkOutcome.WRITTEN:
             return
-        self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
+        self._forward_chunk(download, chunk.file, chunk.index)
         if download.stored.has_arrived(chunk.file):
             download.verify_file(chunk.file)
         if download.arrived:
             self._handle_arrived(download)
         else:
             self._fill_window(download)
+
+    def _forward_chunk(self, download: Download, file: int, index: int) -> None:
+        """Send a chunk to the children that it is promised to. Raises `BrokenVersionError` if its file is gone."""
+        try:
+            self._downlink.forward_chunk(download.stored, file, index)
+        except FileNotFoundError as error:
+            raise BrokenVersionError(f"version {download.version}: {error.filename} was deleted") from None
 
     def _handle_arrived(self, download: Download) -> None:
         """Offer the changes of a version that has arrived, make its chunks of its deltas, or commit it.
@@ -337,6 +377,8 @@ class NodeVersions:
                 f"version {download.version}: files in {stored.folder} were deleted while it arrived"
             )
         self._store.commit(stored)
+        mapping = asyncio.to_thread(self._store.keep_mapped, stored)
+        self.tasks.create_task(mapping, name=f"{self._name}-map")
         del self._downloads[download.version]
         self._uplink.send(m.Done(download.version))
         self._handle_complete(stored.manifest, download)
@@ -347,34 +389,33 @@ class NodeVersions:
 
         The full digests are proven here, after the version may have served its changes (law 3).
         """
-        version, stored, base = download.version, download.stored, download.base
-        assert base is not None, f"{stored.folder} has deltas without a base"
-        chunks = iter(list(stored.waiting_chunks()))
+        version = download.version
+        chunks = iter(list(download.stored.waiting_chunks()))
 
         async def rebuild_chunks() -> None:
             """Make chunks from the iterator that all coroutines share, until none is left."""
             for file, index in chunks:
-                data = await asyncio.to_thread(stored.rebuild, base, file, index)
+                right = await asyncio.to_thread(download.rebuild, file, index)
                 if self._downloads.get(version) is not download:
                     return  # it was dropped meanwhile
-                if not stored.is_waiting(file, index):
-                    continue  # its file was forgotten meanwhile
-                fetch = download.rebuilt(file, index, data)
-                if fetch is None:
-                    self._downlink.forward_chunk(stored, file, index)
-                else:
+                if right is None:
+                    continue
+                fetch = download.rebuilt(file, index, right=right)
+                if fetch is not None:
                     self._uplink.send(fetch)
+                elif download.stored.has_chunk(file, index):
+                    self._forward_chunk(download, file, index)
 
         try:
             await asyncio.gather(*(rebuild_chunks() for _ in range(THREADS)))
             download.rebuilding = False
             if download.arrived and self._downloads.get(version) is download:
                 self._handle_arrived(download)
-        except (NoRoomError, BrokenVersionError) as error:
-            self.fail_version(version, str(error))
-        except FileNotFoundError as error:
+        except (NoRoomError, BrokenVersionError, FileNotFoundError) as error:
+            if isinstance(error, FileNotFoundError):
+                error = BrokenVersionError(f"version {version}: {error.filename} was deleted")
             if self._downloads.get(version) is download:
-                self.fail_version(version, f"version {version}: {error.filename} was deleted")
+                self.fail_version(version, str(error))
 
     def _fill_window(self, download: Download) -> None:
         for fetch in download.fill_window():
@@ -402,6 +443,7 @@ class NodeVersions:
         """Stop the download of a version, if it arrives, and retire its folder."""
         download = self._downloads.pop(version, None)
         if download is not None:
+            download.stop()
             download.drop_changes()
             self._downlink.forget_version(version)
             self._discard(download.stored)

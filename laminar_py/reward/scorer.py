@@ -32,6 +32,7 @@ from laminar_py.ledger.segments.writer import SegmentWriter
 from laminar_py.records.codec import DIGEST_BYTES, IntArray
 from laminar_py.records.columns import TOKEN_REWARDS, Array, Column, ColumnError, Source, TokenValues, token_values
 from laminar_py.records.credit import RoleCredit, earned_by
+from laminar_py.records.patience import Patience
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, PayloadLostError
 from laminar_py.records.scoring import (
     NoValueError,
@@ -297,10 +298,11 @@ class Scorer:
         kind, limit_s = REWARDS.get(term.kind), term.timeout_s or self._reward.timeout_s
         if kind.serve is not None:
             with REWARDS.naming_package(term.kind):
-                context = replace(self._context, timeout_s=limit_s)
+                start_s = self._reward.servers[term.pool].start_timeout_s if term.pool is not None else 0.0
+                context = replace(self._context, timeout_s=limit_s, start_s=start_s)
                 function = await stack.enter_async_context(kind.serve(term, context))
             self._room[key] = function.concurrency
-            return _served_call(function, term, limit_s=limit_s)
+            return _served_call(function, term, limit_s=limit_s, start_s=start_s)
         spec = CallSpec(
             term=key,
             timeout_s=limit_s,
@@ -406,13 +408,15 @@ def _read_environment(names: Sequence[str], *, name: str) -> Mapping[str, str]:
     return {variable: os.environ[variable] for variable in names}
 
 
-def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) -> Call:
+def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float, start_s: float) -> Call:
     """Wrap a served term as a call with a timeout and a bound on concurrency.
 
-    The call raises any undeclared error of the function: a bug of ours, or of the package that brings the term.
+    Until the first outcome a call may take `start_s`. The call raises any undeclared error of the function: a bug
+    of ours, or of the package that brings the term.
     """
 
     room = asyncio.Semaphore(function.concurrency)
+    patience = Patience(limit_s + OWN_LIMITS_S, first_s=start_s + OWN_LIMITS_S)
 
     async def call(request: ScoringRequest) -> Outcome:
         """Call the served function within its limits; declared errors and timeouts become failed outcomes."""
@@ -420,13 +424,15 @@ def _served_call(function: ServedReward, term: TermConfig, *, limit_s: float) ->
             start, raised = time.perf_counter(), True
             with REWARDS.naming_package(term.kind):
                 try:
-                    async with asyncio.timeout(limit_s + OWN_LIMITS_S):
+                    async with patience.timer():
                         returned = await function(request)
+                    patience.note_answer()
                     outcome = check_reward(read_reward(returned), (), length=len(request.response_ids))
                     raised = False
                 except TimeoutError:
-                    outcome = late(limit_s)
+                    outcome = late(patience.present_s - OWN_LIMITS_S)
                 except NoValueError as error:
+                    patience.note_answer()
                     outcome = failed(str(error), error.reason)
                 except (TryAgainError, ColumnError) as error:
                     outcome = failed(str(error), transient=isinstance(error, TryAgainError))

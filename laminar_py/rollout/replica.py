@@ -26,134 +26,26 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, PauseMode, SamplingParams
+from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, SamplingParams
 from laminar_py.records.environment import Environments
-from laminar_py.records.events import VersionLoaded
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.records.stops import Decode
 from laminar_py.records.trajectory import Kind
-from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
+from laminar_py.records.weights import VersionLostError, WeightSource
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
+from laminar_py.rollout.loader import WeightLoader
 from laminar_py.rollout.outbox import GATHER_S, Outbox
 from laminar_py.rollout.running import RunningTrajectory
 from laminar_py.rollout.storing import ResponseStore
 from laminar_py.rollout.streams import Streams
-from laminar_py.rollout.verifying import Prober, TensorWatch
+from laminar_py.rollout.verifying import Prober
 
-PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
 log = logging.getLogger(__name__)
-
-
-class WeightLoader:
-    """Loads versions from `weights` into `engine`; reports the hash of every `verify_every`-th (0: of none)."""
-
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        weights: WeightSource,
-        streams: Streams,
-        out: Outbox,
-        verify_every: int,
-        prober: Prober | None,
-    ) -> None:
-        self.version = -1  # that the engine serves; -1 before the first load
-        self._engine = engine
-        self._weights = weights
-        self._streams = streams
-        self._out = out
-        self._verify_every = verify_every
-        self._next_verified = 0  # the first version from here on is hashed
-        self._tensors = TensorWatch()
-        self._prober = prober
-        self._probing: asyncio.Task[None] | None = None
-
-    async def load(self, version: int | None) -> None:
-        """Pull and load a version, or the newest for None, while no request runs. Raises `VersionLostError`."""
-        began = self._out.clock.now()
-        self._streams.serving.clear()
-        try:
-            pulled = await self._weights.pull(version)
-        except VersionLostError:
-            if self.version >= 0:
-                self._streams.serving.set()
-            raise
-        await self._install(pulled, began)
-        self._begin_probe()
-
-    async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
-        """Pull the newest version while trajectories generate; then pause them as `policy` says, load, and resume.
-
-        If `may_swap()` is false after the pull, the engine keeps its version.
-        """
-        began = self._out.clock.now()
-        pulled = await self._weights.pull()
-        if not may_swap():
-            return  # a trajectory that arrived during the pull needs the present version
-        self._streams.serving.clear()
-        interrupted = await self._streams.interrupt() if policy is OnNewWeights.RESUME else []
-        if policy is not OnNewWeights.RESUME:
-            await self._engine.pause(PAUSES[policy])
-        await self._install(pulled, began)
-        await self._engine.resume()
-        self._streams.resume_interrupted(interrupted)
-        self._out.urgent.set()
-        self._begin_probe()
-
-    def _begin_probe(self) -> None:
-        """Ask the engine the run's probes beside its other work."""
-        if self._prober is not None:
-            self._probing = asyncio.create_task(self._probe(self._prober), name="probe")
-
-    async def _probe(self, prober: Prober) -> None:
-        """Report the engine's answers."""
-        found = await prober.answers(self.version)  # a report may leave meanwhile
-        self._out.probes += found
-        self._out.urgent.set()
-
-    async def finish_probe(self) -> None:
-        """Wait until the probes that are under way have ended."""
-        if self._probing is not None:
-            await asyncio.wait([self._probing])
-
-    async def end_probe(self) -> None:
-        """Cancel the probes that are under way, and wait until their requests have ended."""
-        if self._probing is not None:
-            self._probing.cancel()
-            await self.finish_probe()
-
-    async def _install(self, pulled: PulledVersion, began: float) -> None:
-        """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
-
-        Among each `_verify_every` consecutive versions, the first that is loaded is hashed.
-        """
-        await self.end_probe()
-        await self._engine.load_weights(Path(pulled.path), pulled.version)
-        checksum: str | None = None
-        stale: tuple[str, ...] = ()
-        if self._verify_every and pulled.version >= self._next_verified:
-            found = await self._engine.checksum()
-            checksum, stale = found.total or None, await self._tensors.stale(Path(pulled.path), found)
-            self._next_verified = (pulled.version // self._verify_every + 1) * self._verify_every
-        self.version = pulled.version
-        self._streams.serving.set()
-        elapsed = self._out.clock.now() - began
-        self._out.loads.append(
-            VersionLoaded(
-                replica=self._out.index,
-                version=pulled.version,
-                digest=pulled.digest,
-                elapsed_s=elapsed,
-                checksum=checksum,
-                stale=stale,
-            )
-        )
-        log.info("replica %d serves version %d after %.3f s", self._out.index, pulled.version, elapsed)
 
 
 class Replica:

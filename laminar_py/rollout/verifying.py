@@ -34,6 +34,12 @@ FUSED = (  # engine's name -> names in the files
 SHARD_LOADS = 3  # verified loads in a row; the part of a tensor on one of several GPUs may stay equal once
 
 
+def differing(one: WeightsChecksum, other: WeightsChecksum) -> tuple[str, ...]:
+    """Return the tensors whose hashes differ; "a tensor" if only the totals tell."""
+    names = tuple(name for name, value in other.tensors.items() if one.tensors.get(name) != value)
+    return names or (("a tensor",) if one.total != other.total else ())
+
+
 class TensorWatch:
     """Compares changes of an engine's tensors with changes of the files that it loaded."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from laminar_lab.bench import control, endpoint, engine, learner, ledger, relay, repack, turns
+from laminar_lab.bench import control, endpoint, engine, learner, ledger, publish, refresh, relay, repack, turns
 from laminar_lab.bench.learner import draw_step, pack_step, quality
 from laminar_lab.bench.turns import added_rows, turn_times
 from laminar_lab.bench.workplace import SHARED_MEMORY
@@ -38,6 +38,13 @@ def test_both_engines_have_a_rate_at_each_concurrency(capsys):
     assert capsys.readouterr().err.count("\nround ") == 4
 
 
+def test_changes_of_twenty_versions_leave_a_whole_load_and_take_a_time_beside_it(tmp_path):
+    model = Qwen3Config(**TINY.to_diff_dict() | {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"})
+    found = figures(refresh, refresh.rows(repeats=1, model=model, shm=tmp_path))
+    assert found.pop("refresh_delta_over_full_local") > 0
+    assert set(found.values()) == {None}, "without an environment with SGLang"
+
+
 def test_packed_sequences_have_a_speed_beside_both_paddings_and_shares_are_of_the_whole():
     found = figures(learner, learner.rows(repeats=1, sequences=64, seeds=2, model=TINY))
     assert all(value > 0 for value in found.values())
@@ -65,6 +72,14 @@ def left() -> set[Path]:
 def test_a_hop_has_a_rate_and_leaves_nothing():
     before = left()
     found = figures(relay, relay.rows(shm=SHARED_MEMORY, repeats=1, num_bytes=2**20))
+    assert all(value > 0 for value in found.values())
+    assert left() <= before
+
+
+@pytest.mark.slow
+def test_two_ranks_publish_the_digest_of_one_and_leave_nothing():
+    before = left()
+    found = figures(publish, publish.rows(shm=SHARED_MEMORY, repeats=1, model=TINY))
     assert all(value > 0 for value in found.values())
     assert left() <= before
 

@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
-from contextlib import contextmanager
+import sys
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,11 +17,12 @@ from typer.testing import CliRunner
 from laminar_lab.doctor import probes, self_test
 from laminar_lab.doctor.probes import NodeProbe, measured, probe_node, run_ranks
 from laminar_lab.doctor.trial_rows import Verdict, rate_row
+from laminar_lab.emulation.settings import read_profile
 from laminar_py.cli.command import app
 from laminar_py.config import ConfigError
 from laminar_py.config.loading import load_config
 from laminar_py.records.codec import decode
-from laminar_py.runtime.cluster import Needs, Placement, nodes, open_cluster
+from laminar_py.runtime.cluster import Needs, Placement, free_port, nodes, open_cluster
 from tests.runs.runs import REPO
 
 QUICKSTART, RECIPE = REPO / "configs/quickstart.yaml", REPO / "experiments/math_long_cot/7b_8gpu.yaml"
@@ -31,12 +37,16 @@ def tried(*arguments):
 @pytest.mark.slow
 def test_a_laptop_s_config_is_tried_in_a_short_run(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
-    code, rows = tried(QUICKSTART, f"runs={tmp_path}")
+    code, rows = tried(QUICKSTART, f"runs={tmp_path / 'runs'}", "--out", tmp_path / "profile.yaml")
     assert code == 0
+    profile = read_profile(tmp_path / "profile.yaml")
+    assert profile.relay_bytes_per_s == pytest.approx(rows["versions to nodes"]["value"], rel=1e-3)
+    assert profile.learner.train_tokens_per_s == pytest.approx(rows["learner step"]["value"], rel=1e-3)
     assert all(row["verdict"] in (Verdict.OK, Verdict.SLOW) for row in rows.values())
     assert rows["learner start"]["measured"] == "sdpa"
     assert {"engines start", "first response", "learner step", "publish", "loads", "the run's laws"} <= set(rows)
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert not list(Path("/dev/shm").glob("laminar-.trial-*"))
 
 
 @pytest.mark.slow
@@ -110,6 +120,66 @@ def test_collectives_of_two_ranks_have_rates():
     assert rows["reduce-scatter"].value > 0
 
 
+SLOW_LINK = "tbf rate 320mbit burst 256kb latency 50ms"  # 0.04 GB/s
+
+
+class NamespaceCalls:
+    """Two network namespaces as nodes, linked by a slow link; a rank of the learner is on each."""
+
+    def __init__(self, nodes):
+        self.ips = nodes
+        self.plan = SimpleNamespace(learner=[SimpleNamespace(node=node) for node in nodes])
+
+    def ip(self, node):
+        return self.ips[node]
+
+    async def on_node(self, node, function, *arguments):
+        code = (
+            "import sys; from laminar_lab.doctor import probes; from laminar_py.runtime.cluster import free_port;"
+        )
+        code += f"sys.stdout.write({function.__name__ if function is free_port else 'probes.run_ranks'}"
+        code += "(*sys.argv[1:]).hex())"
+        words = ["ip", "netns", "exec", node, sys.executable, "-c", code, *arguments]
+        return bytes.fromhex(await asyncio.to_thread(subprocess.check_output, words, text=True))
+
+
+@contextmanager
+def linked_namespaces(shape):
+    """Two namespaces with a link between them, which carries what `tc` allows with these words."""
+    names = [f"laminar-{os.getpid()}-{side}" for side in "ab"]
+    ips, ends = (
+        dict(zip(names, ("10.213.7.1", "10.213.7.2"), strict=True)),
+        [f"ll{os.getpid() % 10**6}{s}" for s in "ab"],
+    )
+    lines = [f"ip netns add {name}" for name in names]
+    lines.append(f"ip link add {ends[0]} netns {names[0]} type veth peer name {ends[1]} netns {names[1]}")
+    for name, end in zip(names, ends, strict=True):
+        lines += [f"ip -n {name} addr add {ips[name]}/24 dev {end}", f"ip -n {name} link set {end} up"]
+        lines += [f"ip -n {name} link set lo up", f"tc -n {name} qdisc add dev {end} root {shape}"]
+    try:
+        for line in lines:
+            try:
+                subprocess.run(line.split(), check=True, capture_output=True, text=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"no slow link here: {line}: {getattr(error, 'stderr', error)}")
+        yield ips
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def test_a_slow_link_between_nodes_is_named_in_the_row_of_collectives_with_its_rate(monkeypatch):
+    with linked_namespaces(SLOW_LINK) as ips:
+        calls = NamespaceCalls(ips)
+        monkeypatch.setattr(self_test, "on_node", calls.on_node)
+        config = load_config(QUICKSTART, ["learner.world_size=2"])
+        rows = {row.what: row for row in asyncio.run(self_test._collective_rows(config, calls))}
+    assert rows["all-reduce"].verdict is Verdict.SLOW
+    assert rows["all-reduce"].value == pytest.approx(0.04e9, rel=0.3)
+    assert rows["all-reduce"].measured.endswith("GB/s (between 10.213.7.1, 10.213.7.2)")
+    assert rows["all-reduce"].remedy.startswith("the link between these nodes")
+
+
 def test_a_rank_that_never_joins_is_named(monkeypatch):
     start = subprocess.Popen
 
@@ -121,6 +191,28 @@ def test_a_rank_that_never_joins_is_named(monkeypatch):
     rows = collectives(load_config(QUICKSTART, ["learner.world_size=2"]))
     assert rows["all-reduce"].verdict is Verdict.FAILED
     assert rows["all-reduce"].measured == "rank 1: no end within 15 s; it said last: nothing"
+
+
+def test_an_interrupted_probe_ends_its_ranks_at_once(tmp_path):
+    ranks = []
+
+    async def interrupted():
+        waiting = asyncio.to_thread(run_ranks, str(tmp_path / "ranks"), "0", "2", "cpu")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(waiting, timeout=2.0)
+        ranks.extend(probes._children)
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        self_test._run(interrupted())
+    assert time.monotonic() - began < 5.0
+    assert [rank.poll() for rank in ranks] == [-signal.SIGKILL]
+
+
+def test_a_rank_whose_parent_was_killed_during_its_imports_ends():
+    words = [sys.executable, "-m", "laminar_lab.doctor.probes", "1", "tcp://127.0.0.1:1", "2", "cpu", "1"]
+    assert subprocess.run(words, timeout=60, check=False).returncode == 128 + signal.SIGKILL
 
 
 def test_a_closed_port_is_a_fault_of_the_ranks(monkeypatch):

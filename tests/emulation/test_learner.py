@@ -8,6 +8,7 @@ import torch
 from laminar_lab.emulation.learner import EmulatedLearner
 from laminar_lab.emulation.settings import LearnerTimes
 from laminar_py.learner.marker import MARKER
+from laminar_py.learner.packing import RowSize
 
 TIMES = LearnerTimes(
     train_tokens_per_s=1000.0, num_parameters=10**12, hidden_size=1, num_layers=1, optimizer_s=2.0
@@ -17,6 +18,14 @@ TIMES = LearnerTimes(
 @dataclass
 class Packed:
     lengths: list[int]
+
+    @property
+    def num_tokens(self):
+        return sum(self.lengths)
+
+    @property
+    def squares(self):
+        return sum(length**2 for length in self.lengths)
 
 
 class Clock:
@@ -54,14 +63,16 @@ def test_a_step_takes_the_time_of_its_tokens_and_the_optimizers():
 
 
 def test_devices_share_whole_microbatches():
-    batches = [[length] for length in (4000, 3000, 2000, 1000)]
+    batches = [RowSize(length, 0) for length in (4000, 3000, 2000, 1000)]
     assert TIMES.step_s(batches, devices=2) == pytest.approx(2 + 5)
     assert TIMES.step_s(batches, devices=8) == pytest.approx(2 + 4)
 
 
 def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens():
     times = TIMES.model_copy(update={"num_parameters": 7_600_000_000, "hidden_size": 3584, "num_layers": 28})
-    long, short = (times.step_s(batch, devices=1) for batch in ([[16_000]], [[400] * 40]))
+    long, short = (
+        times.step_s(batch, devices=1) for batch in ([RowSize(16_000, 16_000**2)], [RowSize(16_000, 40 * 400**2)])
+    )
     assert long > 1.1 * short
 
 

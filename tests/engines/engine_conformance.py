@@ -8,6 +8,8 @@ The judge of numbers is a full forward of the Hugging Face model in fp32.
 
 import asyncio
 import functools
+import math
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
@@ -26,10 +28,13 @@ from laminar_py.records.engine import (
     InferenceEngine,
     PauseMode,
     PushEngine,
+    RefusedError,
     SamplingParams,
 )
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
+from laminar_py.records.weights import AT, TO
+from tests.engines.changes import nudged, read_version, save_changes, write_changes
 
 PATIENCE_S = 30.0
 
@@ -502,6 +507,101 @@ async def versions_never_go_back(make: Factory) -> None:
         assert rig.engine.status().version == 5
 
 
+async def changes_of_twenty_versions_leave_the_weights_of_a_whole_load(make: Factory) -> None:
+    async with make() as rig:
+        with tempfile.TemporaryDirectory() as name:
+            folders, files = [rig.weights[0]], []
+            for version in range(2, 22):
+                folders.append(nudged(folders[-1], Path(name) / f"v{version}", seed=version))
+                file = Path(name) / f"v{version}-changes"
+                files.append(write_changes(*folders[-2:], file, base=version - 1, version=version))
+            if not rig.engine.takes_changes:
+                with pytest.raises(RefusedError):
+                    await rig.engine.load_changes(files[:1], 2)
+                return
+            for version in range(2, 20):
+                await rig.engine.load_changes([files[version - 2]], version)
+            await rig.engine.load_changes(files[-2:], 21)  # two at a time
+            changed = await rig.engine.checksum()
+            response = await collect(rig.engine, make_request())
+            assert response.versions == [21] * 20
+            expected = full_forward(folders[-1], [3, 4, 5, *response.ids], prompt=3)
+            np.testing.assert_allclose(response.logprobs, expected, atol=1e-4)
+            await rig.engine.load_weights(rig.weights[1], 22)
+            assert (await rig.engine.checksum()).total != changed.total
+            await rig.engine.load_weights(folders[-1], 23)
+            assert await rig.engine.checksum() == changed
+
+
+async def changes_that_do_not_fit_are_refused_and_the_old_weights_stay(make: Factory) -> None:
+    async with make() as rig:
+        if not rig.engine.takes_changes:
+            pytest.skip("takes whole versions alone")
+        name, tensor = next((name, x) for name, x in read_version(rig.weights[0]).items() if x.dim() == 2)
+        other = "model.norm.weight"
+
+        def changes(base=1, version=2, at=(0,), to=(0.5,), last=name, kind=torch.int64):
+            number = len(list(Path(folder).iterdir()))
+            pairs = {other + AT: torch.tensor([0]), other + TO: torch.tensor([0.5])}  # alone it would fit
+            pairs |= {last + AT: torch.tensor(at, dtype=kind), last + TO: torch.tensor(to)}
+            return save_changes(pairs, Path(folder) / str(number), base=base, version=version)
+
+        before = await rig.engine.checksum()
+        with tempfile.TemporaryDirectory() as folder:
+            unreadable, lone = Path(folder) / "unreadable", Path(folder) / "lone"
+            unreadable.write_bytes(b"no safetensors")
+            save_changes({name + AT: torch.tensor([0])}, lone, base=1, version=2)
+            for files, version in (
+                ([changes(base=0)], 2),
+                ([changes(base="one")], 2),
+                ([changes(version=3)], 2),
+                ([changes(), changes(base=3, version=4)], 4),
+                ([], 2),
+                ([unreadable], 2),
+                ([Path(folder) / "missing"], 2),
+                ([lone], 2),
+                ([changes(last="model.layers.0.unheard_of.weight")], 2),
+                ([changes(at=(-1,))], 2),
+                ([changes(at=(tensor.numel(),))], 2),
+                ([changes(at=(1, 1), to=(0.5, 0.5))], 2),
+                ([changes(at=(1, 0), to=(0.5, 0.5))], 2),
+                ([changes(at=(0, 1))], 2),
+                ([changes(kind=torch.int32)], 2),
+                ([changes(to=(math.nan,))], 2),
+                ([changes(to=(-math.inf,))], 2),
+                ([changes(), changes(base=2, version=3, to=(math.nan,))], 3),
+            ):
+                with pytest.raises(RefusedError) as refused:
+                    await rig.engine.load_changes(files, version)
+                assert "\n" not in str(refused.value)
+                assert rig.engine.status().version == 1
+            assert await rig.engine.checksum() == before
+            assert (await collect(rig.engine, make_request())).versions == [1] * 20
+            await rig.engine.load_changes([changes()], 2)
+        assert await rig.engine.checksum() != before
+
+
+async def changes_do_not_come_under_a_running_request(make: Factory) -> None:
+    async with make() as rig:
+        if not rig.engine.takes_changes:
+            pytest.skip("takes whole versions alone")
+        with tempfile.TemporaryDirectory() as name:
+            after = nudged(rig.weights[0], Path(name) / "v2", share=0.5)
+            file = write_changes(rig.weights[0], after, Path(name) / "changes", base=1, version=2)
+            request = await caught(rig.engine, make_request(length=600, temperature=1.0))
+            with pytest.raises(RuntimeError):
+                await rig.engine.load_changes([file], 2)
+            await rig.engine.pause(PauseMode.RETRACT)
+            await rig.engine.load_changes([file], 2)
+            await rig.engine.resume()
+            response = await request.response()
+            assert set(response.versions) == {1, 2}
+            for version, folder in ((1, rig.weights[0]), (2, after)):
+                expected = full_forward(folder, [3, 4, 5, *response.ids], prompt=3)
+                own = np.array(response.versions) == version
+                np.testing.assert_allclose(np.array(response.logprobs)[own], expected[own], atol=1e-4)
+
+
 async def a_lost_engine_says_so_in_every_method(make: Factory, kill: Callable[[InferenceEngine], None]) -> None:
     """`kill` breaks what computes, as a crash would. Not among `LAWS`, since a server that it kills stays dead."""
     async with make() as rig:
@@ -522,6 +622,7 @@ async def a_lost_engine_says_so_in_every_method(make: Factory, kill: Callable[[I
             engine.pause(PauseMode.IN_PLACE),
             engine.resume(),
             engine.load_weights(rig.weights[1], 2),
+            engine.load_changes([rig.weights[1] / "model.safetensors"], 2),
             engine.checksum(),
             engine.watch(),
         ):
@@ -564,4 +665,7 @@ LAWS = (
     a_request_that_comes_during_a_pause_waits_for_its_end,
     a_request_that_comes_during_a_load_is_of_the_new_version,
     versions_never_go_back,
+    changes_of_twenty_versions_leave_the_weights_of_a_whole_load,
+    changes_that_do_not_fit_are_refused_and_the_old_weights_stay,
+    changes_do_not_come_under_a_running_request,
 )

@@ -10,6 +10,7 @@ from laminar_lab.emulation.settings import read_profile
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption
+from laminar_py.learner.packing import RowSize
 from laminar_py.records.spans import versions_of
 
 CONFIG = Path("configs/emulation/repack.yaml")
@@ -75,7 +76,8 @@ def test_a_colocated_step_is_generation_and_training_and_refresh_one_after_anoth
     generation_s = group_prompts / engine.prefill_tokens_per_s + engine.seconds(
         tokens, running=per_replica, kv_used=per_replica * prompt
     )
-    packed = [[tokens + prompt] * 23] * 5 + [[tokens + prompt] * 13]  # 23 fit into 32,768 tokens
+    length = tokens + prompt  # 23 fit into 32,768 tokens
+    packed = [RowSize(count * length, count * length**2) for count in (23, 23, 23, 23, 23, 13)]
     training_s = PROFILE.learner.step_s(packed, devices=4)
     control_s = done.figures.step_s - generation_s - training_s - 7.0
     assert 0 < control_s < 0.5, "reports and orders take their time on the link"

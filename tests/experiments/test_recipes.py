@@ -66,6 +66,7 @@ RECIPES = {  # config -> model, GPUs of each node
     "math_long_cot/14b_8gpu.yaml": (QWEN_14B, (8,)),
     "math_long_cot/7b_24gpu.yaml": (QWEN_7B, (8, 8, 8)),
     "math_long_cot/32b_64gpu.yaml": (QWEN_32B, (8,) * 8),
+    "math_long_cot/32b_128k_64gpu.yaml": (QWEN_32B, (8,) * 8),
     "code_long_cot/7b_8gpu.yaml": (QWEN_7B, (8,)),
     "lora/7b_4gpu.yaml": (QWEN_7B, (4,)),
     "lora/32b_8gpu.yaml": (QWEN_32B, (8,)),

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from laminar_py.config.learner import LearnerConfig, Recompute
-from laminar_py.learner.attention import sdpa_per_sequence, torch_varlen
+from laminar_py.learner.attention import Segments, sdpa_per_sequence, torch_varlen
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.model import policy_logprobs
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder, make_sequences, pack
@@ -46,13 +46,13 @@ def settings_of(means: str) -> LearnerConfig:
 
 def test_the_varlen_kernel_is_causal_and_keeps_sequences_apart():
     lengths = (5, 64, 1, 130)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    segments = Segments.of(lengths, device=torch.device("cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(sum(lengths), heads, 64, device="cuda", generator=generator).bfloat16() for heads in (4, 2, 2)
     )
-    found = torch_varlen(q, k, v, cu_seqlens, max(lengths), None)
-    expected = sdpa_per_sequence(q.float(), k.float(), v.float(), cu_seqlens, max(lengths), None)
+    found = torch_varlen(q, k, v, segments, None)
+    expected = sdpa_per_sequence(q.float(), k.float(), v.float(), segments, None)
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
 
 

@@ -130,7 +130,7 @@ def test_replicas_fit_the_memory_of_this_machine(gigabytes, tuning, replicas, he
 def test_a_model_that_this_machine_cannot_hold_is_refused_in_one_line(here, monkeypatch):
     machine(here, monkeypatch, 8)
     line = str(init(here / "mine.yaml", "--model", here / "0.5B", "--data", "train.jsonl", "--full").exception)
-    assert "learner and engine need 20.4 GB by formula, and this machine has 8.0; choose --lora, a smaller" in line
+    assert "learner and engine need 20.1 GB by formula, and this machine has 8.0; choose --lora, a smaller" in line
 
 
 def machine(here, monkeypatch, gigabytes):

@@ -50,7 +50,9 @@ class Sample:
         return len(self.ids) - self.num_prompt
 
 
-def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0, vocab: int = VOCAB) -> Path:
+def make_model_folder(
+    folder: Path, *, tied: bool = False, seed: int = 0, vocab: int = VOCAB, kv_heads: int = 2
+) -> Path:
     """A saved two-layer Qwen3 with grouped heads."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -58,7 +60,7 @@ def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0, vocab:
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=16,
         intermediate_size=64,
         max_position_embeddings=128,
@@ -70,7 +72,7 @@ def make_model_folder(folder: Path, *, tied: bool = False, seed: int = 0, vocab:
     return folder
 
 
-def make_llama_folder(folder: Path, *, seed: int = 0) -> Path:
+def make_llama_folder(folder: Path, *, seed: int = 0, kv_heads: int = 2) -> Path:
     """A saved two-layer Llama with grouped heads."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -78,7 +80,7 @@ def make_llama_folder(folder: Path, *, seed: int = 0) -> Path:
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         intermediate_size=64,
         max_position_embeddings=128,
         initializer_range=0.1,
@@ -88,7 +90,7 @@ def make_llama_folder(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def make_mixture_folder(folder: Path, *, seed: int = 0, num_experts: int = 8) -> Path:
+def make_mixture_folder(folder: Path, *, seed: int = 0, num_experts: int = 8, kv_heads: int = 2) -> Path:
     """A saved two-layer Qwen3-MoE: eight experts, two to a token."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -96,7 +98,7 @@ def make_mixture_folder(folder: Path, *, seed: int = 0, num_experts: int = 8) ->
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=16,
         num_experts=num_experts,
         num_experts_per_tok=2,
@@ -182,7 +184,8 @@ def record_gradients(learner: Learner) -> list[dict[str, torch.Tensor]]:
     updates: list[dict[str, torch.Tensor]] = []
 
     def keep(*_: object) -> None:
-        updates.append({name: _full(value.grad) for name, value in learner.model.named_parameters()})
+        trained = ((name, item) for name, item in learner.model.named_parameters() if item.requires_grad)
+        updates.append({name: _full(item.grad) for name, item in trained})
 
     learner._optimizer.adamw.register_step_pre_hook(keep)
     return updates

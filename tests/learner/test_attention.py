@@ -1,6 +1,5 @@
 """Which kernel attends: by what is asked for, what is installed, and what computes right."""
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import nn
 from laminar_py.config.learner import Attention, LearnerConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.learner import kernel_check
-from laminar_py.learner.attention import KERNELS, missing_module, sdpa_per_sequence
+from laminar_py.learner.attention import KERNELS, Segments, missing_module, sdpa_per_sequence
 from laminar_py.learner.kernel_check import MOST_ERROR, RESULTS, check_kernel, choose_kernel, plain_attention
 from tests.learner.builders import make_learner, make_model_folder
 
@@ -70,27 +69,42 @@ def wrong_output(*arguments):
 
 def wrong_gradient(place):
     def kernel(*arguments):
-        *tensors, cu_seqlens, longest, scale = arguments
+        *tensors, segments, scale = arguments
         tensors[place] = LateGradient.apply(tensors[place])
-        return sdpa_per_sequence(*tensors, cu_seqlens, longest, scale)
+        return sdpa_per_sequence(*tensors, segments, scale)
 
     return kernel
 
 
-def leaks(q, k, v, cu_seqlens, longest, scale):
+def leaks(q, k, v, segments, scale):
     """The sequence of one token sees its neighbour."""
-    return sdpa_per_sequence(q, k, v, cu_seqlens[[0, 2, 3, 4, 5]], longest, scale)
+    cuts = (cut[[0, 2, 3, 4, 5]] for cut in segments[:2])
+    return sdpa_per_sequence(q, k, v, Segments(*cuts, *segments[2:]), scale)
 
 
-def sees_the_future(q, k, v, cu_seqlens, longest, scale):
-    ends = cu_seqlens.tolist()
-    parts = [
-        nn.functional.scaled_dot_product_attention(
-            *(x[first:last].transpose(0, 1)[None] for x in (q, k, v)), scale=scale, enable_gqa=True
-        )[0].transpose(0, 1)
-        for first, last in itertools.pairwise(ends)
-    ]
-    return torch.cat(parts)
+def parted(q, k, v, segments, scale, mask):
+    lengths = [segments.cu_queries.diff().tolist(), *[segments.cu_keys.diff().tolist()] * 2]
+    parts = zip(*(x.split(cut) for x, cut in zip((q, k, v), lengths, strict=True)), strict=True)
+    return torch.cat(
+        [
+            nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in part),
+                attn_mask=mask(*map(len, part[:2])),
+                scale=scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+            for part in parts
+        ]
+    )
+
+
+def sees_the_future(*arguments):
+    return parted(*arguments, lambda queries, keys: None)
+
+
+def sees_the_stem_alone(*arguments):
+    """Aligned at the first key, where queries are fewer than keys."""
+    return parted(*arguments, lambda queries, keys: torch.ones(queries, keys, dtype=torch.bool).tril())
 
 
 def takes_heads_in_turn(q, k, v, *others):
@@ -116,6 +130,7 @@ WRONG = {
     wrong_gradient(2): {RESULTS[3]},
     leaks: {RESULTS[0], RESULTS[3]},
     sees_the_future: set(RESULTS),
+    sees_the_stem_alone: set(RESULTS),
     takes_heads_in_turn: set(RESULTS),
 }
 
@@ -147,7 +162,7 @@ def test_a_kernel_that_raises_or_is_not_finite_is_refused(monkeypatch):
 
 def test_plain_attention_is_attention():
     q, k, v = (torch.randn(9, heads, 8, dtype=torch.float64) for heads in (6, 3, 3))
-    arguments = (q, k, v, torch.tensor([0, 4, 5, 9]), 4, 0.3)
+    arguments = (q, k, v, Segments.of([4, 1, 4], device=torch.device("cpu")), 0.3)
     torch.testing.assert_close(plain_attention(*arguments), sdpa_per_sequence(*arguments))
 
 

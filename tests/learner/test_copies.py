@@ -60,10 +60,7 @@ def rank_main(rank, shard_ranks, model_folder, folder):
             save_file(gradients[0], folder / f"{name}-gradients.safetensors")
         if name == "sharded":
             assert learner.save(folder / "checkpoint") == ""
-            if rank == 0:
-                publish(learner, folder)
-            else:
-                list(learner.named_tensors(dtype=torch.bfloat16))
+            publish(learner, folder, rank=rank, ranks=shard_ranks or 4)
             between = mesh.get_group(0)._get_sequence_number_for_group
             before = between()
             learner.step(microbatches(rank, 4))
@@ -76,11 +73,18 @@ def rank_main(rank, shard_ranks, model_folder, folder):
     leave_group()
 
 
-def publish(learner, folder):
-    publisher = Publisher(folder / "store")
-    publisher.publish(0, learner.named_tensors(dtype=torch.bfloat16))
-    (folder / "digest").write_text(publisher.completed(0).digest)
-    publisher.close()
+def publish(learner, folder, *, rank=0, ranks=1):
+    """Publish together with the other ranks of the first group."""
+    if rank == 0:
+        publisher = Publisher(folder / "store", ranks=ranks)
+    learner.ranks.sum(0.0)
+    if 0 < rank < ranks:
+        publisher = Publisher(folder / "store", rank=rank, ranks=ranks)
+    if rank < ranks:
+        publisher.publish_sources(0, learner.sources(dtype=torch.bfloat16, gather=False))
+        if rank == 0:
+            (folder / "digest").write_text(publisher.completed(0).digest)
+        publisher.close()
 
 
 def load_main(rank, world_size, shard_ranks, model_folder, checkpoint, folder):

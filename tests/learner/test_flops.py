@@ -58,7 +58,7 @@ def test_the_formula_is_what_torch_counts(name):
     model = make_model(name)
     cost = training_cost(model)
     linear = cost.per_token * TOKENS
-    attention = cost.flops([TOKENS]) - linear
+    attention = cost.flops(TOKENS, TOKENS**2) - linear
     assert linear + 2 * attention == pytest.approx(counted(model), rel=1e-6)
 
 
@@ -69,14 +69,14 @@ def test_frozen_weights_cost_no_gradient_of_their_own():
     model.base_model.embed_tokens.requires_grad_(True)  # so that all layers still pass a gradient on
     cost = training_cost(model)
     assert cost.per_token == pytest.approx(whole * 4 / 6)
-    attention = cost.flops([TOKENS]) - cost.per_token * TOKENS
+    attention = cost.flops(TOKENS, TOKENS**2) - cost.per_token * TOKENS
     assert cost.per_token * TOKENS + 2 * attention == pytest.approx(counted(model), rel=1e-6)
 
 
 def test_packed_sequences_cost_what_they_cost_alone():
     cost = TrainingCost(6e9, 1e-4)
-    assert cost.flops([100, 300]) == pytest.approx(cost.flops([100]) + cost.flops([300]))
-    assert cost.flops([400]) - cost.flops([100, 300]) == pytest.approx(6e9 * 1e-4 * 2 * 100 * 300)
+    assert cost.flops(400, 100_000) == pytest.approx(cost.flops(100, 10_000) + cost.flops(300, 90_000))
+    assert cost.flops(400, 160_000) - cost.flops(400, 100_000) == pytest.approx(6e9 * 1e-4 * 2 * 100 * 300)
 
 
 def test_a_step_counts_its_tokens_once_whatever_is_computed_again(model_folder):
@@ -85,7 +85,9 @@ def test_a_step_counts_its_tokens_once_whatever_is_computed_again(model_folder):
     metrics = learner.step([pack(sequences[:3], num_total=6), pack(sequences[3:], num_total=6)])
     lengths = [len(sequence.ids) for sequence in sequences]
     assert metrics.work.num_tokens == sum(lengths)
-    assert metrics.work.flops == pytest.approx(training_cost(learner.model).flops(lengths))
+    assert metrics.work.flops == pytest.approx(
+        training_cost(learner.model).flops(sum(lengths), sum(length**2 for length in lengths))
+    )
     assert metrics.tokens_per_s == pytest.approx(sum(lengths) / metrics.elapsed_s)
 
 

@@ -24,7 +24,7 @@ from laminar_py.learner.model import policy_logprobs
 from tests.learner.builders import make_learner, make_sequences, pack
 
 
-def one_sequence(q, k, v, cu_seqlens, longest, scale):
+def one_sequence(q, k, v, segments, scale):
     """Attention that can be traced: lengths are no Python numbers, as in the kernels of a GPU."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)

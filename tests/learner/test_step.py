@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Divergence
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig
-from laminar_py.learner.export import named_tensors
+from laminar_py.learner.export import WeightExporter, full_tensors
 from laminar_py.learner.losses.loss import trained_rows
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
@@ -170,7 +170,8 @@ def test_a_policy_is_held_near_its_reference(model_folder: Path, estimator: Dive
     reference = full_parameters(make_learner(model_folder))
     divergences = [learner.step([pack(sequences, num_total=6)]).tokens.kl_reference_k3 for _ in range(4)]
     assert divergences[-1] < divergences[0]
-    frozen = dict(named_tensors(learner._reference.model, dtype=torch.float32))
+    exporter = WeightExporter(learner._reference.model)
+    frozen = dict(full_tensors(exporter.sources(dtype=torch.float32, gather=True)))
     assert all(torch.equal(tensor, reference[name]) for name, tensor in frozen.items())
 
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from laminar_py.learner.packing.balance import best_fit, deal_bins, level_costs, make_bin
-from tests.builders import make_finished
+from laminar_py.learner.packing.balance import best_fit, deal_bins, find_families, fit_bins, level_costs, make_bin
+from laminar_py.learner.packing.layout import LEAST_STEM, RowSize, lay_out
+from tests.builders import make_finished, make_trajectory
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=80)
 SHARE = 0.001
@@ -14,7 +16,12 @@ SHARE = 0.001
 
 def make_bins(lengths, capacity):
     items = [make_finished(f"g{i}.0", prompt=0, response=length) for i, length in enumerate(lengths)]
-    return [make_bin(items[i] for i in members) for members in best_fit(lengths, capacity)]
+    families = find_families(items)
+    return [make_bin(families[i] for i in members) for members in best_fit(lengths, capacity)]
+
+
+def sizes(lengths):
+    return [RowSize(length, length**2) for length in lengths]
 
 
 def cost(packed):
@@ -79,11 +86,55 @@ def test_over_many_sequences_ranks_wait_for_each_other_less_than_one_percent():
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8))
 def test_levelled_bins_differ_by_one_sequence_at_most(lengths, bins):
-    levelled = level_costs(lengths, bins, capacity=10_000, attention_share=0.0)
+    levelled = level_costs(sizes(lengths), bins, capacity=10_000, attention_share=0.0)
     totals = [sum(lengths[item] for item in members) for members in levelled]
     assert max(totals) - min(totals) <= max(lengths)
 
 
 def test_what_cannot_be_levelled_within_the_cap_is_left_as_it_was():
-    assert level_costs([60, 60, 40, 40, 50, 50], 3, capacity=100, attention_share=0.0) is not None
-    assert level_costs([50, 50, 40, 30, 30], 2, capacity=100, attention_share=0.0) is None
+    assert level_costs(sizes([60, 60, 40, 40, 50, 50]), 3, capacity=100, attention_share=0.0) is not None
+    assert level_costs(sizes([50, 50, 40, 30, 30]), 2, capacity=100, attention_share=0.0) is None
+
+
+def samples(groups, prompt, lengths):
+    return [
+        replace(
+            make_trajectory(f"g{group}.{place}", prompt=prompt, response=length),
+            prompt_ids=np.full(prompt, group + 2, np.int32),
+        )
+        for group in range(groups)
+        for place, length in enumerate(lengths)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 90),
+    st.lists(st.integers(1, 100), min_size=1, max_size=12),
+    st.integers(1, 4),
+)
+def test_bins_of_groups_are_as_large_as_their_rows(groups, prompt, lengths, ranks):
+    items = samples(groups, prompt, lengths)
+    bins = fit_bins(items, max_tokens=200)
+    indices = deal_bins(bins, ranks=ranks, capacity=200, attention_share=SHARE)
+    dealt = [packed for index in indices for packed in index]
+    assert sorted(item.id for packed in dealt for item in packed.trajectories) == sorted(item.id for item in items)
+    for packed in dealt:
+        assert packed.num_tokens <= 200
+        if packed.trajectories:
+            assert sum(lay_out(packed.trajectories).lengths) <= packed.num_tokens, (
+                "what shares by chance is shorter"
+            )
+
+
+def test_samples_of_a_prompt_stay_together_where_that_saves_tokens():
+    together, alone = (fit_bins(samples(2, prompt, [20] * 4), max_tokens=150) for prompt in (60, LEAST_STEM))
+    assert [packed.num_tokens for packed in together] == [59 + 4 * 21] * 2
+    assert [len(packed.families) for packed in alone] == [4, 4]
+
+
+def test_a_group_is_divided_so_that_every_rank_has_work():
+    bins = fit_bins(samples(1, 100, [20] * 8), max_tokens=1000)
+    (index,) = deal_bins(bins, ranks=4, capacity=1000, attention_share=SHARE)
+    assert [len(packed.trajectories) for packed in index] == [2, 2, 2, 2]

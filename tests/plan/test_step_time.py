@@ -12,6 +12,8 @@ from laminar_lab.emulation.settings import read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.known_models import KNOWN_MODELS, model_named
 from laminar_lab.step_time import (
+    LEARNER_MFU,
+    PUBLISH_BYTES_PER_S,
     RankTraffic,
     TimedShape,
     decode_step_s,
@@ -26,6 +28,7 @@ from laminar_lab.step_time import (
     with_passes,
 )
 from laminar_py.config.learner import LearnerConfig, LoraConfig, ReduceDtype
+from laminar_py.learner.packing import RowSize
 from tests.runs.runs import REPO
 
 TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]
@@ -117,14 +120,24 @@ def test_the_planner_and_the_emulated_learner_take_the_same_time_for_equal_micro
     seconds = learner_step_s(
         times, tokens=6 * 10_000, cost=token_cost(times, lengths), microbatches=6, ranks=ranks
     )
-    assert seconds == pytest.approx(times.step_s([[400, 8000, 1600]] * 6, devices=ranks))
+    size = RowSize(10_000, float((lengths**2).sum()))
+    assert seconds == pytest.approx(times.step_s([size] * 6, devices=ranks))
+
+
+def test_a_mixture_publishes_all_its_parameters_and_computes_with_the_active_ones():
+    shape, gpu = KNOWN_MODELS["Qwen3-30B-A3B"], gpu_named("H100")
+    times = learner_times(shape, gpu)
+    assert (times.num_published, times.num_active) == (shape.total, shape.active)
+    assert times.train_tokens_per_s == pytest.approx(LEARNER_MFU * gpu.bf16_flops / (6 * shape.active))
+    assert times.attention_share == pytest.approx(shape.num_hidden_layers * shape.hidden_size / shape.active)
+    assert times.publish_s == pytest.approx(2 * shape.total / PUBLISH_BYTES_PER_S)
 
 
 def traffic(world_size, shard_ranks=None, *, network=50e9, **settings):
     learner = LearnerConfig(world_size=world_size, shard_ranks=shard_ranks, **settings)
     _, shape = model_named("32B")
     h100 = gpu_named("H100")
-    return shape.total, rank_traffic(shape, h100, learner, per_node=8, network_bytes_per_s=network)
+    return shape.total, rank_traffic(shape, h100, learner, tokens=0, per_node=8, network_bytes_per_s=network)
 
 
 def test_a_rank_gathers_weights_twice_and_sums_gradients_once_over_the_slowest_link():

@@ -72,6 +72,12 @@ class Forger:
                 return self._rng.choice(("replica", "relay-9", *WILD_NAMES))
             case "path" | "reason" | "digest":
                 return self._rng.choice((*WILD_NAMES, MARK, "00" * 32, "y" * 2000))
+            case "tickets":
+                return [self._ticket() for _ in range(self._rng.choice((0, 1, 1, 2, 17)))]
+            case "port":
+                return self._rng.choice((1, 9, 65535, 65536, 0))
+            case "sealed":
+                return self._rng.choice((True, False, 1))
             case "checksum":
                 return self._rng.choice((b"", bytes(32), bytes(33)))
             case "data":
@@ -87,6 +93,10 @@ class Forger:
             case "credits" if self._rng.random() < 0.9:
                 return self._rng.randrange(1, 9)
         return self._rng.choice(WILD_INTS)
+
+    def _ticket(self) -> dict[str, object]:
+        sizes = (16, 32, 32) if self._rng.random() < 0.9 else (15, 33, 0)
+        return dict(zip(("id", "hello_key", "chunk_key"), map(self._rng.randbytes, sizes), strict=True))
 
     def _manifest(self) -> dict[str, object]:
         """Often one that is in order, but for digests that nothing has."""
@@ -183,6 +193,7 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Fetch(version=number, file=0, first_chunk=0, credits=2),
         m.Fetch(version=number, file=0, first_chunk=1, credits=2, base=number),
         m.Done(number),
+        m.OpenLanes(1),
         m.Subscribe(),
         m.Pull(id=1, session=5, name="replica", version=None),
         m.Pull(id=2, session=5, name="replica", version=number),

@@ -310,3 +310,35 @@ def test_after_a_restart_only_missing_chunks_are_asked_for(tmp_path: Path) -> No
     assert not download.fill_window()  # the window is more than half full
     download.restart()
     assert [(fetch.first_chunk, fetch.credits) for fetch in download.fill_window()] == [(0, 1), (2, 3)]
+
+
+def test_lanes_and_rebuilding_threads_never_write_the_same_chunk(tmp_path: Path) -> None:
+    """A second writer of a chunk is turned away until the event loop has noted the first one's result."""
+    base = write_version(tmp_path / "origin", 1, 3 * CHUNK)
+    store = VersionStore(tmp_path / "store", keep_versions=1)
+    store.open()
+    stored = store.begin(as_version(base, 2).manifest, base)
+    download = Download(stored, window=WINDOW, now=lambda: 0.0, base=base)
+    full = [msgspec.structs.replace(base.read_chunk(0, index), version=2) for index in range(3)]
+    deltas = [msgspec.structs.replace(chunk, **nothing_changed(base, 1)) for chunk in full]
+
+    assert download.write(full[0], full[0].data) is ChunkOutcome.WRITTEN  # as in a lane's thread
+    assert download.accept(deltas[0]) is ChunkOutcome.USELESS
+    assert download.write(full[0], full[0].data) is ChunkOutcome.USELESS
+    download.record(full[0], ChunkOutcome.WRITTEN)
+
+    assert download.accept(deltas[1]) is ChunkOutcome.WRITTEN
+    assert download.write(full[1], full[1].data) is ChunkOutcome.USELESS
+    assert download.rebuild(0, 1)
+    assert download.rebuild(0, 1) is None
+    stored.forget_file(0)
+    assert download.write(full[1], full[1].data) is ChunkOutcome.USELESS, "a thread may still write the chunk"
+    assert download.rebuilt(0, 1, right=True) is None
+    assert not stored.has_chunk(0, 1), "the file was forgotten meanwhile"
+    assert download.accept(full[1]) is ChunkOutcome.WRITTEN
+
+    assert download.accept(deltas[2]) is ChunkOutcome.WRITTEN
+    download.stop()
+    assert download.rebuild(0, 2) is None
+    assert download.write(full[0], full[0].data) is ChunkOutcome.USELESS
+    assert stored.file_path(0).read_bytes()[: 2 * CHUNK] == base.file_path(0).read_bytes()[: 2 * CHUNK]

@@ -6,7 +6,7 @@ import resource
 import shutil
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,15 +15,23 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Published
+from laminar_py.records.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    Published,
+    StoredTensor,
+    TensorSource,
+)
 from laminar_py.relay.digests import (
     TASK_BYTES,
     digest_of,
     version_digest,
 )
 from laminar_py.relay.mapped_file import MappedFile, allow_many_files
-from laminar_py.relay.publisher import HEADER_BYTES, SHARD_BYTES, Publisher
+from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.stored_version import CHECKSUMS, MANIFEST, NoRoomError
+from laminar_py.relay.version_layout import HEADER_BYTES, SHARD_BYTES
 from laminar_py.relay.version_store import SPARE, VersionStore, folder_name
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, folder_bytes, read_checksums, tensors
@@ -173,18 +181,25 @@ def test_a_shard_closes_when_its_header_is_full(tmp_path: Path) -> None:
     assert loaded(tmp_path / "v1") == given
 
 
+def read_late(name: str, make: Callable[[], torch.Tensor], *, size: int) -> TensorSource:
+    """The source of a tensor of bytes that is made when it is read."""
+    return TensorSource((StoredTensor(name, torch.uint8, (size,)),), lambda: [(name, 0, make())])
+
+
 def test_no_more_than_one_tensor_is_held_at_a_time(publisher: Publisher, tmp_path: Path) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
-        for number in range(5):
-            assert sum(ref() is not None for ref in alive) <= 1
-            tensor = torch.full((1000,), float(number))
-            alive.append(weakref.ref(tensor))
-            yield f"t{number}", tensor
+    def made() -> torch.Tensor:
+        assert sum(ref() is not None for ref in alive) <= 1
+        tensor = torch.full((1000,), len(alive), dtype=torch.uint8)
+        alive.append(weakref.ref(tensor))
+        return tensor
 
-    publish(publisher, 1, one_by_one())
-    assert len(loaded(tmp_path / "v1")) == 5
+    publisher.publish_sources(1, [read_late(f"t{number}", made, size=1000) for number in range(5)])
+    publisher.completed(1)
+    assert {name: int(tensor[0]) for name, tensor in loaded(tmp_path / "v1").items()} == {
+        f"t{number}": number for number in range(5)
+    }
 
 
 def test_the_learner_goes_on_once_its_tensors_are_copied(publisher: Publisher, tmp_path: Path) -> None:
@@ -311,15 +326,15 @@ def test_a_publish_that_fails_leaves_no_folder_and_no_file_open_or_mapped(tmp_pa
             (f"t{number}", torch.randint(256, (RUN_BYTES + TASK_BYTES,), dtype=torch.uint8)) for number in range(2)
         ]
 
-        def failing() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from given
+        def failing() -> torch.Tensor:
             raise ZeroDivisionError
 
+        sources = [TensorSource.whole(*item) for item in given] + [read_late("last", failing, size=1)]
         if warm:
             publish(publisher, 1, given)
             retire(tmp_path, 1)
         with pytest.raises(ZeroDivisionError):
-            publisher.publish(2, failing())
+            publisher.publish_sources(2, sources)
         assert not list(tmp_path.iterdir())
         assert not held(tmp_path)
         publish(publisher, 2, given)

@@ -73,7 +73,10 @@ def copy_all(copier: DeviceCopier | TensorCopier, pages: MappedFile, tensors: li
     whole = torch.cat([tensor.cpu() for tensor in tensors]).numpy().tobytes()
     position = 0
     for tensor in tensors:
-        copier.copy(tensor, pages, position)
+        if isinstance(copier, TensorCopier):
+            copier.copy(tensor, pages, position, dtype=tensor.dtype)
+        else:
+            copier.copy(tensor, pages, position)
         position += tensor.nbytes
     copier.wait()
     assert bytes(pages.read(0, position)) == whole

@@ -162,7 +162,8 @@ async def test_a_stranger_reads_all_that_a_node_sends_up(tmp_path: Path) -> None
         endpoint = parent.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         async with running(node := make_node(tmp_path, "relay-1", endpoint)):
             sender, frame = await parent.recv_multipart()
-            assert msgpack.unpackb(frame) == {"type": "attach", "newest": -1}
+            assert msgpack.unpackb(frame) == {"type": "openlanes", "count": 1}
+            assert msgpack.unpackb((await parent.recv_multipart())[1]) == {"type": "attach", "newest": -1}
             await parent.send_multipart([sender, codec.encode(Announce(version.manifest))])
             fetch = {"type": "fetch", "version": 1, "file": 0, "first_chunk": 0, "credits": 3, "base": None}
             assert msgpack.unpackb((await parent.recv_multipart())[1]) == fetch

@@ -119,7 +119,7 @@ def spy_on_rebuilding(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]
     """Version and way of each chunk that nodes make of deltas from now on: True for in place."""
     rebuild, seen = StoredVersion.rebuild, list[tuple[int, bool]]()
 
-    def look(stored: StoredVersion, base: StoredVersion, file: int, index: int) -> memoryview | None:
+    def look(stored: StoredVersion, base: StoredVersion, file: int, index: int) -> bool:
         seen.append((stored.manifest.version, stored.is_in_place(file, index)))
         return rebuild(stored, base, file, index)
 

@@ -84,7 +84,7 @@ async def running(*parties: Party) -> AsyncIterator[None]:
 
 def make_node(folder: Path, name: str, *parents: str, **settings: object) -> RelayNode:
     """A node with its own store below `folder`."""
-    chosen = {"chunk_bytes": CHUNK, "parent_timeout_s": 1.0, **settings}
+    chosen = {"chunk_bytes": CHUNK, "parent_timeout_s": 1.0, "lanes": 1, **settings}
     return RelayNode(name, store=folder / name, keys=KEYS, parents=parents, **chosen)
 
 

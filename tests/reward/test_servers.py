@@ -11,7 +11,10 @@ from aiohttp import web
 from laminar_contrib.reward_models.judge import Servers
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig
+from laminar_py.records.patience import Patience
 from laminar_py.records.scoring import PoolAddresses, ServerAddress, TryAgainError
+from laminar_py.records.trajectory import DropReason
+from laminar_py.reward import scorer as scorer_module
 from laminar_py.reward.scorer import LaunchedServers, Scorer
 from tests.reward.requests import make_request, serving
 from tests.reward.test_scorer import score
@@ -76,7 +79,7 @@ async def answering(key: str):
 @asynccontextmanager
 async def asking(launched: LaunchedServers):
     async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
-        yield Servers(lambda: launched.wait_for_servers("prm"), session)
+        yield Servers(lambda: launched.wait_for_servers("prm"), session, lambda: Patience(PATIENCE_S))
 
 
 async def test_a_call_waits_until_a_server_of_its_pool_is_up_and_brings_the_key_of_that():
@@ -115,27 +118,53 @@ async def test_a_server_that_is_busy_does_not_draw_all_calls():
         assert [await servers.post_json("score", {}, int) for _ in range(3)] == [1, 2, 3]
 
 
+@asynccontextmanager
+async def judged_by(complete, folder, term, pool):
+    """A scorer whose judge is a server of a pool."""
+    launched = LaunchedServers()
+    async with serving("/v1/chat/completions", complete) as url:
+        launched.update(PoolAddresses(1, {"prm": [ServerAddress(url, "k")]}))
+        async with Scorer(
+            reward_of(term, {"prm": POOL["prm"] | pool}),
+            sandbox=SandboxConfig(),
+            columns=(),
+            decode=lambda ids: "seven",
+            folder=folder,
+            name="s",
+            launched=launched,
+        ) as scorer:
+            yield scorer
+
+
+YES = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
+
+
+async def test_a_server_of_a_pool_has_the_time_of_its_start_until_its_first_answer_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(scorer_module, "RETRY_FOR_S", 0.0)
+    silent_s = iter([2.0, 0.0, *[60.0] * 9])
+
+    async def complete(request: web.Request) -> web.Response:
+        await asyncio.sleep(next(silent_s))
+        return web.json_response(YES)
+
+    term, pool = JUDGE | {"timeout_s": 0.5}, {"start_timeout_s": 30.0}
+    async with judged_by(complete, tmp_path, term, pool) as scorer, asyncio.timeout(PATIENCE_S):
+        (first,) = await score(scorer, make_request("seven"))
+        (later,) = await score(scorer, make_request("seven", index=1, answer="8"))
+    assert first.value == 1.0
+    assert (later.value, later.failure) == (None, DropReason.REWARD_FAILED)
+    assert "no answer in its timeout_s" in later.detail
+
+
 async def test_a_judge_of_a_pool_is_asked_as_openais_are_by_the_name_of_the_pool(tmp_path):
     asked = []
 
     async def complete(request: web.Request) -> web.Response:
         asked.append((request.headers["Authorization"], (await request.json())["model"]))
-        return web.json_response({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
+        return web.json_response(YES)
 
-    launched = LaunchedServers()
-    async with serving("/v1/chat/completions", complete) as url:
-        launched.update(PoolAddresses(1, {"prm": [ServerAddress(url, "k")]}))
-        reward = reward_of(JUDGE, POOL)
-        async with Scorer(
-            reward,
-            sandbox=SandboxConfig(),
-            columns=(),
-            decode=lambda ids: "seven",
-            folder=tmp_path,
-            name="s",
-            launched=launched,
-        ) as scorer:
-            (found,) = await score(scorer, make_request("seven"))
+    async with judged_by(complete, tmp_path, JUDGE, {}) as scorer:
+        (found,) = await score(scorer, make_request("seven"))
     assert found.value == 1.0
     assert asked == [("Bearer k", "prm")] * 2
 

@@ -12,6 +12,8 @@ class Folders:
         self.folders = folders
         self.newest = 0
         self.lost = set()
+        self.changes = {}  # (base, version) -> files
+        self.pulls = []  # (version, base)
         self._keep = keep
         self._changed = asyncio.Condition()
 
@@ -29,4 +31,6 @@ class Folders:
         version = self.newest if version is None else version
         if version in self.lost or (self._keep is not None and version <= self.newest - self._keep):
             raise VersionLostError(f"version {version}")
-        return PulledVersion(version, str(self.folders[version % len(self.folders)]), f"digest{version}")
+        self.pulls.append((version, base))
+        folder, files = self.folders[version % len(self.folders)], self.changes.get((base, version), ())
+        return PulledVersion(version, str(folder), f"digest{version}", tuple(map(str, files)))

@@ -9,7 +9,7 @@ engine's thread changes objects of the scheduler. When the thread ends, the engi
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -88,6 +88,15 @@ class LocalEngine(StreamingEngine[Scheduler]):
     async def load_weights(self, path: Path, version: int) -> None:
         """Load the version in `path`. `RuntimeError` while requests run unpaused, `RefusedError` for bad files."""
         await self._run(partial(self._scheduler.load_weights, path, version))
+
+    @property
+    def takes_changes(self) -> bool:
+        """See `InferenceEngine.takes_changes`: with whole weights."""
+        return self._scheduler.takes_changes
+
+    async def load_changes(self, files: Sequence[Path], version: int) -> None:
+        """Put changed positions into the served tensors, between two steps. Errors as `load_weights`."""
+        await self._run(partial(self._scheduler.load_changes, files, version))
 
     async def checksum(self) -> WeightsChecksum:
         """Hash the loaded weights in the engine's thread."""

@@ -5,17 +5,20 @@ stored and which tokens a query may see. T is the number of tokens in a call, k 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from laminar_py.engines.checks import read_changes
 from laminar_py.engines.local.adapter import Adapter, AdapterBase
 from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, PrefillAttention
+from laminar_py.engines.local.changes import Views, apply_changes
 from laminar_py.engines.local.spec import Mixture, ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
+from laminar_py.records.engine import RefusedError
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import holds_adapter
 
@@ -74,6 +77,7 @@ class LocalModel:
     def __init__(self, spec: ModelSpec, *, max_len: int) -> None:
         self._spec = spec
         self._weights: Weights | None = None
+        self._views: Views = {}  # of the weights in the order of the files
         self._base: AdapterBase | None = None  # base of the served adapter; None with whole weights
         self._step: Callable[..., tuple[Tensor, ...]] | None = None
         frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
@@ -91,6 +95,18 @@ class LocalModel:
             self._serve(load_weights(folder, spec=self._spec))
             self._base = None
 
+    @property
+    def takes_changes(self) -> bool:
+        """True if it serves the values of a version's files, and no adapter merged into its base."""
+        return self._weights is not None and self._base is None
+
+    def change(self, files: Sequence[Path], version: int, *, served: int) -> None:
+        """Put changes since the `served` version into the weights; all of them, or `RefusedError`."""
+        if not self.takes_changes:
+            raise RefusedError(f"version {version}: no whole version is served; load the whole version")
+        changes = zip(files, read_changes(files, version, served=served), strict=True)
+        apply_changes(list(changes), self._views, dtype=self._spec.dtype)
+
     def _merge(self, adapter: Adapter) -> None:
         """Serve `adapter` merged into its base. Reads the base from disk if the last base does not fit."""
         if self._base is not None and self._base.fits(adapter.config):
@@ -105,7 +121,7 @@ class LocalModel:
     def _serve(self, weights: Weights) -> None:
         """Use `weights` from the next forward on."""
         if self._weights is None:
-            self._weights = weights
+            self._weights, self._views = weights, weights.in_file_order(self._spec)
         else:
             self._weights.copy_(weights)  # in place: the traced step holds these tensors
 

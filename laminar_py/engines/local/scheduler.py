@@ -7,6 +7,7 @@ scheduler retracts the newest request, so the oldest request always makes progre
 """
 
 import heapq
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,25 @@ class Scheduler(RequestScheduler[Job]):
         """
         self.check_load(version)
         self._model.load(folder)
+        self._serve(version)
+
+    def load_changes(self, files: Sequence[Path], version: int) -> None:
+        """Put the changes in `files` into the weights, as `version`. Errors as `load_weights`."""
+        self.check_load(version)
+        self._model.change(files, version, served=self._version)
+        self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        """Note that the weights of `version` are loaded."""
         self._version = version
         self._pool.drop_kept()  # the next turn must not continue over KV of older weights
         if not self._running:
             self._pool.reset()
+
+    @property
+    def takes_changes(self) -> bool:
+        """See `InferenceEngine.takes_changes`. Safe to call from any thread."""
+        return self._model.takes_changes
 
     def checksum(self) -> WeightsChecksum:
         """Hashes of the served weights; "unloaded" before the first load."""

@@ -46,6 +46,45 @@ class Norm:
         return (x / length.hypot_(self.floor)).mul_(self.scale).to(x.dtype)
 
 
+class FileView:
+    """A view of served values in the order of a tensor in the files, e.g. `FileView(head.t())`.
+
+    `copies` of each value lie `step` apart. A served value is `scale` times the value in the files.
+    """
+
+    def __init__(self, values: Tensor, *, scale: float = 1.0, copies: int = 1, step: int = 0) -> None:
+        self.numel = values.numel()
+        self._scale = scale
+        self._copies = step * torch.arange(copies) if copies > 1 else None
+        last = sum((size - 1) * step for size, step in zip(values.shape, values.stride(), strict=True))
+        self._memory = values.as_strided((last + (copies - 1) * step + 1,), (1,))
+        # A place's index is the sum over dimensions of `place // inner` times a factor: the dimension's step, less
+        # the steps that the next dimension makes over its whole size.
+        sizes, steps, inner = values.shape, values.stride(), 1
+        self._step = steps[-1]
+        self._factors: list[tuple[int, int]] = []  # (inner, factor) of the other dimensions
+        for dim in range(values.dim() - 1, 0, -1):
+            inner *= sizes[dim]
+            if factor := steps[dim - 1] - sizes[dim] * steps[dim]:
+                self._factors.append((inner, factor))
+
+    def put(self, at: Tensor, to: Tensor) -> None:
+        """Serve the values `to [n]` at the flat places `at [n]` of the tensor in the files."""
+        index, served = at, to.to(self._memory.dtype)
+        if self._scale != 1:
+            served = served * self._scale
+        if self._factors or self._step != 1:
+            exact = at.double()  # exact here, and four times as fast to divide as integers
+            total = exact * self._step
+            for inner, factor in self._factors:
+                total.add_((exact / inner).floor_(), alpha=factor)
+            index = total.long()
+        if self._copies is not None:
+            index = index[:, None] + self._copies
+            served = served[:, None].expand_as(index)
+        self._memory.put_(index, served)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Weights of a decoder layer. H query and K key heads of D; C hidden, F intermediate; e.g. `qkv [96, 256]`.
@@ -89,6 +128,13 @@ class Weights:
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
             hashes[name] = digest.hexdigest(length=16)
         return WeightsChecksum(blake3("\n".join(hashes.values()).encode()).hexdigest(), hashes)
+
+    def in_file_order(self, spec: ModelSpec) -> dict[str, list[FileView]]:
+        """Return views of the served values by the names in the files; a tied embedding has two."""
+        views = {name: [_in_file_order(name, packed, spec)] for name, packed in self._named(spec)}
+        if spec.tied:
+            views["model.embed_tokens.weight"] += views.pop("lm_head.weight")
+        return views
 
     def _named(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         """Yield each matrix of the model from its place in the packed weights, in a fixed order."""
@@ -261,3 +307,21 @@ def _packed(weight: Tensor) -> Tensor:
 def interleaved(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder rows `[heads * D, ...]`: put dimension i of a head beside i + D / 2, its partner in the rotation."""
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def _in_file_order(name: str, packed: Tensor, spec: ModelSpec) -> FileView:
+    """View the packed tensor of a Hugging Face name in the order of that tensor."""
+    if name == "model.embed_tokens.weight":
+        return FileView(packed)
+    part, dim = name.split(".")[-2], spec.head_dim
+    if part in ("q_norm", "k_norm"):  # the same for each head
+        halves = packed[0].view(dim // 2, 2).t()
+        return FileView(halves, scale=math.sqrt(dim), copies=len(packed), step=packed.stride(0))
+    if part.endswith("norm"):
+        return FileView(packed, scale=math.sqrt(len(packed)))
+    rows = packed.t()  # a bias stays [size]
+    if part in ("q_proj", "k_proj"):  # undo `interleaved`
+        step, *others = rows.stride()
+        sizes = (len(rows) // dim, 2, dim // 2, *rows.shape[1:])
+        rows = rows.as_strided(sizes, (dim * step, step, 2 * step, *others))
+    return FileView(rows)

@@ -8,16 +8,20 @@ unloads an adapter only after its last request, since the server would load it a
 
 import asyncio
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from laminar_py.engines.checks import WeightsLayout, weights_layout
 from laminar_py.engines.sglang.http import ServerConnection
 from laminar_py.engines.sglang.stream import Stream
+from laminar_py.engines.sglang.wire import WeightsChecksums
 from laminar_py.records.engine import RefusedError
-from laminar_py.records.weights import check_base, read_adapter_config
+from laminar_py.records.proofs import WeightsChecksum
+from laminar_py.records.weights import PREFIX, check_base, read_adapter_config
 
 
 class _Loaded(msgspec.Struct):
@@ -79,3 +83,25 @@ class ServerAdapters:
             await self._connection.post("unload_lora_adapter", lora_name=name)
         except RefusedError as error:
             raise self._connection.lose(str(error)) from None
+
+
+ADAPTERS = "laminar.adapters/"  # as in `plugin/laminar_changes.py`
+_FACTOR = re.compile(r"\.lora_[AB]\.weight$")
+
+
+def adapter_checksum(answer: WeightsChecksums, name: str) -> WeightsChecksum:
+    """Take the hashes of adapter `name` from a server's answer, by the names of the matrices that it changes.
+
+    A server without our plugin hashes none: then the total is empty. An adapter that is not there has the total of
+    no tensors, so two versions in a row that did not arrive are equal.
+    """
+    hashes: dict[str, str] = {}
+    for number, rank in enumerate(answer.ranks):
+        if ADAPTERS not in rank.checksums:
+            return WeightsChecksum("")
+        for tensor, value in sorted(rank.checksums.items()):
+            if tensor.startswith(own := f"{ADAPTERS}{name}/"):
+                matrix = _FACTOR.sub(".weight", tensor.removeprefix(own).removeprefix(PREFIX))
+                place = f"{number}/{matrix}" if number else matrix
+                hashes[place] = hashes.get(place, "") + value
+    return WeightsChecksum(blake3("".join(f"{one} " for one in hashes.items()).encode()).hexdigest(), hashes)

@@ -76,12 +76,7 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
 
 
 def check_start(config: RunConfig) -> None:
-    """Raise `ConfigError` if the model's positions, a running server or this host's SGLang do not suffice."""
-    max_len, positions = config.rollout.max_len, read_sizes(config.model.path).max_position_embeddings
-    if positions is not None and max_len > positions:
-        raise ConfigError(
-            f"rollout.max_len={max_len}: the model in model.path has {positions} positions; lower max_len"
-        )
+    """Raise `ConfigError` if a running server or this host's SGLang does not suffice."""
     section = section_of(config)
     if section.urls:
         asyncio.run(_check_servers(config, section))

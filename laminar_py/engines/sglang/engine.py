@@ -16,8 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.engines.checks import WeightsLayout, check_load, check_request, response_limit, weights_layout
-from laminar_py.engines.sglang.adapter import ServerAdapters
+from laminar_py.engines.checks import (
+    WeightsLayout,
+    check_load,
+    check_request,
+    read_changes,
+    response_limit,
+    weights_layout,
+)
+from laminar_py.engines.sglang.adapter import ServerAdapters, adapter_checksum
 from laminar_py.engines.sglang.http import CutOffError, ServerConnection
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.sglang.wire import RankUse, RankUses, UpdateAnswer, WeightsChecksums, WireError, WireFault
@@ -42,6 +49,7 @@ ABORT_AGAIN_S, ABORT_AGAIN_MAX_S = 0.05, 1.0
 FLUSH_AGAIN_S = 0.01
 LOAD_S = 600.0
 START_S = 900.0
+CHANGES, TAKES_CHANGES = "laminar_changes", "[laminar: takes changes]"  # as in `plugin/laminar_changes.py`
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -74,6 +82,7 @@ class SGLangEngine:
         self._watch_server = watch_server
         self._version = -1
         self._layout: WeightsLayout | None = None  # of the loaded weights
+        self._takes_changes = False  # the server's plugin knows the places of the loaded weights
         self._paused: PauseMode | None = None  # mode of the caller's last `pause`, None after `resume`
         self._server_paused = False  # the server itself is paused
         self._gate = asyncio.Event()
@@ -277,9 +286,7 @@ class SGLangEngine:
 
     async def load_weights(self, path: Path, version: int) -> None:
         """Load the version in `path`. `RuntimeError` while requests run unpaused, `RefusedError` for bad files."""
-        self._connection.raise_if_lost()
-        running = [stream for stream in self._streams if stream.submitted]
-        check_load(version, served=self._version, num_running=len(running) if self._paused is None else 0)
+        running = self._check_load(version)
         adapted = holds_adapter(path)
         if self._layout is not None if adapted else self._adapters.current is not None:
             kind = "an adapter" if adapted else "whole weights"
@@ -296,38 +303,61 @@ class SGLangEngine:
             if adapted:
                 await self._adapters.load(path, version, ending=running)
             else:
-                await self._load_whole(path, version, running)
+                layout = await asyncio.to_thread(weights_layout, path, before=self._layout)
+                # launched servers start with random weights, whose format is `dummy`
+                said = await self._update(str(path), version, running, load_format="auto")
+                self._layout, self._takes_changes = layout, TAKES_CHANGES in said
             self._version = version
         finally:
             self._open_gate()
 
-    async def _load_whole(self, path: Path, version: int, running: Sequence[Stream]) -> None:
-        """Load a full version into the paused server, and stamp it on the running streams.
+    @property
+    def takes_changes(self) -> bool:
+        """See `InferenceEngine.takes_changes`: if the server has our plugin, which knows the loaded weights."""
+        return self._takes_changes
 
-        Raises `RefusedError` if the version has other tensors than the version before.
+    async def load_changes(self, files: Sequence[Path], version: int) -> None:
+        """Have the server's plugin put changed positions into the weights. Errors as `load_weights`."""
+        running = self._check_load(version)
+        if not self._takes_changes:
+            raise RefusedError(f"version {version}: the server takes no changes; load the whole version")
+        self._gate.clear()
+        try:
+            await asyncio.to_thread(read_changes, files, version, served=self._version)
+            await self._update("\n".join(map(str, files)), version, running, load_format=CHANGES)
+            self._version = version
+        finally:
+            self._open_gate()
+
+    def _check_load(self, version: int) -> list[Stream]:
+        """Return the streams on the server. Raises as `load_weights` if the server is lost or the time wrong."""
+        self._connection.raise_if_lost()
+        running = [stream for stream in self._streams if stream.submitted]
+        check_load(version, served=self._version, num_running=len(running) if self._paused is None else 0)
+        return running
+
+    async def _update(self, paths: str, version: int, running: Sequence[Stream], *, load_format: str) -> str:
+        """Have the paused server read a version, and stamp it on the running streams. Returns the server's words.
+
+        Raises `RefusedError` if the server cannot read it.
         """
         recomputes = self._paused is PauseMode.RETRACT
-        layout = await asyncio.to_thread(weights_layout, path, before=self._layout)
-        await self._update(path, version)
-        if recomputes:
-            await self._flush_cache()
-        self._layout = layout
-        for stream in running:
-            stream.loaded(version, recomputed=recomputes)
-
-    async def _update(self, path: Path, version: int) -> None:
-        """Have the server read a version from its folder. Raises `RefusedError` if the server cannot."""
         answer = await self._connection.post_and_decode(
             "update_weights_from_disk",
             UpdateAnswer,
             limit_s=self._load_timeout_s,
-            model_path=str(path),
-            load_format="auto",  # launched servers start with random weights, whose format is `dummy`
+            model_path=paths,
+            load_format=load_format,
             weight_version=str(version),
             flush_cache=False,  # requests of another version have another `extra_key`
         )
         if not answer.success:
-            raise RefusedError(f"version {version} in {path}: {answer.message}")
+            raise RefusedError(f"version {version} in {paths}: {answer.message}")
+        if recomputes:
+            await self._flush_cache()
+        for stream in running:
+            stream.loaded(version, recomputed=recomputes)
+        return answer.message
 
     async def _flush_cache(self) -> None:
         """Clear the KV cache of retracted requests. Retries, since the server refuses during its last step."""
@@ -341,13 +371,15 @@ class SGLangEngine:
             raise self._connection.lose(f"did not flush its cache in {self._connection.timeout_s:g} s") from None
 
     async def checksum(self) -> WeightsChecksum:
-        """Have the server hash its own tensors; it hashes no adapters, so with one loaded the answer is empty."""
-        if self._adapters.current is not None:
-            return WeightsChecksum("")
-        limit_s = self._load_timeout_s
+        """Have the server hash its tensors: of the current adapter, if there is one, else of the weights.
+
+        SGLang itself hashes no adapters; without our plugin the answer is then empty.
+        """
         answer = await self._connection.post_and_decode(
-            "weights_checker", WeightsChecksums, limit_s=limit_s, action="checksum"
+            "weights_checker", WeightsChecksums, limit_s=self._load_timeout_s, action="checksum"
         )
+        if self._adapters.current is not None:
+            return adapter_checksum(answer, self._adapters.current)
         names = [f"{number}/" if number else "" for number in range(len(answer.ranks))]
         pairs = zip(names, answer.ranks, strict=True)
         hashes = {prefix + name: value for prefix, rank in pairs for name, value in rank.checksums.items()}

@@ -7,7 +7,7 @@ Once the server is lost, every call and stream, also those in flight, raises the
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import TypeVar
 
 import aiohttp
@@ -15,6 +15,7 @@ import msgspec
 
 from laminar_py.engines.sglang.wire import EventSplitter, StreamEvent, WireError, decode_chunk
 from laminar_py.records.engine import EngineLostError, RefusedError
+from laminar_py.records.patience import Patience
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,18 +35,14 @@ class ServerConnection:
     """A connection to the server at `url`. It follows no redirects, so that the key goes to no other server.
 
     Until the first token a call may take `first_timeout_s`: a server compiles kernels in its first requests, and
-    its scheduler answers nothing meanwhile. A request in advance would not do: the server has no weights yet, and
-    each kind of request (with adapters, with masks, a long prefill) compiles its own kernels.
+    its scheduler answers nothing meanwhile (`records.patience`).
 
     E.g. `ServerConnection("http://127.0.0.1:30000", api_key=key, timeout_s=60, first_timeout_s=900)`.
     """
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float, first_timeout_s: float = 0.0) -> None:
         self._url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._first_timeout_s = first_timeout_s
-        self.has_served = False  # True from the first token on
-        self._early: set[asyncio.Timeout] = set()  # of calls that began before the first token
+        self._patience = Patience(timeout_s, first_s=first_timeout_s)
         self._session = aiohttp.ClientSession(
             # one connection per request, since the server closes idle connections just as they are reused
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -63,7 +60,12 @@ class ServerConnection:
     @property
     def timeout_s(self) -> float:
         """Longest wait for an answer or a token, seconds."""
-        return self._timeout_s if self.has_served else max(self._timeout_s, self._first_timeout_s)
+        return self._patience.present_s
+
+    @property
+    def has_served(self) -> bool:
+        """True from the first token on."""
+        return self._patience.has_answer
 
     @property
     def is_lost(self) -> bool:
@@ -82,10 +84,7 @@ class ServerConnection:
     def _note_token(self) -> None:
         """Note that a stream sends tokens. At the first token the waits of calls in flight become shorter."""
         self.touch()
-        if not self.has_served:
-            self.has_served = True
-            for timer in self._early:
-                timer.reschedule(self._loop.time() + self.timeout_s)
+        self._patience.note_answer()
 
     async def close(self) -> None:
         """End all calls and streams, and wait until the connections are closed. The server keeps running.
@@ -147,7 +146,7 @@ class ServerConnection:
         with self._losing(f"{name} failed"):
             try:
                 async with (
-                    self._timer(limit_s),
+                    self._patience.timer() if limit_s is None else asyncio.timeout(limit_s),
                     self._session.request(
                         method, f"{self._url}/{name}", data=content, allow_redirects=False
                     ) as response,
@@ -160,17 +159,6 @@ class ServerConnection:
         if status != 200:
             raise self.lose(f"answered {status} to {name}: {_excerpt(data)}")
         return data
-
-    @asynccontextmanager
-    async def _timer(self, limit_s: float | None) -> AsyncIterator[None]:
-        """Raise `TimeoutError` after `limit_s` seconds; without a limit of its own, after `timeout_s`."""
-        async with asyncio.timeout(self.timeout_s if limit_s is None else limit_s) as timer:
-            if limit_s is None and not self.has_served:
-                self._early.add(timer)
-            try:
-                yield
-            finally:
-                self._early.discard(timer)
 
     def _decode(self, name: str, data: bytes, answer: type[T]) -> T:
         """Decode the answer to call `name`. An invalid answer marks the server as lost: `EngineLostError`."""

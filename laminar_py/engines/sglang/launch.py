@@ -55,6 +55,7 @@ _CPU_FLAGS: dict[str, Flag] = {
     "cuda-graph-backend-decode": "disabled",
     "cuda-graph-backend-prefill": "disabled",
 }
+PLUGIN = Path(__file__).with_name("plugin")  # of SGLang, for an interpreter that may lack laminar_py
 _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
 
@@ -82,9 +83,11 @@ class ServerSpec:
         return command
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of the server: this process's, SGLang's own, and the compiler's place on GPUs."""
+        """Environment variables of the server: this process's, SGLang's own, our plugin, and a GPU's compiler."""
         special = _CPU_ENVIRONMENT if self.device is Device.CPU else compiler_environment(self.python)
-        return {**os.environ, "PATH": own_path(self.python), **_ENVIRONMENT, **special}
+        modules = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
+        own = {"PATH": own_path(self.python), "PYTHONPATH": modules}
+        return {**os.environ, **own, **_ENVIRONMENT, **special}
 
 
 def replica_server(

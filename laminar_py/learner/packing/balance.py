@@ -10,9 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from laminar_py.learner.packing.layout import LEAST_STEM, RowSize, row_size
+from laminar_py.records.spans import is_tree
 from laminar_py.records.trajectory import Packable
 
 PackedT = TypeVar("PackedT", bound=Packable)
+
+WORTH_SHARING = 0.05  # of a group's tokens that its prompt must save, or its members are packed one by one
+FEWEST_PARTS = 2  # families for each rank that share the last microbatches, so that these are alike
 
 
 def sequence_cost(length: int, *, attention_share: float) -> float:
@@ -29,31 +34,92 @@ def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int, f
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bin(Generic[PackedT]):
-    """Trajectories that share a microbatch, e.g. `Bin(trajectories, 5, 4, 13)` of 3 and 2 tokens."""
+class Family(Generic[PackedT]):
+    """Trajectories that stay together, since they share `stem` tokens of their prompt; or one trajectory."""
 
-    trajectories: tuple[PackedT, ...]
+    members: tuple[PackedT, ...]
+    sizes: tuple[RowSize, ...]  # of each member alone
+    stem: int = 0
+
+    @property
+    def size(self) -> RowSize:
+        """Size of the members in one row."""
+        spared = len(self.members) - 1
+        tokens = sum([size.tokens for size in self.sizes]) - spared * self.stem
+        return RowSize(tokens, sum([size.squares for size in self.sizes]) - spared * self.stem * self.stem)
+
+    def take(self, places: Sequence[int]) -> "Family[PackedT]":
+        """Return the family of some of the members."""
+        members = tuple(self.members[place] for place in places)
+        return Family(members, tuple(self.sizes[place] for place in places), self.stem)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bin(Generic[PackedT]):
+    """Families that share a microbatch, e.g. `Bin((family,), 5, 4, 13)` of two trajectories of 3 and 2 tokens."""
+
+    families: tuple[Family[PackedT], ...]
     num_tokens: int
     num_trained: int  # response tokens with a loss
-    squares: int  # sum of squared lengths
+    squares: float  # sum of squared lengths, what sequences share counted once
+
+    @property
+    def trajectories(self) -> list[PackedT]:
+        """The trajectories of all families."""
+        return [member for family in self.families for member in family.members]
 
     def cost(self, attention_share: float) -> float:
-        """Sum of `sequence_cost` over its sequences."""
+        """Sum of `sequence_cost` over its sequences, what they share counted once."""
         return self.num_tokens + attention_share * self.squares
 
 
-def make_bin(trajectories: Iterable[PackedT]) -> Bin[PackedT]:
-    """Put these trajectories into one bin."""
-    members = tuple(trajectories)
-    lengths = [trajectory.num_tokens for trajectory in members]
-    trained = sum([trajectory.num_trained for trajectory in members])
-    return Bin(members, sum(lengths), trained, sum([length * length for length in lengths]))
+def make_bin(families: Iterable[Family[PackedT]]) -> Bin[PackedT]:
+    """Put these families into one bin."""
+    members = tuple(families)
+    sizes = [family.size for family in members]
+    trained = sum([trajectory.num_trained for family in members for trajectory in family.members])
+    return Bin(members, sum([size.tokens for size in sizes]), trained, sum([size.squares for size in sizes]))
 
 
-def fit_bins(trajectories: Sequence[PackedT], *, max_tokens: int) -> list[Bin[PackedT]]:
-    """Pack trajectories into few bins of at most `max_tokens`. Raises ValueError for a longer trajectory."""
-    packed = best_fit([trajectory.num_tokens for trajectory in trajectories], max_tokens)
-    return [make_bin([trajectories[i] for i in members]) for members in packed]
+def find_families(trajectories: Sequence[PackedT], *, shares: bool = True) -> list[Family[PackedT]]:
+    """Return trajectories by shared prompt, in order; alone where that saves little, or none `shares` a prompt."""
+    sizes = [row_size(len(one.prompt_ids), one.spans) for one in trajectories]
+    kin: dict[object, list[int]] = {}
+    for place, one in enumerate(trajectories):
+        alone = not shares or len(one.prompt_ids) <= LEAST_STEM or is_tree(one.spans)
+        kin.setdefault(place if alone else (one.group_id, one.prompt_ids.tobytes()), []).append(place)
+    found = []
+    for places in kin.values():
+        stem = len(trajectories[places[0]].prompt_ids) - 1
+        saves = (len(places) - 1) * stem >= WORTH_SHARING * sum([sizes[place].tokens for place in places])
+        for some in [places] if len(places) > 1 and saves else [[place] for place in places]:
+            members = tuple(trajectories[place] for place in some)
+            found.append(Family(members, tuple(sizes[place] for place in some), stem if len(some) > 1 else 0))
+    return found
+
+
+def bundle_size(trajectories: Sequence[PackedT]) -> RowSize:
+    """Return the size of a row with these trajectories."""
+    together = make_bin(find_families(trajectories))
+    return RowSize(together.num_tokens, together.squares)
+
+
+def fit_bins(trajectories: Sequence[PackedT], *, max_tokens: int, shares: bool = True) -> list[Bin[PackedT]]:
+    """Pack trajectories into few bins of at most `max_tokens`. Raises ValueError for a longer trajectory.
+
+    Trajectories whose prompts are equal stay together if that saves tokens, unless nothing `shares` a prompt.
+    """
+    parts = [part for family in find_families(trajectories, shares=shares) for part in _parts(family, max_tokens)]
+    packed = best_fit([part.size.tokens for part in parts], max_tokens)
+    return [make_bin([parts[i] for i in members]) for members in packed]
+
+
+def _parts(family: Family[PackedT], max_tokens: int) -> list[Family[PackedT]]:
+    """Divide a family that exceeds `max_tokens` into few that do not."""
+    if family.size.tokens <= max_tokens or len(family.members) == 1:
+        return [family]
+    lengths = [size.tokens - family.stem for size in family.sizes]
+    return [family.take(places) for places in best_fit(lengths, max_tokens - family.stem)]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -92,9 +158,9 @@ def deal_bins(
         return []
     ordered = sorted(bins, key=lambda item: item.cost(attention_share), reverse=True)
     whole = (len(ordered) - 1) // ranks * ranks
-    rest = [trajectory for item in ordered[whole:] for trajectory in item.trajectories]
-    lengths = [trajectory.num_tokens for trajectory in rest]
-    levelled = level_costs(lengths, ranks, capacity=capacity, attention_share=attention_share)
+    rest = _divided([family for item in ordered[whole:] for family in item.families], FEWEST_PARTS * ranks)
+    sizes = [family.size for family in rest]
+    levelled = level_costs(sizes, ranks, capacity=capacity, attention_share=attention_share)
     if levelled is None:
         last = ordered[whole:] + [make_bin(())] * (whole + ranks - len(ordered))
     else:
@@ -102,21 +168,41 @@ def deal_bins(
     return [*(ordered[start : start + ranks] for start in range(0, whole, ranks)), last]
 
 
-def level_costs(
-    lengths: Sequence[int], bins: int, *, capacity: int, attention_share: float
-) -> list[list[int]] | None:
-    """Divide sequences among `bins` lists of similar cost; returns the indices in `lengths` of each list.
+def _divided(families: Sequence[Family[PackedT]], count: int) -> list[Family[PackedT]]:
+    """Halve the largest families until there are `count`, or every trajectory is alone."""
+    heap = [
+        (-family.size.tokens, place, family) for place, family in enumerate(families) if len(family.members) > 1
+    ]
+    found = [family for family in families if len(family.members) == 1]
+    heapq.heapify(heap)
+    number = len(families)  # breaks ties
+    while heap and len(heap) + len(found) < count:
+        _, _, family = heapq.heappop(heap)
+        order = sorted(range(len(family.members)), key=lambda place: family.sizes[place].tokens)
+        for half in (family.take(order[::2]), family.take(order[1::2])):
+            if len(half.members) == 1:
+                found.append(half)
+            else:
+                number += 1
+                heapq.heappush(heap, (-half.size.tokens, number, half))
+    return found + [family for _, _, family in heap]
 
-    Places the longest first, each into the cheapest list. Returns None if a list exceeds `capacity` tokens.
+
+def level_costs(
+    sizes: Sequence[RowSize], bins: int, *, capacity: int, attention_share: float
+) -> list[list[int]] | None:
+    """Divide families of these sizes among `bins` lists of similar cost; returns the indices of each list.
+
+    Places the largest first, each into the cheapest list. Returns None if a list exceeds `capacity` tokens.
     """
     heap = [(0.0, index) for index in range(bins)]
     out: list[list[int]] = [[] for _ in range(bins)]
     rooms = [capacity] * bins
-    for item in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        cost, index = heap[0]
-        rooms[index] -= lengths[item]
+    for item in sorted(range(len(sizes)), key=lambda place: sizes[place].tokens, reverse=True):
+        (tokens, squares), (cost, index) = sizes[item], heap[0]
+        rooms[index] -= tokens
         if rooms[index] < 0:
             return None
         out[index].append(item)
-        heapq.heapreplace(heap, (cost + sequence_cost(lengths[item], attention_share=attention_share), index))
+        heapq.heapreplace(heap, (cost + tokens + attention_share * squares, index))
     return out

@@ -6,9 +6,9 @@ exceeds `max_tokens`, all ranks get equally many, and each trained token is in e
 microbatches sum to 1, or less where staleness reweights or groups without signal are left out (law 5;
 `tests/packing/test_packer.py::test_every_trained_token_stands_in_one_microbatch_of_bounded_size`).
 
-A trajectory is one sequence, or several adjacent ones if its response is a tree (`records.spans`). A row predicts
-the next token of its sequence. One row predicts each response token, in the sequence that trains on the token; the
-first token of a sequence has no such row.
+A trajectory is one sequence, or several if its response is a tree (`records.spans`); sequences share the prefixes
+that they have in common (`layout`). A row predicts the next token of its sequence. One row predicts each response
+token, in the sequence that trains on the token; the first token of a sequence has no such row.
 """
 
 from collections.abc import Sequence
@@ -17,105 +17,17 @@ from typing import Generic, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import Bin, PackedT, deal_bins, fit_bins
+from laminar_py.learner.packing.layout import Layout, lay_out
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
 from laminar_py.records.credit import earlier_rewards, returns_of, role_advantages, role_returns
 from laminar_py.records.pieces import SamplingMask
 from laminar_py.records.proofs import id_sum
-from laminar_py.records.spans import TokenPath, is_tree, sequences_of, versions_of
+from laminar_py.records.spans import versions_of
 from laminar_py.records.trajectory import MicroBatch, Trajectory
-
-Indices: TypeAlias = slice | IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedResponse:
-    """The `rows` of a microbatch that predict response tokens, and the `places` of these tokens in the response.
-
-    E.g. of a trajectory that comes first and has 3 tokens of prompt and 2 of response:
-    `PlacedResponse(slice(2, 4), slice(0, 2))`.
-    """
-
-    rows: Indices
-    places: Indices
-
-    def mask_ids(self, mask: SamplingMask) -> IntArray:
-        """Token ids of the response's sampling mask, in the order of `rows`."""
-        if isinstance(self.places, slice):
-            return mask.ids
-        ends = np.cumsum(mask.counts)
-        return np.concatenate([mask.ids[ends[place] - mask.counts[place] : ends[place]] for place in self.places])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Where the S sequences of R trajectories lie in the T rows of a microbatch."""
-
-    ids: IntArray  # [T] tokens
-    lengths: list[int]  # [S]
-    responses: IntArray  # [S] index of each sequence's trajectory in the bundle
-    placed: list[PlacedResponse]  # [R]
-
-
-def lay_out(bundle: Sequence[Trajectory]) -> Layout:
-    """Lay the sequences of trajectories end to end, in order, and return where each response lies.
-
-    An empty bundle has one token without a loss, for a rank that only has to join the collectives.
-    """
-    if not bundle:
-        return Layout(ids=np.zeros(1, np.int32), lengths=[1], responses=np.zeros(1, np.int32), placed=[])
-    ids: list[IntArray] = []
-    lengths: list[int] = []
-    responses: list[int] = []
-    placed: list[PlacedResponse] = []
-    start = 0
-    for index, trajectory in enumerate(bundle):
-        prompt, response = trajectory.prompt_ids, trajectory.response_ids
-        if not is_tree(trajectory.spans):
-            first, end = start + len(prompt), start + len(prompt) + len(response)
-            ids += [prompt, response]
-            lengths.append(end - start)
-            placed.append(PlacedResponse(slice(first - 1, end - 1), slice(0, len(response))))
-        else:
-            paths = sequences_of(trajectory.spans)
-            for path in paths:
-                ids += [prompt] if path.has_prompt else []
-                ids += [response[first:last] for first, last, _ in path.parts]
-            lengths += [path.num_tokens(len(prompt)) for path in paths]
-            placed.append(_place_tree(paths, prompt=len(prompt), start=start))
-            end = start + sum(lengths[len(responses) :])
-        responses += [index] * (len(lengths) - len(responses))
-        start = end
-    return Layout(ids=np.concatenate(ids), lengths=lengths, responses=np.array(responses, np.int32), placed=placed)
-
-
-def next_ids(ids: IntArray, lengths: Sequence[int]) -> IntArray:
-    """[T] the next token of each row's sequence; 0 for the last row of a sequence."""
-    labels = np.zeros(len(ids), np.int32)
-    labels[:-1] = ids[1:]
-    labels[np.cumsum(lengths) - 1] = 0
-    return labels
-
-
-def _place_tree(paths: Sequence[TokenPath], *, prompt: int, start: int) -> PlacedResponse:
-    """Return where a tree's `paths`, laid end to end from row `start` on, predict tokens that they own.
-
-    `prompt` is the number of prompt tokens.
-    """
-    rows, places = [], []
-    for path in paths:
-        before = prompt if path.has_prompt else 0
-        predicting = start + before - 1 + np.arange(path.length, dtype=np.int32)
-        is_own: npt.NDArray[np.bool_] = path.own & (predicting >= start)
-        rows.append(predicting[is_own])
-        places.append(path.places[is_own])
-        start += path.num_tokens(prompt)
-    return PlacedResponse(np.concatenate(rows), np.concatenate(places))
-
 
 STD_FLOOR = 1e-4  # added to the deviation of advantages, which are of the order of 1
 
@@ -299,8 +211,8 @@ def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
     return MicroBatch(
         input_ids=layout.ids,
         cu_seqlens=np.cumsum([0, *layout.lengths], dtype=np.int32),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in layout.lengths]),
-        labels=next_ids(layout.ids, layout.lengths),
+        position_ids=layout.positions,
+        labels=layout.labels,
         loss_weights=loss_weights,
         behaviour_logprobs=logprobs,
         advantages=advantages,
@@ -310,19 +222,21 @@ def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
         groups=weights.group_places(bundle),
         columns={column.name: _column(bundle, layout, column) for column in weights.columns},
         support=_support(bundle, layout, counts),
-        experts=_experts(bundle, layout),
+        experts=layout.experts,
         id_sum=id_sum(trajectory.id for trajectory in bundle),
+        parents=layout.parents if (layout.parents >= 0).any() else None,
     )
 
 
 def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask | None:
     """Join the sampling masks of all responses; row t has `counts[t]` ids. None if no response has a mask."""
     masks = [
-        placed.mask_ids(trajectory.sampling_mask)
+        (placed.rows[0], placed.mask_ids(trajectory.sampling_mask))
         for trajectory, placed in zip(bundle, layout.placed, strict=True)
-        if trajectory.sampling_mask is not None
+        if trajectory.sampling_mask is not None and len(placed.rows)
     ]
-    return SamplingMask(counts, np.concatenate(masks)) if masks else None
+    in_order = [ids for _, ids in sorted(masks, key=lambda each: int(each[0]))]  # as the rows are
+    return SamplingMask(counts, np.concatenate(in_order)) if masks else None
 
 
 def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
@@ -333,23 +247,4 @@ def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
         assert values is not None, f"{trajectory.id} has no column {column.name}"
         assert values.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {values.dtype}"
         out[placed.rows] = values.array[placed.places]
-    return out
-
-
-def _experts(bundle: Bundle, layout: Layout) -> npt.NDArray[np.int16] | None:
-    """[T, layers, k] routed experts of all sequences; -1 where none are recorded; None if no trajectory has any.
-
-    The last token of a response has no experts, since it is never an input. A response that is a tree has
-    none, so a trajectory with experts is one sequence.
-    """
-    recorded = [trajectory.routed_experts for trajectory in bundle]
-    shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
-    if not shapes:
-        return None
-    (shape,) = shapes
-    out = np.full((len(layout.ids), *shape), -1, np.int16)
-    starts = np.cumsum([0, *(trajectory.num_tokens for trajectory in bundle)]).tolist()
-    for experts, start in zip(recorded, starts, strict=False):
-        if experts is not None:
-            out[start + experts.start : start + experts.start + experts.positions] = experts.table
     return out

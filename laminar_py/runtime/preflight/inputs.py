@@ -18,7 +18,7 @@ import numpy as np
 from laminar_py.config.cluster import Device
 from laminar_py.config.data import SourceConfig
 from laminar_py.config.engine import BACKENDS
-from laminar_py.config.learner import Attention
+from laminar_py.config.learner import Attention, check_heads
 from laminar_py.config.registry import find_file
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
@@ -288,7 +288,15 @@ def _check_learner(config: RunConfig) -> None:
         raise ConfigError(
             f"learner.attention={learner.attention}: needs a GPU, and the learner is on {device}; set it to auto"
         )
-    if learner.compile and read_sizes(config.model.path).num_experts_per_tok is not None:
+    sizes = read_sizes(config.model.path)
+    check_heads(sizes.num_key_value_heads or sizes.num_attention_heads or 1, learner.context_parallel)
+    max_len, positions = config.rollout.max_len, sizes.max_position_embeddings
+    if positions is not None and max_len > positions:
+        raise ConfigError(
+            f"rollout.max_len={max_len}: the model in model.path has {positions} positions; lower max_len, or name"
+            " a folder whose config.json scales them"
+        )
+    if learner.compile and sizes.num_experts_per_tok is not None:
         raise ConfigError(
             "learner.compile=true: layers with experts are not compiled, since each step has other shapes and may"
             " force other experts; set learner.compile=false"

@@ -89,6 +89,8 @@ class LearnerKeeper(Keeper):
         rendezvous = await self._rendezvous(parts)
         self._hangs = HangWatch(len(parts))
         ranks_on = Counter(part.place.node for part in parts)
+        shard_size = self._config.learner.shard_size
+        shares_host = len({part.place.node for part in parts[:shard_size]}) == 1
         requests = [
             encode(
                 LearnerSpec(
@@ -99,6 +101,7 @@ class LearnerKeeper(Keeper):
                     store=str(self._relays.store(0)),
                     chunk_bytes=self._relays.chunk_bytes,
                     ranks_here=ranks_on[part.place.node],
+                    writers=shard_size if shares_host else 1,
                     probes=list(self._incarnation.inputs.probes),
                     checkpoint=None if self._checkpoint is None else str(self._checkpoint),
                 )
@@ -133,7 +136,8 @@ class LearnerKeeper(Keeper):
         """Have ranks read the next step's tokens; return reasons by lost trajectory. Raises PartCrashedError."""
         requests = []
         for bundles in packed.bundles:
-            requests.append(await asyncio.to_thread(encode, FetchRequest(bundles)))  # megabytes: off the loop
+            request = await asyncio.to_thread(encode, FetchRequest(bundles))  # megabytes: off the loop
+            requests += [request] * self._config.learner.context_parallel
         lost: dict[str, str] = {}
         for answer in await self._call_all("fetch", requests):
             assert isinstance(answer, bytes), "fetch answers bytes"

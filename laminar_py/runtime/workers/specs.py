@@ -66,6 +66,9 @@ class LearnerSpec(PartStart, frozen=True, kw_only=True):
     store: str  # the root relay's
     chunk_bytes: int  # of a version
     ranks_here: int  # ranks on its node, with itself
+    writers: int = (
+        1  # the first ranks, on one node, which write versions together; 1: rank 0 writes gathered weights
+    )
     probes: list[IntArray] = []  # prompts after which it gives its distribution with each version
     checkpoint: str | None = None
 

@@ -97,6 +97,15 @@ async def test_law(law, servers):
         await law(factory(servers.exact if exact else servers.plain, servers.weights))
 
 
+async def test_changes_reach_the_stacked_experts_of_a_mixture(servers):
+    weights = (servers.mixture_model, servers.mixture_model)
+    settings = {"record": (Recording.ROUTED_EXPERTS,), "experts_top_k": 2}
+    async with asyncio.timeout(LAW_S):
+        await laws.changes_of_twenty_versions_leave_the_weights_of_a_whole_load(
+            factory(servers.mixture, weights, **settings)
+        )
+
+
 async def test_loaded_weights_are_those_of_a_server_that_began_with_them(servers):
     async with client(servers.plain) as engine:
         await engine.load_weights(servers.weights[1], 1)

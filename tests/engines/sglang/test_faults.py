@@ -131,8 +131,8 @@ class Server:
                 await engine.start()
                 if loaded:
                     await engine.load_weights(WEIGHTS, 1)
-                engine._connection._timeout_s = stall_timeout_s
-                engine._connection._first_timeout_s = start_timeout_s
+                engine._connection._patience.limit_s = stall_timeout_s
+                engine._connection._patience.first_s = start_timeout_s
                 yield engine
         finally:
             await engine.close()

@@ -1,6 +1,7 @@
 """Adapters on a real SGLang server: the laws of every engine, and which adapters the server holds."""
 
 import asyncio
+import shutil
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from laminar_py.config.learner import LoraConfig
 from laminar_py.engines.sglang.http import headers
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.records.engine import PauseMode
+from laminar_py.rollout.verifying import TensorWatch
 from tests.engines import engine_conformance as laws
 from tests.engines.engine_conformance import LAWS, Caught, Rig, collect, make_request
 from tests.engines.local.test_adapter import changed, save_adapter
@@ -125,3 +127,27 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(
             await engine.load_weights(folder, 2)
         assert await held(served.server) == before
         assert (await collect(engine, make_request())).versions == [1] * 20
+
+
+async def test_an_adapter_that_never_landed_is_named_by_its_hashes(served, tmp_path):
+    folder, watch = tmp_path / "adapter", TensorWatch()
+
+    def hold(adapter):
+        shutil.rmtree(folder, ignore_errors=True)  # a new file, since the server maps the old one
+        shutil.copytree(adapter, folder)
+
+    async with client(served.server, base=served.base) as engine:
+        hold(served.adapters[0])
+        await engine.load_weights(folder, 1)
+        first = await engine.checksum()
+        assert len(first.tensors) == 2 * 4, "of two layers: qkv, out, up with gate, down"
+        assert await watch.stale(folder, first) == ()
+        hold(served.adapters[1])
+        await engine.load_weights(folder, 2)
+        second = await engine.checksum()
+        assert await watch.stale(folder, second) == ()
+        await engine.load_weights(folder, 3)  # the server reads the old bytes
+        hold(served.adapters[0])  # and these were published
+        third = await engine.checksum()
+        assert third == second != first
+        assert set(await watch.stale(folder, third)) == set(second.tensors)

@@ -1,4 +1,4 @@
-"""The process of one rank of the learner: its model, optimizer and checkpoints, and on rank 0 the publisher.
+"""The process of one rank of the learner: its model, optimizer and checkpoints, and its share of a publish.
 
 Called by `workers.learner`. Every rank makes every call, in the same order, since each is a collective.
 """
@@ -6,7 +6,9 @@ Called by `workers.learner`. Every rank makes every call, in the same order, sin
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,7 +31,7 @@ from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted, RankPosition
 from laminar_py.records.pieces import ColumnPiece, ColumnRef
 from laminar_py.records.proofs import NextToken
-from laminar_py.records.weights import Published
+from laminar_py.records.weights import Published, Rows, StoredTensor, TensorSource
 from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.publisher import Publisher
@@ -66,14 +68,15 @@ LOADING = LearnerProgress("loading the model", 0, 1, 0.0)
 
 
 class LearnerActor(ComputingActor):
-    """Hosts a rank of the learner, and on rank 0 the publisher. Calls that only wait can run beside a step."""
+    """Hosts a rank of the learner, and its publisher if it writes. Calls that only wait can run beside a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self._progress = LOADING
         self._bundles: list[Bundle] = []  # of the next step
         self._learner: Learner | LearnerStandIn
-        self._publisher: Publisher | None = None
+        self._publisher: Publisher | None = None  # of rank 0, and of each rank that writes versions with it
+        self._gathers = False  # all ranks gather each tensor of a version, and rank 0 alone writes
         self._probes: list[IntArray] = []
         self._next_tokens: dict[int, list[NextToken]] = {}  # of the newest version
 
@@ -111,10 +114,23 @@ class LearnerActor(ComputingActor):
             fault = self._learner.load(Path(spec.checkpoint))
             started = msgspec.structs.replace(started, steps_taken=self._learner.steps_taken, fault=fault)
         self._dtype: torch.dtype = getattr(torch, served_dtype(config.model.path))
-        if spec.rank == 0:
-            adapter = self._learner.adapter_config() if isinstance(self._learner, Learner) else None
-            self._publisher = Publisher(Path(spec.store), chunk_bytes=spec.chunk_bytes, adapter_config=adapter)
+        self._open_publisher(self._learner, spec)
         return started
+
+    def _open_publisher(self, learner: Learner | LearnerStandIn, spec: LearnerSpec) -> None:
+        """Make the publisher of a rank that writes versions. Other ranks connect to rank 0's."""
+        real = isinstance(learner, Learner)
+        adapter = learner.adapter_config() if isinstance(learner, Learner) else None
+        writers = spec.writers if real and adapter is None else 1
+        if isinstance(learner, Learner):
+            self._gathers = adapter is not None or writers < learner.ranks.num_ranks // learner.ranks.num_copies
+        store = Path(spec.store)
+        if spec.rank == 0:
+            self._publisher = Publisher(store, chunk_bytes=spec.chunk_bytes, adapter_config=adapter, ranks=writers)
+        if isinstance(learner, Learner) and writers > 1:
+            learner.ranks.sum(0.0)  # rank 0's publisher is there
+            if 0 < spec.rank < writers:
+                self._publisher = Publisher(store, chunk_bytes=spec.chunk_bytes, rank=spec.rank, ranks=writers)
 
     def _note(self, progress: LearnerProgress) -> None:
         self._progress = progress
@@ -148,24 +164,31 @@ class LearnerActor(ComputingActor):
         return stall_s
 
     def _publish(self, version: int) -> float:
-        """Write the version on rank 0, while all ranks gather each tensor; return the seconds of stall."""
+        """Write this rank's share of the version, if it has one; return the seconds of stall."""
         self._begin(f"wait until the version before {version} is complete", limit_s=COMPUTES_S)
-        tensors = self._noted_tensors(version)
+        if not isinstance(self._learner, Learner):
+            assert self._publisher is not None, "a stand-in has one rank"
+            return self._publisher.publish(version, self._learner.named_tensors(dtype=self._dtype))
+        sources = self._noted(self._learner.sources(dtype=self._dtype, gather=self._gathers), version)
         stall_s = 0.0
         if self._publisher is not None:
-            stall_s = self._publisher.publish(version, tensors)
-        else:
-            for _ in tensors:
-                continue
-        if self._probes and isinstance(self._learner, Learner):
+            stall_s = self._publisher.publish_sources(version, sources)
+        elif self._gathers:
+            for source in sources:
+                for _ in source.read():
+                    continue
+        if self._probes:
             self._next_tokens = {version: self._learner.probe(self._probes)}
         return stall_s
 
-    def _noted_tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a version, and note for each that this rank gathers and copies it."""
-        for name, tensor in self._learner.named_tensors(dtype=self._dtype):
-            self._begin(f"copy of {name} of version {version}")
-            yield name, tensor
+    def _noted(self, sources: Sequence[TensorSource], version: int) -> list[TensorSource]:
+        """Return the sources of a version, which now note when this rank begins to read and copy them."""
+
+        def read(source: TensorSource) -> Iterator[Rows]:
+            self._begin(f"copy of {source.stored[0].name} of version {version}")
+            yield from source.read()
+
+        return [replace(source, read=partial(read, source)) for source in sources]
 
     def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it; the controller calls only rank 0."""
@@ -247,18 +270,27 @@ class WeightsActor(PartActor):
             return Published(VERSION, manifest.digest, manifest.num_bytes, 0.0)
         allow_many_files()
         publisher = Publisher(store, chunk_bytes=spec.chunk_bytes)
-        publisher.publish(VERSION, folder_tensors(model, served_dtype(model)))
+        publisher.publish_sources(VERSION, folder_sources(model, served_dtype(model)))
         return publisher.completed(VERSION)
 
 
-def folder_tensors(model: Path, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a model folder, always in the same order; floats as `dtype`."""
+def folder_sources(model: Path, dtype: str) -> list[TensorSource]:
+    """Return sources of every tensor in a model folder, always in the same order; floats as `dtype`."""
     wanted = getattr(torch, dtype)
+    sources = []
+
+    def read(path: Path, name: str) -> Iterator[Rows]:
+        with safe_open(path, framework="pt") as file:
+            yield name, 0, file.get_tensor(name)
+
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in sorted(file.keys()):
-                tensor = file.get_tensor(name)
-                yield name, tensor.to(wanted).contiguous() if tensor.is_floating_point() else tensor
+                part = file.get_slice(name)
+                own = part[:0].dtype if part.get_shape() else file.get_tensor(name).dtype
+                stored = StoredTensor(name, wanted if own.is_floating_point else own, tuple(part.get_shape()))
+                sources.append(TensorSource((stored,), partial(read, path, name)))
+    return sources
 
 
 # ---- the reference model

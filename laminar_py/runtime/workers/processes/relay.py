@@ -27,6 +27,8 @@ class RelayActor(PartActor):
             parents=list(spec.parents),
             chunk_bytes=spec.chunk_bytes,
             keep_versions=relay.keep_versions,
+            seal=relay.seal,
+            lanes=relay.lanes,
             emit=self._events.append,
         )
         await self._node.start()

@@ -1,0 +1,261 @@
+"""How the sequences of trajectories lie in a packed row, a prefix that several share once. Pure.
+
+Samples of one prompt share it, and the sequences of a response that is a tree share their stems. A row is cut into
+segments: a token attends to earlier tokens of its segment and of the segments above, so that a path from the root
+is one sequence. Each token is trained on in one place. The last shared token begins every branch, so every row
+still predicts one token. Where a mixture's recorded experts differ, prompts part (`tests/packing/test_layout.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.records.codec import BoolArray, IntArray
+from laminar_py.records.pieces import RoutedExperts, SamplingMask
+from laminar_py.records.spans import Span, TokenPath, is_tree, sequences_of
+from laminar_py.records.trajectory import Trajectory
+
+LEAST_STEM = 16  # tokens; a shorter prefix costs more to share than to repeat
+NO_IDS = np.zeros(0, np.int32)
+Keys: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedResponse:
+    """The `rows` of a microbatch that predict response tokens, ascending, and these tokens' `places` in it.
+
+    E.g. of a trajectory that comes first and has 3 tokens of prompt and 2 of response:
+    `PlacedResponse(rows=[2, 3], places=[0, 1])`.
+    """
+
+    rows: IntArray
+    places: IntArray
+
+    def mask_ids(self, mask: SamplingMask) -> IntArray:
+        """Token ids of the response's sampling mask, in the order of `rows`."""
+        ends = np.cumsum(mask.counts)
+        return np.concatenate([mask.ids[ends[place] - mask.counts[place] : ends[place]] for place in self.places])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the S segments of R trajectories lie in the T rows of a microbatch."""
+
+    ids: IntArray  # [T] tokens
+    labels: IntArray  # [T] the token after each; 0 at the end of a sequence
+    positions: IntArray  # [T] place of each token in its sequence
+    lengths: list[int]  # [S]
+    parents: IntArray  # [S] the segment that each continues, -1: none
+    responses: IntArray  # [S] index in the bundle of a trajectory that has the segment
+    placed: list[PlacedResponse]  # [R]
+    experts: npt.NDArray[np.int16] | None  # [T, layers, k] routed experts, -1 where none are recorded
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A sequence from its first to its last token."""
+
+    places: IntArray  # [n] of its tokens in the response; -1: of the prompt
+    own: BoolArray  # [n] True on response tokens that this sequence trains on
+    keys: Keys  # [n] equal for tokens that two sequences may share
+    ids: IntArray  # [n] tokens; [0] where only their number counts
+    response: int  # index of its trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Tokens [first, last) of the paths that share it."""
+
+    paths: list[_Path]
+    first: int
+    last: int
+    parent: int
+
+
+def lay_out(bundle: Sequence[Trajectory]) -> Layout:
+    """Lay the sequences of trajectories out, and return where each response lies.
+
+    An empty bundle has one token without a loss, for a rank that only has to join the collectives.
+    """
+    if not bundle:
+        nothing = np.zeros(1, np.int32)
+        empty = {"ids": nothing, "labels": nothing, "positions": nothing, "responses": nothing}
+        return Layout(**empty, lengths=[1], parents=nothing - 1, placed=[], experts=None)
+    segments = list(_segments(_paths(bundle)))
+    heads = [segment.paths[0] for segment in segments]
+    cuts = [(path, segment.first, segment.last) for path, segment in zip(heads, segments, strict=True)]
+    return Layout(
+        ids=np.concatenate([path.ids[first:last] for path, first, last in cuts]),
+        labels=np.concatenate([_next_ids(path.ids, first, last) for path, first, last in cuts]),
+        positions=np.concatenate([np.arange(first, last, dtype=np.int32) for _, first, last in cuts]),
+        lengths=[last - first for _, first, last in cuts],
+        parents=np.array([segment.parent for segment in segments], np.int32),
+        responses=np.array([path.response for path in heads], np.int32),
+        placed=_placed(bundle, segments),
+        experts=_experts(bundle, cuts),
+    )
+
+
+def _next_ids(ids: IntArray, first: int, last: int) -> IntArray:
+    """[last - first] the token after each of a sequence's tokens [first, last); 0 after the sequence's last."""
+    following = ids[first + 1 : last + 1]
+    return following if len(following) == last - first else np.append(following, np.int32(0))
+
+
+class RowSize(NamedTuple):
+    """Size of sequences in a row, e.g. of two of 3 and 2 tokens that share nothing: `RowSize(5, 13)`."""
+
+    tokens: int
+    squares: float  # sum of squared lengths, what sequences share counted once
+
+
+def row_size(prompt: int, spans: Sequence[Span]) -> RowSize:
+    """Return the size of a trajectory in a row, with a prompt of `prompt` tokens."""
+    if not is_tree(spans):
+        length = prompt + (spans[-1].end if spans else 0)
+        return RowSize(length, length * length)
+    segments = list(_segments([_path(path, prompt) for path in sequences_of(spans)]))
+    return RowSize(
+        sum(segment.last - segment.first for segment in segments),
+        sum(segment.last**2 - segment.first**2 for segment in segments),
+    )
+
+
+# ---- sequences
+
+
+def _paths(bundle: Sequence[Trajectory]) -> list[_Path]:
+    """Return the sequences of all trajectories, with the keys by which they share tokens."""
+    firsts: dict[bytes, tuple[int, RoutedExperts | None]] = {}  # prompt -> the first trajectory with it
+    found = []
+    for response, trajectory in enumerate(bundle):
+        prompt = trajectory.prompt_ids
+        number, experts = firsts.setdefault(prompt.tobytes(), (response, trajectory.routed_experts))
+        shared = _equal_experts(experts, trajectory.routed_experts, len(prompt))
+        keys = np.arange(len(prompt), dtype=np.int64) - ((number + 1) << 32)
+        keys[shared:] += (response + 1) << 50  # from here on its own
+        for path in _token_paths(trajectory):
+            cut = _path(path, len(prompt))
+            before = len(prompt) if path.has_prompt else 0
+            ids = np.concatenate([prompt[:before], trajectory.response_ids[path.places]])
+            own_keys = cut.keys[before:] + ((response + 1) << 32)
+            found.append(replace(cut, response=response, ids=ids, keys=np.concatenate([keys[:before], own_keys])))
+    return found
+
+
+def _path(path: TokenPath, prompt: int) -> _Path:
+    """Return a sequence without its tokens; `prompt` tokens come first where it has the prompt."""
+    before, places = prompt if path.has_prompt else 0, path.places
+    return _Path(
+        places=np.concatenate([np.full(before, -1, np.int32), places]),
+        own=np.concatenate([np.zeros(before, np.bool_), path.own]),
+        keys=np.concatenate([np.arange(before, dtype=np.int64) - (1 << 32), places.astype(np.int64)]),
+        ids=NO_IDS,
+        response=0,
+    )
+
+
+def _token_paths(trajectory: Trajectory) -> list[TokenPath]:
+    if is_tree(trajectory.spans):
+        return sequences_of(trajectory.spans)
+    return [TokenPath(has_prompt=True, parts=((0, len(trajectory.response_ids), True),))]
+
+
+def _equal_experts(one: RoutedExperts | None, other: RoutedExperts | None, length: int) -> int:
+    """Return how many of the first `length` positions have the same recorded experts in both."""
+    if one is None and other is None:
+        return length
+    if one is None or other is None or one.start != other.start or one.table.shape[1:] != other.table.shape[1:]:
+        return 0
+    known = min(length - one.start, one.positions, other.positions)
+    differs = (one.table[:known] != other.table[:known]).any(axis=(1, 2))
+    return one.start + (int(differs.argmax()) if differs.any() else known)
+
+
+# ---- segments
+
+
+def _segments(paths: Sequence[_Path]) -> Iterator[_Segment]:
+    """Cut paths into segments, each parent before its children and each trajectory's segments together."""
+    number = 0
+    waiting = [(members, 0, -1) for members in reversed(_by_key(paths, 0))]  # with their first token and parent
+    while waiting:
+        members, first, parent = waiting.pop()
+        last = _common(members, first)
+        going_on = [path for path in members if len(path.keys) > last]
+        if len(members) > 1 and going_on and last - 1 - first < LEAST_STEM:  # too short to share
+            alone = [[path] for path in members if len(path.keys) == last]
+            waiting += [(some, first, parent) for some in reversed([*alone, *_by_key(going_on, last)])]
+            continue
+        end = last - 1 if going_on else last
+        yield _Segment(members, first, end, parent)
+        waiting += [(some, end, number) for some in reversed(_by_key(going_on, last))]
+        number += 1
+
+
+def _by_key(paths: Sequence[_Path], place: int) -> list[list[_Path]]:
+    """Group paths by their token at `place`."""
+    groups: dict[int, list[_Path]] = {}
+    for path in paths:
+        groups.setdefault(int(path.keys[place]), []).append(path)
+    return list(groups.values())
+
+
+def _common(paths: Sequence[_Path], first: int) -> int:
+    """Return the end of the tokens that all paths share, which is behind `first`."""
+    keys, end = paths[0].keys, min(len(path.keys) for path in paths)
+    for path in paths[1:]:
+        differs = keys[first:end] != path.keys[first:end]
+        if differs.any():
+            end = first + int(differs.argmax())
+    return end
+
+
+# ---- rows
+
+
+def _placed(bundle: Sequence[Trajectory], segments: Sequence[_Segment]) -> list[PlacedResponse]:
+    """Return for each response the rows that predict tokens which its sequences own."""
+    row_of = [np.full(len(trajectory.response_ids), -1, np.int32) for trajectory in bundle]
+    row = 0
+    for segment in segments:
+        first, last = segment.first, segment.last
+        for path in segment.paths:
+            places, own = path.places[first + 1 : last + 1], path.own[first + 1 : last + 1]
+            rows = row_of[path.response]
+            predicted = np.flatnonzero(own)
+            predicted = predicted[rows[places[predicted]] < 0]  # a short prefix is repeated, and trained on once
+            rows[places[predicted]] = row + predicted
+        row += last - first
+    found = []
+    for rows in row_of:
+        known = np.flatnonzero(rows >= 0)
+        ordered: IntArray = known[np.argsort(rows[known])].astype(np.int32)
+        found.append(PlacedResponse(rows[ordered], ordered))
+    return found
+
+
+def _experts(bundle: Sequence[Trajectory], cuts: Sequence[tuple[_Path, int, int]]) -> npt.NDArray[np.int16] | None:
+    """[T, layers, k] recorded experts of all segments; None if no trajectory has any.
+
+    The last token of a response has no experts, since it is never an input. A response that is a tree has none.
+    """
+    recorded = [trajectory.routed_experts for trajectory in bundle]
+    shapes = {(experts.layers, experts.top_k) for experts in recorded if experts is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    out = np.full((sum(last - first for _, first, last in cuts), *shape), -1, np.int16)
+    row = 0
+    for path, first, last in cuts:
+        experts = recorded[path.response]
+        if experts is not None:
+            begin, end = max(first, experts.start), min(last, experts.start + experts.positions)
+            out[row + begin - first : row + end - first] = experts.table[
+                begin - experts.start : end - experts.start
+            ]
+        row += last - first
+    return out

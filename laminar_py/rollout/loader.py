@@ -1,0 +1,183 @@
+"""Loads of new weights into a replica's engine, by changed positions or as a whole, and their checks.
+
+`Replica` calls it and holds no request in the engine meanwhile. Under each `on_new_weights` a load is the same:
+
+    pull against the served version --changes--> engine.load_changes --refused--+
+           |                                        |                           v
+           +--whole folder--> engine.load_weights <-+-- every `verify_every` -- pull the whole folder
+
+A verified load by changes is followed by a whole load of the same version, which must leave the same hashes.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.records.engine import InferenceEngine, PauseMode, RefusedError
+from laminar_py.records.events import VersionLoaded
+from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
+from laminar_py.rollout.outbox import Outbox
+from laminar_py.rollout.streams import Streams
+from laminar_py.rollout.verifying import Prober, TensorWatch, differing
+
+PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
+log = logging.getLogger(__name__)
+
+
+class WeightLoader:
+    """Loads versions from `weights` into `engine`; reports the hash of every `verify_every`-th (0: of none)."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        weights: WeightSource,
+        streams: Streams,
+        out: Outbox,
+        verify_every: int,
+        prober: Prober | None,
+    ) -> None:
+        self.version = -1  # that the engine serves; -1 before the first load
+        self._engine = engine
+        self._weights = weights
+        self._streams = streams
+        self._out = out
+        self._verify_every = verify_every
+        self._next_verified = 0  # the first version from here on is hashed
+        self._tensors = TensorWatch()
+        self._prober = prober
+        self._probing: asyncio.Task[None] | None = None
+
+    async def load(self, version: int | None) -> None:
+        """Pull and load a version, or the newest for None, while no request runs. Raises `VersionLostError`."""
+        began = self._out.clock.now()
+        self._streams.serving.clear()
+        try:
+            await self._install(await self._pull(version), began)
+        except VersionLostError:
+            if self.version >= 0:
+                self._streams.serving.set()
+            raise
+        self._begin_probe()
+
+    async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
+        """Pull the newest version while trajectories generate; then pause them as `policy` says, load, and resume.
+
+        If `may_swap()` is false after the pull, the engine keeps its version.
+        """
+        began = self._out.clock.now()
+        pulled = await self._pull(None)
+        if not may_swap():
+            return  # a trajectory that arrived during the pull needs the present version
+        self._streams.serving.clear()
+        interrupted = await self._streams.interrupt() if policy is OnNewWeights.RESUME else []
+        if policy is not OnNewWeights.RESUME:
+            await self._engine.pause(PAUSES[policy])
+        try:
+            await self._install(pulled, began)
+        except VersionLostError as error:
+            log.warning("replica %d keeps version %d: %s", self._out.index, self.version, error)
+            self._streams.serving.set()
+        await self._engine.resume()
+        self._streams.resume_interrupted(interrupted)
+        self._out.urgent.set()
+        self._begin_probe()
+
+    def _begin_probe(self) -> None:
+        """Ask the engine the run's probes beside its other work."""
+        if self._prober is not None:
+            self._probing = asyncio.create_task(self._probe(self._prober), name="probe")
+
+    async def _probe(self, prober: Prober) -> None:
+        """Report the engine's answers."""
+        found = await prober.answers(self.version)  # a report may leave meanwhile
+        self._out.probes += found
+        self._out.urgent.set()
+
+    async def finish_probe(self) -> None:
+        """Wait until the probes that are under way have ended."""
+        if self._probing is not None:
+            await asyncio.wait([self._probing])
+
+    async def end_probe(self) -> None:
+        """Cancel the probes that are under way, and wait until their requests have ended."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await self.finish_probe()
+
+    async def _pull(self, version: int | None) -> PulledVersion:
+        """Pull a version, as changes of the served version where the host and the engine can.
+
+        Where every version is verified, and so loaded whole, changes would only add to it.
+        """
+        takes_changes = self._engine.takes_changes and self._verify_every != 1
+        return await self._weights.pull(version, base=self.version if takes_changes else -1)
+
+    async def _install(self, pulled: PulledVersion, began: float) -> None:
+        """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
+
+        Among each `_verify_every` consecutive versions, the first that is loaded is hashed. Raises
+        `VersionLostError`, with the old weights in place, if changes are refused and the folder is gone.
+        """
+        await self.end_probe()
+        base = await self._apply(pulled)
+        fell_back = base is None and bool(pulled.changes)
+        checksum: str | None = None
+        stale: tuple[str, ...] = ()
+        if self._verify_every and (fell_back or pulled.version >= self._next_verified):
+            checksum, stale = await self._verify(pulled, base)
+        self.version = pulled.version
+        self._streams.serving.set()
+        elapsed = self._out.clock.now() - began
+        self._out.loads.append(
+            VersionLoaded(
+                replica=self._out.index,
+                version=pulled.version,
+                digest=pulled.digest,
+                elapsed_s=elapsed,
+                base=base,
+                checksum=checksum,
+                stale=stale,
+            )
+        )
+        how = "" if base is None else f" by changes since version {base}"
+        log.info("replica %d serves version %d%s after %.3f s", self._out.index, pulled.version, how, elapsed)
+
+    async def _apply(self, pulled: PulledVersion) -> int | None:
+        """Have the engine apply the changes of a version, or else load its folder.
+
+        Returns the version that was changed; None after a whole load.
+        """
+        if pulled.changes:
+            try:
+                await self._engine.load_changes([Path(file) for file in pulled.changes], pulled.version)
+            except RefusedError as error:
+                log.warning("replica %d loads the whole version %d: %s", self._out.index, pulled.version, error)
+                pulled = await self._weights.pull(pulled.version)
+            else:
+                return self.version
+        await self._engine.load_weights(Path(pulled.path), pulled.version)
+        return None
+
+    async def _verify(self, pulled: PulledVersion, base: int | None) -> tuple[str | None, tuple[str, ...]]:
+        """Hash the engine's tensors. Returns the total and the tensors that did not follow the files.
+
+        After changes since `base` it loads the whole version, too, and compares. If the folder is gone, the next
+        load is verified.
+        """
+        found = await self._engine.checksum()
+        wrong: tuple[str, ...] = ()
+        if base is not None:
+            changed = found
+            try:
+                pulled = await self._weights.pull(pulled.version)
+            except VersionLostError as error:
+                log.warning("replica %d verifies the next version: %s", self._out.index, error)
+                return None, ()
+            await self._engine.load_weights(Path(pulled.path), pulled.version)
+            found = await self._engine.checksum()
+            wrong = differing(changed, found)
+        stale = await self._tensors.stale(Path(pulled.path), found)
+        self._next_verified = (pulled.version // self._verify_every + 1) * self._verify_every
+        return found.total or None, tuple(dict.fromkeys((*wrong, *stale)))
