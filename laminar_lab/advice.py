@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from laminar_lab.plan.placements import MOST_RUNNING, RESERVE_SHARE
-from laminar_lab.report.diagnosis import Bottleneck, Diagnosis, describe_cost, without_bottleneck
+from laminar_lab.report.diagnosis import WORTH, Bottleneck, Diagnosis, describe_cost, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, ReferencePass
 from laminar_py.config.cluster import Device
@@ -31,7 +31,6 @@ MOST_LOST_SHARE = 0.25  # of the effective sample size, by old data; above this 
 REFERENCE_SHARE = 0.1  # of a learner's step; above this share, the reference pass may leave the learner
 OTHER_MACHINES = "cluster.address"
 LEAST_TIMEOUT_S = 0.1  # shortest limit that a remedy advises; jitter of the machine would cut below it
-WORTH = 1.1  # goodput with a change over the present, below which nothing is advised
 STAGE_OF_SETTING = {  # settings that divide the seconds of a stage by as much as they grow
     "rollout.replicas": StepStage.GENERATION,
     "rollout.max_batch": StepStage.GENERATION,

@@ -1,6 +1,7 @@
 """Runs side by side: how soon each reaches a common level, and its results at equal device-hours.
 
-`laminar compare` prints the tables. They compare evaluations of the first set where every run has two or more,
+`laminar compare` prints the tables: what differs in the configs, held-out sets, quality over costs, speed. They
+compare evaluations of the first set where every run has two or more,
 else the reward in training. A run has reached a level at its first point at or above it; no value between two
 evaluations is interpolated. Runs whose configs differ only in their seeds share a row in the table of sets.
 """
@@ -8,7 +9,7 @@ evaluations is interpolated. Runs whose configs differ only in their seeds share
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +32,13 @@ from laminar_lab.report.figures import FIGURES
 from laminar_lab.report.run_report import RunReport, read_report
 from laminar_lab.report.tails import NAMES, Measure, format_seconds
 from laminar_lab.report.terminal import make_table
-from laminar_py.config import RunConfig
+from laminar_py.config.loading import flatten
+from laminar_py.config.run import RunConfig
+from laminar_py.records.evaluations import SetFigures
 
+OWN = ("name", "runs", "tracking.", "warm_start.cache")  # settings that say nothing about how a run learns
+MOST_DIFFERENCES = 24  # settings in the table of differences
+MOST_SETTING = 30  # columns of a setting
 PADDING = 2  # between columns of a table
 _STAGES = (0.25, 0.5, 0.75, 1.0)  # of the way from the best start to the worst end
 
@@ -187,23 +193,17 @@ class CompareRow:
 def comparison_tables(
     runs: Sequence[ComparedRun], comparison: Comparison, *, width: int
 ) -> Iterator[Group | Text]:
-    """Yield tables of speed, of staleness, of quality against time and device-hours, and of all sets by seeds.
+    """Yield tables of the configs, of held-out sets, of quality against time and device-hours, and of speed.
 
     Tables fit `width` columns of the terminal.
     """
     heads, reports = short_names([run.report for run in runs]), [run.report for run in runs]
     names = [_group_name(heads, group) for group in comparison.groups]
+    yield differences_table([run.config for run in runs], heads, width=width)
     if (warning := seed_warning(comparison, names)) is not None:
+        yield Text()
         yield warning
-    speed = [
-        CompareRow(figure.compared, [figure.value(report) for report in reports], figure.format)
-        for figure in FIGURES
-        if figure.compared
-    ]
-    rows = [*speed, *_tail_rows(reports)]
-    yield _fit("Speed and tails", "", heads, map(_cells, rows), width=width)
-    title = "\nStaleness of consumed trajectories"
-    yield _fit(title, "learner steps", heads, _staleness_rows(reports), width=width)
+    yield from _held_out_tables(runs, heads, width=width)
     measure = comparison.measure
     if comparison.reached:
         reached = map(_cells, _reached_rows(comparison))
@@ -214,6 +214,66 @@ def comparison_tables(
     sets = comparison.groups[0].at_equal
     if len(sets) > 1 or (sets and len(comparison.groups) < len(runs)):
         yield sets_table(comparison, names, width=width)
+    speed = [
+        CompareRow(figure.compared, [figure.value(report) for report in reports], figure.format)
+        for figure in FIGURES
+        if figure.compared
+    ]
+    rows = [*speed, *_tail_rows(reports)]
+    yield _fit("\nSpeed and tails", "", heads, map(_cells, rows), width=width)
+    title = "\nStaleness of consumed trajectories"
+    yield _fit(title, "learner steps", heads, _staleness_rows(reports), width=width)
+
+
+def differences_table(configs: Sequence[RunConfig], heads: Sequence[str], *, width: int) -> Group | Text:
+    """Return a table of the settings in which configs differ, or a line if they agree.
+
+    Names, folders and trackers of runs always may differ, and are left out.
+    """
+    flat = [flatten(config) for config in configs]
+    keys = dict.fromkeys(key for one in flat for key in one if not key.startswith(OWN))
+    rows = [[key, *(_setting(one, key) for one in flat)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if not rows:
+        return Text("The configs agree in all settings.\n")
+    shown = rows[:MOST_DIFFERENCES]
+    if len(rows) > len(shown):
+        shown.append([f"and {len(rows) - len(shown)} more", *("" for _ in heads)])
+    return _fit("What differs in the configs", "", heads, shown, width=width)
+
+
+def _setting(flat: Mapping[str, object], key: str) -> str:
+    """Return a setting as text of at most `MOST_SETTING` columns; "-" where the config has no such section."""
+    text = json.dumps(flat[key]).strip('"') if key in flat else "-"
+    return text if len(text) <= MOST_SETTING else f"{text[: MOST_SETTING - 3]}..."
+
+
+def _held_out_tables(runs: Sequence[ComparedRun], heads: Sequence[str], *, width: int) -> Iterator[Group]:
+    """Yield a table of each set's last evaluation in each run, with each term and the mean of the first one."""
+    for name in dict.fromkeys(name for run in runs for name in run.by_set):
+        passes = [run.by_set.get(name, []) for run in runs]
+        before = {
+            "at step": [str(points[-1].step) if points else "-" for points in passes],
+            "mean before": [f"{points[0].value:.3f}" if len(points) > 1 else "-" for points in passes],
+        }
+        last = [points[-1].figures if points else None for points in passes]
+        yield figures_table(f"\n{name}: the last evaluation", heads, last, before, width=width)
+
+
+def figures_table(
+    title: str,
+    heads: Sequence[str],
+    found: Sequence[SetFigures | None],
+    before: Mapping[str, Sequence[str]],
+    *,
+    width: int,
+) -> Group:
+    """Return a table of evaluations side by side: the rows `before`, then figures with their intervals."""
+    columns = [{} if figures is None else figures.rows for figures in found]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *texts] for name, texts in before.items()]
+    rows += [[name, *(column.get(name, "-") for column in columns)] for name in names]
+    return _fit(title, "", heads, rows, width=width)
 
 
 def sets_table(comparison: Comparison, names: Sequence[str], *, width: int) -> Group:

@@ -157,12 +157,13 @@ def evaluation_curves(
 
 
 def reward_curve(config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes | None = None) -> list[Point]:
-    """Return the mean reward of the last `REWARD_STEPS` steps, at each step."""
+    """Return the mean reward of the last `REWARD_STEPS` steps with one, at each of them."""
     point = _point_maker(config, steps, sizes or FleetSizes())
-    rewards = [row.reward for row in steps]
+    rewarded = [row for row in steps if not math.isnan(row.reward)]
+    rewards = [row.reward for row in rewarded]
     return [
         point(row.step, row.rl_s, fmean(rewards[max(0, place + 1 - REWARD_STEPS) : place + 1]))
-        for place, row in enumerate(steps)
+        for place, row in enumerate(rewarded)
     ]
 
 

@@ -42,6 +42,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     v_head_dim: int = 0
     use_qk_norm: bool = False
     attention_bias: bool = False
+    dtype: str | None = None  # of the weights; a known model without a folder is bf16
+    torch_dtype: str | None = None  # the older name of `dtype`
+
+    @property
+    def served_bytes(self) -> float:
+        """Bytes of one number, in weights and KV cache, as engines serve the model."""
+        return 4.0 if (self.dtype or self.torch_dtype) == "float32" else float(BF16_BYTES)
 
     @property
     def query_width(self) -> int:
@@ -187,18 +194,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(model: Path) -> ModelShape | None:
-    """Read the shape of the model in a folder; return None without a complete `config.json`."""
+    """Read the shape of the model in a folder; return None without a complete `config.json`.
+
+    A `config.json` without a dtype means float32, as `laminar_py.engines.served_dtype` has it.
+    """
     try:
-        return msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
+        shape = msgspec.json.decode((model / "config.json").read_bytes(), type=ModelShape)
     except (OSError, msgspec.DecodeError):
         return None
+    return shape if shape.dtype or shape.torch_dtype else msgspec.structs.replace(shape, dtype="float32")
 
 
-def kv_token_bytes(shape: ModelShape, tensor_parallel: int, *, width: float = BF16_BYTES) -> float:
-    """Return the bytes of a token's keys and values on a GPU of a replica, with `width` bytes for each number.
+def kv_token_bytes(shape: ModelShape, tensor_parallel: int, *, width: float | None = None) -> float:
+    """Return the bytes of a token's keys and values on a GPU of a replica.
 
-    Of latent attention each GPU keeps all of them.
+    A number has `width` bytes, by default as many as engines serve. Of latent attention each GPU keeps all
+    numbers.
     """
+    width = width or shape.served_bytes
     if shape.kv_lora_rank:
         return width * shape.num_hidden_layers * (shape.kv_lora_rank + shape.qk_rope_head_dim)
     heads = max(1.0, shape.num_key_heads / tensor_parallel)

@@ -40,6 +40,10 @@ PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
 # Rates measured on an H100 and its host with 1.5B parameters (docs/performance.md)
 RELAY_BYTES_PER_S = 1.2e9  # of a version, as a delta, until another process has verified it
+SEALED_BYTES_PER_S = 0.9e9  # of a link with one sealed lane, one core at each end
+CURVE_BYTES_PER_S = 0.53e9  # of a link without lanes
+DELTA_SHARE = 0.0082  # of a version's bytes, after a step at a learning rate of 1e-6
+ENCODE_BYTES_PER_S = 12.8e9  # of a version, at the root, on eight threads
 PUBLISH_BYTES_PER_S = 20e9  # of a version, that the learner's GPU is copied out of while the learner waits
 LOAD_BYTES_PER_S = 4.2e9  # of a GPU's share of a version that SGLang 0.5.15 reads from a mapped file
 # Medians of simulations (experiments/plan): the share of the draining loss that repacking and later responses
@@ -64,13 +68,13 @@ RESERVE_TOKENS = 600  # that an engine keeps free for the growth of a request
 
 
 def engine_times(shape: ModelShape, gpu: Gpu, *, tensor_parallel: int, adapters: int = 0) -> EngineTimes:
-    """Compute the times of a replica on GPUs of one node, in bf16, from the data sheet.
+    """Compute the times of a replica on GPUs of one node from the data sheet.
 
     A decode step reads the weights and the KV cache, and launches each layer's kernels. Each sequence adds FLOPs
     and its share of two all-reduces a layer. Prefill takes FLOPs and the same all-reduces. A load takes all
     weights, or `adapters` of so many parameters.
     """
-    weights = version_bytes(shape.total) / tensor_parallel
+    weights = shape.served_bytes * shape.total / tensor_parallel
     layers, joined = shape.num_hidden_layers, tensor_parallel > 1
     flops = 2.0 * shape.active / tensor_parallel
     moved = 2.0 * (tensor_parallel - 1) / tensor_parallel * BF16_BYTES * shape.hidden_size

@@ -5,12 +5,14 @@ Time is the CPU seconds of all ranks, so that it does not depend on how many cor
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import psutil
 import torch
 from transformers import Qwen3Config
@@ -28,7 +30,7 @@ from laminar_py.learner.packing import pack
 from laminar_py.records.trajectory import MicroBatch
 
 SHARING = (2, 4)  # ranks
-SEQUENCES = 8  # of a row
+SEQUENCES = 16  # of a row
 NARROW = Qwen3Config(  # 3.3 million parameters, so that a row of 32,768 tokens fits a small machine
     vocab_size=8192,
     hidden_size=192,
@@ -89,17 +91,25 @@ def _rank(pipe: Connection, *, model: Path, rendezvous: Path, rank: int, ranks: 
     (batch,) = packed.microbatches(0)
     while pipe.recv():
         learner.model.zero_grad()
-        free_heap()
-        before = psutil.Process().memory_info().rss
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of resident pages
-        seconds = cpu_s(partial(_pass, learner, batch))
-        pipe.send((_peak_bytes() - before, seconds))
+        pipe.send(measured_pass(learner, [batch]))
 
 
-def _pass(learner: Learner, batch: MicroBatch) -> None:
-    """Run forward and backward of a policy-gradient loss."""
-    logprobs, _ = policy_logprobs(learner.model, batch)
-    (torch.tensor(batch.loss_weights * batch.advantages) * logprobs).sum().backward()  # type: ignore[no-untyped-call]
+def measured_pass(learner: Learner, batches: Sequence[MicroBatch]) -> tuple[int, float]:
+    """Train on microbatches; return the bytes that this process grew by at the peak, and its CPU seconds."""
+    free_heap()
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of resident pages
+    seconds = cpu_s(partial(train, learner, batches))
+    return _peak_bytes() - before, seconds
+
+
+def train(learner: Learner, batches: Sequence[MicroBatch]) -> None:
+    """Run forward and backward of a policy-gradient loss over the trained tokens."""
+    for batch in batches:
+        places = np.flatnonzero(batch.loss_weights)
+        logprobs, _ = policy_logprobs(learner.model, batch, torch.tensor(places))
+        weights = torch.tensor((batch.loss_weights * batch.advantages)[places])
+        (weights * logprobs).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _peak_bytes() -> int:

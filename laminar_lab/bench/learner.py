@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from laminar_lab.bench import context
+from laminar_lab.bench import context, prefixes
 from laminar_lab.bench.report import Ratio, Row, cpu_s, in_turn, load_now
 from laminar_lab.bench.workplace import SMALL, count_parameters, log_normal_lengths, workplace, write_model
 from laminar_lab.calibration.learner import make_trajectory
@@ -29,6 +29,7 @@ from laminar_py.records import Trajectory
 
 ROWS = (
     *("packed_over_padded", "packed_over_sorted", "fill", "capacity_used", "imbalance", "pack_2048_ms"),
+    *(f"tree_{figure}_{shape}" for shape in prefixes.SHAPES for figure in ("over_separate", "memory")),
     *(f"cp{ranks}_{figure}" for ranks in context.SHARING for figure in ("activation_share", "cpu_over_alone")),
 )
 SEQUENCES, MEDIAN, LONGEST = 64, 128, 1024  # of a batch that is trained on
@@ -46,14 +47,16 @@ def rows(
     seeds: int = 100,
     model: PretrainedConfig = SMALL,
     rank_tokens: int = 8192,
+    prefix_scale: int = 1,
 ) -> list[Row]:
     """Train on `repeats` batches in each way, and pack large steps of `sequences` for `seeds` seeds.
 
-    Ranks that share a row have `rank_tokens` of it each.
+    Ranks that share a row have `rank_tokens` of it each. Samples of a prompt are `prefix_scale` times as short.
     """
     return [
         *_speed_rows(model, repeats=repeats),
         *_packing_rows(sequences=sequences, seeds=seeds),
+        *prefixes.rows(repeats=repeats, scale=prefix_scale, config=model),
         *context.rows(repeats=repeats, tokens=rank_tokens),
     ]
 

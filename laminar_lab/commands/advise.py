@@ -32,7 +32,7 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
     step = diagnosis.mean_step
     for line in learning_lines(report.learning):
         print_line(line)
-    print_line(f"limited by {str(diagnosis.binding.bottleneck).upper()}: {diagnosis.binding.evidence}")
+    print_line(f"limited by {diagnosis.verdict}: {diagnosis.evidence}")
     print_line(
         f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"
     )

@@ -4,7 +4,7 @@ Exit codes: 0 a run accepts the problems; 1 some are too long, lack a field of t
 into an evaluation set; 2 bad input.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,11 +69,12 @@ def _show_run(path: Path, overrides: list[str]) -> None:
     from laminar_py.config.data import PromptOrder
     from laminar_py.config.warm_start import WARM_STARTS
     from laminar_py.data import PromptEncoder, load_tokenizer, read_levels
-    from laminar_py.runtime.preflight import check_model, prepare, prompt_room, read_problems
+    from laminar_py.runtime.preflight import check_functions, check_model, prepare, prompt_room, read_problems
 
     config = load_config(path, overrides)
     prepare(config)
     check_model(config, needs_weights=False)
+    check_functions(config)
     encoder = PromptEncoder(
         load_tokenizer(config.model.path), config.model.path, config.data.chat, config.environment
     )
@@ -137,7 +138,7 @@ def _show(
     `limits` has the most tokens of a prompt or demonstration by field of the config, `faults` messages on faults
     that were found before.
     """
-    from laminar_lab.doctor.problem_figures import demonstration_figures, source_figures, unknown_words
+    from laminar_lab.doctor.problem_figures import demonstration_figures, leaks, source_figures, unknown_words
     from laminar_py.runtime.preflight import shown_prompt
 
     figures = {
@@ -164,7 +165,7 @@ def _show(
     long = [
         _too_long(field, of, limits[field], field in prompts) for field, of in figures.items() if of.num_too_long
     ]
-    refusals = [*long, *_leaks(problems), *faults]
+    refusals = [*long, *leaks(problems), *faults]
     for refusal in refusals:
         print_line(refusal, style="red")
     if refusals:
@@ -189,17 +190,6 @@ def _too_long(field: str, figures: "SourceFigures", limit: int, prompts: bool) -
     have = f"{figures.num_too_long:,} {kind}s have" if figures.num_too_long > 1 else f"1 {kind} has"
     bound = "that rollout.max_len leaves beside a whole response" if prompts else "of warm_start.tokens_per_step"
     return f"{field}: {have} more than the {limit:,} tokens {bound}, the first in {figures.first_too_long}"
-
-
-def _leaks(problems: "Problems") -> Iterator[str]:
-    """Message on each evaluation set with prompts of the training data."""
-    from laminar_py.data import find_leaks
-
-    for heldout in problems.sets.values():
-        leaks = find_leaks(heldout, problems.train)
-        for place, there in leaks[:1]:
-            first = f"{heldout.source.place(heldout.row(place))} is {there}"
-            yield f"{heldout.source.field}: {len(leaks)} prompts are trained on, e.g. {first}"
 
 
 def _table(figures: "dict[str, SourceFigures]") -> Table:

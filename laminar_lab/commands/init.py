@@ -14,6 +14,7 @@ from laminar_py.records.host import counted
 
 if TYPE_CHECKING:
     from laminar_lab.init.choices import Choices
+    from laminar_lab.init.translation import Translation
 
 MOST_LOST = 40  # settings without a counterpart that are printed
 app = typer.Typer()
@@ -32,6 +33,12 @@ def init(
     on: Annotated[str | None, typer.Option(help="here: this machine's cores; or GPUs such as 8xH100")] = None,
     engine: Annotated[str | None, typer.Option(help="embedded, on cores; or sglang, on both")] = None,
     python: Annotated[str | None, typer.Option("--sglang-python", help="Interpreter that has SGLang")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; default: of the new file")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; default: 200")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; default: by the model's size")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Cap on a response; default: 256 here, 4096 on GPUs")
+    ] = None,
     source: Annotated[
         tuple[Trainer, Path] | None,
         typer.Option("--from", metavar="trl|verl FILE", help="TRL's YAML; verl's YAML or script of overrides"),
@@ -44,27 +51,48 @@ def init(
     """
     from laminar_lab.init.choices import Engine, check_place
     from laminar_lab.init.questions import FULL, LORA, choose, make_choices
-    from laminar_lab.init.translation import drop_cut, translate
+    from laminar_lab.init.translation import drop_cut
 
     if out.exists():
         raise ConfigError(f"{out}: exists already; name another file, or delete it")
-    translation = None if source is None else translate(*source)
-    given = {} if translation is None else translation.settings
-    train = None if lora is None else LORA if lora else FULL
     options = {"model": model, "data": data, "heldout": heldout, "reward": ",".join(reward) if reward else None}
-    options |= {"train": train, "on": on, "engine": engine}
+    options |= {"train": None if lora is None else LORA if lora else FULL, "on": on, "engine": engine}
+    translation = None if source is None else _translate(source, options)
+    given = {} if translation is None else translation.settings
+    chosen = {"name": name, "steps": steps, "learner.lr": lr, "rollout.sampling.max_new_tokens": max_new_tokens}
+    given |= {key: value for key, value in chosen.items() if value is not None}
     answers = choose(options, given, translated=translation is not None)
     choices = make_choices(answers, given, name=out.stem, python=python)
     check_place(choices)
-    epochs = None if translation is None else translation.epochs
+    epochs = None if translation is None or steps is not None else translation.epochs
     cut = drop_cut(given) if choices.engine is Engine.SGLANG else {}
-    counted = _write(out, choices, epochs=epochs)
+    if not _write(out, choices, epochs=epochs) and epochs is not None:
+        cut[f"{epochs:g} epochs"] = "the rows cannot be counted; set steps"
     if translation is not None:
-        uncounted = (
-            {} if epochs is None or counted else {f"{epochs:g} epochs": "the rows cannot be counted; set steps"}
-        )
-        _print_lost(uncounted | cut | translation.lost)
+        _print_lost(translation, cut)
     _print_next(out, choices)
+
+
+def _translate(source: tuple[Trainer, Path], options: dict[str, str | None]) -> "Translation":
+    """Translate a foreign file, for as many processes as `--on` names GPUs. `--on` is asked for where it is open.
+
+    Raises `ConfigError` if a term of the reward has no counterpart, and `--reward` names no other.
+    """
+    from laminar_lab.init.choices import HERE, fleet_of
+    from laminar_lab.init.questions import answer_of
+    from laminar_lab.init.translation import translate
+
+    on = options["on"] = options["on"] or answer_of("on")
+    made = translate(*source, processes=1 if on == HERE else fleet_of(on).gpus)
+    where, reward = f"--from {source[0]} {source[1]}", options["reward"]
+    if reward is not None and "reward.use" in made.settings:
+        replaced = f"--reward={reward} takes the place of the reward in {source[1]}: {made.settings['reward.use']}"
+        return replace(made, terms=replaced)
+    if reward is not None:
+        return replace(made, terms="")
+    if made.is_missing:
+        raise ConfigError(f"{where}: {made.terms}; or name your reward by --reward, e.g. --reward reward.py:score")
+    return made
 
 
 def _write(out: Path, choices: "Choices", *, epochs: float | None) -> bool:
@@ -89,8 +117,11 @@ def _write(out: Path, choices: "Choices", *, epochs: float | None) -> bool:
     return seen.rows is not None
 
 
-def _print_lost(lost: dict[str, str]) -> None:
-    """Print the settings of a foreign file that have no counterpart, and why."""
+def _print_lost(translation: "Translation", more: dict[str, str]) -> None:
+    """Print what to know of a foreign file: its reward, its batch, settings without a counterpart, and `more`."""
+    for line in filter(None, (translation.terms, translation.batch)):
+        print_line(line, style="yellow")
+    lost = more | translation.lost
     if lost:
         print_line(f"without a counterpart here: {counted(len(lost), 'setting')}")
     for name, reason in sorted(lost.items(), key=lambda one: not one[1])[:MOST_LOST]:

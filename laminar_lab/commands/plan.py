@@ -1,6 +1,7 @@
 """`laminar plan`: rank the placements of a model on a fleet, before the fleet is rented."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from laminar_lab.plan.request import Lengths, PlanRequest
 
 SHOWN = 8  # placements in a ranking
+LINE_S = 10.0  # between lines of progress without a terminal
 LEGEND = """
 learner + replicas x TP: GPUs that train; replicas that generate, GPUs of each
 admits: responses that a replica begins under one weight version
@@ -53,7 +55,7 @@ def plan(
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Most seconds of simulation; 0: formulas alone")] = 60,
+    seconds: Annotated[float, typer.Option(min=0, help="Most seconds of simulation; 0: formulas alone")] = 180,
     explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, and nothing else, on stdout")] = False,
 ) -> None:
@@ -93,32 +95,53 @@ def _measured(profile: Path | None, mfu: float | None) -> "EmulationProfile | No
 def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> "RankedPlan":
     """Rank by formula, then by simulations of `seconds` at most; unless `quiet`, print each ranking."""
     from laminar_lab.plan.judge import Judges
-    from laminar_lab.plan.planner import MOST, make_plan, plan_by_formula
+    from laminar_lab.plan.output import describe_workload
+    from laminar_lab.plan.planner import make_plan, plan_by_formula
 
     if seconds and quiet:
         with Judges(request, within_s=seconds) as judges:
             return make_plan(request, judge_all=judges)
     by_formula = plan_by_formula(request)
     if not quiet:
+        print_line(describe_workload(request))
         console.print(*_ranking(by_formula), Text(LEGEND, style="dim"), sep="\n")
     if not seconds:
         return by_formula
     print_line(f"Simulations rank the likeliest of them now, in {seconds:g} s at most; Ctrl-C ends them.\n")
-    began_s = time.monotonic()
-    with console.status("") as status:
-
-        def show(judged: int) -> None:
-            passed_s = time.monotonic() - began_s
-            status.update(f"{judged} simulations done, {MOST} or more to do; {passed_s:.0f} of {seconds:g} s")
-
-        with Judges(request, within_s=seconds, show=show) as judges:
-            made = make_plan(request, judge_all=judges)
+    with (
+        console.status("") as status,
+        Judges(request, within_s=seconds, show=Progress(seconds, status.update)) as judges,
+    ):
+        made = make_plan(request, judge_all=judges)
     if made.best.judgement is None:
         more = 4 * max(seconds, 15)
-        print_line(f"no simulation ended within {seconds:g} s; --seconds {more:g} gives them more")
+        print_line(
+            f"too few simulations ended within {seconds:g} s to rank by them, so the formulas are the answer here;"
+            f" --seconds {more:g} gives them more"
+        )
     else:
         console.print(*_ranking(made), "", sep="\n")
     return made
+
+
+class Progress:
+    """Shows how far simulations of `seconds` are: by `update` on a terminal, else as a line now and then."""
+
+    def __init__(self, seconds: float, update: Callable[[str], None]) -> None:
+        self._seconds, self._update = seconds, update
+        self._began_s = self._printed_s = time.monotonic()
+
+    def __call__(self, judged: int) -> None:
+        """Show that `judged` simulations are done."""
+        from laminar_lab.plan.planner import MOST
+
+        now_s = time.monotonic()
+        passed = f"{now_s - self._began_s:.0f} of {self._seconds:g} s"
+        line = f"{judged} simulations done, {MOST} or more to do; {passed}"
+        self._update(line)
+        if not console.is_terminal and now_s - self._printed_s >= LINE_S:
+            self._printed_s = now_s
+            print_line(line)
 
 
 def _lengths(

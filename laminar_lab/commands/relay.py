@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from laminar_py.cli import print_line
+from laminar_py.cli import console, print_line
 from laminar_py.config import ConfigError
 from laminar_py.config.cluster import Seal
 
@@ -25,6 +25,32 @@ def relay_keys(
 ) -> None:
     """Make the keys of a tree; every node that has the file may join."""
     write_keys(path)
+
+
+@app.command("plan", epilog="Example: laminar relay plan 72B --gpus 128x8xH100 --network-gbit 400")
+def relay_plan(
+    model: Annotated[str, typer.Argument(help="Size such as 7B, name, or folder of a model")],
+    gpus: Annotated[str, typer.Option(help="Fleet: nodes x GPUs of each x kind; half of the nodes generate")],
+    network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400.0,
+    fanout: Annotated[int, typer.Option(min=1, help="Children of a relay, as relay.fanout")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+) -> None:
+    """Show how long a version takes to the last host, by formula from measured rates."""
+    from laminar_lab.commands.plan import GBIT
+    from laminar_lab.plan.inputs import read_fleet
+    from laminar_lab.plan.known_models import model_named
+    from laminar_lab.relay_plan import describe, ways
+    from laminar_lab.step_time import version_bytes
+
+    fleet, (name, shape) = read_fleet(gpus, network_bytes_per_s=network_gbit * GBIT), model_named(model)
+    hosts = 1 + max(1, fleet.nodes // 2)  # the learner's host is the root
+    found = ways(
+        version_bytes(shape.total), hosts=hosts, fanout=fanout, network_bytes_per_s=fleet.network_bytes_per_s
+    )
+    if as_json:
+        print_line(msgspec.json.encode(found).decode())
+    else:
+        console.print(describe(found, name=name, num_bytes=version_bytes(shape.total), hosts=hosts))
 
 
 @app.command("serve", epilog="Example: laminar relay serve b --keys relay.keys --parent tcp://10.0.0.4:7000")

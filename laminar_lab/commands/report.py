@@ -56,7 +56,7 @@ def report(
     for table in run_tables(found, expected):
         console.print(table)
     if (summary := read_summary(run)) is not None:
-        console.print("\n[bold]The whole run[/bold]", closing_table(summary), sep="\n")
+        console.print("\n[bold]The whole run[/bold]", closing_table(summary, found.snapshot.config), sep="\n")
     print_line(f"in pictures: {write_page(found)}; for Perfetto: {write_trace(found)}")
     if not found.simulation:
         print_line(f"what to change first: laminar advise {run}")

@@ -25,13 +25,14 @@ from laminar_lab.doctor.memory import (
     shard_advice,
     smallest_gpu,
 )
+from laminar_lab.doctor.problem_figures import leaks_of
 from laminar_lab.gpus import Gpu, read_group
 from laminar_lab.plan.known_models import shape_at
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.records.codec import decode
 from laminar_py.records.host import Finding, counted
 from laminar_py.runtime.cluster import Needs, NoAnswerError, Node, Placement, Plan, nodes, on_node, open_cluster
-from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, check_model, node_faults
+from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, check_functions, check_model, node_faults
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ def _fit(
         return Fit(nodes=seen, memory=memory, rows=[], warnings=warnings, faults=found, unplaced=unplaced)
     found += find_faults(placement)
     try:
+        check_functions(config)
         if (config.model.path / "config.json").is_file():  # else `data.prepare` makes it later
             check_model(config, needs_weights=False)
             check_engine(config)
@@ -128,7 +130,8 @@ def _fit(
         if not any(line.startswith(str(error)) for line in found):
             found.append(str(error))
     rows = [(parts, placement.ip(node), gpus) for parts, node, gpus in _rows(needs, placement.plan)]
-    return Fit(nodes=seen, memory=memory, rows=rows, warnings=warnings + _warnings(needs, seen), faults=found)
+    warnings += _warnings(needs, seen) + leaks_of(config)
+    return Fit(nodes=seen, memory=memory, rows=rows, warnings=warnings, faults=found)
 
 
 def gpu_nodes(plan: Plan) -> dict[str, set[str]]:

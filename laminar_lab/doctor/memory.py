@@ -23,7 +23,6 @@ from laminar_lab.plan.known_models import shape_at
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute, ReduceDtype
 from laminar_py.config.run import RunConfig
-from laminar_py.engines import served_dtype
 from laminar_py.records.codec import encode
 
 GPU_BYTES = 80e9  # assumed size of a GPU
@@ -334,7 +333,7 @@ def _needs(column: GpuMemory, gpu_bytes: float) -> str:
 
 def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> Parts:
     """Return the bytes of an engine's GPU. Without `rollout.kv_capacity` the cache takes all free memory."""
-    engine, rollout, width = config.rollout.engine, config.rollout, _width(config)
+    engine, rollout = config.rollout.engine, config.rollout
     fills = rollout.kv_capacity is None
     return engine_memory(
         shape,
@@ -342,7 +341,6 @@ def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> P
         kv_tokens=None if fills else rollout.kv_tokens,
         static_bytes=engine.static_share * gpu_bytes,
         gpu_bytes=gpu_bytes,
-        width=width,
     )
 
 
@@ -353,9 +351,13 @@ def engine_memory(
     kv_tokens: int | None,
     static_bytes: float,
     gpu_bytes: float,
-    width: float = 2.0,
+    width: float | None = None,
 ) -> Parts:
-    """Return the bytes on each GPU of an engine; a cache of None takes the rest of `static_bytes`."""
+    """Return the bytes on each GPU of an engine; a cache of None takes the rest of `static_bytes`.
+
+    A number has `width` bytes, by default as many as engines serve.
+    """
+    width = width or shape.served_bytes
     weights = width * shape.total / gpus
     cache = max(0.0, static_bytes - weights)
     if kv_tokens is not None:
@@ -364,23 +366,16 @@ def engine_memory(
     return {"engine's weights": weights, "KV cache": cache, "engine's activations, CUDA graphs": rest}
 
 
-def cache_tokens(shape: ModelShape, *, gpus: int, static_bytes: float, width: float = 2.0) -> int:
+def cache_tokens(shape: ModelShape, *, gpus: int, static_bytes: float) -> int:
     """Return the tokens of KV cache that fit beside the weights into `static_bytes` of each GPU."""
-    left = static_bytes - width * shape.total / gpus
-    return max(0, int(left / kv_token_bytes(shape, gpus, width=width)))
+    left = static_bytes - shape.served_bytes * shape.total / gpus
+    return max(0, int(left / kv_token_bytes(shape, gpus)))
 
 
 def _cache_room(config: RunConfig, shape: ModelShape, gpu_bytes: float) -> Callable[[int], int]:
     """Return a function from an engine's number of GPUs to the tokens of KV cache that fit."""
-    static, width = config.rollout.engine.static_share * gpu_bytes, _width(config)
-    return lambda gpus: cache_tokens(shape, gpus=gpus, static_bytes=static, width=width)
-
-
-def _width(config: RunConfig) -> float:
-    """Return the bytes of a number in the dtype that engines serve; bf16 for a model that is not here."""
-    if not config.model.path.exists():
-        return 2.0
-    return 4.0 if served_dtype(config.model.path) == "float32" else 2.0
+    static = config.rollout.engine.static_share * gpu_bytes
+    return lambda gpus: cache_tokens(shape, gpus=gpus, static_bytes=static)
 
 
 def _engine_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:

@@ -1,17 +1,29 @@
-"""Figures of a source's problems for `laminar data`: lengths, fields, tasks, duplicates, unknown words.
-Pure."""
+"""Figures of problems for `laminar data` and `laminar doctor`: lengths, fields, tasks, duplicates, leaks, unknown
+words."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from laminar_py.data import Demonstrations, ProblemSet, PromptEncoder, Tokenizer, sort_levels
+from laminar_py.config import ConfigError, RunConfig
+from laminar_py.data import (
+    Demonstrations,
+    ProblemSet,
+    PromptEncoder,
+    Tokenizer,
+    find_leaks,
+    load_tokenizer,
+    sort_levels,
+)
 from laminar_py.records.codec import IntArray
+from laminar_py.runtime.preflight import Problems, read_problems
 
+MOST_BYTES = 4 << 20  # of a file that `laminar doctor` reads
 MOST_LEVELS = 20  # distinct values; a field with more is no level
 
 
@@ -80,6 +92,29 @@ def _quantiles(lengths: IntArray) -> tuple[int, int, int]:
     ordered = np.sort(lengths)
     p50, p95 = (int(ordered[math.ceil(q * len(ordered)) - 1]) for q in (0.5, 0.95))
     return p50, p95, int(ordered[-1])
+
+
+def leaks(problems: Problems) -> Iterator[str]:
+    """Yield a line on each evaluation set with prompts of the training data."""
+    for heldout in problems.sets.values():
+        found = find_leaks(heldout, problems.train)
+        for place, there in found[:1]:
+            first = f"{heldout.source.place(heldout.row(place))} is {there}"
+            yield f"{heldout.source.field}: {len(found)} prompts are trained on, e.g. {first}"
+
+
+def leaks_of(config: RunConfig) -> list[str]:
+    """Return `leaks` of a run whose files are here and small; none where they are large, or cannot be read."""
+    sources = [Path(source.path) for source in (*config.data.train, *config.eval.sets.values())]
+    files = [path for path in sources if path.is_file() and path.stat().st_size <= MOST_BYTES]
+    if len(files) < len(sources) or not config.eval.sets or config.data.prepare is not None:
+        return []
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+        encoder = PromptEncoder(tokenizer, config.model.path, config.data.chat, config.environment)
+        return list(leaks(read_problems(config, encoder, limited=False)))
+    except ConfigError:  # `laminar data` names it
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

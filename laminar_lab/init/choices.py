@@ -19,9 +19,8 @@ from laminar_lab.gpus import read_group
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.inputs import MAX_STALENESS
 from laminar_lab.plan.known_models import model_named, named_folder
-from laminar_lab.plan.placements import placements
+from laminar_lab.plan.planner import plan_by_formula
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
-from laminar_lab.plan.stages import estimate
 from laminar_lab.plan.writing import placement_settings
 from laminar_py.config import ConfigError, parse_config
 from laminar_py.config.learner import LearnerConfig, LoraConfig
@@ -34,6 +33,8 @@ PROMPT_TOKENS = 1024  # where no tokenizer counts them
 ROUND = 64  # tokens
 MOST_RUNNING = 64  # responses of an engine on CPUs
 PACK_TOKENS = 512  # of a microbatch on CPUs: more would take memory and no less time
+USUAL = ("schedule", "cluster.address", "learner.recompute", "learner.shard_ranks", "learner.context_parallel")
+"""Settings that need no line where they have their defaults."""
 KV_BYTES = 2e9  # of an engine on CPUs
 CORES_A_REPLICA = 4
 LARGE = 7e9  # parameters that learn with LARGE_LR
@@ -117,7 +118,7 @@ def settings_of(choices: Choices, *, prompt_tokens: int | None) -> Settings:
         key: value for key, value in choices.given.items() if key not in task and value != _DEFAULTS.get(key)
     }
     settings = others | task | placed(choices, shape, longest)
-    for key in ("schedule", "cluster.address", "learner.recompute"):  # the usual ones need no line
+    for key in USUAL:
         if key in settings and settings[key] == _DEFAULTS[key]:
             del settings[key]
     if "eval.sets" in settings:
@@ -227,8 +228,8 @@ def _on_gpus(choices: Choices, shape: ModelShape, longest: int) -> Settings:
         max_staleness=MAX_STALENESS,
         learner=_learner(choices),
     )
-    found = [place for place in placements(request) if place.schedule is Schedule.ASYNC]
-    best = max(found, key=lambda place: estimate(request, place).tokens_per_s)
+    ranked = plan_by_formula(request).ranked
+    best = next(one.placement for one in ranked if one.placement.schedule is Schedule.ASYNC)
     placed = dict(_flat(placement_settings(request, best, model=choices.folder)))
     if choices.python is not None:
         placed["rollout.engine.python"] = choices.python

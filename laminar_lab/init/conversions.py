@@ -16,6 +16,8 @@ TRL_REWARDS: dict[object, object] = {
     "think_format_reward": {"kind": "format", "pattern": "^<think>(?!.*<think>).*</think>"},
 }
 
+TO_ADAPT = "{} stops the run until you adapt it to def score(request) -> float, see docs/rewards.md"
+
 Given = Mapping[str, object]
 """Settings of another trainer by dotted name, with its defaults below them."""
 
@@ -29,6 +31,10 @@ class NoCounterpartError(Exception):
     def __init__(self, reason: str, *, instead: object = None) -> None:
         super().__init__(reason)
         self.instead = instead
+
+
+class MissingTermError(NoCounterpartError):
+    """A term of the reward has no counterpart, so that a run would train on the other terms alone."""
 
 
 def first(given: Given, names: Names) -> object:
@@ -247,20 +253,41 @@ def trl_reward(given: Given, names: Names) -> object:
     funcs = found if isinstance(found, list) else [found] if found else []
     weights = given.get("reward_weights") or [1.0] * len(funcs)
     if not isinstance(weights, list) or len(weights) != len(funcs):
-        raise NoCounterpartError("reward_weights needs a number for each of reward_funcs; correct it")
-    weighed = zip(funcs, weights, strict=True)
-    terms = [_weighted(TRL_REWARDS[name], weight) for name, weight in weighed if name in TRL_REWARDS]
-    if len(terms) < len(funcs) or given.get("reward_model_name_or_path"):
-        others = ", ".join(str(name) for name in funcs if name not in TRL_REWARDS) or "a reward model"
-        raise NoCounterpartError(
-            f"{others}: rewards have other arguments, see docs/rewards.md", instead=terms or None
-        )
+        raise MissingTermError("reward_weights: needs a number for each of reward_funcs; correct it")
+    made = [_trl_term(name) for name in funcs]
+    unknown = [str(name) for name, term in zip(funcs, made, strict=True) if term is None]
+    if given.get("reward_model_name_or_path"):
+        unknown.append("reward_model_name_or_path")
+    if unknown:
+        raise MissingTermError(f"{', '.join(unknown)}: no counterpart, and a run would train on the rest alone")
+    terms = [_weighted(term, weight) for term, weight in zip(made, weights, strict=True)]
+    if own := [name for name in funcs if name not in TRL_REWARDS]:
+        raise NoCounterpartError(TO_ADAPT.format(", ".join(str(_trl_term(name)) for name in own)), instead=terms)
     return terms or None
+
+
+def _trl_term(name: object) -> object:
+    """Return our term for a reward of TRL: its own, or a function in a module; None for any other."""
+    if name in TRL_REWARDS:
+        return TRL_REWARDS[name]
+    module, dot, function = str(name).rpartition(".")
+    is_function = dot and str(name).replace(".", "").isidentifier()
+    return f"{module.replace('.', '/')}.py:{function}" if is_function else None
+
+
+def verl_reward(given: Given, names: Names) -> object:
+    path, function = (given.get(name) for name in names)
+    if path is None:
+        return None
+    term = f"{path}:{function or 'compute_score'}"
+    raise NoCounterpartError(TO_ADAPT.format(term), instead=[term])
 
 
 def _weighted(term: object, weight: object) -> object:
     """Return a term with its weight in the sum, 1 by default."""
     settings = term if isinstance(term, dict) else {"kind": term}
+    if isinstance(term, str) and ":" in term:
+        settings = {"kind": "function", "path": term}
     return term if weight in (1, None) else settings | {"weight": weight}
 
 

@@ -36,6 +36,7 @@ from laminar_lab.init.conversions import (
     verl_kl,
     verl_kl_kind,
     verl_lora,
+    verl_reward,
     verl_sets,
     verl_targets,
     verl_updates,
@@ -77,7 +78,7 @@ COUNTERPARTS = {
     "reward.use": Counterpart(
         "terms of the reward: math, code, exact, or file.py:function",
         trl=trl_reward,
-        verl=elsewhere("rewards have other arguments, see docs/rewards.md"),
+        verl=verl_reward,
         differs="`def score(request) -> float` scores one response; a term has a `weight`",
     ),
     "steps": Counterpart("learner steps", trl=positive, verl=positive, differs="steps, no epochs"),

@@ -105,15 +105,16 @@ def choose(options: Mapping[str, str | None], given: Settings, *, translated: bo
             question.check(option, answer)
             answers[option] = answer
         elif question.key not in given:
-            answers[option] = _ask(option, question)
+            answers[option] = answer_of(option)
     if answers["train"] == FULL:
         for key in [key for key in given if key.startswith("learner.lora.")]:
             del given[key]
     return answers
 
 
-def _ask(option: str, question: Question) -> str:
-    """Ask until the answer is right; without a terminal take the default."""
+def answer_of(option: str) -> str:
+    """Ask an option's question until the answer is right; without a terminal take the default."""
+    question = QUESTIONS[option]
     if not sys.stdin.isatty():
         if question.default is None:
             raise ConfigError(f"--{option}: missing; name the {question.text}")

@@ -5,20 +5,24 @@ TRL's file is the YAML of `trl grpo --config`. verl's is Hydra YAML, or a script
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from string import Template
 
 import yaml
 
-from laminar_lab.init.conversions import Given, NoCounterpartError
+from laminar_lab.init.conversions import Given, MissingTermError, NoCounterpartError, trl_prompts
 from laminar_lab.init.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS
 from laminar_py.config import ConfigError
 from laminar_py.config.loading import read_tree, read_yaml
 from laminar_py.config.their_names import WITHOUT, Trainer, their_names
 
 YAML = (".yaml", ".yml")
+PROCESSES = "num_processes"  # of `accelerate launch`
+REWARD = "reward.use"
+MISSPELT = 0.88  # least likeness (1: equal) of a misspelt key to a known one
 NOTHING: tuple[object, ...] = (None, "", [], 0)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -32,30 +36,27 @@ class Translation:
     settings: dict[str, object]  # our dotted name -> value
     lost: dict[str, str]  # their name=value -> why there is no counterpart; "" if unknown
     epochs: float | None  # where the file counts epochs, not steps
+    terms: str = ""  # why a term of the reward is missing or has to be adapted; "" where all are complete
+    is_missing: bool = False  # True if a term is missing, so that a run would train on the others alone
+    batch: str = ""  # how TRL's batch was counted
 
 
-def translate(trainer: Trainer, path: Path) -> Translation:
-    """Translate a file. Raises `ConfigError` if it cannot be read, or has no setting of the trainer."""
+def translate(trainer: Trainer, path: Path, *, processes: int = 1) -> Translation:
+    """Translate a file for so many `processes` of TRL, unless the file names their number.
+
+    Raises `ConfigError` if it cannot be read, has a misspelt key, or no setting of the trainer.
+    """
     given = read_given(trainer, path)
     full = DEFAULTS[trainer] | given
-    settings: dict[str, object] = {}
-    lost: dict[str, str] = {}
-    for key, row in COUNTERPARTS.items():
-        names = their_names(key, trainer)
-        if not any(name in full for name in names):
-            continue
-        try:
-            value = row.convert(trainer)(full, names)
-        except NoCounterpartError as error:
-            value = error.instead
-            lost |= {f"{name}={given[name]}": str(error) for name in names if name in given} or {
-                f"{name}={full[name]} (the default)": str(error) for name in names if name in full
-            }
-        if value is not None:
-            settings[key] = value
+    batch = ""
+    if trainer is Trainer.TRL and PROCESSES not in given:
+        full[PROCESSES] = processes
+        batch = _describe_batch(full, processes)
     known = {name for key in COUNTERPARTS for name in their_names(key, trainer)}
+    _refuse_misspelt(trainer, path, given, known)
     if not known & set(given):
         raise ConfigError(f"--from {trainer} {path}: has no setting of {trainer} that is known here; name another")
+    settings, lost, faults = _convert(trainer, given, full)
     others = [
         name
         for name, value in given.items()
@@ -65,7 +66,67 @@ def translate(trainer: Trainer, path: Path) -> Translation:
     if _cuts(settings):
         settings["rollout.record"] = ["sampling_mask"]
     epochs = None if "steps" in settings else full.get(EPOCHS[trainer])
-    return Translation(settings=settings, lost=lost, epochs=None if epochs is None else float(str(epochs)))
+    terms = faults.get(REWARD)
+    return Translation(
+        settings=settings,
+        lost=lost,
+        epochs=None if epochs is None else float(str(epochs)),
+        terms="" if terms is None else str(terms),
+        is_missing=isinstance(terms, MissingTermError),
+        batch=batch,
+    )
+
+
+def _convert(
+    trainer: Trainer, given: Given, full: Given
+) -> tuple[dict[str, object], dict[str, str], dict[str, NoCounterpartError]]:
+    """Return our settings, their settings that are lost, each with its reason, and the errors by our setting."""
+    settings: dict[str, object] = {}
+    lost: dict[str, str] = {}
+    faults: dict[str, NoCounterpartError] = {}
+    for key, row in COUNTERPARTS.items():
+        names = their_names(key, trainer)
+        if not any(name in full for name in names):
+            continue
+        try:
+            value = row.convert(trainer)(full, names)
+        except NoCounterpartError as error:
+            value, faults[key] = error.instead, error
+            if key == REWARD:  # has a line of its own
+                names = ()
+            lost |= {f"{name}={given[name]}": str(error) for name in names if name in given} or {
+                f"{name}={full[name]} (the default)": str(error) for name in names if name in full
+            }
+        if value is not None:
+            settings[key] = value
+    return settings, lost, faults
+
+
+def _describe_batch(full: Given, processes: int) -> str:
+    """Describe how prompts of a step are counted, where the file does not name the number of processes."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    try:
+        prompts = trl_prompts(full, ())
+    except NoCounterpartError:
+        return ""
+    whose = "--on has as many GPUs" if processes > 1 else "the file does not name more"
+    product = " x ".join(f"{name}={full[name]}" for name in names)
+    return (
+        f"{product} on {processes} process{'es' * (processes > 1)} ({whose}): rollout.prompts_per_step={prompts};"
+        " set it if you ran another number"
+    )
+
+
+def _refuse_misspelt(trainer: Trainer, path: Path, given: Given, known: Collection[str]) -> None:
+    """Raise `ConfigError` for a key that is nearly one of the trainer's, in the same section."""
+    every = {*known, *WITHOUT[trainer], EPOCHS[trainer]}
+    for name in given:
+        section, _, key = name.rpartition(".")
+        beside = {full.rpartition(".")[2]: full for full in every if full.rpartition(".")[0] == section}
+        if name not in every and (near := get_close_matches(key, beside, n=1, cutoff=MISSPELT)):
+            raise ConfigError(
+                f"--from {trainer} {path}: {name}={given[name]}: unknown; did you mean {beside[near[0]]}? Mend it"
+            )
 
 
 def _reason(trainer: Trainer, name: str) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isnan
 from pathlib import Path
 
 import msgspec
@@ -142,7 +143,7 @@ def _figures(progress: RunProgress, compared: str) -> dict[str, str]:
     points = [] if row is None else read_evaluations_of(progress.run).get(compared, [])
     return {
         "step": steps,
-        "reward": "" if row is None else f"{row.reward:.3f}",
+        "reward": "" if row is None or isnan(row.reward) else f"{row.reward:.3f}",
         compared: figures.mean.describe() if points and (figures := points[-1].figures) else "",
         "tokens/s": f"{row.trained_tokens / row.rl_s:,.0f}" if row is not None and row.rl_s else "",
         "staleness": f"{row.staleness_mean:.1f}" if row is not None and row.trajectories else "",

@@ -1,11 +1,13 @@
 """A plan as sentences and as the record of `--json`. Called by `laminar plan`."""
 
+import math
 from collections.abc import Iterator
 
 import msgspec
 
 from laminar_lab.doctor.memory import Parts
 from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
+from laminar_lab.plan.request import P99, PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate
 from laminar_lab.report.diagnosis import Bottleneck
 from laminar_py.config.rollout import Schedule
@@ -103,6 +105,18 @@ def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
 # ---- sentences
 
 
+def describe_workload(request: PlanRequest) -> str:
+    """Return two lines with the work of a step that a plan is made for, and the learner's assumed speed."""
+    lengths = request.lengths
+    p99 = lengths.median * math.exp(P99 * lengths.sigma)
+    stale = "no bound on staleness" if request.max_staleness is None else f"staleness {request.max_staleness}"
+    speed = f"learner MFU {request.mfu:g} (--mfu)" if request.measured is None else "speeds of --profile"
+    return (
+        f"a step: {request.prompts_per_step} prompts of {lengths.prompt:,} tokens x {request.group_size} samples,"
+        f" {stale}\n{speed}; response tokens p50 {lengths.median:,.0f}, p99 {p99:,.0f}, cap {lengths.cap:,}"
+    )
+
+
 def describe_plan(plan: RankedPlan) -> Iterator[str]:
     """Describe the first choice, why the second is slower, and the error of the figures."""
     best = plan.best
@@ -135,7 +149,7 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
 
 def _second(first: Ranked, second: Ranked) -> str:
     """Describe the second choice, and why it is slower than the first."""
-    share = 1.0 - second.tokens_per_s / first.tokens_per_s
+    share = max(0.0, 1.0 - second.tokens_per_s / first.tokens_per_s)
     begun = f"second: {_name(second)}; {share:.0%} less"
     if share < TIED and first.judgement is None:
         return f"{begun}, too little for formulas to separate the two"

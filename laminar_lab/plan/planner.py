@@ -8,8 +8,8 @@ Unless the time for simulations is over earlier, a plan depends on its request a
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import log2
+from dataclasses import dataclass, replace
+from math import inf, log2
 from statistics import median
 from typing import Protocol
 
@@ -24,6 +24,7 @@ FIRST = 6  # placements of the first round, the best by formula
 BESIDE, OTHERS = 2, 2  # placements of a later round: neighbours of the best so far, and the best of all others
 MOST = 16  # placements of all rounds
 TIED = 0.03  # share of tokens/s within which one simulation cannot separate two placements
+ALIKE = 0.01  # share of tokens/s within which the placement with the fewest learner GPUs comes first
 MOST_TIED = 3
 SEEDS = (1, 2)  # for tied placements
 
@@ -124,9 +125,9 @@ def make_plan(request: PlanRequest, *, judge_all: JudgeAll | None = None) -> Ran
             return _ranked_plan(request, estimates, judged, shrink_error=None)
         chosen = _next_round(estimates, classes, judged)[: MOST - len(judged)]
     judged |= _judge_ties(judged, judge_all)
-    best = max(judged, key=lambda placement: judged[placement].tokens_per_s)
-    error = _shrink_error(best, judged[best], judge_all)
-    return _ranked_plan(request, estimates, judged, shrink_error=error)
+    made = _ranked_plan(request, estimates, judged, shrink_error=None)
+    best = made.best.placement
+    return replace(made, shrink_error=_shrink_error(best, judged[best], judge_all))
 
 
 def _judge_here(request: PlanRequest) -> JudgeAll:
@@ -146,13 +147,22 @@ def _ranked_plan(
         Ranked(placement=placement, estimate=estimates[placement], judgement=judged.get(placement))
         for placement in judged or estimates
     ]
-    ranked.sort(key=lambda candidate: -candidate.tokens_per_s)
+    best = max(candidate.tokens_per_s for candidate in ranked)
+    ranked.sort(key=lambda candidate: (_tied_gpus(candidate, best), -candidate.tokens_per_s))
     return RankedPlan(
         request=request,
         ranked=tuple(_first_of_each_split(ranked)),
         considered=len(estimates),
         shrink_error=shrink_error,
     )
+
+
+def _tied_gpus(candidate: Ranked, best: float) -> float:
+    """Return the learner GPUs of a placement that is as fast as the best; of others infinity, so they come later.
+
+    Ranks that gain less than the error of the figures are better used to generate.
+    """
+    return candidate.placement.learner_gpus if candidate.tokens_per_s >= (1.0 - ALIKE) * best else inf
 
 
 def _formula_class(request: PlanRequest, placement: FleetPlacement) -> FormulaClass:

@@ -81,7 +81,7 @@ def placement_settings(request: PlanRequest, place: FleetPlacement, *, model: Pa
         "learner": {
             "world_size": place.learner_gpus,
             "shard_ranks": place.shard_ranks,
-            "context_parallel": place.context_parallel,
+            **({"context_parallel": place.context_parallel} if place.context_parallel > 1 else {}),
             "recompute": str(place.recompute),
         },
         "cluster": {"address": "auto" if request.fleet.nodes > 1 else None},

@@ -6,11 +6,12 @@ from rich.table import Table
 
 from laminar_lab.advice import advise_changes
 from laminar_lab.report.diagnosis import NO_STEP
+from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.run_report import RunReport
+from laminar_py.config.run import RunConfig
 from laminar_py.observe import CheckpointFigures, EvaluationFigures, RelayFigures, Summary
 from laminar_py.records.host import counted
 
-MOST_GAIN = 100  # above it the number says nothing
 WHOLE = 0.995  # share of bytes above which versions count as whole
 
 
@@ -19,7 +20,7 @@ def ending_table(summary: Summary, report: RunReport, *, interrupted: bool) -> T
     run, steps = summary.run, f"{counted(summary.steps, 'step')} in {summary.rl_seconds:.1f} s"
     trained = "" if summary.trained_steps == summary.steps else f", {summary.trained_steps} of them trained"
     rows = [
-        *([] if interrupted else _evaluation_rows(summary.evaluations)),
+        *([] if interrupted else _evaluation_rows(summary.evaluations, report.snapshot.config)),
         ("RL", f"{steps}{trained}, {summary.trained_tokens_per_s:,.0f} trained tokens/s"),
         *_limit_rows(report),
         *(("learning", str(finding)) for finding in report.learning[:1]),
@@ -37,17 +38,16 @@ def _limit_rows(report: RunReport) -> Iterator[tuple[str, str]]:
     if diagnosis is None or config is None:
         yield "limited by", NO_STEP
         return
-    binding = diagnosis.binding
-    gain = f"{binding.gain:.2f} x" if binding.gain < MOST_GAIN else f"more than {MOST_GAIN} x"
-    yield "limited by", f"{str(binding.bottleneck).upper()}; without it at most {gain} the goodput"
+    gain = diagnosis.evidence if diagnosis.is_balanced else f"without it {diagnosis.describe_gain} the goodput"
+    yield "limited by", f"{diagnosis.verdict}; {gain}"
     advice = advise_changes(diagnosis, config)
     yield ("change first", str(advice.gains[0][0])) if advice.gains else ("change", advice.without)
 
 
-def closing_table(summary: Summary) -> Table:
-    """All figures of an ended run."""
+def closing_table(summary: Summary, config: RunConfig | None = None) -> Table:
+    """All figures of an ended run; `config` has the weights of its reward's terms."""
     lengths, counts, repack = summary.response_length, summary.trajectories, summary.repack
-    trained = summary.trained_steps
+    trained, left = summary.trained_steps, "never trained" if summary.finished else "live"
     drops = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.dropped_by_reason.items()))
     moved = (
         f", {repack.running} trajectories moved in {repack.rounds} rounds, and {repack.waiting} that waited"
@@ -57,7 +57,7 @@ def closing_table(summary: Summary) -> Table:
     attention = f"; attention {summary.attention}" if summary.attention else ""
     idle = "" if trained == summary.steps else f"; {trained} of {counted(summary.steps, 'step')} trained"
     rows = [
-        *_evaluation_rows(summary.evaluations),
+        *_evaluation_rows(summary.evaluations, config),
         ("RL", f"{counted(summary.steps, 'step')} in {summary.rl_seconds:.1f} s{idle}"),
         ("response tokens", f"p50 {lengths.p50}, p95 {lengths.p95}, p99 {lengths.p99}"),
         *_turn_rows(summary),
@@ -65,7 +65,8 @@ def closing_table(summary: Summary) -> Table:
         ("trained", f"{summary.trained_tokens_per_s:,.0f} tokens/s"),
         (
             "trajectories",
-            f"{counts.issued} issued = {counts.consumed} consumed + {counts.dropped} dropped + {counts.live} live",
+            f"{counts.issued} issued = {counts.consumed} consumed + {counts.dropped} dropped"
+            f" + {counts.live} {left}",
         ),
         ("dropped", drops or "none"),
         ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
@@ -119,10 +120,16 @@ def checkpoint_summary(checkpoints: CheckpointFigures) -> str:
     return f"{checkpoints.count}, the learner stood still {stall_ms:.1f} ms for one, {on_disk}"
 
 
-def _evaluation_rows(evaluations: Sequence[EvaluationFigures]) -> Iterator[tuple[str, str]]:
-    """First and last evaluation of each set."""
+def _evaluation_rows(
+    evaluations: Sequence[EvaluationFigures], config: RunConfig | None
+) -> Iterator[tuple[str, str]]:
+    """First and last evaluation of each set, with the main one of several terms, and a gain that others made."""
     for name in dict.fromkeys(evaluation.set_name for evaluation in evaluations):
         passes = [evaluation for evaluation in evaluations if evaluation.set_name == name]
         accurate = all(evaluation.figures.is_accuracy for evaluation in passes)
         label = f"{name} {'accuracy' if accurate else 'mean reward'}"
-        yield label, f"{passes[0].mean:.3f} -> {passes[-1].figures.mean.describe()}"
+        first, last = passes[0].figures, passes[-1].figures
+        term = f"; {words}" if (words := describe_main_term(first, last)) else ""
+        yield label, f"{first.mean.value:.3f} -> {last.mean.describe()}{term}"
+        if warning := warn_of_bonus(first, last, config):
+            yield "careful", f"{name}: {warning}"

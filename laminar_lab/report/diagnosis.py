@@ -12,6 +12,8 @@ from laminar_lab.report.mean_step import MeanStep, StepStage, compose, predict
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
 
+WORTH = 1.1  # goodput without a bottleneck over the present, below which nothing limits a run
+MOST_GAIN = 100  # above it the number says nothing
 WORTH_MENTIONING = 0.05  # share that a bound on staleness costs, below which the bound fits
 SPARSE = 0.5  # share of groups without any success above which sparse rewards may be the bottleneck
 LEAST_S = 0.005  # of a stage, below which a line leaves the stage out
@@ -48,6 +50,7 @@ MEANINGS = {
     Bottleneck.SPARSE_REWARD: "Most responses never succeed, and teach nothing.",
     Bottleneck.CPU: "Processes fill the machine's cores: more processes would share the cores, and be no faster.",
 }
+BALANCED = "The stages keep pace with each other: no single one of them, if it were free, would save a tenth."
 HOW = {
     Schedule.SYNC: "one after another",
     Schedule.ONE_STEP: "a batch ahead",
@@ -73,6 +76,33 @@ class Diagnosis:
     next: JudgedBottleneck
     max_staleness: int | None
     idle: float | None  # share of goodput lost to idle replicas and stale drops; None: no bound is set
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether no bottleneck costs 10 % of the goodput."""
+        return self.binding.gain < WORTH
+
+    @property
+    def verdict(self) -> str:
+        """The bottleneck in two or three words, e.g. "GENERATION", or "NOTHING BY 10 %"."""
+        return "NOTHING BY 10 %" if self.is_balanced else str(self.binding.bottleneck).upper()
+
+    @property
+    def describe_gain(self) -> str:
+        """E.g. "at most 1.30 x"."""
+        gain = self.binding.gain
+        return f"at most {gain:.2f} x" if gain < MOST_GAIN else f"more than {MOST_GAIN} x"
+
+    @property
+    def evidence(self) -> str:
+        """Evidence for the verdict: of the bottleneck, or the shares of the two busiest stages."""
+        step, binding = self.mean_step, self.binding
+        if not self.is_balanced:
+            return binding.evidence
+        shares = {stage: step.times.seconds_of(stage) / max(step.measured_s, 1e-9) for stage in StepStage}
+        busiest = sorted(shares, key=lambda stage: -shares[stage])[:2]
+        busy = ", ".join(f"{stage} takes {min(shares[stage], 1.0):.0%} of a step" for stage in busiest)
+        return f"{busy}; without {binding.bottleneck} {self.describe_gain} the goodput"
 
 
 def diagnose(step: MeanStep, config: RunConfig) -> Diagnosis:
@@ -198,11 +228,12 @@ def find_evidence(bottleneck: Bottleneck, step: MeanStep) -> str:
 def describe_diagnosis(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Yield lines with headings: the bottleneck, the bound on staleness, the use of engines, the stages."""
     binding, following, step = diagnosis.binding, diagnosis.next, diagnosis.mean_step
-    yield "limited by", f"{str(binding.bottleneck).upper()}: {binding.evidence}"
+    yield "limited by", f"{diagnosis.verdict}: {diagnosis.evidence}"
     without = "with twice the cores" if binding.bottleneck is Bottleneck.CPU else "without it"
-    gain = f"at most {binding.gain:.2f} x" if binding.gain < 100 else "more than 100 x"
+    gain = diagnosis.describe_gain
     then = f"then {following.bottleneck} limits, now: {following.evidence}"
-    yield without, f"{gain} the goodput (useful trained tokens per second); {then}"
+    if not diagnosis.is_balanced:
+        yield without, f"{gain} the goodput (useful trained tokens per second); {then}"
     if diagnosis.idle is not None:
         yield "staleness", _describe_bound(diagnosis.max_staleness, idle=diagnosis.idle, step=step)
     if step.use is not None:
@@ -224,6 +255,8 @@ def _describe_bound(max_staleness: int | None, *, idle: float, step: MeanStep) -
         fit = "neither too tight nor too loose"
     elif idle < step.age.lost:
         fit, costs = "too loose", costs[::-1]
+    if step.age.oldest > max_staleness:
+        fit = f"exceeded, by data up to {step.age.oldest} learner steps old"
     return f"staleness.max_staleness={max_staleness} is {fit}: {'; '.join(costs)} ({kl})"
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
@@ -42,8 +43,9 @@ def _note_steps(report: RunReport) -> str:
 
 def _note_trajectories(report: RunReport) -> str:
     train = report.snapshot.trajectories
+    left = report.snapshot.history.left_word
     used, dropped = (int(train.is_status(status).sum()) for status in (Status.CONSUMED, Status.DROPPED))
-    return f"{used:,} consumed + {dropped:,} dropped + {len(train) - used - dropped:,} live"
+    return f"{used:,} consumed + {dropped:,} dropped + {len(train) - used - dropped:,} {left}"
 
 
 def _note_turns(report: RunReport) -> str:
@@ -143,15 +145,18 @@ def headline(report: RunReport) -> list[Card]:
         if started.overrides
     ]
     if report.diagnosis is not None:
-        cards.append(Card("limited by", str(report.diagnosis.binding.bottleneck), "the evidence is below"))
+        cards.append(Card("limited by", report.diagnosis.verdict.lower(), "the evidence is below"))
     for figure in FIGURES:
         value = figure.value(report) if figure.note is not None else None
         if figure.note is not None and value is not None:
             cards.append(Card(figure.name, figure.format(value), figure.note(report)))
     for name, passes in report.snapshot.history.evaluations_by_set.items():
-        last, first = passes[-1].figures, passes[0].figures.mean.value
-        before = f", was {first:.3f}" if len(passes) > 1 else ""
+        last, first = passes[-1].figures, passes[0].figures
+        before = f", was {first.mean.value:.3f}" if len(passes) > 1 else ""
         unscored = f"; {last.unscored} not scored" if last.unscored else ""
         words = f"95 % interval {last.mean.low:.3f} to {last.mean.high:.3f}{before}{unscored}"
+        if len(passes) > 1:
+            parts = words, describe_main_term(first, last), warn_of_bonus(first, last, report.snapshot.config)
+            words = "; ".join(part for part in parts if part)
         cards.append(Card(f"{name}: {last.name}", f"{last.mean.value:.3f}", words))
     return cards

@@ -39,11 +39,12 @@ class Age:
     """Costs of old data, e.g. `Age(lost=0.38, kl={"0": 1e-4, "3-4": 0.03})`.
 
     `lost` is 1 - all / fresh: effective sample sizes of the importance weights per token, over all trained tokens
-    and over trained tokens at staleness 0.
+    and over trained tokens at staleness 0. `oldest` is the highest staleness, in learner steps.
     """
 
     lost: float
     kl: dict[str, float]  # nats, behaviour to new policy, by staleness
+    oldest: int = 0
 
 
 def measure_use(fleet: Sequence[FleetRow], *, max_batch: int) -> Use | None:
@@ -74,7 +75,11 @@ def measure_age(steps: Sequence[StepRow]) -> Age:
     effective = _mean([(row.effective_share, 1) for row in steps], default=1.0)
     fresh = _mean(shares[FRESH], default=1.0)
     lost = max(0.0, 1.0 - effective / fresh) if fresh else 0.0
-    return Age(lost=lost, kl={bucket: _mean(found, default=0.0) for bucket, found in sorted(divergences.items())})
+    return Age(
+        lost=lost,
+        kl={bucket: _mean(found, default=0.0) for bucket, found in sorted(divergences.items())},
+        oldest=max((row.staleness_max for row in steps if row.staleness_max is not None), default=0),
+    )
 
 
 def _mean(weighted: Sequence[tuple[float, int]], *, default: float) -> float:

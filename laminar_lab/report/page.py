@@ -19,7 +19,7 @@ from rich.text import Text
 
 from laminar_lab.audit.sample_lines import Colour, describe_sample
 from laminar_lab.audit.samples import newest_contrasts, read_samples
-from laminar_lab.report.diagnosis import MEANINGS, Diagnosis, describe_diagnosis
+from laminar_lab.report.diagnosis import BALANCED, MEANINGS, Diagnosis, describe_diagnosis
 from laminar_lab.report.figures import headline
 from laminar_lab.report.kit import Card, Chart, Heat, Panel, Series, Table, render
 from laminar_lab.report.learning import LearningFinding
@@ -128,8 +128,8 @@ def bottleneck_panel(diagnosis: Diagnosis, learning: Sequence[LearningFinding]) 
     return Panel(
         id="wall",
         title="What limits this run",
-        lead=str(bottleneck),
-        note=MEANINGS[bottleneck],
+        lead=diagnosis.verdict.lower(),
+        note=BALANCED if diagnosis.is_balanced else MEANINGS[bottleneck],
         lines=lines,
         is_wide=True,
     )

@@ -196,6 +196,12 @@ class History:
         return sets
 
     @property
+    def left_word(self) -> str:
+        """Name of trajectories without an end: "never trained" once the run has finished, else "still live"."""
+        ends = [stamped.event for stamped in self.happened if isinstance(stamped.event, RunEnded)]
+        return "never trained" if not self.live and ends and ends[-1].reason == "finished" else "still live"
+
+    @property
     def live(self) -> bool:
         """Whether the run has not recorded its end; true also for a killed run."""
         last = [stamped.event for stamped in self.happened if isinstance(stamped.event, RunStarted | RunEnded)]

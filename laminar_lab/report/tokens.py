@@ -75,7 +75,7 @@ def account_tokens(snapshot: Snapshot) -> TokenAccount:
     stands = consumed & ~skipped
     masks = {name: _dropped_for_any(t, reasons) for name, reasons in _LOSSES.items()}
     masks |= _without_signal(t)
-    masks["still live"] = ~consumed & ~t.is_status(Status.DROPPED)
+    masks[snapshot.history.left_word] = ~consumed & ~t.is_status(Status.DROPPED)
     masks["step skipped"] = consumed & skipped
     masked = stands & (t.weight == 0) & (t.cap >= 0)
     masks["cut, masked from the loss"], stands = masked, stands & ~masked

@@ -60,21 +60,34 @@ def train(
     run = (newest_run(settings) if folder is None else run_at(folder)) if resume else None
     if run is not None:
         in_file, settings = settings, load_config(run.config, [*fleet_on_record(run, changes), *changes])
-        if ignored := ignored_settings(settings, in_file, file=config):
+        if ignored := ignored_settings(settings, in_file, file=config, alone=_load_alone(config) or in_file):
             print_line(f"{run.path} resumes with its own settings; {ignored}")
     summary = launch(settings, resume=run, overrides=changes, console=console)
     _print_end(summary)
     if not summary.finished:
         which = [] if folder is None else [f"--run {folder}"]
         again = " ".join(["laminar train", str(config), *changes, "--resume", *which])
-        print_line(f"{summary.run} stopped at step {summary.steps}; resume with: {again}")
+        last = ", its last; its evaluation is left" if summary.steps >= settings.steps else ""
+        print_line(f"{summary.run} stopped at step {summary.steps}{last}; resume with: {again}")
         raise typer.Exit(130)
 
 
-def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path) -> str:
-    """Return a line on settings of `file` that a resumed run ignores; "" where the file has the run's settings."""
-    then, now = flatten(recorded), flatten(in_file)
-    keys = [key for key in now | then if now.get(key) != then.get(key)]
+def _load_alone(file: Path) -> "RunConfig | None":
+    """Return the config of a file without overrides; None if it needs them to be one."""
+    try:
+        return load_config(file, [])
+    except ConfigError:
+        return None
+
+
+def ignored_settings(recorded: "RunConfig", in_file: "RunConfig", *, file: Path, alone: "RunConfig") -> str:
+    """Return a line on settings of `file` that a resumed run ignores; "" where the file has the run's settings.
+
+    `in_file` has the overrides, and `alone` has none: where the file alone has the run's value, only an override
+    of another setting made it differ.
+    """
+    then, now, before = flatten(recorded), flatten(in_file), flatten(alone)
+    keys = [key for key in now | then if then.get(key) not in (now.get(key), before.get(key))]
     if not keys:
         return ""
     shown = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in keys[:MOST_NAMED])
@@ -142,26 +155,7 @@ def evaluation_table(evaluations: "Sequence[EvaluationFigures]") -> Table:
     table = Table("", box=None, padding=(0, 2, 0, 0))
     for evaluation in evaluations:
         table.add_column(Text(evaluation.set_name))
-    columns = [_set_rows(evaluation) for evaluation in evaluations]
+    columns = [evaluation.figures.rows for evaluation in evaluations]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     return table
-
-
-def _set_rows(evaluation: "EvaluationFigures") -> dict[str, str]:
-    """Return the figures of a set as texts, by row name in the order of the table."""
-    figures = evaluation.figures
-    rows = {
-        "problems x samples": f"{figures.problems} x {figures.samples}",
-        figures.name: figures.mean.describe(),
-    }
-    rows |= {f"pass@{k}": share.describe() for k, share in figures.pass_at.items() if k > 1}
-    for name, term in figures.shown_terms.items():
-        rows[f"{name} accuracy" if term.pass_at else name] = term.mean.describe()
-        rows |= {f"{name} pass@{k}": share.describe() for k, share in term.pass_at.items() if k > 1}
-    if figures.majority is not None:
-        rows[f"maj@{figures.samples}"] = figures.majority.describe()
-    rows["cut by a cap"] = figures.truncated.describe()
-    rows["tokens p50 / p95"] = f"{figures.length_p50} / {figures.length_p95}"
-    rows["not scored"] = f"{figures.unscored} of {figures.problems * figures.samples}"
-    return rows

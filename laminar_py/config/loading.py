@@ -49,7 +49,7 @@ def parse_config(tree: object) -> RunConfig:
 
 def read_tree(path: Path, overrides: list[str]) -> dict[str, object]:
     """Read a YAML file and apply overrides, without a check of the settings. Raises `ConfigError`."""
-    if not path.is_file():
+    if not (path.is_file() or path.is_fifo()):  # a shell's <(command) is a pipe
         fault = "is no file" if path.exists() else "no such file"
         raise ConfigError(f"config={path}: {fault}; name a YAML file such as configs/quickstart.yaml")
     try:

@@ -6,11 +6,13 @@ announces `my_name = "my_package.module:OBJECT"` in the entry point group of a r
 every node of a run, and import without torch.
 """
 
+import ast
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -194,19 +196,53 @@ def load_from_file(given: str, *, field: str) -> Callable[..., object]:
     path, name = find_file(given, field=field)
     function: object = getattr(_import(given, path, field=field), name, None)
     if not callable(function):
-        raise ConfigError(f"{field}={given}: {path} defines no function {name!r}; define it or correct the name")
+        raise ConfigError(f"{field}={given}: {_no_function(path, name)}")
     return function
 
 
 def find_file(given: str, *, field: str) -> tuple[Path, str]:
-    """Return file and function of `path/to/file.py:function`. Raises `ConfigError` if there is no such file."""
+    """Return file and function of `path/to/file.py:function`, without an import.
+
+    Raises `ConfigError` if there is no such file, or if its text cannot define such a function.
+    """
     path, colon, name = given.rpartition(":")
     if not colon:
         raise ConfigError(f"{field}={given}: names no function; write path/to/file.py:function")
     if not Path(path).is_file():
-        remedy = "name a Python file, relative to the working directory"
+        beside = [str(file) for file in Path(path).parent.glob("*.py")]
+        near = get_close_matches(str(Path(path)), beside, n=1)
+        meant = f"did you mean {near[0]}? Else " if near else ""
+        remedy = f"{meant}name a Python file, relative to the working directory"
         raise ConfigError(f"{field}={given}: no such file as {path}; {remedy}")
+    names = _names_of(Path(path))
+    if names is not None and name not in names:
+        raise ConfigError(f"{field}={given}: {_no_function(Path(path), name)}")
     return Path(path), name
+
+
+def _no_function(path: Path, name: str) -> str:
+    """Return the fault of a file without the function `name`, and the remedy."""
+    near = get_close_matches(name, _names_of(path) or (), n=1)
+    meant = f"did you mean {near[0]!r}? Else " if near else ""
+    return f"{path} defines no function {name!r}; {meant}define it or correct the name"
+
+
+def _names_of(path: Path) -> set[str] | None:
+    """Return the names that a Python file may define; None if its text does not tell, as with `import *`."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # the import says so
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+    is_open = {"*", "__getattr__"} & names or b"globals(" in path.read_bytes()
+    return None if is_open else names
 
 
 def _import(given: str, path: Path, *, field: str) -> ModuleType:

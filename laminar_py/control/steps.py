@@ -5,6 +5,7 @@ proof: if one group in a hundred has signal and a step of 32 may generate 128, t
 """
 
 import logging
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -25,13 +26,16 @@ log = logging.getLogger(__name__)
 MIN_EMPTY, MIN_GROUPS = 3, 1000
 
 
-def pack_step(config: RunConfig, batch: StepBatch, *, attention_share: float) -> Packed[TrajectoryRef]:
+def pack_step(
+    config: RunConfig, batch: StepBatch, *, attention_share: float, shares: bool = True
+) -> Packed[TrajectoryRef]:
     """Return the microbatches of each rank, or of ranks that share them.
 
-    `attention_share` is attention's cost relative to linear layers.
+    `attention_share` is attention's cost relative to linear layers. Samples share their prompt in a row, unless
+    nothing `shares` one or experts are recorded: there prompts may part.
     """
     algorithm = config.algorithm
-    shares = Recording.ROUTED_EXPERTS not in config.rollout.record  # else prompts may part where experts differ
+    shares = shares and Recording.ROUTED_EXPERTS not in config.rollout.record
     bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens, shares=shares)
     terms = step_weights(
         bins,
@@ -60,7 +64,7 @@ def step_events(row: StepRow, batch: StepBatch, *, incarnation: int, skipped: in
         num_tokens=sum(trajectory.length for trajectory in batch.trajectories),
         loss=row.loss if row.trained else None,
         grad_norm=row.grad_norm if row.trained else None,
-        reward=row.reward,
+        reward=None if math.isnan(row.reward) else row.reward,
         elapsed_s=row.learner_s,
         waited_s=row.waited_s,
         reference_s=row.reference_s,

@@ -134,7 +134,6 @@ class Learner:
         self.model = load_policy(
             model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
         )
-        self._share_rows(settings.context_parallel)
         self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
         self._change_layers(settings)
         if mesh:
@@ -157,11 +156,6 @@ class Learner:
         self._prover = StepProver(self.model, self.ranks, self._reference)
         self.steps_taken = 0
 
-    def _share_rows(self, ranks: int) -> None:
-        """Let `ranks` neighbours share each row. Raises `ConfigError` if they cannot divide the model's heads."""
-        check_heads(kv_heads(self.model.config), ranks)
-        self.model.context = self.ranks.context
-
     def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
         """Add adapters to the policy and freeze its other weights; without `settings` do nothing."""
         if settings is None:
@@ -171,7 +165,12 @@ class Learner:
         return LoraAdapters(self.model, settings, base=base, seed=seed)
 
     def _change_layers(self, settings: LearnerConfig) -> None:
-        """Recompute and compile layers as the settings say, before they are sharded."""
+        """Let neighbours share rows, recompute and compile layers as the settings say, before they are sharded.
+
+        Raises `ConfigError` if so many ranks cannot divide the model's heads.
+        """
+        check_heads(kv_heads(self.model.config), settings.context_parallel)
+        self.model.context = self.ranks.context
         recompute_activations(self.model, settings.recompute)
         if settings.compile:
             compile_layers(self.model)

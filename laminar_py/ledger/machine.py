@@ -365,7 +365,7 @@ class Machine:
         """Note a learner step; its number must exceed all earlier ones that no rollback undid."""
         if event.step <= self.marks.step:
             _refuse(event, f"step {self.marks.step} is done")
-        _require_finite(event, event.loss or 0.0, event.grad_norm or 0.0, event.reward)
+        _require_finite(event, event.loss or 0.0, event.grad_norm or 0.0, event.reward or 0.0)
         self.marks.step = event.step
 
     def _rolled_back(self, event: RolledBack) -> None:

@@ -111,7 +111,7 @@ CREATE TABLE step (
     num_tokens INTEGER NOT NULL,
     loss REAL,                    -- this and the next are NULL if it trained nothing
     grad_norm REAL,
-    reward REAL NOT NULL,
+    reward REAL,                  -- NULL if nothing was scored since the step before
     elapsed_s REAL NOT NULL,
     waited_s REAL NOT NULL,
     reference_s REAL NOT NULL,

@@ -4,7 +4,8 @@ The controller calls the view. `Waits` words the causes of a waiting learner.
 """
 
 import math
-from collections.abc import Container, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ PROGRESS_EVERY_S = 5.0  # between lines on a starting learner, and before the fi
 PHASE_EVERY_S = 15.0  # between lines on a phase before or after RL
 STEP_LINE_S = 10.0  # after so long the next step has a line
 LINE_EVERY_S = 60.0  # without any other line, before `refresh` prints one
+SPEED_S = 15.0  # over which the present speed of generation is a mean
 MOST_SHOWN = 100  # columns of a sample's text
 
 
@@ -92,6 +94,23 @@ class Pace:
         return f", {format_left((now - began_s) / (done - before) * (total - done))}"
 
 
+class Speed:
+    """Tells tokens per second over the last `SPEED_S` from a growing count."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque()  # (time, count), the oldest first
+
+    def note(self, count: int) -> float:
+        """Note the present count, and return the tokens per second; 0 before the second count."""
+        now = self._clock.now()
+        while self._seen and now - self._seen[0][0] > SPEED_S:
+            self._seen.popleft()
+        self._seen.append((now, count))
+        began_s, before = self._seen[0]
+        return (count - before) / (now - began_s) if now > began_s else 0.0
+
+
 class View:
     """Shows a run of `steps` learner steps or `max_rl_s` seconds of RL.
 
@@ -153,8 +172,8 @@ class View:
         take longer than `STEP_LINE_S`.
         """
         self._row = row
-        lengths = f"tokens p50 {row.length_p50} p95 {row.length_p95}"
-        short = f"step {row.step}/{self._steps}  reward {row.reward:.3f}  {lengths}"
+        reward, lengths = _known("{:.3f}", row.reward), f"tokens {_describe_lengths(row)}"
+        short = f"step {row.step}/{self._steps}  reward {reward}  {lengths}"
         if self._live is not None:
             self.notice(f"{short}  {row.rl_s:.1f} s")
             return
@@ -172,9 +191,13 @@ class View:
 
     def evaluated(self, result: Evaluated) -> None:
         """Print the result of an evaluation, and keep its mean for the live screen."""
-        name, mean = result.set_name, result.figures.mean.value
-        self._evaluated[name] = f"{name} {mean:.3f} (step {result.step})"
+        self.recall([result])
         self.notice(evaluation_line(result))
+
+    def recall(self, results: Iterable[Evaluated]) -> None:
+        """Keep the last mean of each set on record for the live screen, as after a resume; print nothing."""
+        for result in results:
+            self._evaluated[result.set_name] = _brief_mean(result)
 
     def sample(self, sample: ShownSample) -> None:
         """Show a sample on the live screen until the next one comes."""
@@ -248,14 +271,16 @@ def evaluation_line(result: Evaluated) -> str:
     return f"{result.set_name}: {result.figures.describe()}: {where}"
 
 
+def _brief_mean(result: Evaluated) -> str:
+    return f"{result.set_name} {result.figures.mean.value:.3f} (step {result.step})"
+
+
 def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
     """Return a table with the figures of a step; `evaluated` has the last means of all sets as text."""
     table = Table.grid(padding=(0, 3))
     table.add_row("step", f"{row.step}/{steps}", "RL time", f"{row.rl_s:.0f} s")
-    table.add_row("reward", f"{row.reward:.3f}", "evaluation", evaluated)
-    table.add_row(
-        "response tokens", f"p50 {row.length_p50}  p95 {row.length_p95}", "loss", _known("{:+.4f}", row.loss)
-    )
+    table.add_row("reward", _known("{:.3f}", row.reward), "evaluation", evaluated)
+    table.add_row("response tokens", _describe_lengths(row), "loss", _known("{:+.4f}", row.loss))
     if (turns := row.turns).mean:
         times = f"p50 {turns.environment_p50_s:.2f} s  p95 {turns.environment_p95_s:.2f} s"
         table.add_row("turns", f"mean {turns.mean:.1f}", "environments", times)
@@ -291,8 +316,14 @@ def text_end(text: str, room: int) -> str:
     return f"...{line.lstrip()}"
 
 
+def _describe_lengths(row: StepRow) -> str:
+    """Return quantiles of a step's responses, e.g. "p50 24 p95 31", or "p50 - p95 -" without any."""
+    p50, p95 = ("-" if length is None else str(length) for length in (row.length_p50, row.length_p95))
+    return f"p50 {p50} p95 {p95}"
+
+
 def _known(form: str, value: float) -> str:
-    """Return a figure as text; "-" for NaN, since the step trained nothing."""
+    """Return a figure as text; "-" for NaN, since the step had nothing to measure."""
     return "-" if math.isnan(value) else form.format(value)
 
 
@@ -301,7 +332,7 @@ def _replica_table(stats: Stats, version: int) -> Table:
     table = Table("replica", "version", "behind", "running", "waiting", "KV used")
     for index, replica in stats.replicas.items():
         load = str(replica.running), str(replica.waiting), f"{replica.kv_use:.0%}"
-        has = replica.version >= 0
-        served = (str(replica.version), str(version - replica.version)) if has else ("none yet", "-")
+        behind = "-" if min(replica.version, version) < 0 else str(max(0, version - replica.version))
+        served = ("none yet" if replica.version < 0 else str(replica.version)), behind
         table.add_row(str(index), *served, *load)
     return table

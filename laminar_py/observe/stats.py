@@ -101,11 +101,8 @@ class Stats:
         self._deviations: list[float] = []  # standard deviations of groups since the last step
         self._cuts: list[bool] = []  # whether a cap ended it, of each response scored since the last step
         self._not_finite = set[str]()  # metrics with a logged warning
-        self._reward = 0.0  # mean of the last step that had rewards
         self._lengths = Counter[int]()  # response lengths since the last step
-        self._length = (0, 0)  # p50 and p95 of the last step that had responses
         self._turns: list[tuple[int, float]] = []  # (turns, seconds of environment) since the last step
-        self._turn_figures = TurnFigures()  # of the last step that had turns
         self._step_began: tuple[float, float] | None = None
         self._learner_free_rl_s = totals.rl_s  # RL time when the previous step was committed
         self._batch_rl_s: float | None = None  # RL time when the learner got its batch; None before
@@ -196,9 +193,9 @@ class Stats:
             generated_tokens=self._earlier_generated_tokens + generated_tokens,
             staleness_mean=sum(staleness) / len(staleness) if staleness else math.nan,
             staleness_max=max(staleness, default=None),
-            length_p50=self._length[0],
-            length_p95=self._length[1],
-            turns=self._turn_figures,
+            length_p50=quantile(self._lengths, 0.50) if self._lengths else None,
+            length_p95=quantile(self._lengths, 0.95) if self._lengths else None,
+            turns=turn_figures(self._turns),
             learner_s=learned.elapsed_s,
             learner_waiting_share=self.learner_waiting_share,
             learner_busy_s=totals.learner_busy_s,
@@ -225,7 +222,8 @@ class Stats:
 
     def _record_row(self, row: StepRow) -> StepRow:
         """Update the totals from a row and return the row; log the first time that a metric is not finite."""
-        self._rewards, self._terms, self._cuts, self._deviations = [], {}, [], []
+        self._rewards, self._terms, self._cuts, self._deviations, self._turns = [], {}, [], [], []
+        self._lengths.clear()
         self.totals.generated_tokens = row.generated_tokens
         self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
         if names := [name for name in row.not_finite if name not in self._not_finite]:
@@ -241,19 +239,12 @@ class Stats:
         waited_s = (now if began is None else began) - self._learner_free_rl_s
         reference_s = self.totals.reference_busy_s - self._reference_s
         self._learner_free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
-        if self._lengths:
-            self._length = quantile(self._lengths, 0.50), quantile(self._lengths, 0.95)
-            self._lengths.clear()
-        if self._turns:
-            self._turn_figures, self._turns = turn_figures(self._turns), []
         return waited_s, reference_s
 
     def _reward_figures(self) -> dict[str, float]:
-        """Return the figures of rewards since the previous step; without rewards, the last mean."""
-        if self._rewards:
-            self._reward = _mean(self._rewards)
+        """Return the figures of rewards since the previous step, NaN without any."""
         return {
-            "reward": self._reward,
+            "reward": _mean(self._rewards),
             "reward_std": _mean(self._deviations),
             "frac_reward_zero_std": _mean([deviation == 0.0 for deviation in self._deviations]),
             "clipped_ratio": _mean(self._cuts),
@@ -297,6 +288,20 @@ class Stats:
     def learner_idle_s(self) -> float | None:
         """Seconds of RL since the learner finished its last batch; None while it has a batch."""
         return None if self._step_began is not None else self.rl_s - self._learner_free_rl_s
+
+    def generated_in_step(self, generated_tokens: int) -> int:
+        """Return the tokens since the last step's commit, of this controller's `generated_tokens`."""
+        return self._earlier_generated_tokens + generated_tokens - self.totals.generated_tokens
+
+    @property
+    def since_step_s(self) -> float:
+        """Seconds of RL since the last step's commit."""
+        return self.rl_s - self._learner_free_rl_s
+
+    @property
+    def learner_step_s(self) -> float | None:
+        """Seconds since the learner got its present batch; None without one."""
+        return None if self._step_began is None else self._clock.now() - self._step_began[0]
 
     @property
     def kv_use(self) -> float:

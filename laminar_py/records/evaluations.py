@@ -129,6 +129,21 @@ class SetFigures(msgspec.Struct, frozen=True, kw_only=True):
         counts = self.problems, self.samples, self.unscored, self.length_p50, self.length_p95
         return *counts, self.is_accuracy, *self.pass_at, *self.terms, *rounded
 
+    @property
+    def rows(self) -> dict[str, str]:
+        """Figures as texts with their intervals, by name in the order of a table."""
+        rows = {"problems x samples": f"{self.problems} x {self.samples}", self.name: self.mean.describe()}
+        rows |= {f"pass@{k}": share.describe() for k, share in self.pass_at.items() if k > 1}
+        for name, term in self.shown_terms.items():
+            rows[f"{name} accuracy" if term.pass_at else name] = term.mean.describe()
+            rows |= {f"{name} pass@{k}": share.describe() for k, share in term.pass_at.items() if k > 1}
+        if self.majority is not None:
+            rows[f"maj@{self.samples}"] = self.majority.describe()
+        rows["cut by a cap"] = self.truncated.describe()
+        rows["tokens p50 / p95"] = f"{self.length_p50} / {self.length_p95}"
+        rows["not scored"] = f"{self.unscored} of {self.problems * self.samples}"
+        return rows
+
     def describe(self) -> str:
         """Text such as "accuracy 0.410 (0.360 to 0.470) on 30 problems x 32, pass@32 0.733, 4.1% cut"."""
         words = [f"{self.name} {self.mean.describe()} on {counted(self.problems, 'problem')}"]

@@ -328,7 +328,7 @@ class Stepped(Event, frozen=True, kw_only=True):
     num_tokens: int
     loss: float | None  # None: the step trained nothing
     grad_norm: float | None  # None: the same
-    reward: float  # mean over trajectories scored since the last step
+    reward: float | None  # mean over trajectories scored since the last step; None without any
     elapsed_s: float
     waited_s: float = 0.0  # seconds that the learner waited for the batch
     reference_s: float = 0.0  # seconds of the reference model: in this step, or as a stage since the last step

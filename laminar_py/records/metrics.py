@@ -136,7 +136,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     step: int
     version: int
     rl_s: float  # duration of the RL phase so far
-    reward: float  # mean over trajectories scored since the last step; the last value if there were none
+    reward: float  # mean over trajectories scored since the last step; NaN without any
     reward_terms: dict[str, float] = {}  # mean of each term before its weight, of the same trajectories
     reward_std: float = nan  # standard deviation within a group, mean over groups closed since the last step
     frac_reward_zero_std: float = nan  # share of these groups whose rewards are all equal
@@ -146,8 +146,8 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     generated_tokens: int  # sum so far
     staleness_mean: float  # over the step's trajectories; NaN without any
     staleness_max: int | None = None  # None without any
-    length_p50: int  # tokens of responses scored since the last step
-    length_p95: int
+    length_p50: int | None = None  # tokens of responses scored since the last step; None without any
+    length_p95: int | None = None
     turns: TurnFigures = TurnFigures()  # of trajectories scored since the last step
     learner_s: float  # duration of the step in the learner
     learner_waiting_share: float  # share of time in which the learner had no batch

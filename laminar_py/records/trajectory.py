@@ -216,7 +216,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key_rows(self) -> tuple[IntArray, list[int]]:
-        """[K] rows whose keys the segments see, segment by segment, and the number of rows of each."""
+        """[K] rows whose keys the segments see, segment by segment, and how many rows each sees."""
         starts, rows = self.cu_seqlens.tolist(), list[IntArray]()
         parents = [-1] * len(starts[1:]) if self.parents is None else self.parents.tolist()
         for parent, first, last in zip(parents, starts[:-1], starts[1:], strict=True):

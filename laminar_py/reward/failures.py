@@ -142,9 +142,9 @@ class Trial:
     request: ScoringRequest
     text: str  # describes it for the user
 
-    def complaint(self, score: Score, *, title: str) -> str:
-        """Return a line for the user about a trial that could not be scored."""
-        return f"reward.use={title}: fails on {self.text} (a trial, made up): {score.detail}"
+    def complaint(self, detail: str, *, title: str) -> str:
+        """Return a line for the user about a trial that could not be scored, and why."""
+        return f"reward.use={title}: fails on {self.text} (a trial, made up): {detail}"
 
 
 def trials(prompts: Iterable[Prompt], *, encode: Callable[[str], IntArray], end: int) -> list[Trial]:

@@ -1,5 +1,6 @@
 """The terms `environment` and `function`."""
 
+import inspect
 from collections.abc import Callable
 from typing import Annotated
 
@@ -7,9 +8,12 @@ from pydantic import Field
 
 from laminar_py.config.registry import load_from_file
 from laminar_py.config.reward import FunctionTerm, RewardKind, TermConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.reward.outcome import RewardFunction
+
+THEIRS = ("completions", "prompts", "data_source")  # first arguments in TRL and verl
 
 
 class EnvironmentTerm(TermConfig):
@@ -42,8 +46,27 @@ ENVIRONMENT = RewardKind(settings=EnvironmentTerm, make=make_environment)
 
 
 def load_function(term: FunctionTerm) -> RewardFunction:
-    """Load `path/to/file.py:function`. Raises `ConfigError` if the import fails or there is no such function."""
-    return load_from_file(term.path, field="reward.use")
+    """Load `path/to/file.py:function`.
+
+    Raises `ConfigError` if the import fails, or the file has no such function of one `ScoringRequest`.
+    """
+    function = load_from_file(term.path, field="reward.use")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return function
+    try:
+        signature.bind(None)
+    except TypeError:
+        fits = False
+    else:
+        fits = next(iter(signature.parameters)) not in THEIRS
+    if not fits:
+        raise ConfigError(
+            f"reward.use={term.path}: takes {signature}, not one request, as here; write def score(request:"
+            " ScoringRequest) -> float, which scores one response (docs/rewards.md)"
+        )
+    return function
 
 
 FUNCTION_KIND = RewardKind(settings=FunctionTerm, make=load_function)

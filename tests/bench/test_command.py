@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from laminar_lab.bench import learner, report
+from laminar_lab.bench import context, learner, prefixes, report
 from laminar_lab.bench.report import Report
 from laminar_lab.commands.bench import BENCHMARKS, measure
 from laminar_py.cli import app
@@ -60,10 +60,12 @@ def test_a_setting_is_a_number_above_zero(text):
 
 def test_a_command_with_json_prints_one_object_and_its_progress_elsewhere(monkeypatch):
     monkeypatch.setattr(learner, "_speed_rows", lambda model, repeats: [])
+    monkeypatch.setattr(prefixes, "rows", lambda **_: [])
+    monkeypatch.setattr(context, "rows", lambda **_: [])
     done = CliRunner().invoke(app, ["bench", "learner", "sequences=64", "seeds=1", "--json"])
     assert done.exit_code == 0, done.output
     rows = msgspec.json.decode(done.stdout, type=Report).rows
-    assert tuple(row.name for row in rows) == learner.ROWS[2:]
+    assert tuple(row.name for row in rows) == learner.ROWS[2:6]
 
 
 def test_a_list_of_all_imports_no_heavy_library():

@@ -89,3 +89,10 @@ def test_a_resume_of_a_run_that_is_named_takes_that(resumed):
 def test_what_names_no_run_to_go_on_with_is_refused(resumed, arguments, fault):
     told, error = train(*arguments)
     assert (told, error[: len(fault)], resumed) == ("", fault, [])
+
+
+def test_a_resume_does_not_list_what_only_its_own_override_moved(resumed):
+    """`rollout.batch_per_replica` follows from the size of a step, and the user changed the step alone."""
+    recorded = load_config(Path("runs/mine-2/config.yaml"), []).rollout.batch_per_replica
+    assert load_config(Path("mine.yaml"), ["rollout.prompts_per_step=2"]).rollout.batch_per_replica != recorded
+    assert train("--resume", "rollout.prompts_per_step=2") == ("", "enough")

@@ -5,6 +5,7 @@ import pytest
 from laminar_py.config.loading import parse_config
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.settings import control_settings
+from laminar_py.runtime.orchestrator.resume import describe_surplus
 
 
 def settings_of(**sections):
@@ -32,3 +33,26 @@ def test_a_batch_is_refilled_only_where_groups_without_signal_leave():
     refill = {"without_signal": WithoutSignal.REFILL}
     assert settings_of(algorithm={"name": "grpo"}, rollout=refill).admission.refills
     assert not settings_of(algorithm={"name": "reinforce_pp"}, rollout=refill).admission.refills
+
+
+SURPLUS = (
+    "24 groups of the run so far are ready or under way: its next 12 steps of rollout.prompts_per_step=2 train on"
+    " them before any new data, the last ones on data about 11 steps old"
+)
+
+
+@pytest.mark.parametrize(
+    ("bound", "policies", "groups", "line"),
+    [
+        (4, ["wait"], 24, f"{SURPLUS}, above staleness.max_staleness=4; a larger step uses them sooner, and"),
+        (4, ["wait", "drop"], 24, f"{SURPLUS}; beyond staleness.max_staleness=4 groups are dropped"),
+        (16, ["wait"], 24, SURPLUS),
+        (4, ["wait"], 10, ""),
+    ],
+)
+def test_a_resume_with_a_smaller_step_says_how_old_the_data_of_its_next_steps_is(bound, policies, groups, line):
+    staleness = {"max_staleness": bound, "policies": policies}
+    settings = settings_of(rollout={"prompts_per_step": 2}, staleness=staleness)
+    told = describe_surplus(settings, groups)
+    assert told.startswith(line)
+    assert bool(told) == bool(line)

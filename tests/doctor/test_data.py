@@ -8,8 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from laminar_lab.doctor.checks import fit_pretended, pretended_cluster
 from laminar_lab.tiny_models import tiny_model, write_data
 from laminar_py.cli import app
+from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from tests.data.templates import TEMPLATES, make_tokenizer_folder
 
@@ -176,3 +178,33 @@ def test_control_characters_are_shown_as_such(tmp_path):
     _, output = shown(source)
     assert "\x1b" not in output
     assert "  \\x1b[31m red<|im_end|>" in output
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"reward": "reward.py:scor"}, "reward.py defines no function 'scor'; did you mean 'score'?"),
+        ({"reward": "rewrd.py:score"}, "rewrd.py; did you mean {folder}/reward.py? Else name a Python file"),
+        ({"loss": "loss.py:nosuch"}, "algorithm.objective={folder}/loss.py:nosuch: {folder}/loss.py defines no"),
+        ({"loss": "loss.py:mie"}, "did you mean 'mine'? Else define it"),
+    ],
+)
+def test_a_reward_or_a_loss_that_is_not_there_is_refused_by_data_and_doctor(settings, line, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(request): return 1.0\n")
+    (tmp_path / "loss.py").write_text("import nowhere\n\ndef mine(inputs, settings): return inputs.logprobs\n")
+    path = config(tmp_path)
+    changes = [f"runs={tmp_path}"]
+    if "reward" in settings:
+        changes.append(f"reward.use=[{tmp_path}/{settings['reward']}]")
+    if "loss" in settings:
+        changes.append(f"algorithm.objective={tmp_path}/{settings['loss']}")
+    with pytest.raises(ConfigError) as caught:
+        shown(path, *changes)
+    assert line.format(folder=tmp_path) in str(caught.value)
+    fit = fit_pretended(load_config(path, changes), pretended_cluster(["1x8xH100"]))
+    assert any(line.format(folder=tmp_path) in fault for fault in fit.faults)
+
+
+def test_doctor_warns_of_held_out_rows_in_small_training_files(tmp_path):
+    fit = fit_pretended(load_config(config(tmp_path), []), pretended_cluster(["1x8xH100"]))
+    assert any("eval.sets.aime: 2 prompts are trained on, e.g." in line for line in fit.warnings)

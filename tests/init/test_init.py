@@ -167,6 +167,90 @@ def test_a_config_for_8_gpus_passes_doctor_and_simulator(tuning, here, monkeypat
     assert max(row.staleness_max for row in rows) <= config.staleness.max_staleness
 
 
+SMOL = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("dtype", [{"dtype": "float32"}, {"torch_dtype": "bfloat16"}, {}])
+def test_a_config_for_a_small_model_on_8_gpus_passes_doctor(dtype, here):
+    """SmolLM2-135M is served in float32, as its config.json says."""
+    (here / "smol").mkdir()
+    (here / "smol/config.json").write_text(json.dumps(SMOL | dtype))
+    _, config = config_of(here, "--model", here / "smol", *TASK, "--lora", "--on", "1x8xH100")
+    fit = fit_pretended(config, pretended_cluster(["1x8xH100"]))
+    assert (fit.faults, fit.warnings, fit.unplaced) == ([], [], None)
+
+
+def test_the_learner_of_a_small_model_gets_no_gpu_that_gains_nothing(here):
+    """32 responses a step: by formula 2 learner GPUs are as fast as 7, within 1 %."""
+    (here / "smol").mkdir()
+    (here / "smol/config.json").write_text(json.dumps(SMOL | {"dtype": "float32"}))
+    (here / "grpo.yaml").write_text(
+        "per_device_train_batch_size: 8\ngradient_accumulation_steps: 4\nnum_processes: 1\nnum_generations: 8\n"
+        "use_peft: true\nmax_completion_length: 48\nmax_steps: 50\n"
+    )
+    options = ("--from", "trl", here / "grpo.yaml", "--model", here / "smol", "--on", "1x8xH100")
+    _, config = config_of(here, *options, *TASK)
+    assert (config.rollout.prompts_per_step, config.rollout.group_size) == (4, 8)
+    assert (config.learner.world_size, config.rollout.replicas) == (2, 6)
+
+
+def test_settings_that_people_change_are_options(here):
+    options = ("--steps", "7", "--lr", "3e-4", "--max-new-tokens", "99", "--name", "hans")
+    _, config = config_of(here, "--model", "model", *TASK, *options)
+    assert (config.steps, config.learner.lr, config.name) == (7, 3e-4, "hans")
+    assert config.rollout.sampling.max_new_tokens == 99
+    (here / "mine.yaml").unlink()
+    (here / "grpo.yaml").write_text("model_name_or_path: model\nmax_completion_length: 12\nlearning_rate: 1e-5\n")
+    _, config = config_of(here, "--from", "trl", here / "grpo.yaml", *TASK, *options)
+    assert (config.steps, config.learner.lr, config.name) == (7, 3e-4, "hans"), "an option goes before the file"
+    assert config.rollout.sampling.max_new_tokens == 99
+
+
+THEIR_REWARD = "model_name_or_path: model\nreward_funcs: [rewards.sort_reward, think_format_reward]\n"
+
+
+def test_a_reward_of_trl_stays_until_it_is_adapted_or_replaced(here):
+    (here / "grpo.yaml").write_text(THEIR_REWARD)
+    done = init(here / "mine.yaml", "--from", "trl", here / "grpo.yaml", *TASK[:2])
+    assert done.exit_code == 0, done.exception
+    assert done.output.startswith("rewards.py:sort_reward stops the run until you adapt it to def score(request)")
+    own, form = load_config(here / "mine.yaml", []).reward.use
+    assert (own.path, form.kind) == ("rewards.py:sort_reward", "format")
+    done = init(here / "b.yaml", "--from", "trl", here / "grpo.yaml", *TASK)
+    line = done.output.splitlines()[0]
+    assert line.startswith("--reward=reward.py:score takes the place of the reward in ")
+    assert "'kind': 'format'" in line, "the file's second term is not added"
+    assert "stops the run" not in done.output
+
+
+def test_a_reward_without_a_counterpart_is_refused_unless_another_is_named(here):
+    (here / "grpo.yaml").write_text(THEIR_REWARD.replace("rewards.sort_reward", "my_reward"))
+    arguments = ("--from", "trl", here / "grpo.yaml", *TASK[:2])
+    line = str(init(here / "mine.yaml", *arguments).exception)
+    assert "my_reward: no counterpart, and a run would train on the rest alone; or name your reward by" in line
+    assert not (here / "mine.yaml").exists()
+    assert init(here / "mine.yaml", *arguments, "--reward", "reward.py:score").exit_code == 0
+
+
+def test_a_pipe_is_read(home, tmp_path):
+    command = f"{LAMINAR} init {tmp_path}/mine.yaml --from trl <(echo 'learning_rate: 1e-5') --model model"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} --data train.jsonl"], cwd=home, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_config(tmp_path / "mine.yaml", []).learner.lr == 1e-5
+
+
 def test_a_file_of_trl_is_completed_by_the_data_here(here):
     """Its 3 epochs of 80 rows in steps of 4 prompts are 60 steps."""
     text = "model_name_or_path: model\nper_device_train_batch_size: 32\nlearning_rate: 1e-5\nlogging_steps: 1\n"

@@ -186,7 +186,6 @@ def test_gradient_checkpointing_that_is_off_stays_off(tmp_path):
             None,
             "batch_std here also subtracts the mean of the step",
         ),
-        ("reward_funcs: mine.bonus", "reward.use", None, "mine.bonus: rewards have other arguments"),
         ("save_steps: 0.1", "learner.checkpoint_every", None, "save_steps is a share; give a number of steps"),
         ("lora_r: 8", "learner.lora.rank", None, None),
         ("importance_sampling_level: sequence", "algorithm.objective", "sequence_clip", None),
@@ -195,12 +194,6 @@ def test_gradient_checkpointing_that_is_off_stays_off(tmp_path):
         ("warmup_steps: 0.1\nmax_steps: 50", "learner.warmup_steps", 5, None),
         ("warmup_ratio: 0.1\nwarmup_steps: 7", "learner.warmup_steps", 7, None),
         ("warmup_ratio: 0.1", "learner.warmup_steps", None, "a share of steps, and the file counts epochs"),
-        (
-            "reward_funcs: [accuracy_reward]\nreward_weights: [1, 2]",
-            "reward.use",
-            None,
-            "reward_weights needs a number for each",
-        ),
         ("dataset_name: json", "data.train", None, "names a format, not a file"),
         ("dataset_name: csv\ndata_files: a.csv", "data.train", None, "a.csv: only paths of JSONL"),
         ("dataset_name: json\ndata_files: a.jsonl", "data.train", {"path": "a.jsonl"}, None),
@@ -223,11 +216,67 @@ def test_weights_of_rewards_and_files_by_split_are_kept(tmp_path):
     text = "reward_funcs: [accuracy_reward, mine.bonus, think_format_reward]\nreward_weights: [1.0, 0.5, 0.2]\n"
     text += "dataset_name: json\ndata_files: {train: train.jsonl, test: held.jsonl}\neval_strategy: steps\n"
     found = translated(tmp_path, Trainer.TRL, text)
-    math, form = found.settings["reward.use"]
+    math, own, form = found.settings["reward.use"]
     assert (math, form["kind"], form["weight"]) == ("math", "format", 0.2), "each has its own weight"
+    assert own == {"kind": "function", "path": "mine.py:bonus", "weight": 0.5}
     columns = {"answer": "solution"}
     assert found.settings["data.train"] == {"path": "train.jsonl", "columns": columns}
     assert found.settings["eval.sets"] == {"heldout": {"path": "held.jsonl", "columns": columns}}
+
+
+@pytest.mark.parametrize(
+    ("funcs", "terms", "is_missing"),
+    [
+        ("[rewards.sort_reward, think_format_reward]", "rewards.py:sort_reward stops the run until you", False),
+        ("mine.math.bonus", "mine/math.py:bonus stops the run until", False),
+        ("[my_reward, think_format_reward]", "my_reward: no counterpart, and a run would train on the rest", True),
+        ("[org/reward-model.v2]", "org/reward-model.v2: no counterpart", True),
+        ("[accuracy_reward]\nreward_weights: [1, 2]", "reward_weights: needs a number for each", True),
+        ("[accuracy_reward]", "", False),
+    ],
+)
+def test_a_reward_of_their_own_never_disappears(funcs, terms, is_missing, tmp_path):
+    found = translated(tmp_path, Trainer.TRL, f"reward_funcs: {funcs}\n")
+    assert found.terms.startswith(terms)
+    assert bool(found.terms) == bool(terms)
+    assert found.is_missing == is_missing
+    assert ("reward.use" in found.settings) != is_missing
+
+
+def test_a_reward_function_of_verl_becomes_a_term(tmp_path):
+    text = "custom_reward_function: {path: mine/reward.py}\ndata: {train_batch_size: 8}\n"
+    found = translated(tmp_path, Trainer.VERL, text)
+    assert found.settings["reward.use"] == ["mine/reward.py:compute_score"]
+    assert found.terms.startswith("mine/reward.py:compute_score stops the run")
+
+
+@pytest.mark.parametrize(("text", "processes", "prompts"), [("", 1, 4), ("", 8, 32), ("num_processes: 2\n", 8, 8)])
+def test_a_batch_of_trl_counts_all_processes_and_says_so(text, processes, prompts, tmp_path):
+    (tmp_path / "grpo.yaml").write_text(
+        f"per_device_train_batch_size: 8\ngradient_accumulation_steps: 4\nnum_generations: 8\n{text}"
+    )
+    found = translate(Trainer.TRL, tmp_path / "grpo.yaml", processes=processes)
+    assert found.settings["rollout.prompts_per_step"] == prompts
+    assert (f"rollout.prompts_per_step={prompts};" in found.batch) == (not text), "the file says it itself"
+
+
+REAL = (
+    "adam_epsilon data_seed dataset_num_proc eval_delay eval_accumulation_steps fp16_full_eval generation_kwargs"
+    " hub_strategy load_in_4bit logging_dir lora_modules_to_save lora_task_type lr_scheduler_kwargs"
+    " max_tool_calling_iterations num_generations_eval optim push_to_hub_token save_on_each_node tf32"
+    " top_entropy_quantile use_cpu use_dora use_liger_kernel use_rslora vllm_enable_sleep_mode"
+    " vllm_importance_sampling_cap vllm_model_impl vllm_server_host vllm_server_port vllm_structured_outputs_regex"
+)
+
+
+def test_a_misspelt_key_is_refused_and_a_real_one_is_not(tmp_path):
+    with pytest.raises(ConfigError, match=r"learning_rat=1e-05: .*; did you mean learning_rate\?") as caught:
+        translated(tmp_path, Trainer.TRL, "max_steps: 3\nlearning_rat: 1.0e-5\n")
+    assert "\n" not in str(caught.value)
+    lines = "".join(f"{name}: 1\n" for name in REAL.split())
+    assert len(translated(tmp_path, Trainer.TRL, f"max_steps: 3\n{lines}").lost) >= len(REAL.split())
+    with pytest.raises(ConfigError, match=r"did you mean actor_rollout_ref\.rollout\.temperature\?"):
+        translated(tmp_path, Trainer.VERL, "actor_rollout_ref.rollout.temprature=0.7 data.seed=1\n", "run.sh")
 
 
 @pytest.mark.parametrize(

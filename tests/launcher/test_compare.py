@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -25,8 +26,9 @@ from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds,
 from laminar_py.cli import console
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
+from laminar_py.records.evaluations import set_figures
 from laminar_py.records.metrics import FleetRow
-from tests.builders import make_evaluated
+from tests.builders import make_answers, make_evaluated
 from tests.ledger.runs import begin, open_ledger
 from tests.report.builders import make_fleet_row, make_step_row, write_rows
 from tests.report.ledgers import write_small_run
@@ -253,7 +255,19 @@ async def test_runs_stand_side_by_side(run):
     with (other / "config.yaml").open("a") as file:
         file.write("max_rl_seconds: 77.0\n")
     output = invoke(run, other).stdout
-    assert "ONE SEED: each config ran once" in output.splitlines()[0]
+    titles = (
+        "What differs in the configs",
+        "max_rl_seconds",
+        "ONE SEED: each config ran once",
+        "heldout: the last evaluation",
+        "At equal device-hours",
+        "Speed and tails",
+    )
+    places = [output.index(title) for title in titles]
+    assert places == sorted(places), "first the configs, then the held-out set, then speed"
+    assert re.search(r"^max_rl_seconds +null +77\.0 *$", output, re.MULTILINE)
+    assert len(re.findall(r"^accuracy .*0\.500 \(0\.\d+ to", output, re.MULTILINE)) == 1
+    assert invoke(run, run).stdout.startswith("The configs agree in all settings.")
     for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "At equal device-hours", "Until reward is"):
         assert words in output
     assert json.loads(invoke(run, run, "--json").stdout)["measure"] == "reward"
@@ -280,3 +294,37 @@ async def test_runs_that_differ_in_their_seeds_are_one_row_of_sets(run):
     assert re.search(r"small-1 \+1 +2 +0\.500 ± 0\.000 +·{9}●·{9} +0\.500 ± 0\.000 +$", output, re.MULTILINE)
     (group,) = json.loads(invoke(run, other, "--json").stdout)["groups"]
     assert (group["runs"], list(group["at_equal"].values())) == ([0, 1], [[0.5, 0.5]])
+
+
+@pytest.fixture
+async def evaluations(tmp_path):
+    """Two evaluations by `laminar eval`, of which none trained: a base model and a checkpoint."""
+    folders = []
+    sources = ({"path": "models/base", "step": 0}, {"path": "runs/m-1/checkpoints/step-40-1.0", "step": 40})
+    for number, (source, right) in enumerate(zip(sources, (0.25, 0.75), strict=True), 1):
+        folder = tmp_path / f"eval-m-{number}"
+        folder.mkdir()
+        shutil.copy(REPO / "configs/quickstart.yaml", folder / "config.yaml")
+        (folder / "source.json").write_text(json.dumps(source))
+        async with open_ledger(folder) as ledger:
+            begin(ledger)
+            terms = {"math": [[float(at < 8 * right)] for at in range(8)], "short": [[1.0]] * 8}
+            rewards = [[math[0] + 1.0] for math in terms["math"]]
+            figures = set_figures(make_answers(rewards, terms=terms), samples=1, verdicts=["math"])
+            ledger.append(msgspec.structs.replace(make_evaluated(step=source["step"]), figures=figures))
+        folders.append(folder)
+    return folders
+
+
+async def test_evaluations_are_compared_with_the_model_that_each_was_of(evaluations, run):
+    """They have no training trajectory: the user read "no trajectory has finished yet"."""
+    output = invoke(*evaluations).stdout
+    assert "eval-m-1: models/base\neval-m-2: runs/m-1/checkpoints/step-40-1.0, step 40\n" in output
+    interval = r"\(\d\.\d{3} to \d\.\d{3}\)"
+    for name, values in {"mean reward": (1.25, 1.75), "math accuracy": (0.25, 0.75), "short": (1.0, 1.0)}.items():
+        first, second = (f"{value:.3f}".replace(".", r"\.") for value in values)
+        assert re.search(rf"^{name} +{first} {interval} +{second} {interval} *$", output, re.MULTILINE), name
+    (first, second) = json.loads(invoke(*evaluations, "--json").stdout)
+    assert (first["model"]["path"], second["sets"]["heldout"]["mean"]["value"]) == ("models/base", 1.75)
+    with pytest.raises(ConfigError, match=r"eval-m-1: is an evaluation and .*small-1 is not; compare"):
+        invoke(evaluations[0], run)

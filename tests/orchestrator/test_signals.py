@@ -88,6 +88,10 @@ def test_a_heeded_signal_asks_for_the_end_and_each_phase_says_what_it_waits_for(
         f"stopping: waiting for {what}; a second signal ends at once" for what in ("the weather", "step 12")
     )
     assert run(HEEDED + code) == (0, ["asked", weather, step])
+    code = "SIGNALS.enter('step 3', lambda: '42 s of work would be lost'); send('SIGINT'); loop.turn()"
+    assert run(HEEDED + code)[1][1:] == [
+        "stopping: waiting for step 3; a second signal ends at once: 42 s of work would be lost"
+    ]
 
 
 def test_a_signal_that_a_library_caught_is_heeded_later_and_one_after_the_end_changes_nothing():

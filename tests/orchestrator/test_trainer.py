@@ -392,3 +392,18 @@ async def test_a_run_that_fails_waits_for_no_batch_under_sync_and_leaves_a_check
         assert trainer._stop.fault == "nothing can be scored"
     assert recover(tmp_path, exists=RunFolder(tmp_path).has).checkpoint.step == trainer.step >= 1
     assert verify(tmp_path) == []
+
+
+async def test_a_stop_says_what_a_second_signal_would_lose(tmp_path):
+    settings = ("steps=9", "learner.checkpoint_every=3")
+    async with training(tmp_path, *settings, fails={}, admission="async") as (trainer, _, fleet):
+        assert trainer._cost_of_end() == "no step is lost, and a resume goes on from the checkpoint of step 0"
+        running = asyncio.create_task(train(trainer, scheduler=fleet.scheduler))
+        await asyncio.wait_for(generate(fleet, wanted=lambda: trainer.step < 2), PATIENCE_S)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        trainer._stats.begin_step()
+        assert trainer._cost_of_end() == (
+            "steps 1 to 2 and 0 s of work on step 3 would be lost, and a resume goes on from the checkpoint of"
+            " step 0"
+        )

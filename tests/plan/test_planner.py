@@ -66,6 +66,8 @@ def test_where_the_time_ends_after_a_round_the_simulated_placements_are_ranked()
 
 def test_the_command_ranks_by_formula_at_once_with_a_legend():
     done = CliRunner().invoke(app, ["plan", "7B", "--gpus", "8x8xH100", "--seconds", "0"], catch_exceptions=False)
+    assert done.output.startswith("a step: 128 prompts of 400 tokens x 16 samples, staleness 4\n")
+    assert "learner MFU 0.4 (--mfu); response tokens p50 1,500, p99 15,000, cap 16,384\n" in done.output
     for words in ("Placements, by formula:", "admits: responses that", "ranked by formula alone"):
         assert words in done.output
     assert max(map(len, done.output.partition("first:")[0].splitlines())) <= 80
@@ -74,7 +76,7 @@ def test_the_command_ranks_by_formula_at_once_with_a_legend():
 def test_the_ranking_is_printed_once_where_no_simulation_ends():
     call = ["plan", "7B", "--gpus", "1x8xH100", "--seconds", "0.01"]
     done = CliRunner().invoke(app, call, catch_exceptions=False)
-    assert "no simulation ended within 0.01 s; --seconds 60 gives them more" in done.output
+    assert "within 0.01 s to rank by them, so the formulas are the answer here; --seconds 60 gives" in done.output
     assert done.output.count("Placements, by formula:") == 1
 
 

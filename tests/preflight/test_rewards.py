@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 
 from laminar_contrib.reward_models import judge
@@ -14,7 +15,9 @@ from laminar_py.children import landlock
 from laminar_py.config.cluster import SandboxConfig
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.records.trajectory import Prompt
 from laminar_py.reward import WriteFence
+from laminar_py.reward.failures import trials
 from laminar_py.runtime.preflight import rewards
 from laminar_py.runtime.preflight.rewards import check_rewards, check_terms
 from tests.data.builders import GOOD, read, written
@@ -70,13 +73,79 @@ def test_problems_that_are_looked_at_are_bounded_and_go_from_the_first_to_the_la
 
 
 def test_what_a_function_printed_at_its_import_is_named_where_it_fails(tmp_path):
-    (tmp_path / "mine.py").write_text("print('imported')\n")
+    (tmp_path / "mine.py").write_text("print('imported')\nraise KeyError(3)\n\ndef score(request): ...\n")
     reward = RewardConfig.model_validate_json(json.dumps({"use": f"{tmp_path / 'mine.py'}:score"}))
     with pytest.raises(ConfigError) as raised:
         check_rewards(reward, [], fence=fence(tmp_path), sandbox=None)
     logs = Path(str(raised.value).split("for the output of its process, see ")[1])
     assert (logs / "reward-0.log").read_text() == "imported\n"
     shutil.rmtree(logs)
+
+
+def own(folder, text, name="score"):
+    """The reward of a user's file `reward.py`."""
+    (folder / "reward.py").write_text(text)
+    return RewardConfig.model_validate_json(json.dumps({"use": f"{folder / 'reward.py'}:{name}"}))
+
+
+def tried(folder, text, answers=("4", "7")):
+    """Check the reward of a user's file on trials with these right answers."""
+    ids = np.array([4], np.int32)
+    prompts = [Prompt(id=f"p{at}", index=at, text="2+2=", ids=ids, answer=one) for at, one in enumerate(answers)]
+    made = trials(prompts, encode=lambda text: np.array([ord(c) for c in text], np.int32), end=1)
+    check_rewards(own(folder, text), [], fence=fence(folder), sandbox=None, trials=made)
+
+
+def test_a_reward_that_raises_on_every_trial_is_refused_before_a_run(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        tried(tmp_path, "def score(request):\n    return float(request.fields['nn'])\n")
+    line = str(caught.value)
+    assert line.startswith(
+        f"reward.use={tmp_path}/reward.py:score: fails on the right answer to prompt 'p0' (a tri"
+    )
+    assert line.endswith("reward.py:2); it fails on all 4 trials, so mend it: `laminar reward try` tries it")
+    assert "KeyError: 'nn'" in line
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if not request.answer == '7': raise KeyError('nn')\n    return 1.0",
+        "raise TryAgainError('busy')",
+        "time.sleep(60)",
+    ],
+)
+def test_a_reward_that_scores_one_trial_or_asks_for_time_is_not_refused(body, tmp_path):
+    text = f"import time\nfrom laminar_py.records import TryAgainError\n\ndef score(request):\n    {body}\n"
+    own(tmp_path, text)
+    reward = {"use": f"{tmp_path / 'reward.py'}:score", "timeout_s": 0.2}
+    ids = np.array([4], np.int32)
+    prompts = [Prompt(id=one, index=0, text="", ids=ids, answer=one) for one in "47"]
+    made = trials(prompts, encode=lambda text: ids, end=1)
+    check_rewards(
+        RewardConfig.model_validate_json(json.dumps(reward)), [], fence=fence(tmp_path), sandbox=None, trials=made
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "line"),
+    [
+        (
+            "def score(request): return 1.0\n",
+            "scor",
+            "defines no function 'scor'; did you mean 'score'? Else define it",
+        ),
+        ("def score(completions, **kwargs): return [1.0]\n", "score", "takes (completions, **kwargs), not one"),
+        ("def score(data_source, solution_str, ground_truth): ...\n", "score", "takes (data_source, solution_str"),
+        ("def score(prompts, completions, answer, **kwargs): ...\n", "score", "write def score(request: Scoring"),
+        ("score = 1\n", "score", "defines no function 'score'"),
+    ],
+)
+def test_a_reward_function_that_is_missing_or_of_another_trainer_is_one_line(text, name, line, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(own(tmp_path, text, name), [], fence=fence(tmp_path), sandbox=None)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.skipif(not landlock.version(), reason="the kernel has no Landlock")

@@ -189,3 +189,27 @@ def test_a_run_without_a_bound_is_told_so():
     step = replace(mean_step_of(generation_s=9.9), age=Age(lost=0.38, kl={"3-4": 0.03}))
     told = dict(describe_diagnosis(diagnosis(step, "staleness.max_staleness=null")))
     assert "nothing bounds staleness" in told["staleness"]
+
+
+def test_data_above_the_bound_of_its_run_is_told_as_such_and_data_within_is_not():
+    """A run with `max_staleness: 4` that was resumed with a smaller step trained on data 5 steps old."""
+    step = mean_step_of(generation_s=9.9, learner_s=9.9)
+    bounds = ["staleness.max_staleness=4", "staleness.policies=[wait]"]
+    for oldest, words in (
+        (4, "is neither too tight nor too loose"),
+        (5, "is exceeded, by data up to 5 learner steps old"),
+    ):
+        found = diagnosis(replace(step, age=Age(lost=0.0, kl={}, oldest=oldest)), *bounds)
+        assert words in dict(describe_diagnosis(found))["staleness"]
+
+
+def test_a_run_whose_stages_keep_pace_is_not_limited_by_one_of_them():
+    """The user read "limited by GENERATION" beside "learner is busy 96%" and "at most 1.04 x"."""
+    told = dict(describe_diagnosis(diagnosis(mean_step_of(generation_s=9.99, learner_s=9.6))))
+    assert told["limited by"] == (
+        "NOTHING BY 10 %: generation takes 100% of a step, learner takes 96% of a step; without generation at most"
+        " 1.04 x the goodput"
+    )
+    assert "without it" not in told
+    told = dict(describe_diagnosis(diagnosis(mean_step_of(generation_s=9.9, learner_s=5.0))))
+    assert told["limited by"].startswith("GENERATION: replicas are busy 99% of the time")

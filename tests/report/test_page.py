@@ -47,6 +47,9 @@ def local_only(tab):
     return [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+TWO_STEPS = "drawChart(byId('two'), { x: 'step', y: '', series: [{ name: 'reward', x: [1, 2], y: [0.1, 0.4] }] })"
+
+
 @needs_browser
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, dark):
@@ -72,6 +75,9 @@ async def test_all_panels_are_drawn_without_network_or_complaint(run, tmp_path, 
         for words in (MEANINGS[binding.bottleneck], binding.evidence):
             assert words in told
         assert await tab.look("document.documentElement.scrollWidth <= innerWidth")
+        await tab.look(f"(document.body.append(Object.assign(element('div'), {{ id: 'two' }})), {TWO_STEPS}, 0)")
+        ticks = "[...document.querySelectorAll('#two .xtick text')].map((one) => one.textContent).join()"
+        assert await tab.look(ticks) == "1,2", "a run of two steps has no step 1.5"
         await tab.screenshot(tmp_path / "report.png")
         assert tab.errors == []
         assert local_only(tab)

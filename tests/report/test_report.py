@@ -9,16 +9,21 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from laminar_lab.report.closing import ending_table
+from laminar_lab.report.closing import closing_table, ending_table
 from laminar_lab.report.diagnosis import NO_STEP
+from laminar_lab.report.figures import headline
+from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.run_report import RunReport, read_report
 from laminar_lab.report.snapshot import read_samples, read_snapshot
 from laminar_lab.report.tails import NAMES, Distribution, Measure
 from laminar_lab.report.terminal import tail_table
+from laminar_lab.report.tokens import waterfall
 from laminar_py.cli import app
+from laminar_py.config.loading import load_config
 from laminar_py.observe.summary import EvaluationFigures
-from laminar_py.records.events import RefillStopped
-from tests.builders import make_evaluated
+from laminar_py.records.evaluations import set_figures
+from laminar_py.records.events import RefillStopped, RunEnded
+from tests.builders import make_answers, make_evaluated
 from tests.ledger.runs import open_ledger
 from tests.report.builders import make_fleet_row, make_step_row, shown, summary_of, write_rows
 from tests.report.ledgers import live, write_small_run
@@ -126,6 +131,56 @@ async def test_a_run_ends_with_its_gain_its_limit_and_the_next_command(run):
     assert lines["heldout accuracy"].startswith("0.250 -> 0.750 (")
     assert lines["limited by"].endswith(" x the goodput")
     assert "heldout accuracy" not in shown(ending_table(summary, read_report(run), interrupted=True))
+
+
+def make_bonus(right, short):
+    """An evaluation of 20 problems, whose reward is `math` and a tenth of `short`, by the numbers of successes."""
+    terms = {
+        "math": [[float(at < right)] for at in range(20)],
+        "rewards.py:short": [[float(at < short)] for at in range(20)],
+    }
+    rewards = [[math[0] + 0.1 * bonus[0]] for math, bonus in zip(*terms.values(), strict=True)]
+    return set_figures(make_answers(rewards, terms=terms), samples=1, verdicts=["math"])
+
+
+async def test_a_gain_that_a_bonus_made_is_told_beside_the_term_that_counts(run):
+    """The user's `heldout mean reward 0.362 -> 0.435` was `score` 0.340 -> 0.355 and `short` 0.225 -> 0.800."""
+    config = load_config(
+        REPO / "configs/quickstart.yaml",
+        ["reward.use=[math, {kind: function, path: rewards.py:short, weight: 0.1}]"],
+    )
+    before, gamed, better = make_bonus(7, 4), make_bonus(7, 16), make_bonus(14, 5)
+    assert describe_main_term(before, gamed) == "math 0.350 -> 0.350"
+    assert warn_of_bonus(before, gamed, config) == (
+        "most of the gain of 0.060 is not from math: short 0.200 -> 0.800, math 0.350 -> 0.350"
+    )
+    assert warn_of_bonus(before, better, config) == warn_of_bonus(gamed, before, config) == ""
+    one = make_evaluated(0.5).figures
+    assert describe_main_term(one, one) == warn_of_bonus(one, one, config) == ""
+    passes = [
+        EvaluationFigures(set_name="heldout", step=step, version=step, rl_s=3.0, figures=figures)
+        for step, figures in ((0, before), (3, gamed))
+    ]
+    summary = msgspec.structs.replace(summary_of(run), evaluations=passes)
+    for lines in (
+        shown(ending_table(summary, read_report(run), interrupted=False)),
+        shown(closing_table(summary)),
+    ):
+        assert lines["heldout mean reward"].endswith("; math 0.350 -> 0.350")
+        assert lines["careful"].startswith("heldout: most of the gain of 0.060 is not from math")
+    async with open_ledger(run) as ledger:
+        for place, (step, figures) in enumerate(((0, before), (3, gamed)), 1):
+            made = make_evaluated(step=step, rl_s=float(place), index=place, set_name="sum")
+            ledger.append(msgspec.structs.replace(made, figures=figures))
+    (card,) = (card for card in headline(read_report(run)) if card.name == "sum: mean reward")
+    assert "math 0.350 -> 0.350; most of the gain" in card.note
+
+
+@pytest.mark.parametrize(("reason", "word"), [("finished", "never trained"), ("interrupted", "still live")])
+async def test_what_a_finished_run_left_was_never_trained_and_a_stopped_run_may_go_on(run, reason, word):
+    async with open_ledger(run) as ledger:
+        ledger.append(RunEnded(1, reason))
+    assert f"- {word}" in [row.name for row in waterfall(read_report(run).tokens)]
 
 
 async def test_a_run_without_a_whole_step_ends_with_words_too(run):

@@ -196,8 +196,8 @@ def test_a_reward_is_tried_on_the_answer_and_on_nothing_of_each_prompt() -> None
     made = trials(prompts, encode=lambda text: np.array([ord(c) for c in text], np.int32), end=1)
     assert [trial.request.response_ids.tolist() for trial in made] == [[ord("4"), 1], [1], [1]]
     assert len({trial.request.trajectory_id for trial in made}) == 3
-    assert made[0].complaint(scored(None, detail="KeyError: 4 (at mine.py:2)"), title="mine.py:score") == (
+    assert made[0].complaint("KeyError: 4 (at mine.py:2)", title="mine.py:score") == (
         "reward.use=mine.py:score: fails on the right answer to prompt 'p0' of task 'add' (a trial, made up):"
         " KeyError: 4 (at mine.py:2)"
     )
-    assert "an empty response to prompt 'p7' (" in made[2].complaint(scored(None), title="f")
+    assert "an empty response to prompt 'p7' (" in made[2].complaint("", title="f")

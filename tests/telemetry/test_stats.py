@@ -1,14 +1,20 @@
 """Rows of steps: what is not finite is told once, and every reader reads the row."""
 
+import io
 import json
 import logging
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from laminar_lab.curves import reward_curve
 from laminar_lab.report.snapshot import read_samples
+from laminar_py.config import load_config
 from laminar_py.ledger.row_files import append_row, open_rows
+from laminar_py.observe.live import View
 from laminar_py.observe.stats import Stats, Totals, read_totals
 from laminar_py.observe.trackers import flat_row
 from laminar_py.records.host import SystemClock
@@ -70,9 +76,9 @@ def test_a_mismatch_without_fresh_tokens_is_unknown_and_no_fault():
     assert msgspec.structs.replace(row, mismatch_max=math.inf).not_finite == ["mismatch_max"]
 
 
-def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones():
+def test_lengths_of_a_row_are_those_since_the_one_before_and_else_unknown():
     stats = Stats(SystemClock(), replicas=1, totals=Totals())
-    for lengths, told in (([5, 6, 7], (6, 7)), ([100], (100, 100)), ([], (100, 100))):
+    for lengths, told in (([5, 6, 7], (6, 7)), ([100], (100, 100)), ([], (None, None))):
         for length in lengths:
             stats.add_score(1.0, [], length, cut=False)
         row = stats.step_row(
@@ -86,6 +92,27 @@ def test_lengths_of_a_row_are_those_since_the_one_before_and_else_the_last_ones(
             stall_s=0.0,
         )
         assert (row.length_p50, row.length_p95) == told
+
+
+def test_a_step_after_a_resume_without_a_scored_response_has_no_reward_of_zero(tmp_path):
+    stats = Stats(SystemClock(), replicas=1, totals=Totals(rl_s=390.0, trained_tokens=900))  # of two steps before
+    facts = {"version": 3, "batch": [], "staleness": [2], "metrics": None, "generated_tokens": 0}
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        append_row(file, stats.step_row(step=3, versions_alive=1, stall_s=0.0, **facts))
+        stats.add_score(0.5, [TermValue(name="math", value=0.5)], 12, cut=False)
+        append_row(file, stats.step_row(step=4, versions_alive=1, stall_s=0.0, **facts))
+        append_row(file, stats.step_row(step=5, versions_alive=1, stall_s=0.0, **facts))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [None, 0.5, None]
+    assert [line.get("length_p95") for line in lines] == [None, 12, None]
+    steps = read_samples(tmp_path).steps
+    assert "run/reward" not in flat_row(steps[0])
+    points = reward_curve(load_config(Path("configs/quickstart.yaml"), []), steps)
+    assert [(point.step, point.value) for point in points] == [(4, 0.5)], "what charts and `compare` draw"
+    file = io.StringIO()
+    view = View(Console(file=file, width=100), clock=SystemClock(), steps=5)
+    view.step(msgspec.structs.replace(steps[0], step=1))
+    assert file.getvalue().startswith("step 1/5  reward -  tokens p50 - p95 -  ")
 
 
 def test_a_row_has_spread_and_cut_share_and_terms_of_what_came_since_the_one_before():
@@ -117,15 +144,15 @@ def test_turns_of_a_row_are_those_since_the_one_before_and_a_run_without_environ
     stats = Stats(SystemClock(), replicas=1, totals=Totals())
     facts = {"version": 1, "batch": [], "staleness": [], "metrics": None, "generated_tokens": 0}
     for found, told in (
-        ([], TurnFigures()),
         ([(1, 0.1), (3, 0.2), (2, 0.9)], TurnFigures(mean=2.0, environment_p50_s=0.2, environment_p95_s=0.9)),
         ([(4, 0.5)], TurnFigures(mean=4.0, environment_p50_s=0.5, environment_p95_s=0.5)),
+        ([], TurnFigures()),
     ):
         for turns, environment_s in found:
             stats.add_turns(turns, environment_s)
         row = stats.step_row(step=1, versions_alive=1, stall_s=0.0, **facts)
         assert row.turns == told
-    assert flat_row(row)["turns/environment_p95_s"] == 0.5
+    assert not [name for name in flat_row(row) if name.startswith("turns/")]
 
 
 def test_a_row_that_was_torn_costs_itself_alone_when_a_run_resumes(tmp_path):

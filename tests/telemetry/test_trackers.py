@@ -244,7 +244,13 @@ def test_the_names_that_people_know_are_these():
     ours = re.findall(r"^\| `([\w/<>]+)`", table, flags=re.MULTILINE)
     row = msgspec.structs.replace(make_row(1), reward_terms={"<term>": 0.5}, turns=TurnFigures(mean=2.0))
     row = msgspec.structs.replace(
-        row, reward_std=0.1, frac_reward_zero_std=0.1, clipped_ratio=0.1, learning_rate=1e-6
+        row,
+        reward=0.5,
+        length_p50=9,
+        reward_std=0.1,
+        frac_reward_zero_std=0.1,
+        clipped_ratio=0.1,
+        learning_rate=1e-6,
     )
     assert len(ours) > 12
     assert [name for name in ours if name not in flat_row(row) and not name.startswith("eval/")] == []

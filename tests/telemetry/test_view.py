@@ -6,7 +6,17 @@ import re
 import pytest
 from rich.console import Console
 
-from laminar_py.observe.live import Pace, ShownSample, View, Waits, evaluation_line, format_time_left, text_end
+from laminar_py.observe.live import (
+    Pace,
+    ShownSample,
+    Speed,
+    View,
+    Waits,
+    _replica_table,
+    evaluation_line,
+    format_time_left,
+    text_end,
+)
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerProgress
@@ -251,3 +261,31 @@ def test_the_start_of_a_learner_is_never_silent_for_long():
         "learner: loading the model, 4 s so far",
         "learner: loading the model, 10 s so far",
     ]
+
+
+def test_a_resumed_run_keeps_the_last_evaluation_on_the_live_screen():
+    console, file = make_console(terminal=True)
+    view = View(console, clock=SystemClock(), steps=6)
+    view.recall([make_evaluated(step=0, mean=0.3), make_evaluated(step=2, mean=0.5)])
+    assert file.getvalue() == "", "lines of an earlier controller are not printed again"
+    view.step(*make_rows(1.0))
+    view.refresh(make_stats(), 3, 3, NOTES)
+    assert "heldout 0.500 (step 2)" in file.getvalue()
+    view.close()
+
+
+def test_a_replica_is_never_a_negative_number_of_versions_behind():
+    """Right after a resume the learner has published nothing yet, and replicas may serve what relays kept."""
+    stats = make_stats()
+    stats.replicas[0].version, stats.replicas[1].version = 2, 5
+    for version, behind in ((-1, ["-", "-"]), (3, ["1", "0"])):
+        assert list(_replica_table(stats, version).columns[2].cells) == behind
+
+
+def test_the_speed_of_generation_is_of_the_last_seconds():
+    clock = ManualClock()
+    speed, told = Speed(clock), []
+    for count in (0, 100, 200, 300, 300, 300, 300):
+        told.append(round(speed.note(count), 1))
+        clock.time += 5.0
+    assert told == [0.0, 20.0, 20.0, 20.0, 13.3, 6.7, 0.0]

@@ -73,6 +73,12 @@ function logTicks(low, high) {
   return { type: "log", tickvals, ticktext: tickvals.map(seconds) };
 }
 
+// Ticks of an axis of few whole numbers, as steps: 1, 2, 3 and no 1.5.
+function wholeTicks(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length && known.every(Number.isInteger) && Math.max(...known) - Math.min(...known) <= 12 ? { dtick: 1, tick0: 0 } : {};
+}
+
 function trace(one) {
   const colour = css(one.colour || "accent"), name = plain(one.name), kind = one.kind || "line";
   const hover = one.words ? { text: one.words.map(plain), hovertemplate: "%{text}<extra></extra>", textposition: kind === "row" ? "outside" : "none" } : { hovertemplate: `${name} %{y:.4~g}<br>%{x:,.4~r}<extra></extra>` };
@@ -99,8 +105,8 @@ function drawChart(box, chart) {
   const ends = series.length && chart.log ? [series[0].x[0], series[0].x.at(-1)] : null, place = (x) => (chart.log ? Math.log10(Math.max(x, ends[0])) : x);
   const across = [...(heat ? heat.x : []), ...series.flatMap((one) => (rows ? one.base : one.x))], middle = marks.length && (place(Math.min(...across)) + place(Math.max(...across))) / 2;
   plot(box, chart.is_empty ? [] : [...(heat ? [grid] : []), ...series.map(trace)], {
-    xaxis: axis(chart.x, chart.log && ends ? logTicks(...ends) : {}),
-    yaxis: axis(chart.y, { ...(rows || heat ? { autorange: rows ? "reversed" : true, showgrid: false } : {}), ...(chart.from_zero ? { rangemode: "tozero" } : {}) }),
+    xaxis: axis(chart.x, chart.log && ends ? logTicks(...ends) : wholeTicks(across)),
+    yaxis: axis(chart.y, { ...wholeTicks(heat ? heat.y : []), ...(rows || heat ? { autorange: rows ? "reversed" : true, showgrid: false } : {}), ...(chart.from_zero ? { rangemode: "tozero" } : {}) }),
     showlegend: legend, legend: { orientation: "h", yref: "container", y: 1, yanchor: "top", x: 0 }, margin: { l: 56, r: 16, t: (marks.length ? 10 + 14 * Math.min(3, marks.length) : 16) + (legend ? 28 : 0), b: 44 },
     shapes: marks.map(([, x]) => ({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: css("second"), width: 1.5, dash: "dot" } })),
     annotations: marks.map(([name, x], i) => ({

@@ -69,7 +69,7 @@ class Bin(Generic[PackedT]):
         return [member for family in self.families for member in family.members]
 
     def cost(self, attention_share: float) -> float:
-        """Sum of `sequence_cost` over its sequences, what they share counted once."""
+        """Sum of `sequence_cost` over its sequences, with shared tokens once."""
         return self.num_tokens + attention_share * self.squares
 
 
@@ -98,9 +98,9 @@ def find_families(trajectories: Sequence[PackedT], *, shares: bool = True) -> li
     return found
 
 
-def bundle_size(trajectories: Sequence[PackedT]) -> RowSize:
-    """Return the size of a row with these trajectories."""
-    together = make_bin(find_families(trajectories))
+def bundle_size(trajectories: Sequence[PackedT], *, shares: bool = True) -> RowSize:
+    """Return the size of a row with these trajectories, which may share prompts (`shares`)."""
+    together = make_bin(find_families(trajectories, shares=shares))
     return RowSize(together.num_tokens, together.squares)
 
 

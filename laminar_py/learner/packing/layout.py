@@ -54,7 +54,7 @@ class Layout:
     experts: npt.NDArray[np.int16] | None  # [T, layers, k] routed experts, -1 where none are recorded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Path:
     """A sequence from its first to its last token."""
 

@@ -69,7 +69,7 @@ from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.progress import Progress, named_if_slow
-from laminar_py.runtime.orchestrator.resume import record_overrides
+from laminar_py.runtime.orchestrator.resume import describe_surplus, is_over, record_overrides
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
     Handoff,
@@ -103,8 +103,6 @@ Reports: TypeAlias = Sequence[tuple[ReplicaConnection, ReplicaReport]]
 Result: TypeAlias = Summary | EvalSummary
 
 SCORES_AT_ONCE = 16  # recorded before other tasks of the event loop get a turn
-
-
 SPEED_PHASE = f"measuring a replica's speed for repacking (once per model and machine, about {MOST_S:g} s)"
 
 # ---- the loops
@@ -334,6 +332,7 @@ class Controller:
         await self._incarnation.ledger.start()
         self._alarms.start()
         self._trackers.start()
+        self.view.recall(self._evaluations)
         summary: Result | None = None
         try:
             await record_start(self._incarnation, self._recovered)
@@ -352,6 +351,9 @@ class Controller:
 
     async def _lead_phases(self, tasks: asyncio.TaskGroup, background: "list[asyncio.Task[None]]") -> bool:
         """Lead the run to its end; return False, or raise StoppedError, if it stops early. Add to `background`."""
+        incarnation = self._incarnation
+        if incarnation.made_steps and await asyncio.to_thread(is_over, incarnation.run, incarnation.config):
+            return True
         SIGNALS.enter("the last tokens of its replicas")
         with named_if_slow("starting relays, scorers and environments", self.view.notice):
             await self._stop.unless_asked(self._start_parts())
@@ -377,7 +379,10 @@ class Controller:
             self._scoring.grow(self._scoring.most + len(self._recovered.live))
             await self._restore_passes(self._recovered)
             await self._restore()
-            self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts
+            if surplus := describe_surplus(self._scheduler.state.settings, len(self._scheduler.state.groups)):
+                self.view.notice(surplus)
+            if not self._incarnation.made_steps:
+                self._scheduler.continue_live()  # interrupted trajectories continue while the learner starts
 
     def _loops(self) -> dict[str, Coroutine[object, object, None]]:
         """Return the loops, by task name, that run from the start; `train` runs in the task of `lead`."""
@@ -422,7 +427,7 @@ class Controller:
             self._reference.check = self._alarms.referred
             yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
-        if self._incarnation.config.repacks:
+        if self._incarnation.config.repacks and not self._incarnation.made_steps:
             self._progress.enter(SPEED_PHASE)
             speed = await self._stop.unless_asked(self._replicas.speed())
             log.info("engine: %s", speed)
@@ -433,10 +438,12 @@ class Controller:
         stats, scheduler = self._incarnation.stats, self._scheduler
         if trainer.step == 0:
             SIGNALS.enter("the last tokens of its replicas")
-            self._progress.enter(f"evaluation of version {trainer.version}, before RL")
+            if self._incarnation.inputs.sets:
+                self._progress.enter(f"evaluation of version {trainer.version}, before RL")
             await self._stop.unless_asked(self._evaluator.first(trainer.point))
         stats.set_rl_phase(True)
-        if scheduler.state.groups or not self._stop.asked.is_set():  # no work begins in a run that is about to end
+        # no work begins in a run that is about to end
+        if not trainer.is_done and (scheduler.state.groups or not self._stop.asked.is_set()):
             scheduler.admit()
             self._dispatch_loop.run_now()
         try:
@@ -445,13 +452,17 @@ class Controller:
             stats.set_rl_phase(False)
         scheduler.pause()
         if self._stop.asked.is_set():
-            return False
+            finished = trainer.is_done and self._stop.fault is None and not self._evaluator.has_left(trainer.point)
+            if finished:
+                await self._replicas.stop(evaluations=True)
+            return finished
         await self._stop.unless_asked(self._finish_evaluations(trainer))
         return True
 
     async def _finish_evaluations(self, trainer: Trainer) -> None:
         """Stop training on all replicas, and evaluate the last version and the deferred ones."""
-        self._progress.enter(f"evaluation of version {trainer.version}, after step {trainer.step}: RL is over")
+        last = f"evaluation of version {trainer.version}, after step {trainer.step}"
+        self._progress.enter(f"{last if self._incarnation.inputs.sets else 'replicas stop'}: RL is over")
         await self._replicas.stop(evaluations=False)
         await self._evaluator.finish(trainer.point)
 

@@ -161,6 +161,11 @@ class Evaluator:
         for task in self._running:
             task.cancel()
 
+    def has_left(self, last: EvalPoint) -> bool:
+        """Return whether an evaluation is under way or deferred, or a set has no result of the `last` version."""
+        under_way = any(not task.done() for task in self._running)
+        return under_way or bool(self._deferred) or bool(self._sets_without_result(last))
+
     def _sets_without_result(self, point: EvalPoint) -> list[str]:
         """Return the names of the sets without a result at the step of `point`."""
         return [name for name in self._sets if (point.step, name) not in self._results]

@@ -9,7 +9,7 @@ from threading import Timer
 
 from laminar_py.control.evaluation import PassCount
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.observe.live import Pace, View, Waits
+from laminar_py.observe.live import Pace, Speed, View, Waits
 from laminar_py.observe.stats import Stats
 from laminar_py.records.evaluations import set_of
 from laminar_py.records.host import counted
@@ -43,7 +43,7 @@ class Progress:
         self._stats: Stats = incarnation.stats
         self._wanted = incarnation.config.rollout.prompts_per_step
         self._view, self._scheduler, self._scoring = view, scheduler, scoring
-        self._pace = Pace(self._clock)
+        self._pace, self._speed = Pace(self._clock), Speed(self._clock)
         self._phase = "the first version is published and saved"
         self._named, self._named_s = "", 0.0  # the phase of the last `refresh`, and when it was first seen
         self._shown, self._shown_s = "", 0.0  # the last line on an evaluation without a learner
@@ -78,8 +78,16 @@ class Progress:
             replicas=len(stats.replicas),
         )
         evaluated = f"evaluating {passes}" if passes else ""
-        notes = [waits.line, evaluated, self._scoring.failures.text]
+        under_way = "" if phase else self._describe_step(trainer.step + 1)
+        notes = [under_way, waits.line, evaluated, self._scoring.failures.text]
         self._view.refresh(stats, trainer.step, version, notes, phase=phase)
+
+    def _describe_step(self, step: int) -> str:
+        """E.g. "step 3: 41 s so far, 52,400 tokens generated, 1,240 a second now"."""
+        stats, generated = self._stats, self._scheduler.state.generated_tokens
+        tokens, speed = stats.generated_in_step(generated), self._speed.note(generated)
+        so_far = f"step {step}: {stats.since_step_s:.0f} s so far"
+        return f"{so_far}, {counted(tokens, 'token')} generated, {speed:,.0f} a second now"
 
     def _show_lost(self, lost: int) -> None:
         """Print how many trajectories have lost their version, as after a stop, once the number has settled."""

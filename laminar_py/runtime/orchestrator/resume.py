@@ -11,9 +11,12 @@ import numpy as np
 from rich.console import Console
 
 from laminar_py.config.loading import dump_config, flatten, load_config, to_overrides
+from laminar_py.config.rollout import StalePolicy
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.control.settings import ControlSettings
 from laminar_py.ledger.database import reading
+from laminar_py.ledger.evaluations import open_passes, read_evaluations
 from laminar_py.ledger.recovery import is_simulated, known_prompts, last_start
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.host import counted, write_file
@@ -112,11 +115,41 @@ def describe_resume(run: RunFolder, config: RunConfig) -> str:
     """Return the step at which a run with this config continues, in words."""
     checkpoint = find_checkpoint(run) if run.has_ledger else None
     step = 0 if checkpoint is None else checkpoint.step
-    return (
-        f"has made its {counted(step, 'step')}"
-        if step >= config.steps
-        else f"goes on at step {step + 1} of {config.steps}"
+    if step < config.steps:
+        return f"goes on at step {step + 1} of {config.steps}"
+    left = "nothing is left to do" if is_over(run, config) else "only evaluations are left"
+    return f"has made its {counted(step, 'step')}, and {left}"
+
+
+def is_over(run: RunFolder, config: RunConfig) -> bool:
+    """Return whether a run with this config has made all steps and evaluations, so that it may end at once."""
+    checkpoint = find_checkpoint(run) if run.has_ledger else None
+    if checkpoint is None or checkpoint.step < config.steps:
+        return False
+    done = {result.set_name for result in read_evaluations(run.ledger) if result.step == checkpoint.step}
+    return done >= config.eval.sets.keys() and not open_passes(run.ledger)
+
+
+def describe_surplus(settings: ControlSettings, groups: int) -> str:
+    """Return a line if a resume has more live groups than its own, smaller steps would begin; "" if it has not.
+
+    E.g. 24 groups of a run with 8 prompts a step, resumed with 2, are the data of 12 steps.
+    """
+    admission, bound = settings.admission, settings.bound
+    steps = groups // admission.batch
+    if groups <= admission.limit or steps < 2:
+        return ""
+    line = (
+        f"{groups} groups of the run so far are ready or under way: its next {steps} steps of"
+        f" rollout.prompts_per_step={admission.batch} train on them before any new data, the last ones on data"
+        f" about {steps - 1} steps old"
     )
+    if bound.max_staleness is None or bound.max_staleness >= steps - 1:
+        return line
+    if StalePolicy.DROP in bound.policies:
+        return f"{line}; beyond staleness.max_staleness={bound.max_staleness} groups are dropped"
+    more = "a larger step uses them sooner, and staleness.policies='[wait, drop]' drops what is too old"
+    return f"{line}, above staleness.max_staleness={bound.max_staleness}; {more}"
 
 
 def record_overrides(run: RunFolder, overrides: Sequence[str]) -> None:

@@ -206,7 +206,7 @@ class Scoring:
         """Count the score of the running trial, warn once of each fault, and begin the next trial."""
         trial = self._trials.popleft()
         self.failures.add_trial(score)
-        fault, line = score.detail, trial.complaint(score, title=self._reward.title)
+        fault, line = score.detail, trial.complaint(score.detail, title=self._reward.title)
         if score.value is not None:
             fault = line = self._reward.verdict_fault(trial.request.task, score.terms)
         if fault and fault not in self._reported:

@@ -25,6 +25,7 @@ class Signals:
     def __init__(self) -> None:
         self._owned = self._told = False
         self._awaited: str = ""  # what an end waits for
+        self._cost: Callable[[], str] = lambda: ""  # of a second signal
         self._first_s: float | None = None  # when the first signal came
         self._request: Callable[[], object] | None = None
         self._show: Callable[[str], object] = write_line
@@ -35,14 +36,15 @@ class Signals:
         self._owned = True
         self.enter("its imports")
 
-    def enter(self, awaited: str) -> None:
+    def enter(self, awaited: str, cost: Callable[[], str] = lambda: "") -> None:
         """Name what an end waits for from now on, e.g. "step 12"; a command that is ending prints it.
 
+        `cost` returns what a second signal loses, e.g. "42 s of work on step 12 are lost"; "" for nothing.
         Also take the signals back from libraries: an import of Ray takes SIGTERM. nohup's SIGHUP stays ignored.
         """
         if self._owned:
             _leave_closed_outputs()
-        is_new, self._awaited = awaited != self._awaited, awaited
+        is_new, self._awaited, self._cost = awaited != self._awaited, awaited, cost
         for number in NUMBERS if self._owned else ():
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -68,7 +70,9 @@ class Signals:
     def tell(self) -> None:
         """Print what the end waits for."""
         self._told = True
-        self._show(f"stopping: waiting for {self._awaited}; a second signal ends at once")
+        cost = self._cost()
+        at_once = f"a second signal ends at once{f': {cost}' if cost else ''}"
+        self._show(f"stopping: waiting for {self._awaited}; {at_once}")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread; a timer calls `tell` if nothing else has within `SAME_S`."""

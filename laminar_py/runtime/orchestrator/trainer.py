@@ -162,6 +162,21 @@ class Trainer:
         """Cancel a checkpoint that is still being written."""
         await self._checkpoints.close()
 
+    def _cost_of_end(self) -> str:
+        """Return what an end at once loses: the learner's work since the newest checkpoint on record."""
+        last = self._checkpoints.last
+        if last is None:
+            return ""
+        lost, step_s = [], self._stats.learner_step_s
+        if self.step > last.step:
+            first = last.step + 1
+            lost.append(f"step {first}" if first == self.step else f"steps {first} to {self.step}")
+        if step_s is not None:
+            lost.append(f"{step_s:.0f} s of work on step {self.step + 1}")
+        what = " and ".join(lost)
+        from_ = f"a resume goes on from the checkpoint of step {last.step}"
+        return f"{what} would be lost, and {from_}" if lost else f"no step is lost, and {from_}"
+
     # ---- one step
 
     async def next_batch(self) -> StepBatch | None:
@@ -173,7 +188,8 @@ class Trainer:
         if self.is_done:
             return None
         ends_after_batch = self._config.schedule is Schedule.SYNC
-        SIGNALS.enter(f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}")
+        awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
+        SIGNALS.enter(awaited, self._cost_of_end)
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
         take = asyncio.create_task(
             self._scheduler.next_batch(groups=groups, version=self.version), name="next-batch"
@@ -217,7 +233,7 @@ class Trainer:
         """
         if not batch.trajectories:
             return None
-        SIGNALS.enter(f"step {self.step + 1}")
+        SIGNALS.enter(f"step {self.step + 1}", self._cost_of_end)
         packed = pack_step(self._config, batch, attention_share=self._attention_share)
         self._stats.begin_step()
         try:
@@ -301,7 +317,7 @@ class Trainer:
 
     async def _save(self) -> None:
         """Begin a checkpoint of this step, and return once the learner may continue. Raises PartCrashedError."""
-        SIGNALS.enter(f"the checkpoint of step {self.step}")
+        SIGNALS.enter(f"the checkpoint of step {self.step}", self._cost_of_end)
         restarts = self._supervisor.total_restarts
         name = checkpoint_name(self.step, incarnation=self._incarnation_number, restarts=restarts)
         self._saved_step = self.step
@@ -321,7 +337,7 @@ class Trainer:
 
     async def save_last(self) -> None:
         """Save a checkpoint at the end of the run; if the learner crashes meanwhile, keep the one before."""
-        SIGNALS.enter(f"the checkpoint of step {self.step}")
+        SIGNALS.enter(f"the checkpoint of step {self.step}", self._cost_of_end)
         try:
             if self._saved_step != self.step and not self._stop.unsound:
                 await self._save()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from laminar_py.runtime.preflight.inputs import shown_prompt as shown_prompt
     from laminar_py.runtime.preflight.node_checks import NODE_TIMEOUT_S as NODE_TIMEOUT_S
     from laminar_py.runtime.preflight.node_checks import node_faults as node_faults
+    from laminar_py.runtime.preflight.rewards import check_functions as check_functions
     from laminar_py.runtime.preflight.rewards import check_problem as check_problem
     from laminar_py.runtime.preflight.rewards import check_problems as check_problems
     from laminar_py.runtime.preflight.rewards import check_terms as check_terms

@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from laminar_py.config.cluster import Device
@@ -39,6 +40,7 @@ from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import Prompt
 from laminar_py.relay.tree import versions_at_peak
 from laminar_py.reward.calls.child import WriteFence
+from laminar_py.reward.failures import Trial, trials
 from laminar_py.runtime.preflight.rewards import check_rewards
 
 PREPARE_S = 600  # limit of the script `data.prepare`
@@ -163,6 +165,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         problems.all,
         fence=WriteFence(str(config.runs), str(config.relay.shm)),
         sandbox=config.sandbox if config.cluster.address is None else None,
+        trials=() if config.has_environment else _trials(config, problems, tokenizer),
     )
     check_engine(config)
     if config.cluster.address is None:  # else `preflight.node_checks` looks at the nodes themselves
@@ -182,6 +185,17 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         opening=encoder.opening,
         digests=digests,
     )
+
+
+def _trials(config: RunConfig, problems: Problems, tokenizer: Tokenizer) -> list[Trial]:
+    """Return trials of the reward, with the text of their responses, for one prompt of each task that has one."""
+    prompts = [prompt for prompt in first_of_tasks(problems.all) if config.reward.of_task(prompt.task)]
+    made = trials(prompts, encode=tokenizer.encode, end=tokenizer.eos_ids[0])
+    texts = [tokenizer.decode(trial.request.response_ids) for trial in made]
+    return [
+        replace(trial, request=msgspec.structs.replace(trial.request, response=text))
+        for trial, text in zip(made, texts, strict=True)
+    ]
 
 
 def _probes(config: RunConfig, stream: PromptStream) -> list[IntArray]:

@@ -8,18 +8,21 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from laminar_py.config.cluster import SandboxConfig
+from laminar_py.config.registry import find_file
 from laminar_py.config.reward import FUNCTION, REWARDS, RewardConfig, TermConfig, check_tasks
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.problems import ProblemSet
 from laminar_py.data.sources import DataSource
-from laminar_py.records.trajectory import Prompt
+from laminar_py.records.trajectory import DropReason, Prompt
 from laminar_py.reward.calls.child import CallSpec, WriteFence
 from laminar_py.reward.calls.pool import CallPool
+from laminar_py.reward.failures import Trial
 
 SETS = "eval.sets."
 MOST = 50_000  # problems of a source that are checked; each takes up to a millisecond
@@ -28,22 +31,44 @@ log = logging.getLogger(__name__)
 
 
 def check_rewards(
-    reward: RewardConfig, problems: Sequence[ProblemSet], *, fence: WriteFence, sandbox: SandboxConfig | None
+    reward: RewardConfig,
+    problems: Sequence[ProblemSet],
+    *,
+    fence: WriteFence,
+    sandbox: SandboxConfig | None,
+    trials: Sequence[Trial] = (),
 ) -> None:
-    """Refuse a reward that cannot score the problems of all files. Raises `ConfigError`.
+    """Refuse a reward that cannot score the problems of all files, or raises on all `trials`.
 
-    Functions are loaded behind `fence`. `sandbox` is the sandbox for programs of the model on this host; None if
-    scorers run on other hosts, which then also have to reach the servers of judges.
+    Raises `ConfigError`. Functions are loaded behind `fence`. `sandbox` is the sandbox of this host for programs
+    of the model; None if scorers run on other hosts, which then also have to reach the servers of judges.
     """
     check_problems(reward, problems)
     if sandbox is not None:
         check_terms(reward, sandbox)
+    load_functions(reward, fence=fence, trials=trials)
+
+
+def load_functions(reward: RewardConfig, *, fence: WriteFence, trials: Sequence[Trial] = ()) -> None:
+    """Load each function, and each term of a package, in a process behind `fence`, and try it.
+
+    Raises `ConfigError` if one does not load, or raises an error on every trial whose task it scores.
+    """
     made = [term for term in _distinct_terms(reward) if REWARDS.get(term.kind).make is not None]
-    asyncio.run(
-        _start_processes(
-            [term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION], fence
-        )
+    own = [term for term in made if term.kind not in REWARDS.built_in or term.kind == FUNCTION]
+    tried = [[one for one in trials if term in reward.of_task(one.request.task)] for term in own]
+    starts = (
+        _start_process(term, f"reward-{index}", fence, tried[index], term.timeout_s or reward.timeout_s)
+        for index, term in enumerate(own)
     )
+    asyncio.run(_wait_for_all(starts))
+
+
+def check_functions(config: RunConfig) -> None:
+    """Raise `ConfigError` if a reward function does not load, or if the file of the loss does not define it."""
+    if config.algorithm.objective_file is not None:
+        find_file(config.algorithm.objective_file, field="algorithm.objective")
+    load_functions(config.reward, fence=WriteFence(str(config.runs), str(config.relay.shm)))
 
 
 def check_problems(reward: RewardConfig, problems: Sequence[ProblemSet]) -> None:
@@ -119,18 +144,36 @@ def _sampled_problems(problems: ProblemSet) -> Iterator[Prompt]:
             log.warning("checking problems of %s=%s: %d of %d", source.field, source.path, index + 1, number)
 
 
-async def _start_processes(terms: list[TermConfig], fence: WriteFence) -> None:
-    """Start a process for each term, and end it; raise the first error of a term that does not load."""
-    starts = (_start_process(term, f"reward-{index}", fence) for index, term in enumerate(terms))
+async def _wait_for_all(starts: Iterable[Coroutine[object, object, None]]) -> None:
+    """Wait until all terms have loaded; raise the first error."""
     for end in await asyncio.gather(*starts, return_exceptions=True):
         if end is not None:
             raise end
 
 
-async def _start_process(term: TermConfig, name: str, fence: WriteFence) -> None:
-    """Load a term in a process of its own, which then ends. Raises the error of the load, with its log folder."""
+async def _start_process(
+    term: TermConfig, name: str, fence: WriteFence, trials: Sequence[Trial], timeout_s: float
+) -> None:
+    """Load and try a term in a process of its own, which then ends. Raises `ConfigError` with its log folder."""
     with log_folder() as folder:
-        spec = CallSpec(term=term.model_dump_json(), timeout_s=1.0, folder=str(folder), fence=fence)
-        async with CallPool(spec, name=name):
-            pass
+        spec = CallSpec(term=term.model_dump_json(), timeout_s=timeout_s, folder=str(folder), fence=fence)
+        async with CallPool(spec, name=name) as pool:
+            await _try(pool, trials, term)
         shutil.rmtree(folder)
+
+
+async def _try(pool: CallPool, trials: Sequence[Trial], term: TermConfig) -> None:
+    """Call a term on trials up to its first value. Raises `ConfigError` if it raises an error on all.
+
+    A late call, or a `TryAgainError`, is no evidence: a service may be down.
+    """
+    fault = ""
+    for trial in trials:
+        outcome = await pool.call(trial.request)
+        if outcome.failure is not DropReason.REWARD_FAILED or outcome.transient:
+            return
+        fault = fault or trial.complaint(outcome.detail, title=term.title)
+    if fault:
+        raise ConfigError(
+            f"{fault}; it fails on all {len(trials)} trials, so mend it: `laminar reward try` tries it"
+        )

@@ -82,6 +82,11 @@ class Incarnation:
     checkpoint: Checkpointed | None = None  # from which the learner continues
     draws: Draws | None = None  # check of the groups that are issued, which knows those on record
 
+    @property
+    def made_steps(self) -> bool:
+        """Whether earlier controllers of a run have made all its steps, so that at most evaluations are left."""
+        return self.checkpoint is not None and self.checkpoint.step >= self.config.steps
+
 
 def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarnation:
     """Open the ledger of a run's first incarnation, or of the next after the state `recovered` from the ledger.
