@@ -238,7 +238,7 @@ def codec_rows(base: Words, new: Words, *, repeats: int, rate: float) -> list[Ro
         copied = time.thread_time()
         for payload, data in zip(payloads, copies, strict=True):
             assert payload is not None, f"too much changed at {rate:g} for a delta"
-            apply(payload, data, data)
+            apply(payload, data, width=2)
         encoding.append(encoded - began)
         copying.append(copied - encoded)
         applying.append(time.thread_time() - copied)

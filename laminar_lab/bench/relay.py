@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from laminar_lab.bench import relay_delta
 from laminar_lab.bench.relay_pair import CHUNK_BYTES, LOCAL, WARM_VERSIONS, RelayPair, receive, worker
 from laminar_lab.bench.report import Ratio, Row, Side, in_turn
 from laminar_lab.bench.workplace import SHARED_MEMORY, workplace
@@ -35,12 +36,18 @@ ROWS = (
         "sealed_bound_over_socket",
         "hop_sealed_over_bound",
     ),
-    *("lanes2_over_lanes1", "hop_curve_over_socket"),
+    *("lanes2_over_lanes1", "hop_curve_over_socket", *relay_delta.DELTA_ROWS),
 )
 VERSION_BYTES = 256 * 2**20  # of a version that hops
 
 
-def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSION_BYTES) -> list[Row]:
+def rows(
+    *,
+    shm: Path = SHARED_MEMORY,
+    repeats: int = 7,
+    num_bytes: int = VERSION_BYTES,
+    model_bytes: int = relay_delta.MODEL_BYTES,
+) -> list[Row]:
     """Compare hops of all seals with the bare socket, medians over `repeats` rounds; all files lie in `shm`."""
     keys = generate_keys()
     found: list[Row] = []
@@ -69,7 +76,7 @@ def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = VERSIO
         rates = compare(ours=pair("curve", keys, Seal.CURVE))
         text = _conditions("CURVE, no lanes", rates, num_bytes)
         found.append(Ratio.between(rates["ours"], rates["bare"]).row("hop_curve_over_socket", text))
-    return found
+    return [*found, *relay_delta.rows(shm=shm, repeats=repeats, num_bytes=model_bytes)]
 
 
 def _sealed_rows(rates: Mapping[str, Sequence[float]], num_bytes: int) -> list[Row]:

@@ -142,7 +142,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def load_changes(self, files: Sequence[Path], version: int) -> None:
-        """Apply files of changes (`records.weights.CHANGES`) in turn, and serve `version` from the next token on.
+        """Apply files of changes (see `records/weights.py`) in turn; serve `version` from the next token on.
 
         The first file must lead from the served version, and the last file to `version`. Raises `RefusedError`,
         with the old weights in place, for other versions, unknown tensors, places outside a tensor, and values

@@ -39,10 +39,10 @@ class PulledVersion(msgspec.Struct, frozen=True):
     changes: tuple[str, ...] = ()  # files of changes to apply in turn to the base that the pull named
 
 
-# A file of changes is a safetensors file. For each changed tensor it has `<name>.at`, [n] I64 ascending places
+# A file of changes lies beside the folders of versions, as `changes-<N>.safetensors`: loaders read all safetensors
+# files of a folder. For each changed tensor it has `<name>.at`, [n] I64 ascending places
 # in the flattened tensor, and `<name>.to`, [n] values there in the dtype of the version; a tensor without
 # changes is left out. Its metadata are `base` and `version`, decimal.
-CHANGES = "changes.safetensors"  # in the folder of a version: against the version before
 AT, TO = ".at", ".to"
 
 

@@ -1,9 +1,9 @@
 """Deltas: the difference between a chunk in a new version and the same bytes in a base version.
 
 The root encodes each chunk once; every node passes the payload on unchanged and applies it to its own base. Pure:
-bytes in, bytes out. `apply(encode(new, base), base)` is `new` bit for bit, whatever the bytes mean
-(`tests/relay/test_delta.py::test_a_chunk_comes_back_bit_for_bit`). numpy and zstd do the work without the
-interpreter's lock, so threads help.
+bytes in, bytes out. `apply(encode(new, base), out)` makes `new` of `out`, the base, bit for bit, whatever the
+bytes mean (`tests/relay/test_delta.py::test_a_chunk_comes_back_bit_for_bit`). numpy and zstd do the work without
+the interpreter's lock, so threads help.
 
 A payload is empty if nothing changed. Else it is a header, a zstd frame behind its length for each of these
 planes, and the last n % width bytes in full:
@@ -19,6 +19,7 @@ almost all high bytes are zero and compress well. A changed sign or exponent is 
 import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -53,90 +54,106 @@ class _Zstd(threading.local):
 _zstd = _Zstd()
 
 
-def encode(new: Buffer, base: Buffer, *, width: int) -> bytes | None:
-    """Encode the payload that turns `base` into `new`, both [n] bytes, in elements of `width` 2 or 4 bytes.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The changed elements of a chunk, e.g. `compare(new, base, width=2)`; elements count as integers."""
 
-    Returns `b""` if nothing changed; None if more than one element in five changed, or the payload saves nothing.
-    """
+    places: Positions  # [k] changed elements, ascending
+    steps: Elements  # [k] new value minus old, modulo 2**bits
+    tail: bytes  # the last n % width bytes of the new chunk
+
+
+def compare(new: Buffer, base: Buffer, *, width: int) -> Difference | None:
+    """Compare chunks, both [n] bytes, in elements of `width` 2 or 4 bytes; None if over one in five changed."""
     assert len(new) == len(base) < 2**32, f"{len(new)} new bytes against {len(base)} of the base"
-    compared = _compare(_elements(new, width), _elements(base, width))
-    if compared is None:
-        return None
-    positions, steps = compared
-    tail = bytes(new[len(new) - len(new) % width :])
-    if not len(positions) and tail == base[len(base) - len(tail) :]:
-        return b""
-    positions[1:] -= positions[:-1] + 1  # gaps from here on
+    others = elements(base, width)
+    values = elements(new, width)
+    mask = np.empty(min(block := _BLOCK_BYTES // width, len(values)), np.bool_)
+    places, steps = [np.empty(0, np.intp)], [np.empty(0, values.dtype)]
+    left = len(values) // _MIN_SPACING
+    for start in range(0, len(values), block):
+        some, old = values[start : start + block], others[start : start + block]
+        changed = np.flatnonzero(np.not_equal(some, old, out=mask[: len(some)]))
+        left -= len(changed)
+        if left < 0:
+            return None
+        steps.append(some[changed] - old[changed])
+        places.append(changed + start)
+    return Difference(np.concatenate(places), np.concatenate(steps), bytes(new[len(new) - len(new) % width :]))
+
+
+def pack(difference: Difference, num_bytes: int) -> bytes:
+    """Encode a difference of chunks of `num_bytes`."""
+    steps, tail = difference.steps, difference.tail
+    width, num_changed = steps.itemsize, len(steps)
+    gaps = difference.places.astype("<u4")
+    gaps[1:] -= gaps[:-1] + 1
     signed = steps.view(f"<i{width}")
     falls = np.packbits(signed < 0).tobytes()
-    parts = [_HEADER.pack(_FORMAT, width, len(new), len(positions))]
-    for plane in (*_planes(positions), falls, *_planes(np.abs(signed).view(steps.dtype) - 1)):
+    parts = [_HEADER.pack(_FORMAT, width, num_bytes, num_changed)]
+    for plane in (*_planes(gaps), falls, *_planes(np.abs(signed).view(steps.dtype) - 1)):
         frame = _zstd.compressor.compress(plane)
         parts += (_LENGTH.pack(len(frame)), frame)
-    payload = b"".join((*parts, tail))
-    return payload if len(payload) < len(new) else None
+    return b"".join((*parts, tail))
 
 
-def apply(payload: Buffer, base: Buffer, out: memoryview) -> None:
-    """Apply `payload` to `base` [n] and write the result to `out` [n], which may be the memory of `base`.
+def encode(new: Buffer, base: Buffer, *, width: int) -> bytes | None:
+    """Encode the payload that turns `base` into `new`, see `compare`; None also if the payload saves nothing.
 
-    Raises `DeltaError` before it writes anything. A hostile payload makes it allocate at most 2 n bytes, since
-    sizes are bounded before anything is decompressed. A damaged payload may still decode: check the result.
+    Returns `b""` if nothing changed.
     """
-    assert len(out) == len(base), f"{len(out)} bytes for a base of {len(base)}"
+    difference = compare(new, base, width=width)
+    return None if difference is None else pack_or_none(difference, base)
+
+
+def pack_or_none(difference: Difference, base: Buffer) -> bytes | None:
+    """Encode a difference from `base` [n]; `b""` if nothing changed, None if the payload saves nothing."""
+    if not len(difference.places) and difference.tail == base[len(base) - len(difference.tail) :]:
+        return b""
+    payload = pack(difference, len(base))
+    return payload if len(payload) < len(base) else None
+
+
+def unpack(payload: Buffer, base: Buffer, *, width: int) -> Difference:
+    """Decode a payload against `base` [n], in elements of `width` bytes. Raises `DeltaError`.
+
+    A hostile payload makes it allocate at most 2 n bytes, since sizes are bounded before anything is decompressed.
+    """
     if not payload:
-        out[:] = base
-        return
-    width, num_changed = _read_header(payload, num_bytes=len(base))
+        nothing = np.empty(0, np.intp), np.empty(0, _DTYPES[width])
+        return Difference(*nothing, bytes(base[len(base) - len(base) % width :]))
+    num_changed = _read_header(payload, num_bytes=len(base), width=width)
     sizes = [num_changed] * _GAP_WIDTH + [-(-num_changed // 8)] + [num_changed] * width
     planes, tail = _read_planes(memoryview(payload)[_HEADER.size :], sizes)
     if len(tail) != len(base) % width:
         raise DeltaError(f"damaged delta: {len(tail)} bytes after its planes, {len(base) % width} expected")
-    positions = _join(planes[:_GAP_WIDTH]).view("<u4").astype(np.intp)
-    positions[1:] += 1
-    np.cumsum(positions, out=positions)
-    if num_changed and positions[-1] >= len(base) // width:
+    places = _join(planes[:_GAP_WIDTH]).view("<u4").astype(np.intp)
+    places[1:] += 1
+    np.cumsum(places, out=places)
+    if num_changed and places[-1] >= len(base) // width:
         raise DeltaError(
-            f"damaged delta: it changes element {positions[-1]}, but the chunk has {len(base) // width} elements"
+            f"damaged delta: it changes element {places[-1]}, but the chunk has {len(base) // width} elements"
         )
     steps = _join(planes[_GAP_WIDTH + 1 :]).view(_DTYPES[width]) + _DTYPES[width].type(1)
     falling = np.unpackbits(np.frombuffer(planes[_GAP_WIDTH], np.uint8), count=num_changed).astype(steps.dtype)
     steps ^= -falling  # with the next line: negate the steps that fell
     steps += falling
-    _patch(_elements(out, width), _elements(base, width), positions, steps)
-    out[len(out) - len(tail) :] = tail
+    return Difference(places, steps, bytes(tail))
 
 
-def _elements(data: Buffer, width: int) -> Elements:
+def apply(payload: Buffer, out: memoryview, *, width: int) -> None:
+    """Turn `out` [n], which holds the base, into the new chunk; only changed elements are read and written.
+
+    Raises `DeltaError` before it writes anything. A damaged payload may still decode: check the result.
+    """
+    difference = unpack(payload, out, width=width)
+    elements(out, width)[difference.places] += difference.steps
+    out[len(out) - len(difference.tail) :] = difference.tail
+
+
+def elements(data: Buffer, width: int) -> Elements:
     """[n // width] view of bytes as unsigned integers."""
     return np.frombuffer(data, _DTYPES[width], len(data) // width)
-
-
-def _compare(new: Elements, base: Elements) -> tuple[npt.NDArray[np.uint32], Elements] | None:
-    """Return [num_changed] ascending positions that differ and their differences; None for too many changes."""
-    block = _BLOCK_BYTES // new.itemsize
-    mask = np.empty(min(block, len(new)), np.bool_)
-    positions, steps = [np.empty(0, np.uint32)], [np.empty(0, new.dtype)]
-    left = len(new) // _MIN_SPACING
-    for start in range(0, len(new), block):
-        some, others = new[start : start + block], base[start : start + block]
-        changed = np.flatnonzero(np.not_equal(some, others, out=mask[: len(some)]))
-        left -= len(changed)
-        if left < 0:
-            return None
-        steps.append(some[changed] - others[changed])
-        positions.append((changed + start).astype(np.uint32))
-    return np.concatenate(positions), np.concatenate(steps)
-
-
-def _patch(out: Elements, base: Elements, positions: Positions, steps: Elements) -> None:
-    """Copy `base` to `out` and add `steps` at ascending `positions`."""
-    block = _BLOCK_BYTES // out.itemsize
-    starts = range(0, len(out), block)
-    cuts = np.searchsorted(positions, [*starts, len(out)])
-    for start, first, last in zip(starts, cuts[:-1], cuts[1:], strict=True):
-        np.copyto(out[start : start + block], base[start : start + block])
-        out[positions[first:last]] += steps[first:last]
 
 
 def _planes(values: npt.NDArray[np.generic]) -> list[bytes]:
@@ -152,18 +169,18 @@ def _join(planes: list[bytes]) -> npt.NDArray[np.uint8]:
     return joined.reshape(-1)
 
 
-def _read_header(payload: Buffer, *, num_bytes: int) -> tuple[int, int]:
-    """Return width and number of changes. Raises `DeltaError` if they cannot fit a chunk of `num_bytes`."""
+def _read_header(payload: Buffer, *, num_bytes: int, width: int) -> int:
+    """Return the number of changes. Raises `DeltaError` if it cannot fit `num_bytes`, or for another width."""
     if len(payload) < _HEADER.size:
         raise DeltaError(f"damaged delta: {len(payload)} bytes, less than a header of {_HEADER.size}")
-    form, width, size, num_changed = _HEADER.unpack_from(payload)
-    if form != _FORMAT or width not in _DTYPES:
-        raise DeltaError(f"unknown delta format {form} with elements of {width} bytes")
+    form, its_width, size, num_changed = _HEADER.unpack_from(payload)
+    if form != _FORMAT or its_width != width:
+        raise DeltaError(f"unknown delta format {form} with elements of {its_width} bytes, not {width}")
     if size != num_bytes:
         raise DeltaError(f"damaged delta: made for {size} bytes, the base has {num_bytes}")
     if num_changed > size // width // _MIN_SPACING:
         raise DeltaError(f"damaged delta: {num_changed} changes in {size // width} elements are too many")
-    return width, num_changed
+    return int(num_changed)
 
 
 def _read_planes(left: memoryview, sizes: Sequence[int]) -> tuple[list[bytes], memoryview]:

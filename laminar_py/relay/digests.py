@@ -25,6 +25,14 @@ def chunk_checksum(data: bytes | memoryview) -> bytes:
     return blake3(data).digest(CHECKSUM_BYTES)
 
 
+def delta_proof(base: str, payload: bytes | memoryview) -> bytes:
+    """[CHECKSUM_BYTES] BLAKE3 of a delta: of its base version's digest and the payload.
+
+    A node whose base is another one than the root's finds it wrong.
+    """
+    return blake3(bytes.fromhex(base)).update(payload).digest(CHECKSUM_BYTES)
+
+
 def digest_of(checksums: bytes | bytearray) -> str:
     """Digest of a file: BLAKE3 of its chunks' checksums, [num_chunks * CHECKSUM_BYTES]."""
     return blake3(checksums).hexdigest()

@@ -12,7 +12,8 @@ from typing import TypeAlias
 from laminar_py.relay.lanes import ParentLanes
 from laminar_py.relay.messages import Announce, Chunk, Downward, Failed, Granted, Newest, Pull, Refused, Release
 from laminar_py.relay.sockets import Listener
-from laminar_py.relay.version_store import NoRoomError, StoredVersion, VersionStore
+from laminar_py.relay.stored_version import NoRoomError, StoredVersion
+from laminar_py.relay.version_store import VersionStore, folder_name
 
 ChunkKey: TypeAlias = tuple[int, int, int]  # version, file, chunk
 
@@ -137,7 +138,7 @@ class _Client:
     last_pull: int = -1  # id of the last pull of the newest session
     waiting: _WaitingPull | None = None
     answered: int | None = None  # id of the pull that was granted or released last
-    version: int | None = None  # granted to that pull; None once released
+    granted: Granted | None = None  # to that pull; None once released
 
 
 class LocalSubscribers:
@@ -173,8 +174,8 @@ class LocalSubscribers:
     def subscribe(self, sender: bytes) -> None:
         """Send a subscriber the newest version now (or why there is none), and each newer version later."""
         self._listening.add(sender)
-        if self._store.complete:
-            self._reply(sender, Newest(self._store.newest))
+        if self._store.newest_ready >= 0:
+            self._reply(sender, Newest(self._store.newest_ready))
         elif self._failed:
             self._reply(sender, self._failed)
 
@@ -184,8 +185,8 @@ class LocalSubscribers:
         if not self._register(client, pull):
             return True
         if client.answered == pull.id:  # the subscriber repeated it before it read the answer
-            if client.version is not None:
-                self._reply(sender, self._granted(pull.id, client.version))
+            if client.granted is not None:
+                self._reply(sender, client.granted)
             return True
         before = client.waiting
         since = before.since if before is not None and before.pull == pull else self._now()
@@ -201,14 +202,22 @@ class LocalSubscribers:
         session = client.sessions[-1] if client.sessions else release.session
         if session == release.session and client.answered in (None, release.id):
             self._store.unpin(release.name)
-            client.answered, client.version = release.id, None
+            client.answered, client.granted = release.id, None
 
     def handle_complete(self, version: int) -> None:
         """Answer the pulls that wait for a version that is complete now; announce it if it is the newest."""
         self._failed = None
+        self.handle_newer(version)
+
+    def answer_waiting(self) -> None:
+        """Answer the pulls that can be answered now."""
         for client in list(self._clients.values()):
             self._answer(client)
-        if version == self._store.newest:
+
+    def handle_newer(self, version: int) -> None:
+        """Answer pulls after a version or its changes became complete; announce it if it is the newest."""
+        self.answer_waiting()
+        if version == self._store.newest_ready:
             for sender in list(self._listening):
                 self._reply(sender, Newest(version))
 
@@ -237,35 +246,49 @@ class LocalSubscribers:
         """Record a pull's session and id; False if it came late, after a newer pull moved the pin."""
         if pull.session not in client.sessions:
             client.sessions[:] = [*client.sessions[-MAX_SESSIONS:], pull.session]
-            client.last_pull, client.answered, client.version = -1, None, None
+            client.last_pull, client.answered, client.granted = -1, None, None
         if pull.session != client.sessions[-1] or pull.id < client.last_pull:
             return False
         client.last_pull = pull.id
         return True
 
     def _answer(self, client: _Client) -> bool:
-        """Pin and grant the version of a waiting pull; False if no pull waits or its version is not here."""
-        waiting = client.waiting
+        """Pin and grant the version of a waiting pull; False if no pull waits or its version is not here.
+
+        A pull with a base gets change files, if there are all, else the folder. A pull of the newest version
+        waits for the folder of a version that was announced with its changes.
+        """
+        waiting, store = client.waiting, self._store
         if waiting is None:
             return False
         pull = waiting.pull
-        version = self._store.newest if pull.version is None else pull.version
-        if version not in self._store.complete:
+        version = store.newest_ready if pull.version is None else pull.version
+        changes = store.changes_since(pull.base, version)
+        if version not in (store.complete if changes is None else (*store.complete, *store.ready)):
             return False
+        if changes is None and pull.base >= 0 and version in store.comparing:
+            return True  # `answer_waiting` follows
         try:
-            self._store.pin(pull.name, version)
+            store.pin(pull.name, version, changes or ())
         except NoRoomError as error:
             self._refuse(client, lost=False, reason=str(error))
             return True
         client.waiting = None
-        client.answered, client.version = pull.id, version
+        stored = store.find(version)
+        assert stored is not None, f"version {version} was granted but is not here"
+        client.answered, client.granted = (
+            pull.id,
+            Granted(
+                id=pull.id,
+                version=version,
+                path=str(store.path / folder_name(version)),
+                digest=stored.manifest.digest,
+                changes=tuple((changes or {}).values()),
+            ),
+        )
         self._pulled(pull.name, version, self._now() - waiting.since)
-        self._reply(waiting.sender, self._granted(pull.id, version))
+        self._reply(waiting.sender, client.granted)
         return True
-
-    def _granted(self, id: int, version: int) -> Granted:
-        stored = self._store.complete[version]  # its pin keeps it there
-        return Granted(id, version, str(stored.folder), stored.manifest.digest)
 
     def _refuse(self, client: _Client, *, lost: bool, reason: str) -> None:
         """Answer the waiting pull of a client with `Refused`."""

@@ -6,13 +6,15 @@
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
 
 import laminar_py.relay.messages as m
-from laminar_py.relay.delta import DeltaError, apply
-from laminar_py.relay.digests import chunk_checksum
-from laminar_py.relay.version_store import StoredVersion
+from laminar_py.relay.changes import ChangesFile
+from laminar_py.relay.delta import DeltaError, unpack
+from laminar_py.relay.digests import chunk_checksum, delta_proof
+from laminar_py.relay.stored_version import StoredVersion
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,9 @@ class Download:
 
     At most `window` chunks are requested and not here yet, so a slow node holds back only itself
     (`tests/relay/test_downloads.py::test_every_chunk_is_asked_for_once_and_never_more_than_the_window`).
-    With `base`, a complete version of the same layout, chunks may come as deltas against it.
+    With `base`, a complete version of the same layout, chunks may come as deltas against it. A delta is proven by
+    its own checksum, kept, and added to `changes`; `rebuild` makes the bytes of its chunk later. Threads call
+    `write` and `rebuild`, at most one for a chunk: it claims the chunk until `record` or `rebuilt`.
     """
 
     def __init__(
@@ -55,12 +59,14 @@ class Download:
         window: int,
         now: Callable[[], float],
         base: StoredVersion | None = None,
+        changes: ChangesFile | None = None,
     ) -> None:
         self.stored = stored
         self.version = stored.manifest.version
         self.base = base
+        self.changes = changes  # None also where the version cannot have a change file
+        self.rebuilding = False  # while threads make chunks of their deltas
         self.wire_bytes = 0  # of undamaged chunks
-        stored.base = None if base is None else base.manifest.version
         self._now = now
         self._began = now()
         self.first_byte_s = 0.0
@@ -68,10 +74,10 @@ class Download:
         self._requested: dict[tuple[int, int], int] = {}  # chunk -> reminders since its request
         self._unrequested: Iterator[tuple[int, int]] = stored.missing_chunks()
         self._num_damaged: dict[tuple[int, int | None], int] = {}  # by chunk, or by file
-        self._num_verified = 0  # files
+        self._verified: set[int] = set()  # files
         self._idle = threading.Condition()  # notified when a thread has written a chunk
         self._num_writing, self._stopped = 0, False
-        self._written: set[tuple[int, int]] = set()  # chunks between `write` and `record`
+        self._claimed: set[tuple[int, int]] = set()  # chunks that are being written, or wait for the event loop
 
     @property
     def elapsed_s(self) -> float:
@@ -79,9 +85,9 @@ class Download:
         return self._now() - self._began
 
     @property
-    def verified(self) -> bool:
-        """True once `verify_file` has found the right digest of every file."""
-        return self._num_verified == len(self.stored.manifest.files)
+    def arrived(self) -> bool:
+        """True while all chunks or their deltas are here, and the checksums that came with them are right."""
+        return len(self._verified) == len(self.stored.manifest.files)
 
     def fill_window(self) -> list[m.Fetch]:
         """Return requests that fill the window with further chunks; none while it is more than half full."""
@@ -118,47 +124,52 @@ class Download:
             for file, first, count in runs
         ]
 
-    def accept(self, chunk: m.Chunk, *, keep_delta: bool) -> ChunkOutcome:
-        """Check and write a received chunk; with `keep_delta`, also keep its delta to forward to children.
+    def accept(self, chunk: m.Chunk) -> ChunkOutcome:
+        """Check a received chunk; write it, or keep it if it is a delta. Call this on the event loop.
 
         Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
-        file, index, stored = chunk.file, chunk.index, self.stored
-        if not stored.is_chunk(file, index) or stored.has_chunk(file, index):
-            return ChunkOutcome.USELESS
-        data = self._decode(chunk)
-        outcome = ChunkOutcome.DAMAGED if data is None else self.write(chunk, data)
-        if outcome is ChunkOutcome.WRITTEN and chunk.base is not None and keep_delta:
-            stored.deltas[file, index] = bytes(chunk.data)
+        outcome = self.write(chunk, chunk.data) if chunk.base is None else self._keep(chunk)
         self.record(chunk, outcome)
         return outcome
 
     def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
-        """Check and write the bytes of a chunk, in any thread; `record` must follow on the event loop.
+        """Check and write the bytes of a full chunk, in any thread; `record` must follow on the event loop.
 
         Raises `NoRoomError`.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
-        with self._idle:
-            place = (file, index)
-            if (
-                self._stopped
-                or place in self._written
-                or not stored.is_chunk(file, index)
-                or stored.has_chunk(file, index)
-            ):
+        with self._claim(file, index, stored.is_missing) as claimed:
+            if not claimed:
                 return ChunkOutcome.USELESS
-            self._written.add(place)  # until `record`, so that no second copy changes a chunk that is present
-            self._num_writing += 1
-        try:
             if len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
                 return ChunkOutcome.DAMAGED
             stored.write_data(file, index, data)
             return ChunkOutcome.WRITTEN
+
+    @contextmanager
+    def _claim(self, file: int, index: int, is_due: Callable[[int, int], bool]) -> Iterator[bool]:
+        """Claim a chunk for this thread, which writes it inside the block.
+
+        Yields False if another thread has claimed it, `is_due` is false for it, or the download was stopped.
+        """
+        with self._idle:
+            claimed = (
+                not self._stopped
+                and (file, index) not in self._claimed
+                and self.stored.is_chunk(file, index)
+                and is_due(file, index)
+            )
+            if claimed:
+                self._claimed.add((file, index))
+                self._num_writing += 1
+        try:
+            yield claimed
         finally:
-            with self._idle:
-                self._num_writing -= 1
-                self._idle.notify()
+            if claimed:
+                with self._idle:
+                    self._num_writing -= 1
+                    self._idle.notify()
 
     def stop(self) -> None:
         """Let no thread write into the files any more; waits for the chunks in work, a few milliseconds."""
@@ -167,49 +178,103 @@ class Download:
             self._idle.wait_for(lambda: self._num_writing == 0)
 
     def record(self, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
-        """Mark a chunk present that `write` wrote, or count its damage.
+        """Note the outcome of a chunk: mark it present, or count its damage.
 
         Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         if outcome is ChunkOutcome.USELESS:
             return
-        self._written.discard((file, index))
+        self._claimed.discard((file, index))
         if outcome is ChunkOutcome.DAMAGED:
-            self._count_damaged(file, index, f"chunk {index} of {stored.manifest.files[file].name}")
+            self._count_damaged_chunk(file, index)
             return
-        stored.mark_present(file, index, chunk.checksum)
+        if chunk.base is None:
+            self.drop_changes()
+            stored.mark_present(file, index, chunk.checksum)
         self.wire_bytes += stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self._requested.pop((file, index), None)
 
-    def _decode(self, chunk: m.Chunk) -> memoryview | None:
-        """Return a chunk's bytes in full; None for a delta that is too long, damaged, or of another base."""
-        if chunk.base is None:
-            return chunk.data
-        if self.base is None or chunk.base != self.stored.base:
+    def _keep(self, chunk: m.Chunk) -> ChunkOutcome:
+        """Check and keep a delta, unless the chunk is here or a thread writes it."""
+        with self._claim(chunk.file, chunk.index, self.stored.is_missing) as claimed:
+            if not claimed:
+                return ChunkOutcome.USELESS
+            return ChunkOutcome.WRITTEN if self._accept_delta(chunk) else ChunkOutcome.DAMAGED
+
+    def _accept_delta(self, chunk: m.Chunk) -> bool:
+        """Keep a delta, and add it to the changes; False if it is damaged, of another base or too long."""
+        base, stored = self.base, self.stored
+        if (
+            base is None
+            or chunk.base != stored.base
+            or len(chunk.data) >= stored.chunk_size(chunk.file, chunk.index)
+        ):
+            return False  # no honest delta is so long, and it stays in memory
+        if chunk.proof != delta_proof(base.manifest.digest, chunk.data):
+            return False
+        if self.changes is not None:
+            data, width = base.chunk_data(chunk.file, chunk.index), stored.manifest.files[chunk.file].width
+            try:
+                difference = unpack(chunk.data, data, width=width)
+            except DeltaError:
+                return False
+            if not self.changes.add(chunk.file, chunk.index, difference):
+                self.changes = None
+        stored.keep_delta(chunk)
+        return True
+
+    def drop_changes(self) -> None:
+        """Delete the unfinished change file, if there is one: the version gets none."""
+        if self.changes is not None:
+            self.changes.drop()
+            self.changes = None
+
+    def rebuild(self, file: int, index: int) -> bool | None:
+        """Make a chunk of its delta, in any thread: False if it comes out wrong; None if it is not needed.
+
+        Unless it is None, `rebuilt` must follow on the event loop. Raises `NoRoomError`, and `FileNotFoundError`
+        if the base is gone.
+        """
+        assert self.base is not None, f"{self.stored.folder} has deltas without a base"
+        with self._claim(file, index, self.stored.is_waiting) as claimed:
+            return self.stored.rebuild(self.base, file, index) if claimed else None
+
+    def rebuilt(self, file: int, index: int, *, right: bool) -> m.Fetch | None:
+        """Note the result of `rebuild`; where it is wrong, return the request for the chunk in full.
+
+        Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
+        """
+        stored = self.stored
+        self._claimed.discard((file, index))
+        if not stored.is_waiting(file, index):
+            return None  # its file was forgotten meanwhile
+        if right:
+            stored.mark_present(file, index)
             return None
-        if len(chunk.data) >= self.stored.chunk_size(chunk.file, chunk.index):
-            return None  # no honest delta is so long, and it would stay in memory
-        data = memoryview(bytearray(self.base.chunk_data(chunk.file, chunk.index)))
-        try:
-            apply(chunk.data, data, data)
-        except DeltaError:
-            return None
-        return data
+        self._verified.discard(file)
+        self._requested[file, index] = 0
+        stored.forget_chunk(file, index)
+        self._count_damaged_chunk(file, index)
+        return m.Fetch(version=self.version, file=file, first_chunk=index, credits=1)
 
     def verify_file(self, file: int) -> None:
-        """Compare the digest of a file whose chunks are all here; if it is wrong, fetch the file again.
+        """Compare the digest of a file that has arrived; if it is wrong, fetch the file again.
 
         Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
         entry, digest = self.stored.manifest.files[file], self.stored.file_digest(file)
         if digest == entry.digest:
-            self._num_verified += 1
+            self._verified.add(file)
             return
         self._count_damaged(file, None, f"{entry.name} (digest {digest} instead of {entry.digest})")
+        self.drop_changes()
         self.stored.forget_file(file)
         self.restart()
+
+    def _count_damaged_chunk(self, file: int, index: int) -> None:
+        self._count_damaged(file, index, f"chunk {index} of {self.stored.manifest.files[file].name}")
 
     def _count_damaged(self, file: int, index: int | None, part: str) -> None:
         """Count a damaged chunk, or file if `index` is None. Raises `BrokenVersionError` at `_MAX_DAMAGED`."""
@@ -239,7 +304,8 @@ def decide(
     """Decide about an announced version, at a node with these `complete` and `arriving` versions.
 
     `waiting` is the version with the decision LATER. `wanted` says that a child or subscriber asked for the
-    announced version by number. `overtook` is the version for which the node last abandoned another version.
+    announced version by number. `overtook` is an arriving version that must complete, since the node abandoned
+    another one for it or has all of its deltas.
     """
     version = announce.manifest.version
     if version in arriving:

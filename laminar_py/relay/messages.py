@@ -111,13 +111,14 @@ class Subscribe(Upward, frozen=True):
     """A subscriber asks for a `Newest` at each complete version."""
 
 
-class Pull(Upward, frozen=True):
-    """A subscriber asks for a version (None: the newest complete one); the node keeps it until the next pull."""
+class Pull(Upward, frozen=True, kw_only=True):
+    """A subscriber asks for a version (None: the newest); the node keeps it until the next pull."""
 
     id: int  # ascending within a session
     session: int  # a random number that each start of a subscriber draws
     name: Name
-    version: Version | None
+    version: Version | None = None
+    base: Annotated[int, msgspec.Meta(ge=-1)] = -1  # the engine serves this version: change files will do
 
 
 class Release(Upward, frozen=True):
@@ -143,6 +144,7 @@ class Chunk(Downward, frozen=True, kw_only=True):
     index: Index
     checksum: Checksum  # BLAKE3 of the chunk in full, also where `data` is a delta
     base: Version | None = None  # `data` is a delta against this version; None: it is the chunk in full
+    proof: Checksum | None = None  # of a delta: `digests.delta_proof`
     # [Manifest.chunk_bytes], shorter for a file's last chunk or a delta. Travels as a frame of its own.
     data: memoryview = NO_DATA
 
@@ -180,18 +182,22 @@ class Failed(Downward, frozen=True):
 
 
 class Newest(Downward, frozen=True):
-    """The newest version that is complete at this node."""
+    """The newest version that is complete at this node, or whose changes are."""
 
     version: Version
 
 
-class Granted(Downward, frozen=True):
-    """Answer to the `Pull` with this id: the folder of a verified version on this host."""
+class Granted(Downward, frozen=True, kw_only=True):
+    """Answer to the `Pull` with this id: a verified version's folder on this host, or the changes up to it.
+
+    E.g. `Granted(id=3, version=7, path="/dev/shm/run/node-0/v7", digest="ab12...")`.
+    """
 
     id: int
     version: Version
     path: str
     digest: str
+    changes: tuple[str, ...] = ()  # files to apply in turn to `Pull.base`; then the folder may not exist yet
 
 
 class Refused(Downward, frozen=True):

@@ -1,8 +1,9 @@
 """A relay node: takes versions from its parent, passes them on chunk by chunk, and serves its host's subscribers.
 
 One process per host runs a `RelayNode`; the root shares its store with the publisher and has no parent. A node
-serves a version to subscribers only when all its digests are right (law 3), and to children from its first chunk
-on. Handlers are synchronous, so no record is handled in the middle of another; only loops and threads wait.
+serves a version to subscribers only when all its digests are right (law 3). It serves the changes earlier, when
+the checksums of all deltas are right, which cover the digest of their base. Children get a version from its first
+chunk on. Handlers are synchronous, so no record is handled in the middle of another; only loops and threads wait.
 
 The protocol, as states and the records (`relay/messages.py`) that are sent in them. A child and its parent:
 
@@ -10,7 +11,9 @@ The protocol, as states and the records (`relay/messages.py`) that are sent in t
     downloading  Announce(v), Fetch(v)*  -> Chunk* | Lost(v)  Fetch grants credits; the parent sends chunks as it
                                                               gets them itself (cut-through), as deltas against a
                                                               base that the child says it has
-    opening      OpenLanes(n)      -> Lanes(tickets)    chunks then bypass this connection: `relay/lanes.py`
+    opening      OpenLanes(n)            -> Lanes(tickets)    chunks then bypass this connection: `relay/lanes.py`
+    arrived                                                   v's changes are offered; threads make v of its deltas
+                                                              and prove its digest; no other version overtakes it
     complete     Done(v)                                      verified here, or no longer needed here
     overtaken    Announce(v') with v' > v                     v is abandoned, unless a pull or a child wants it,
                                                               v' builds on it, or v itself overtook another
@@ -21,7 +24,8 @@ The protocol, as states and the records (`relay/messages.py`) that are sent in t
 A subscriber and its node:
 
     subscribed   Subscribe               -> Newest*           now and for each complete version
-    pulling      Pull(id)                -> Granted(id) | Refused(id)
+    pulling      Pull(id, base)          -> Granted(id) | Refused(id)  with change files since `base`, if this
+                                                              host has all: perhaps before the folder is complete
     released     Release                                      the version pulled last need not stay
 """
 
@@ -145,6 +149,7 @@ class RelayNode:
                     tasks.append(group.create_task(self._watch_store(), name=f"{self.name}-published"))
                 self._versions.retire_surplus()
                 await self._closing.wait()
+                self._versions.stop()
                 for task in tasks:
                     task.cancel()
         finally:
@@ -191,7 +196,9 @@ class RelayNode:
                 self._downlink.open_lanes(sender, count)
             case m.Subscribe():
                 self._versions.subscribers.subscribe(sender)
-            case m.Pull(version=version):
+            case m.Pull(version=version, base=base):
+                if base >= 0:
+                    self._versions.want_changes()
                 if not self._versions.subscribers.handle_pull(sender, message) and version is not None:
                     self._versions.locate(version)
                 self._versions.retire_surplus()  # the pin may have moved

@@ -28,14 +28,9 @@ from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import digest_of, hash_range, hashing_threads, version_digest
 from laminar_py.relay.mapped_file import MappedFile, MappedFiles
 from laminar_py.relay.messages import CHECKSUM_BYTES, MIN_CHUNK_BYTES, FileEntry, Manifest
+from laminar_py.relay.stored_version import describe_version, no_room_errors
 from laminar_py.relay.version_layout import SHARD_BYTES, VersionLayout, lay_out
-from laminar_py.relay.version_store import (
-    complete_versions,
-    describe_version,
-    folder_name,
-    no_room_errors,
-    use_spare,
-)
+from laminar_py.relay.version_store import complete_versions, folder_name, use_spare
 from laminar_py.relay.writers import Follower, Leader
 
 MAX_REMEMBERED = 8  # versions that `completed` knows

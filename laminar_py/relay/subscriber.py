@@ -78,14 +78,18 @@ class Subscriber:
         return self._newest
 
     async def pull(self, version: int | None = None, *, base: int = -1) -> PulledVersion:
-        """Get a version (default: the newest complete one), which stays on this host until the next pull.
+        """Get a version (default: the newest), which stays on this host until the next pull.
 
-        Raises `VersionLostError` if no node up to the root has it, `RelayError` if the node cannot hold it.
+        The answer names change files if this host has all of them since version `base`. Without a base the
+        pull waits until the whole folder is verified. Raises `VersionLostError` if no node up to the root has it,
+        `RelayError` if the node cannot hold it.
         """
         async with self._pull_lock:
             self._num_pulls += 1
             self._release = None
-            self._request = m.Pull(self._num_pulls, self._session, self.name, version)
+            self._request = m.Pull(
+                id=self._num_pulls, session=self._session, name=self.name, version=version, base=base
+            )
             self._uplink.send(self._request)
             try:
                 await self._wait_until(lambda: self._closed or self._answer is not None)
@@ -93,7 +97,7 @@ class Subscriber:
             finally:
                 self._request = self._answer = None
         if isinstance(answer, m.Granted):
-            return PulledVersion(answer.version, answer.path, answer.digest)
+            return PulledVersion(answer.version, answer.path, answer.digest, answer.changes)
         if answer is None:
             raise RelayError(f"subscriber {self.name} is closed")
         raise VersionLostError(answer.reason) if answer.lost else RelayError(answer.reason)

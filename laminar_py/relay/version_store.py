@@ -1,4 +1,4 @@
-"""Version folders on disk: `StoredVersion` is one, complete or arriving; `VersionStore` has all of a node.
+"""The version folders of a node: complete, arriving and retired versions, and what subscribers hold.
 
 Nodes use all of it. The publisher uses the spare folder and the functions that describe a folder. A version folder
 holds safetensors files, `manifest.json` with their sizes and digests, and `checksums` of all chunks, from which a
@@ -9,63 +9,40 @@ restarted node knows its chunks. Folders are private to the user.
     `v<N>`        complete: each file has the digest that the manifest names
                   (`tests/relay/test_store.py::test_a_version_has_its_name_only_after_commit`)
     `v<N>.*.old`  is being deleted
-    `spare`       one retired version, whose files the next version overwrites: warm pages are faster than new ones
+    `spare`       one retired version, whose files the next version overwrites: warm pages are faster than new
+                  ones, and where all deltas since are kept, only changed elements are written
     `pin-<name>`  the version that a subscriber holds
+    `changes-<N>.safetensors`  what version N changed in its base (`relay/changes.py`), as long as N is kept
 """
 
 import ctypes
-import errno
 import logging
-import mmap
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-import numpy as np
-
-from laminar_py.config.section import ConfigError
-from laminar_py.relay.delta import encode
-from laminar_py.relay.digests import digest_of
-from laminar_py.relay.mapped_file import MappedFile, MappedFiles
-from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest
+from laminar_py.relay.mapped_file import MappedFiles
+from laminar_py.relay.messages import Manifest
+from laminar_py.relay.stored_version import (
+    CHECKSUMS,
+    MANIFEST,
+    ChunkDelta,
+    StoredVersion,
+    no_room,
+    no_room_errors,
+)
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-CHECKSUMS = "checksums"  # of all chunks, file by file
 SPARE = "spare"
 _PIN = "pin-"
+_CHANGES = "changes-"
 _IN_MOVED_TO = 0x80  # inotify's event for a name that appears by a rename
 _COMPLETE = re.compile(r"v(\d+)")
-
-
-class NoRoomError(ConfigError):
-    """The file system of a store cannot hold a version; the message names relay.shm and the bytes needed."""
-
-
-@contextmanager
-def no_room_errors(store: Path, version: int, num_bytes: int) -> Iterator[None]:
-    """Turn a full file system inside the block, which writes a version, into `NoRoomError`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise no_room(store, version, num_bytes) from error
-
-
-def no_room(store: Path, version: int, num_bytes: int) -> NoRoomError:
-    """Make the error for a version of `num_bytes` that does not fit into a store."""
-    free = shutil.disk_usage(store).free
-    return NoRoomError(
-        f"relay.shm={store}: version {version} needs at least {num_bytes} bytes and {free} are free;"
-        " enlarge that file system, set relay.shm to another, or lower relay.keep_versions"
-    )
 
 
 def folder_name(version: int) -> str:
@@ -77,12 +54,6 @@ def complete_versions(store: Path) -> list[int]:
     """Numbers of the complete versions in a store, ascending."""
     matches = (_COMPLETE.fullmatch(path.name) for path in store.iterdir())
     return sorted(int(match[1]) for match in matches if match)
-
-
-def describe_version(folder: Path, manifest: Manifest, checksums: Sequence[bytes | bytearray]) -> None:
-    """Write `manifest.json`, and the checksums of each file's chunks, into a version folder."""
-    (folder / CHECKSUMS).write_bytes(b"".join(checksums))
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 
 def use_spare(store: Path, folder: Path) -> None:
@@ -108,184 +79,19 @@ def watch_folder(store: Path) -> int:
     return descriptor
 
 
-class StoredVersion:
-    """A version in a store, complete or arriving, chunk by chunk; also its deltas against the version before.
-
-    A file is mapped at its first read, and stays mapped as long as this object or one of its chunks lives. While
-    the version arrives, `pages` has the files open for writes.
-    """
-
-    def __init__(self, manifest: Manifest, folder: Path, *, complete: bool) -> None:
-        self.manifest = manifest
-        self.folder = folder
-        counts = [manifest.num_chunks(file) for file in range(len(manifest.files))]
-        self._present = [bytearray([complete]) * count for count in counts]  # 1 for each chunk that is here
-        self._num_missing = [0 if complete else count for count in counts]
-        self._checksums = [bytearray(CHECKSUM_BYTES * count) for count in counts]  # [num_chunks, CHECKSUM_BYTES]
-        self.pages: list[MappedFile] = []  # of a version that arrived here, by file; the store keeps them open
-        self._mapped: dict[int, memoryview] = {}  # by file, from the first read on
-        self.base: int | None = None  # version that `deltas` build on
-        self.deltas: dict[tuple[int, int], bytes] = {}  # payloads of chunks, while children may ask for them
-        self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas the root still makes
-
-    @classmethod
-    def load(cls, folder: Path) -> "StoredVersion":
-        """Read the complete version in a folder. Raises `ConfigError` if its manifest was damaged."""
-        try:
-            manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"version={folder}: {MANIFEST} cannot be read ({error}); delete this folder"
-            ) from None
-        stored = cls(manifest, folder, complete=True)
-        left = memoryview((folder / CHECKSUMS).read_bytes())
-        for checksums in stored._checksums:
-            checksums[:], left = left[: len(checksums)], left[len(checksums) :]
-        return stored
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of memory that the files take, including pages that still hold an older version's data."""
-        paths = (self.file_path(file) for file in range(len(self.manifest.files)))
-        return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
-
-    def is_chunk(self, file: int, index: int) -> bool:
-        """True if chunk `index` of file number `file` is a part of the version, present or not."""
-        return file < len(self._present) and index < len(self._present[file])
-
-    def has_chunk(self, file: int, index: int) -> bool:
-        """True if the chunk is here; `is_chunk` must hold for it."""
-        return bool(self._present[file][index])
-
-    def has_file(self, file: int) -> bool:
-        """True if all chunks of the file are here."""
-        return self._num_missing[file] == 0
-
-    def missing_chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield (file, chunk) of each chunk that is not here, in order; chunks may arrive between two yields."""
-        for file, present in enumerate(self._present):
-            index = present.find(0)
-            while index >= 0:
-                yield file, index
-                index = present.find(0, index + 1)
-
-    def chunk_size(self, file: int, index: int) -> int:
-        """Bytes of a chunk in full, not as a delta; the last chunk of a file may be shorter."""
-        return min(self.manifest.chunk_bytes, self.manifest.files[file].size - index * self.manifest.chunk_bytes)
-
-    def file_path(self, file: int) -> Path:
-        """Current path of a file."""
-        return self.folder / self.manifest.files[file].name
-
-    def can_send(self, file: int, index: int, *, base: int | None) -> bool:
-        """True if the chunk is here and, for a child that has `base`, its delta against `base` is not pending."""
-        pending = base is not None and base == self.base and (file, index) in self.unencoded
-        return self.has_chunk(file, index) and not pending
-
-    def read_chunk(self, file: int, index: int, *, base: int | None = None) -> Chunk:
-        """Read a chunk that is here, with its checksum; as a delta if there is one against `base`."""
-        assert self.has_chunk(file, index), f"chunk {index} of file {file} of {self.folder} is not here"
-        delta = self.deltas.get((file, index)) if base is not None and base == self.base else None
-        data = self.chunk_data(file, index) if delta is None else memoryview(delta)
-        checksum = self._checksums[file][index * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
-        return Chunk(
-            version=self.manifest.version,
-            file=file,
-            index=index,
-            checksum=bytes(checksum),
-            base=None if delta is None else base,
-            data=data,
-        )
-
-    def chunk_data(self, file: int, index: int) -> memoryview:
-        """The bytes of a chunk that is here: a view of the mapped file."""
-        begin, size = index * self.manifest.chunk_bytes, self.chunk_size(file, index)
-        if file not in self._mapped:
-            with self.file_path(file).open("rb") as source:
-                self._mapped[file] = memoryview(mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ))
-        return self._mapped[file][begin : begin + size]
-
-    def write_chunk(self, chunk: Chunk) -> None:
-        """Write a full, checked chunk and mark it present. Raises `NoRoomError`."""
-        self.write_data(chunk.file, chunk.index, chunk.data)
-        self.mark_present(chunk.file, chunk.index, chunk.checksum)
-
-    def write_data(self, file: int, index: int, data: memoryview) -> None:
-        """Write the checked bytes of a chunk, in any thread. Raises `NoRoomError`."""
-        with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
-            self.pages[file].write(index * self.manifest.chunk_bytes, np.frombuffer(data, np.uint8))
-
-    def mark_present(self, file: int, index: int, checksum: bytes) -> None:
-        """Mark a chunk present whose bytes with this checksum were written."""
-        begin = index * CHECKSUM_BYTES
-        self._checksums[file][begin : begin + CHECKSUM_BYTES] = checksum
-        self._num_missing[file] -= not self._present[file][index]
-        self._present[file][index] = 1
-
-    def has_all_files(self) -> bool:
-        """True if all files exist in full length; False if a file was deleted while the version arrived."""
-        paths = map(self.file_path, range(len(self.manifest.files)))
-        return all(
-            path.is_file() and path.stat().st_size == entry.size
-            for path, entry in zip(paths, self.manifest.files, strict=True)
-        )
-
-    def file_digest(self, file: int) -> str:
-        """Digest of a file whose chunks are all here."""
-        return digest_of(self._checksums[file])
-
-    def forget_file(self, file: int) -> None:
-        """Mark all chunks of a file as missing, and drop their deltas; the file itself stays on disk."""
-        self._num_missing[file] = len(self._present[file])
-        self._present[file] = bytearray(self._num_missing[file])
-        self.deltas = {key: delta for key, delta in self.deltas.items() if key[0] != file}
-
-    def describe(self) -> None:
-        """Write manifest and checksums into the folder, once all chunks are here. Raises `NoRoomError`."""
-        with no_room_errors(self.folder.parent, self.manifest.version, self.manifest.num_bytes):
-            describe_version(self.folder, self.manifest, self._checksums)
-
-    def end_writes(self) -> None:
-        """Note that no thread writes to the files any more."""
-        for pages in self.pages:
-            pages.is_arriving = False
-
-    # ---- deltas
-
-    def encode_delta(self, base: "StoredVersion", file: int, index: int) -> bytes | None:
-        """Delta of a chunk against the same chunk of `base`; None where the chunk itself is smaller.
-
-        Changes neither version, so threads may call it.
-        """
-        width = self.manifest.files[file].width
-        return encode(self.chunk_data(file, index), base.chunk_data(file, index), width=width)
-
-    def add_delta(self, file: int, index: int, delta: bytes | None) -> None:
-        """Keep a chunk's delta for children; with None, children get the chunk in full."""
-        self.unencoded.discard((file, index))
-        if delta is not None:
-            self.deltas[file, index] = delta
-
-    def forget_deltas(self) -> None:
-        """Drop all deltas; from now on chunks are sent in full."""
-        self.base = None
-        self.deltas.clear()
-        self.unencoded.clear()
-
-    def free_memory(self) -> None:
-        """Drop the deltas and mappings of a retired version; its folder stays."""
-        self.forget_deltas()
-        self._mapped.clear()
-
-
 class VersionStore:
     """The versions of one node, e.g. `VersionStore(Path("/dev/shm/run/relay-1"), keep_versions=2)`."""
 
     def __init__(self, path: Path, *, keep_versions: int) -> None:
         self.path = path
         self.complete: dict[int, StoredVersion] = {}
+        self.ready: dict[int, StoredVersion] = {}  # versions with changes whose folders are in the making
+        self.comparing: set[int] = set()  # versions that may soon have changes
+        self._changes: dict[int, tuple[int, Path]] = {}  # version -> base and change file
         self._keep_versions = keep_versions
         self._pins: dict[str, int] = {}  # subscriber -> version
+        self._reading: dict[str, list[int]] = {}  # subscriber -> versions whose changes its pin holds
+        self._spare: StoredVersion | None = None  # the version in the spare folder, if that is known
         self._deleting: dict[Path, int] = {}  # folder -> bytes that its deletion will free
         self._files = MappedFiles()
 
@@ -294,6 +100,15 @@ class VersionStore:
         """The highest complete version, -1 if there is none."""
         return max(self.complete, default=-1)
 
+    @property
+    def newest_ready(self) -> int:
+        """The highest version that is complete or whose changes are, -1 if there is none."""
+        return max(self.newest, *self.ready, -1)
+
+    def find(self, version: int) -> StoredVersion | None:
+        """Return a version that is complete or whose changes are; None for any other."""
+        return self.complete.get(version) or self.ready.get(version)
+
     def open(self) -> None:
         """Make the folder, delete what an earlier process left unfinished, and find complete versions and pins."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder of the run
@@ -301,6 +116,8 @@ class VersionStore:
         for leftover in (*self.path.glob("v*.part"), *self.path.glob("v*.old")):
             log.info("deleting the unfinished %s", leftover)
             shutil.rmtree(leftover, ignore_errors=True)  # a thread of an earlier node may delete it, too
+        for path in self.path.glob(f"{_CHANGES}*"):
+            path.unlink()
         self._pins = {
             path.name.removeprefix(_PIN): int(path.read_text())
             for path in self.path.glob(f"{_PIN}*")
@@ -325,12 +142,17 @@ class VersionStore:
         if manifest.num_bytes > room:
             raise no_room(self.path, manifest.version, manifest.num_bytes)
 
-    def begin(self, manifest: Manifest) -> StoredVersion:
-        """Make the `.part` folder of a version that will arrive, with all its files. Raises `NoRoomError`."""
+    def begin(self, manifest: Manifest, base: StoredVersion | None = None) -> StoredVersion:
+        """Make the `.part` folder of a version that will arrive, with all its files, perhaps as deltas to `base`.
+
+        Raises `NoRoomError`.
+        """
         folder = self.path / f"{folder_name(manifest.version)}.part"
         sizes = {entry.name: entry.size for entry in manifest.files}
         use_spare(self.path, folder)
-        _keep_usable_files(folder, sizes, self._files)
+        kept = _keep_usable_files(folder, sizes, self._files)
+        older = None if base is None else self._deltas_between(self._spare, base)
+        self._spare = None
         stored = StoredVersion(manifest, folder, complete=False)
         with no_room_errors(self.path, manifest.version, manifest.num_bytes):
             # All files exist from here on, and stay open: writes never make a new file that lacks earlier chunks.
@@ -338,7 +160,21 @@ class VersionStore:
             for pages, size in zip(stored.pages, sizes.values(), strict=True):
                 pages.set_size(size)
                 pages.is_arriving = True
+        if base is not None:
+            stored.build_on(base.manifest.version, older, {i for i, name in enumerate(sizes) if name in kept})
         return stored
+
+    def _deltas_between(
+        self, old: StoredVersion | None, base: StoredVersion
+    ) -> list[dict[tuple[int, int], ChunkDelta]] | None:
+        """Deltas that turn `old` into `base`, one after the other; None if there are none."""
+        if old is None or not base.manifest.has_layout_of(old.manifest):
+            return None
+        found, stored = list[dict[tuple[int, int], ChunkDelta]](), base
+        while stored.base is not None and stored.base != old.manifest.version and stored.base in self.complete:
+            found.append(stored.deltas)
+            stored = self.complete[stored.base]
+        return [stored.deltas, *found[::-1]] if stored.base == old.manifest.version else None
 
     def commit(self, arrived: StoredVersion) -> None:
         """Make a verified version complete: describe it and rename its folder. Raises `NoRoomError`."""
@@ -346,6 +182,7 @@ class VersionStore:
         arrived.end_writes()
         arrived.folder = arrived.folder.rename(self.path / folder_name(arrived.manifest.version))
         self.complete[arrived.manifest.version] = arrived
+        self.ready.pop(arrived.manifest.version, None)
 
     def keep_mapped(self, stored: StoredVersion) -> None:
         """Map the files of a complete version, for the next one to overwrite. Call this in a thread."""
@@ -358,21 +195,49 @@ class VersionStore:
         """Close all files."""
         self._files.close()
 
-    def pin(self, name: str, version: int) -> None:
-        """Pin a version for subscriber `name`, which ends its earlier pin. A pin survives a crash.
+    def changes_path(self, version: int) -> Path:
+        """Path of a version's change file."""
+        return self.path / f"{_CHANGES}{version}.safetensors"
 
-        Raises `NoRoomError`.
+    def add_changes(self, stored: StoredVersion, base: int) -> None:
+        """Offer the file at `changes_path`, the changes of a complete or arriving version in `base`."""
+        version = stored.manifest.version
+        self._changes[version] = base, self.changes_path(version)
+        if version not in self.complete:
+            self.ready[version] = stored
+
+    def changes_since(self, base: int, version: int) -> dict[int, str] | None:
+        """Change files from `base` to `version` in order, by version; None if one lacks."""
+        found: dict[int, str] = {}
+        while version > base and version in self._changes:
+            before, path = self._changes[version]
+            found[version], version = str(path), before
+        return dict(reversed(found.items())) if found and version == base else None
+
+    def pin(self, name: str, version: int, changes: Iterable[int] = ()) -> None:
+        """Pin a version and files of `changes` for subscriber `name`, which ends its earlier pin.
+
+        The version's pin survives a crash. Raises `NoRoomError`.
         """
         unfinished = self.path / f"{_PIN}{name}~"
         with no_room_errors(self.path, version, len(str(version))):
             unfinished.write_text(str(version))
         unfinished.rename(self.path / f"{_PIN}{name}")
-        self._pins[name] = version
+        self._pins[name], self._reading[name] = version, list(changes)
+        self._sweep_changes()
 
     def unpin(self, name: str) -> None:
         """Remove the pin of subscriber `name`, if there is one."""
         if self._pins.pop(name, None) is not None:
             (self.path / f"{_PIN}{name}").unlink(missing_ok=True)
+            self._reading.pop(name, None)
+            self._sweep_changes()
+
+    def _sweep_changes(self) -> None:
+        """Delete change files whose versions are gone, unless a subscriber may read them."""
+        needed = {*self.complete, *self.ready}.union(*self._reading.values())
+        for version in [version for version in self._changes if version not in needed]:
+            self._changes.pop(version)[1].unlink(missing_ok=True)
 
     def surplus(self, needed: set[int]) -> list[StoredVersion]:
         """Complete versions that are neither among the newest `keep_versions`, nor pinned, nor `needed`."""
@@ -385,14 +250,18 @@ class VersionStore:
         Returns the folder to pass to `delete`; None if it became the spare folder or is gone already.
         """
         version = stored.manifest.version
-        if self.complete.get(version) is stored:
+        complete = self.complete.get(version) is stored
+        if complete:
             del self.complete[version]
+        self.ready.pop(version, None)
+        self._sweep_changes()
         stored.free_memory()
         stored.end_writes()
         if not stored.folder.exists():
             return None
         with suppress(OSError):  # there is a spare folder already
             stored.folder = stored.folder.rename(self.path / SPARE)
+            self._spare = stored if complete else None
             return None
         doomed = Path(tempfile.mkdtemp(prefix=f"{folder_name(version)}.", suffix=".old", dir=self.path))
         stored.folder = stored.folder.rename(doomed / stored.folder.name)
@@ -406,12 +275,19 @@ class VersionStore:
         del self._deleting[doomed]
 
 
-def _keep_usable_files(folder: Path, sizes: Mapping[str, int], files: MappedFiles) -> None:
-    """Delete a folder's files that `sizes` (bytes by name) lacks or a process has open; cut the others to size."""
+def _keep_usable_files(folder: Path, sizes: Mapping[str, int], files: MappedFiles) -> set[str]:
+    """Delete a folder's files that `sizes` (bytes by name) lacks or a process has open; cut the others to size.
+
+    Returns the names of files that had this size and are mapped as a whole.
+    """
+    kept = set()
     for path in list(folder.iterdir()):
         pages = files.open(path)
         if path.name in sizes and pages.is_unused:
+            if pages.size == sizes[path.name] and pages.mapped_view(0, pages.size) is not None:
+                kept.add(path.name)
             pages.set_size(min(pages.size, sizes[path.name]))
         else:
             path.unlink()
     files.sweep()
+    return kept

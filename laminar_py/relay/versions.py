@@ -7,24 +7,24 @@ builds on (`tests/relay/test_tree.py::test_however_fast_versions_come_one_of_two
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 import laminar_py.relay.messages as m
+from laminar_py.relay.changes import ChangesFile
+from laminar_py.relay.delta_encoder import THREADS, DeltaEncoder
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.downlink import Downlink, LocalSubscribers
 from laminar_py.relay.downloads import BrokenVersionError, ChunkOutcome, Decision, Download, decide, window_of
+from laminar_py.relay.stored_version import NoRoomError, StoredVersion
 from laminar_py.relay.uplink import Uplink
-from laminar_py.relay.version_store import NoRoomError, StoredVersion, VersionStore
+from laminar_py.relay.version_store import VersionStore
 
 log = logging.getLogger(__name__)
 
 MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
-ENCODERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads
-MOST_USELESS_DELTAS = 8  # the encoder stops if its first deltas, as many as this, make no chunk smaller
 
 
 class NodeVersions:
@@ -58,7 +58,8 @@ class NodeVersions:
         self._downlink = downlink
         self._store = store
         self._chunk_bytes = chunk_bytes
-        self._encoder = DeltaEncoder(downlink.forward_chunk, self.retire_surplus)
+        self._encoder = DeltaEncoder(store, downlink.forward_chunk, self._handle_compared)
+        self._changes_wanted = False  # a subscriber has pulled with a base
         self._emit = emit
         self._now = now
         self._downloads: dict[int, Download] = {}  # by version
@@ -85,15 +86,20 @@ class NodeVersions:
         return self._store.complete.get(version)
 
     def needs(self, version: int) -> bool:
-        """True if the version is not complete here, and arrives, is above all here, or is wanted below."""
+        """True if the version has not arrived here, and is on its way, above all here, or wanted below."""
         if version in self._store.complete:
             return False
-        return version in self._downloads or version > self.newest or self._is_wanted(version)
+        if version in self._downloads:
+            return not self._downloads[version].arrived
+        return version > self.newest or self._is_wanted(version)
 
     def stop(self) -> None:
-        """Let no thread write into an arriving version any more, at the end of the node."""
-        for download in self._downloads.values():
+        """Let no thread compare versions or write into arriving ones any more, at the end of the node."""
+        self._encoder.close()
+        for version in list(self._downloads):
+            download = self._downloads.pop(version)
             download.stop()
+            download.drop_changes()
 
     # ---- called for children, subscribers and the root's folder
 
@@ -121,17 +127,42 @@ class NodeVersions:
         for stored in self._store.discover():
             newest = stored.manifest.version == self._store.newest
             if newest and self._downlink.has_children:
-                others = [other for other in self._store.complete.values() if other is not stored]
-                self._encoder.start(stored, others, self.tasks)
+                self._encode(stored, payloads=True, changes=self._changes_wanted)
+            elif newest and self._changes_wanted:
+                self._encode(stored, payloads=False, changes=True)
             self._downlink.announce(stored, newest=newest)
             self._handle_complete(stored.manifest)
+
+    def want_changes(self) -> None:
+        """Make change files from now on, since an engine has a base; also for the newest version."""
+        newest = self._store.complete.get(self._store.newest)
+        if not self._changes_wanted and newest is not None:
+            self._encode(newest, payloads=False, changes=True)
+        self._changes_wanted = True
+
+    def _encode(self, stored: StoredVersion, *, payloads: bool, changes: bool) -> None:
+        """Compare a version with the version before, if that is here and has the same layout."""
+        older = (other for other in self._store.complete.values() if other is not stored)
+        base = max(older, key=lambda other: other.manifest.version, default=None)
+        if base is not None and stored.manifest.has_layout_of(base.manifest):
+            found = self._begin_changes(stored.manifest, base) if changes else None
+            self._encoder.start(stored, base, self.tasks, payloads=payloads, changes=found)
+
+    def _begin_changes(self, manifest: m.Manifest, base: StoredVersion) -> ChangesFile | None:
+        return ChangesFile.begin(self._store.changes_path(manifest.version), base, manifest)
+
+    def _handle_compared(self) -> None:
+        """Answer pulls that waited for changes, and let go of the base."""
+        self.subscribers.answer_waiting()
+        self.retire_surplus()
 
     def retire_surplus(self) -> None:
         """Retire complete versions that are not to be kept, pinned, wanted, or the base of a running delta."""
         self._stop_old_encoders()
-        bases = {stored.base for stored in self._store.complete.values() if stored.unencoded}
-        bases |= {download.stored.base for download in self._downloads.values()}
-        for stored in self._store.surplus(self._downlink.wanted | {base for base in bases if base is not None}):
+        bases = {base.manifest.version for base in self._encoder.bases}
+        arriving = (download.stored.base for download in self._downloads.values())
+        bases |= {base for base in arriving if base is not None}
+        for stored in self._store.surplus(self._downlink.wanted | bases):
             self._encoder.stop(stored)
             self._downlink.forget_version(stored.manifest.version)
             self._discard(stored)
@@ -167,7 +198,7 @@ class NodeVersions:
             arriving=self._downloads,
             waiting=self._waiting,
             wanted=self._is_wanted(version),
-            overtook=self._overtook,
+            overtook=self._unabandoned,
         )
         match decision:
             case Decision.START:
@@ -180,7 +211,7 @@ class NodeVersions:
                 self._fill_window(self._downloads[version])
             case Decision.LATER:
                 self._later = announce
-                for arriving in self._downloads.keys() & {self._overtook, announce.base}:
+                for arriving in self._downloads.keys() & {self._unabandoned, announce.base}:
                     self._uplink.send(m.Want(arriving, arriving=True))  # the parent may not abandon it either
             case Decision.DECLINE:
                 self._uplink.send(m.Done(version))
@@ -189,7 +220,7 @@ class NodeVersions:
     def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
         """Check and write a chunk in a lane's thread; return the rest of the work, for the event loop.
 
-        A delta is applied on the event loop.
+        A delta is checked and kept on the event loop.
         """
         download = self._downloads.get(chunk.version)
         if download is None:
@@ -199,7 +230,7 @@ class NodeVersions:
         header = msgspec.structs.replace(chunk, data=m.NO_DATA)
         try:
             outcome = download.write(chunk, chunk.data)
-        except (NoRoomError, BrokenVersionError) as error:
+        except NoRoomError as error:
             return partial(self._finish_chunk, download, header, error)
         return partial(self._finish_chunk, download, header, outcome)
 
@@ -209,16 +240,16 @@ class NodeVersions:
         if download is None:
             return  # the version was overtaken while the chunk was in flight
         try:
-            self._advance(download, chunk, download.accept(chunk, keep_delta=self._downlink.has_children))
+            self._advance(download, chunk, download.accept(chunk))
         except (NoRoomError, BrokenVersionError) as error:
             self.fail_version(chunk.version, str(error))
 
-    def _finish_chunk(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | Exception) -> None:
+    def _finish_chunk(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | NoRoomError) -> None:
         """Record a chunk that a lane's thread has written, or the error of that."""
         if self._downloads.get(chunk.version) is not download:
             return  # the version was overtaken, or began once more
         try:
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, NoRoomError):
                 raise outcome
             download.record(chunk, outcome)
             self._advance(download, chunk, outcome)
@@ -227,6 +258,8 @@ class NodeVersions:
 
     def handle_lost(self, version: int) -> None:
         """Stop the download of a version that no node has; notify the children and subscribers that want it."""
+        if version in self._downloads and self._downloads[version].arrived:
+            return  # it needs no other node any more
         if version in self._downloads:
             self._drop(version)
             self._uplink.send(m.Attach(self.newest))  # so that the parent announces the newest again
@@ -277,8 +310,11 @@ class NodeVersions:
         base = None if announce.base is None else self._store.complete.get(announce.base)
         if base is not None and not manifest.has_layout_of(base.manifest):
             base = None
-        stored = self._store.begin(manifest)
-        download = Download(stored, window=window_of(manifest.chunk_bytes), now=self._now, base=base)
+        stored = self._store.begin(manifest, base)
+        window, changes = window_of(manifest.chunk_bytes), None
+        if base is not None and self._changes_wanted:
+            changes = self._begin_changes(manifest, base)
+        download = Download(stored, window=window, now=self._now, base=base, changes=changes)
         self._downloads[manifest.version] = download
         self._downlink.announce(stored, newest=manifest.version == self.newest)
         self._fill_window(download)
@@ -296,7 +332,7 @@ class NodeVersions:
             )
 
     def _advance(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
-        """Forward a written chunk to children; commit the version after its last verified file.
+        """Forward a chunk that was written or kept to children, and act on the last one.
 
         Requests a damaged chunk again. Raises `NoRoomError`, `BrokenVersionError`.
         """
@@ -304,27 +340,82 @@ class NodeVersions:
             self._uplink.send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
         if outcome is not ChunkOutcome.WRITTEN:
             return
+        self._forward_chunk(download, chunk.file, chunk.index)
+        if download.stored.has_arrived(chunk.file):
+            download.verify_file(chunk.file)
+        if download.arrived:
+            self._handle_arrived(download)
+        else:
+            self._fill_window(download)
+
+    def _forward_chunk(self, download: Download, file: int, index: int) -> None:
+        """Send a chunk to the children that it is promised to. Raises `BrokenVersionError` if its file is gone."""
         try:
-            self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
+            self._downlink.forward_chunk(download.stored, file, index)
         except FileNotFoundError as error:
             raise BrokenVersionError(f"version {download.version}: {error.filename} was deleted") from None
-        if download.stored.has_file(chunk.file):
-            download.verify_file(chunk.file)
-        if not download.verified:
-            self._fill_window(download)
+
+    def _handle_arrived(self, download: Download) -> None:
+        """Offer the changes of a version that has arrived, make its chunks of its deltas, or commit it.
+
+        Raises `NoRoomError`, `BrokenVersionError`.
+        """
+        stored = download.stored
+        if download.rebuilding:
+            return  # which will call this again
+        if download.changes is not None and download.changes.finish() is not None:
+            assert stored.base is not None, f"{stored.folder} has changes without a base"
+            self._store.add_changes(stored, stored.base)
+            self.subscribers.handle_newer(download.version)
+        download.changes = None
+        if not stored.is_whole:
+            download.rebuilding = True
+            self.tasks.create_task(self._rebuild(download), name=f"rebuild-{download.version}")
             return
-        if not download.stored.has_all_files():
-            folder = download.stored.folder
+        if not stored.has_all_files():
             raise BrokenVersionError(
-                f"version {download.version}: files in {folder} were deleted while it arrived"
+                f"version {download.version}: files in {stored.folder} were deleted while it arrived"
             )
-        self._store.commit(download.stored)
-        mapping = asyncio.to_thread(self._store.keep_mapped, download.stored)
+        self._store.commit(stored)
+        mapping = asyncio.to_thread(self._store.keep_mapped, stored)
         self.tasks.create_task(mapping, name=f"{self._name}-map")
         del self._downloads[download.version]
         self._uplink.send(m.Done(download.version))
-        self._handle_complete(download.stored.manifest, download)
+        self._handle_complete(stored.manifest, download)
         self._start_waiting()
+
+    async def _rebuild(self, download: Download) -> None:
+        """Make chunks of their deltas, in threads, and request each in full that comes out wrong.
+
+        The full digests are proven here, after the version may have served its changes (law 3).
+        """
+        version = download.version
+        chunks = iter(list(download.stored.waiting_chunks()))
+
+        async def rebuild_chunks() -> None:
+            """Make chunks from the iterator that all coroutines share, until none is left."""
+            for file, index in chunks:
+                right = await asyncio.to_thread(download.rebuild, file, index)
+                if self._downloads.get(version) is not download:
+                    return  # it was dropped meanwhile
+                if right is None:
+                    continue
+                fetch = download.rebuilt(file, index, right=right)
+                if fetch is not None:
+                    self._uplink.send(fetch)
+                elif download.stored.has_chunk(file, index):
+                    self._forward_chunk(download, file, index)
+
+        try:
+            await asyncio.gather(*(rebuild_chunks() for _ in range(THREADS)))
+            download.rebuilding = False
+            if download.arrived and self._downloads.get(version) is download:
+                self._handle_arrived(download)
+        except (NoRoomError, BrokenVersionError, FileNotFoundError) as error:
+            if isinstance(error, FileNotFoundError):
+                error = BrokenVersionError(f"version {version}: {error.filename} was deleted")
+            if self._downloads.get(version) is download:
+                self.fail_version(version, str(error))
 
     def _fill_window(self, download: Download) -> None:
         for fetch in download.fill_window():
@@ -353,14 +444,22 @@ class NodeVersions:
         download = self._downloads.pop(version, None)
         if download is not None:
             download.stop()
+            download.drop_changes()
             self._downlink.forget_version(version)
             self._discard(download.stored)
+            self.subscribers.answer_waiting()
 
     def _start_waiting(self) -> None:
         """Decide again about the announcement that waits in `_later`, since a download ended."""
         announce, self._later = self._later, None
         if announce is not None:
             self.handle_announce(announce)
+
+    @property
+    def _unabandoned(self) -> int | None:
+        """An arriving version that no other may overtake: it has arrived already, or overtook one itself."""
+        arrived = (version for version, download in self._downloads.items() if download.arrived)
+        return next(arrived, self._overtook)
 
     @property
     def _waiting(self) -> int | None:
@@ -387,14 +486,9 @@ class NodeVersions:
     # ---- retiring
 
     def _stop_old_encoders(self) -> None:
-        """Stop encoders of old versions and drop their deltas, so that their bases can leave the store.
-
-        Deltas remain for wanted versions, for the newest version, and for the second newest once it is complete.
-        """
-        newest = sorted(self._store.complete)[-2:]
-        for version, stored in self._store.complete.items():
-            needed = version in self._downlink.wanted or version == self._store.newest
-            if stored.base is not None and not needed and (stored.unencoded or version not in newest):
+        """Stop encoders of old versions that no child wants, so that their bases can leave the store."""
+        for version, stored in list(self._store.complete.items()):
+            if version not in self._downlink.wanted and version != self._store.newest:
                 self._encoder.stop(stored)
 
     def _discard(self, stored: StoredVersion) -> None:
@@ -405,65 +499,3 @@ class NodeVersions:
 
     def _is_wanted(self, version: int) -> bool:
         return version in self._downlink.wanted or version in self.subscribers.awaited
-
-
-class DeltaEncoder:
-    """Makes the root's deltas between a version and the version before, chunk by chunk, in threads.
-
-    A node without the version before gets every chunk in full. A node skips a version if two are published during
-    its download, or if the root finds two at once. So where versions come faster than a full version travels, all
-    may travel in full. Chunks also travel in full to a node that still waits for deltas when a newer version is
-    published, or that asks for an old version by number. A child that waits for a delta always gets the delta or
-    the full chunk (`tests/relay/test_tree_delta.py`). `forward_chunk` is called for each chunk that children may
-    have now, and `done` when the base is no longer needed.
-    """
-
-    def __init__(self, forward_chunk: Callable[[StoredVersion, int, int], None], done: Callable[[], None]) -> None:
-        self._forward_chunk = forward_chunk
-        self._done = done
-
-    def start(self, stored: StoredVersion, older: Iterable[StoredVersion], group: asyncio.TaskGroup) -> None:
-        """Start to encode `stored` against the newest of `older`, if that has the same layout."""
-        base = max(older, key=lambda version: version.manifest.version, default=None)
-        if base is None or not stored.manifest.has_layout_of(base.manifest):
-            return
-        stored.base = base.manifest.version
-        files = range(len(stored.manifest.files))
-        stored.unencoded = {(file, i) for file in files for i in range(stored.manifest.num_chunks(file))}
-        group.create_task(self._encode(stored, base), name=f"encode-{stored.manifest.version}")
-
-    async def _encode(self, stored: StoredVersion, base: StoredVersion) -> None:
-        """Encode all chunks of a version in `ENCODERS` tasks, and forward each chunk as soon as it is encoded.
-
-        If the first `MOST_USELESS_DELTAS` deltas save nothing, encoding stops and the version goes out in full.
-        """
-        chunks = iter(sorted(stored.unencoded))
-        num_useless = 0
-
-        async def encode_chunks() -> None:
-            """Encode chunks from the iterator that all coroutines share, until none is left."""
-            nonlocal num_useless
-            for file, index in chunks:
-                try:
-                    delta = await asyncio.to_thread(stored.encode_delta, base, file, index)
-                except FileNotFoundError:  # an overtaken version was retired before this call
-                    assert stored.base is None, f"{base.folder} went while {stored.folder} was built on it"
-                if stored.base is None:
-                    return  # `stop` was called during the encoding
-                stored.add_delta(file, index, delta)
-                self._forward_chunk(stored, file, index)
-                num_useless += delta is None
-                if num_useless >= MOST_USELESS_DELTAS and not stored.deltas:
-                    self.stop(stored)
-
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(ENCODERS):
-                workers.create_task(encode_chunks())
-        self._done()
-
-    def stop(self, stored: StoredVersion) -> None:
-        """Stop making deltas of a version, drop its deltas, and send chunks that wait for a delta in full."""
-        waiting = sorted(stored.unencoded)
-        stored.forget_deltas()
-        for file, index in waiting:
-            self._forward_chunk(stored, file, index)

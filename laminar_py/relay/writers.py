@@ -23,7 +23,7 @@ import msgspec
 
 from laminar_py.records.codec import decode, encode
 from laminar_py.relay.mapped_file import MappedFile, MappedFiles
-from laminar_py.relay.version_store import NoRoomError
+from laminar_py.relay.stored_version import NoRoomError
 
 SOCKET = "writers"  # in the store
 LENGTH_BYTES = 8

@@ -48,7 +48,7 @@ def test_a_benchmark_needs_no_setting():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="relays: no such benchmark; choose one of control, endpoint, "):
         measure("relays", [])
-    with pytest.raises(ConfigError, match="seeds: no such setting here; choose num_bytes or repeats or shm"):
+    with pytest.raises(ConfigError, match="seeds: no such setting here; choose model_bytes or num_bytes or"):
         measure("relay", ["seeds=2"])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.engine import RefusedError, StoreFullError
-from laminar_py.relay.version_store import NoRoomError
+from laminar_py.relay.stored_version import NoRoomError
 from laminar_py.runtime.cluster.backend import open_cluster
 from laminar_py.runtime.cluster.errors import (
     PartBugError,

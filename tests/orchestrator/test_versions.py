@@ -16,7 +16,7 @@ from laminar_py.records.events import Relayed, VersionLoaded
 from laminar_py.records.metrics import RankPosition
 from laminar_py.records.weights import Published
 from laminar_py.relay.messages import FileEntry, Manifest
-from laminar_py.relay.version_store import NoRoomError
+from laminar_py.relay.stored_version import NoRoomError
 from laminar_py.runtime.cluster.backend import nodes
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Placement

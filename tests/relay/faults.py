@@ -25,7 +25,7 @@ from laminar_py.relay.subscriber import RelayError, Subscriber
 from laminar_py.relay.tree import Topology
 from laminar_py.relay.version_store import SPARE, complete_versions
 from tests.relay.fleet import Member, Mischief
-from tests.relay.tree import CHUNK, KEYS, digest
+from tests.relay.tree import CHUNK, KEYS, apply_changes, digest
 
 HEARTBEAT_S = 0.3
 KEEP = 2
@@ -132,6 +132,7 @@ class Witness:
 
     def __init__(self, member: Member, record: Record, rng: random.Random) -> None:
         self.held: PulledVersion | None = None
+        self.followed: list[int] = []  # versions that it made of changes
         self._member = member
         self._record = record
         self._rng = rng
@@ -156,6 +157,8 @@ class Witness:
                 seen = await subscriber.wait_newer(seen)
                 if self.held is not None:
                     await self._record.check(self.held)
+                    if self._rng.random() < 0.5:
+                        await self._follow_by_changes(subscriber, self.held)
                 older = seen - self._rng.randint(1, 4) if self._rng.random() < 0.15 else None
                 self.held = None  # if it dies now, the hold may have moved to the new one or not
                 self.held = await subscriber.pull(older if older in self._record.contents else None)
@@ -167,6 +170,17 @@ class Witness:
             else:
                 await self._record.check(self.held)
                 seen = self.held.version
+
+    async def _follow_by_changes(self, subscriber: Subscriber, held: PulledVersion) -> None:
+        """As an engine that serves `held`: the changes, where there are some, make the newer version of it."""
+        _, tensors = _read(Path(held.path))
+        self.held = None  # the hold moves
+        pulled = await subscriber.pull(base=held.version)
+        for path in pulled.changes:
+            apply_changes(path, tensors)
+        if pulled.changes:
+            self.followed.append(pulled.version)
+            assert content_of(tensors) == self._record.contents[pulled.version], f"{pulled} has other changes"
 
 
 class Fleet:
@@ -314,7 +328,8 @@ class Fleet:
 
 def _litter(store: Path) -> set[str]:
     pins = {path.name: path.read_text() for path in store.glob("pin-*")}
-    kept = {f"v{version}" for version in (*complete_versions(store)[-KEEP:], *pins.values())}
+    numbers = [*map(str, complete_versions(store)[-KEEP:]), *pins.values()]
+    kept = {name for number in numbers for name in (f"v{number}", f"changes-{number}.safetensors")}
     return {path.name for path in store.iterdir()} - kept - pins.keys() - {SPARE}
 
 

@@ -11,7 +11,7 @@ from laminar_py.relay import messages as m
 from laminar_py.relay.delta import encode
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.sockets import to_frames
-from laminar_py.relay.version_store import StoredVersion
+from laminar_py.relay.stored_version import StoredVersion
 from tests.relay.delta_builders import Forgery, weights
 from tests.relay.tree import CHUNK
 
@@ -195,8 +195,8 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Done(number),
         m.OpenLanes(1),
         m.Subscribe(),
-        m.Pull(1, 5, "replica", None),
-        m.Pull(2, 5, "replica", number),
+        m.Pull(id=1, session=5, name="replica", version=None),
+        m.Pull(id=2, session=5, name="replica", version=number),
     ]
     downward = [m.Announce(version.manifest), m.Lost(number), m.Failed(number, "full"), m.Newest(number)]
     downward += [version.read_chunk(0, index) for index in range(version.manifest.num_chunks(0))]

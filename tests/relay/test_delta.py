@@ -4,6 +4,7 @@ import os
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,15 +20,20 @@ GUARD = 64  # bytes on both sides of what may be written
 WIDTHS = pytest.mark.parametrize("width", [2, 4])
 
 
+def width_of(payload: bytes) -> int:
+    """The width that the payload was made with, where it says one that exists."""
+    return 4 if payload[1:2] == b"\x04" else 2
+
+
 def applied(payload: bytes, base: bytes) -> bytes:
     """What `apply` makes of it, after a look at the bytes around its output."""
     arena = bytearray(b"\xa5" * (len(base) + 2 * GUARD))
     inside = memoryview(arena)[GUARD : GUARD + len(base)]
-    before = bytes(inside)
+    inside[:] = base
     try:
-        apply(payload, base, inside)
+        apply(payload, inside, width=width_of(payload))
     except DeltaError:
-        assert inside == before, "written although refused"
+        assert inside == base, "written although refused"
         raise
     finally:
         assert arena[:GUARD] == arena[-GUARD:] == b"\xa5" * GUARD, "written outside"
@@ -117,13 +123,24 @@ def test_views_at_odd_addresses_do(width: int) -> None:
     assert applied(payload, views[1]) == new
 
 
-def test_a_base_may_be_patched_in_place() -> None:
-    new, base = weights(1_000_000, width=2, density=0.01)
-    payload = encode(new, base, width=2)
-    assert payload
-    memory = bytearray(base)
-    apply(payload, memory, memoryview(memory))
-    assert memory == new
+def test_a_payload_of_another_width_is_refused() -> None:
+    good, base = forgery(2)
+    with pytest.raises(DeltaError, match="elements of 2 bytes, not 4"):
+        apply(good.bytes(), memoryview(bytearray(base)), width=4)
+
+
+def test_payloads_of_successive_versions_apply_one_after_the_other() -> None:
+    versions = [weights(1_000_001, width=2, density=0.01)[1]]
+    for seed in range(3):
+        moved = np.frombuffer(versions[-1], "<u2", 500_000).copy()
+        moved[np.random.default_rng(seed).integers(0, len(moved), 3000)] += 1
+        versions.append(moved.tobytes() + bytes([seed]))
+    pages = memoryview(bytearray(versions[0]))
+    for old, new in pairwise(versions):
+        payload = encode(new, old, width=2)
+        assert payload
+        apply(payload, pages, width=2)
+        assert pages == new
 
 
 def test_threads_do_not_meet() -> None:
@@ -234,7 +251,7 @@ def test_a_small_frame_that_inflates_to_gigabytes_takes_no_memory(claimed: bool)
         tracemalloc.start()
         try:
             with pytest.raises(DeltaError, match="a plane has"):
-                apply(payload, base, memoryview(bytearray(len(base))))
+                apply(payload, memoryview(bytearray(base)), width=2)
             assert tracemalloc.get_traced_memory()[1] < 4 * len(base)
         finally:
             tracemalloc.stop()

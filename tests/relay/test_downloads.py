@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar_py.relay.delta import Difference
+from laminar_py.relay.digests import delta_proof
 from laminar_py.relay.downloads import ChunkOutcome, Decision, Download, decide
 from laminar_py.relay.messages import (
     Announce,
@@ -24,7 +26,8 @@ from laminar_py.relay.messages import (
     VersionPulled,
     Want,
 )
-from laminar_py.relay.version_store import StoredVersion, VersionStore
+from laminar_py.relay.stored_version import StoredVersion
+from laminar_py.relay.version_store import VersionStore
 from tests.depth import examples
 from tests.relay.tree import (
     CHUNK,
@@ -76,6 +79,11 @@ def as_version(stored: StoredVersion, number: int) -> Announce:
     return Announce(msgspec.structs.replace(stored.manifest, version=number), base=number - 1)
 
 
+def nothing_changed(base: StoredVersion, number: int) -> dict[str, object]:
+    """Fields of a chunk of the version after `number`, which has the content of `base`."""
+    return {"base": number, "data": memoryview(b""), "proof": delta_proof(base.manifest.digest, b"")}
+
+
 async def give(parent: HandParent, stored: StoredVersion, number: int) -> int:
     """Answer requests for that version until it is there; how many bytes went for it."""
     sent, done = 0, False
@@ -87,7 +95,7 @@ async def give(parent: HandParent, stored: StoredVersion, number: int) -> int:
                 for index in range(first, first + count):
                     chunk = msgspec.structs.replace(stored.read_chunk(file, index), version=number)
                     if base == number - 1:  # nothing has changed
-                        chunk = msgspec.structs.replace(chunk, base=base, data=memoryview(b""))
+                        chunk = msgspec.structs.replace(chunk, **nothing_changed(stored, base))
                     sent += len(chunk.data)
                     parent.send(chunk)
             case Done(version):
@@ -109,7 +117,7 @@ async def test_a_version_that_the_next_one_builds_on_is_brought_to_its_end(tmp_p
             assert await parent.receive(Want) == Want(2, arriving=True)
             for index in range(fetch.first_chunk, fetch.first_chunk + fetch.credits):
                 chunk = msgspec.structs.replace(
-                    origin.read_chunk(0, index), version=2, base=1, data=memoryview(b"")
+                    origin.read_chunk(0, index), version=2, **nothing_changed(origin, 1)
                 )
                 parent.send(chunk)
             assert await give(parent, origin, 2) == 0
@@ -221,13 +229,13 @@ async def test_a_version_that_was_given_up_is_begun_again_ever_more_rarely(tmp_p
 async def test_a_root_that_encodes_too_slowly_keeps_no_more_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, going = StoredVersion.encode_delta, threading.Event()
+    compare, going = StoredVersion.compare, threading.Event()
 
-    def wait(*chunk: object) -> bytes | None:
+    def wait(*chunk: object) -> Difference | None:
         going.wait(20.0)
-        return encode(*chunk)
+        return compare(*chunk)
 
-    monkeypatch.setattr(StoredVersion, "encode_delta", wait)
+    monkeypatch.setattr(StoredVersion, "compare", wait)
     weights = [tensors(1), tensors(2)]
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # those that wait take one each
     async with (
@@ -274,8 +282,8 @@ def test_every_chunk_is_asked_for_once_and_never_more_than_the_window(
             if not wanted:
                 break
             chunk = origin.read_chunk(*wanted.pop(data.draw(st.integers(0, len(wanted) - 1))))
-            assert download.accept(chunk, keep_delta=True) is ChunkOutcome.WRITTEN
-            assert download.accept(chunk, keep_delta=True) is ChunkOutcome.USELESS
+            assert download.accept(chunk) is ChunkOutcome.WRITTEN
+            assert download.accept(chunk) is ChunkOutcome.USELESS
         assert asked == sum(origin.manifest.num_chunks(file) for file in range(len(sizes)))
         assert all(
             download.stored.file_path(file).read_bytes() == origin.file_path(file).read_bytes()
@@ -287,16 +295,10 @@ def test_a_chunk_that_is_damaged_short_or_foreign_is_not_written(tmp_path: Path)
     origin = write_version(tmp_path / "origin", 1, 2 * CHUNK)
     download = download_of(origin, tmp_path, window=WINDOW)
     chunk = origin.read_chunk(0, 0)
-    assert (
-        download.accept(msgspec.structs.replace(chunk, checksum=b"0" * 32), keep_delta=True)
-        is ChunkOutcome.DAMAGED
-    )
-    assert (
-        download.accept(msgspec.structs.replace(chunk, data=chunk.data[1:]), keep_delta=True)
-        is ChunkOutcome.DAMAGED
-    )
-    assert download.accept(msgspec.structs.replace(chunk, index=2), keep_delta=True) is ChunkOutcome.USELESS
-    assert download.accept(msgspec.structs.replace(chunk, file=1), keep_delta=True) is ChunkOutcome.USELESS
+    assert download.accept(msgspec.structs.replace(chunk, checksum=b"0" * 32)) is ChunkOutcome.DAMAGED
+    assert download.accept(msgspec.structs.replace(chunk, data=chunk.data[1:])) is ChunkOutcome.DAMAGED
+    assert download.accept(msgspec.structs.replace(chunk, index=2)) is ChunkOutcome.USELESS
+    assert download.accept(msgspec.structs.replace(chunk, file=1)) is ChunkOutcome.USELESS
     assert not download.stored.has_chunk(0, 0)
 
 
@@ -304,7 +306,39 @@ def test_after_a_restart_only_missing_chunks_are_asked_for(tmp_path: Path) -> No
     origin = write_version(tmp_path / "origin", 1, 5 * CHUNK)
     download = download_of(origin, tmp_path, window=5)
     download.fill_window()
-    download.accept(origin.read_chunk(0, 1), keep_delta=True)
+    download.accept(origin.read_chunk(0, 1))
     assert not download.fill_window()  # the window is more than half full
     download.restart()
     assert [(fetch.first_chunk, fetch.credits) for fetch in download.fill_window()] == [(0, 1), (2, 3)]
+
+
+def test_lanes_and_rebuilding_threads_never_write_the_same_chunk(tmp_path: Path) -> None:
+    """A second writer of a chunk is turned away until the event loop has noted the first one's result."""
+    base = write_version(tmp_path / "origin", 1, 3 * CHUNK)
+    store = VersionStore(tmp_path / "store", keep_versions=1)
+    store.open()
+    stored = store.begin(as_version(base, 2).manifest, base)
+    download = Download(stored, window=WINDOW, now=lambda: 0.0, base=base)
+    full = [msgspec.structs.replace(base.read_chunk(0, index), version=2) for index in range(3)]
+    deltas = [msgspec.structs.replace(chunk, **nothing_changed(base, 1)) for chunk in full]
+
+    assert download.write(full[0], full[0].data) is ChunkOutcome.WRITTEN  # as in a lane's thread
+    assert download.accept(deltas[0]) is ChunkOutcome.USELESS
+    assert download.write(full[0], full[0].data) is ChunkOutcome.USELESS
+    download.record(full[0], ChunkOutcome.WRITTEN)
+
+    assert download.accept(deltas[1]) is ChunkOutcome.WRITTEN
+    assert download.write(full[1], full[1].data) is ChunkOutcome.USELESS
+    assert download.rebuild(0, 1)
+    assert download.rebuild(0, 1) is None
+    stored.forget_file(0)
+    assert download.write(full[1], full[1].data) is ChunkOutcome.USELESS, "a thread may still write the chunk"
+    assert download.rebuilt(0, 1, right=True) is None
+    assert not stored.has_chunk(0, 1), "the file was forgotten meanwhile"
+    assert download.accept(full[1]) is ChunkOutcome.WRITTEN
+
+    assert download.accept(deltas[2]) is ChunkOutcome.WRITTEN
+    download.stop()
+    assert download.rebuild(0, 2) is None
+    assert download.write(full[0], full[0].data) is ChunkOutcome.USELESS
+    assert stored.file_path(0).read_bytes()[: 2 * CHUNK] == base.file_path(0).read_bytes()[: 2 * CHUNK]

@@ -19,10 +19,10 @@ from laminar_py.relay.messages import (
     VersionComplete,
     VersionFailed,
 )
+from laminar_py.relay.stored_version import StoredVersion
 from laminar_py.relay.subscriber import RelayError, Subscriber
 from laminar_py.relay.tree import versions_at_peak
 from laminar_py.relay.version_layout import HEADER_BYTES
-from laminar_py.relay.version_store import StoredVersion
 from tests.relay.faults import small_disk
 from tests.relay.node_process import NodeProcess
 from tests.relay.tree import (

@@ -21,10 +21,10 @@ from zmq.utils.monitor import recv_monitor_message
 from laminar_py.records import codec
 from laminar_py.relay import messages as m
 from laminar_py.relay.delta import encode
-from laminar_py.relay.digests import chunk_checksum, version_digest
+from laminar_py.relay.digests import chunk_checksum, delta_proof, version_digest
 from laminar_py.relay.sockets import CONTROL_BYTES
+from laminar_py.relay.stored_version import StoredVersion
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.version_store import StoredVersion
 from tests.relay.delta_builders import Forgery
 from tests.relay.faults import LIBZMQ_FAULTS
 from tests.relay.fleet import Member
@@ -88,7 +88,7 @@ def attack_below(endpoint: str, messages: Iterable[list[bytes]]) -> None:
             socket.send_multipart(message)
             if count % 100 == 0:
                 drain(socket)
-        socket.send(codec.encode(m.Pull(2**40, 1, "last", 1)))
+        socket.send(codec.encode(m.Pull(id=2**40, session=1, name="last", version=1)))
         while msgpack.unpackb(socket.recv_multipart()[0]).get("id") != 2**40:
             pass
 
@@ -100,7 +100,7 @@ def cut_off_below(endpoint: str) -> None:
         socket.connect(endpoint)
         for _ in range(20):
             socket.send(bytes(CONTROL_BYTES - 100))
-        socket.send(codec.encode(m.Pull(1, 1, "large", 1)))
+        socket.send(codec.encode(m.Pull(id=1, session=1, name="large", version=1)))
         assert msgpack.unpackb(socket.recv_multipart()[0])["id"] == 1
         assert not monitor.poll(0)
         for _ in range(CUTS):
@@ -368,9 +368,10 @@ async def test_a_delta_longer_than_its_chunk_is_refused(tmp_path: Path) -> None:
             parent.send_all(base)
             await events.first(m.VersionComplete, version=1)
             parent.send(m.Announce(m.Manifest(2, version_digest(files), CHUNK, files), base=1))
-            checksum = chunk_checksum(bytes(new))
-            parent.send(m.Chunk(version=2, file=0, index=0, checksum=checksum, base=1, data=memoryview(long)))
-            parent.send(m.Chunk(version=2, file=0, index=0, checksum=checksum, base=1, data=memoryview(payload)))
+            right = m.Chunk(version=2, file=0, index=0, checksum=chunk_checksum(bytes(new)), base=1)
+            for data in (long, payload):
+                proof = delta_proof(base.manifest.digest, data)
+                parent.send(msgspec.structs.replace(right, data=memoryview(data), proof=proof))
             event = await events.first(m.VersionComplete, version=2)
     assert event.wire_bytes == len(payload)
 
@@ -394,7 +395,7 @@ async def test_a_child_that_asks_for_all_and_reads_nothing_costs_bounded_memory(
             socket.connect(endpoint)
             for _ in range(60):
                 socket.send(codec.encode(m.Fetch(version=1, file=0, first_chunk=0, credits=2**62)))
-            socket.send(codec.encode(m.Pull(1, 1, "greedy", 1)))
+            socket.send(codec.encode(m.Pull(id=1, session=1, name="greedy", version=1)))
             await asyncio.to_thread(wait_for, node.store / "pin-greedy")
             assert_small(node, before, GREED_BYTES)
     finally:

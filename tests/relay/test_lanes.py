@@ -28,7 +28,7 @@ from laminar_py.relay.messages import (
     VersionComplete,
     VersionFailed,
 )
-from laminar_py.relay.version_store import StoredVersion
+from laminar_py.relay.stored_version import StoredVersion
 from tests.relay.tree import (
     CHUNK,
     ByHand,

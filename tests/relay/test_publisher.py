@@ -30,8 +30,9 @@ from laminar_py.relay.digests import (
 )
 from laminar_py.relay.mapped_file import MappedFile, allow_many_files
 from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.stored_version import CHECKSUMS, MANIFEST, NoRoomError
 from laminar_py.relay.version_layout import HEADER_BYTES, SHARD_BYTES
-from laminar_py.relay.version_store import CHECKSUMS, MANIFEST, SPARE, NoRoomError, VersionStore, folder_name
+from laminar_py.relay.version_store import SPARE, VersionStore, folder_name
 from tests.relay.faults import small_disk
 from tests.relay.tree import CHUNK, folder_bytes, read_checksums, tensors
 

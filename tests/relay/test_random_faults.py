@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from laminar_py.relay.messages import Announce, Attach, Failed, Fetch, Lost, VersionComplete, Want
+from laminar_py.relay.stored_version import StoredVersion
 from laminar_py.relay.tree import Topology
-from laminar_py.relay.version_store import StoredVersion
 from tests.relay.faults import SMALL, Fault, Fleet, Weights, fleet, small_disk
 from tests.relay.tree import (
     CHUNK,

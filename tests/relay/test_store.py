@@ -10,7 +10,8 @@ from blake3 import blake3
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.messages import Manifest
-from laminar_py.relay.version_store import SPARE, StoredVersion, VersionStore
+from laminar_py.relay.stored_version import StoredVersion
+from laminar_py.relay.version_store import SPARE, VersionStore
 from tests.relay.tree import CHUNK, digest, write_version
 
 

@@ -205,11 +205,11 @@ async def test_a_late_word_of_a_broken_connection_moves_no_hold(tmp_path: Path) 
     async with running(node := make_node(tmp_path, "relay-0")), ByHand() as hand:
         old, new = await hand.child(node.endpoint), await hand.child(node.endpoint)
         for link, pull, answered in (
-            (old, Pull(1, 7, "replica", 1), True),
-            (new, Pull(2, 7, "replica", 2), True),
-            (old, Pull(1, 7, "replica", 1), False),
-            (new, Pull(1, 8, "replica", 2), True),  # its next life
-            (old, Pull(3, 7, "replica", 1), False),
+            (old, Pull(id=1, session=7, name="replica", version=1), True),
+            (new, Pull(id=2, session=7, name="replica", version=2), True),
+            (old, Pull(id=1, session=7, name="replica", version=1), False),
+            (new, Pull(id=1, session=8, name="replica", version=2), True),  # its next life
+            (old, Pull(id=3, session=7, name="replica", version=1), False),
         ):
             link.send(pull)
             link.send(Want(9))  # answered after it
@@ -224,12 +224,12 @@ async def test_a_pull_that_is_put_again_gets_the_same_answer_and_moves_no_hold(t
     write_version(tmp_path / "relay-0", 1, CHUNK)
     async with running(node := make_node(tmp_path, "relay-0", parent_timeout_s=0.1)), ByHand() as hand:
         link = await hand.child(node.endpoint)
-        link.send(Pull(1, 7, "replica", None))
+        link.send(Pull(id=1, session=7, name="replica", version=None))
         assert (await receive(link, Granted)).version == 1
         write_version(tmp_path / "relay-0", 2, CHUNK)
         while (await receive(link, Announce)).manifest.version != 2:
             pass
-        link.send(Pull(1, 7, "replica", None))
+        link.send(Pull(id=1, session=7, name="replica", version=None))
         assert (await receive(link, Granted)).version == 1
         assert (tmp_path / "relay-0" / "pin-replica").read_text() == "1"
 
@@ -239,7 +239,10 @@ async def test_a_release_that_comes_late_ends_no_later_hold(tmp_path: Path) -> N
         write_version(tmp_path / "relay-0", version, CHUNK)
     async with running(node := make_node(tmp_path, "relay-0")), ByHand() as hand:
         link = await hand.child(node.endpoint)
-        for pull in (Pull(1, 7, "replica", 1), Pull(2, 7, "replica", 2)):
+        for pull in (
+            Pull(id=1, session=7, name="replica", version=1),
+            Pull(id=2, session=7, name="replica", version=2),
+        ):
             link.send(pull)
             await receive(link, Granted)
         for release, held in (((1, 7), True), ((2, 6), True), ((2, 7), False)):

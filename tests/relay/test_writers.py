@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from laminar_py.records.weights import StoredTensor, TensorSource
 from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.stored_version import NoRoomError
 from laminar_py.relay.version_layout import HEADER_BYTES
-from laminar_py.relay.version_store import SPARE, NoRoomError, folder_name
+from laminar_py.relay.version_store import SPARE, folder_name
 from laminar_py.relay.writers import MAX_DESCRIPTORS, SOCKET
 from tests.learner.ranks import prepared
 from tests.relay.faults import small_disk

@@ -2,23 +2,25 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from laminar_py.records.weights import Published
+from laminar_py.records.weights import AT, TO, Published
 from laminar_py.relay.digests import chunk_checksum, digest_of, version_digest
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.sockets import Connection, LinkState, Listener, SocketFactory, generate_keys
+from laminar_py.relay.stored_version import StoredVersion, describe_version
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Topology, grow_tree
-from laminar_py.relay.version_store import StoredVersion, describe_version
 
 torch.set_num_threads(1)
 
@@ -27,6 +29,7 @@ CHUNK = 4096
 PATIENCE_S = 30.0  # every wait of these tests ends here
 
 Kind = TypeVar("Kind")
+Tensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
 
 class Party(Protocol):
@@ -132,6 +135,42 @@ def tensors(seed: int, num_bytes: int = 300_000) -> list[tuple[str, torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     half = torch.randn(num_bytes // 4, generator=generator).bfloat16()
     return [("model.embed.weight", half.reshape(-1, 4)), ("model.norm.weight", half + 1)]
+
+
+def changed(given: Tensors, every: int, *, start: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """One in so many elements moves by one unit in the last place."""
+    moved = []
+    for name, tensor in given:
+        bits = tensor.clone().view(torch.int16 if tensor.itemsize == 2 else torch.int32).reshape(-1)
+        bits[start % every :: every] += 1
+        moved.append((name, bits.view(tensor.dtype).reshape(tensor.shape)))
+    return moved
+
+
+async def publish(learner: Learner, version: int, given: Tensors) -> None:
+    """Publish these tensors, and wait until the root may find them."""
+    learner.publisher.publish(version, given)
+    learner.publisher.completed(version)
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a version's files."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def apply_changes(path: str | Path, served: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """What an engine does with a change file; each place in it must differ. Returns base and version."""
+    bits = {2: torch.int16, 4: torch.int32}
+    with safe_open(path, framework="pt") as file:
+        for name in {key.removesuffix(AT).removesuffix(TO) for key in file.keys()}:  # noqa: SIM118 (no mapping)
+            at, to = file.get_tensor(name + AT), file.get_tensor(name + TO)
+            assert at.dtype == torch.int64
+            assert to.dtype == served[name].dtype
+            assert (at[1:] > at[:-1]).all(), "places do not ascend"
+            flat = served[name].reshape(-1).view(bits[to.itemsize])
+            assert (flat[at] != to.view(bits[to.itemsize])).all(), "it names an element that did not change"
+            flat[at] = to.view(bits[to.itemsize])
+        return int(file.metadata()["base"]), int(file.metadata()["version"])
 
 
 def write_version(store: Path, version: int, *sizes: int) -> StoredVersion:

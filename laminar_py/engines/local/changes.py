@@ -1,6 +1,6 @@
 """Changed positions of a version, put into the packed weights. Called by `LocalModel` in the engine's thread.
 
-A file of changes names flat places in Hugging Face tensors (`records.weights.CHANGES`). `Weights.in_file_order`
+A file of changes names flat places in Hugging Face tensors (format: `records/weights.py`). `Weights.in_file_order`
 gives views of the served tensors in that order, so places are computed, and nothing of a tensor's size is made.
 All files are checked before the first value is written.
 """

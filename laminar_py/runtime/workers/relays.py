@@ -28,9 +28,10 @@ from laminar_py.relay.messages import (
     VersionPulled,
 )
 from laminar_py.relay.sockets import generate_keys
+from laminar_py.relay.stored_version import MANIFEST
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Topology, choose_chunk_bytes, grow_tree
-from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
+from laminar_py.relay.version_store import complete_versions, folder_name
 from laminar_py.runtime.cluster.backend import on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartCrashedError, RemoteCallError
 from laminar_py.runtime.cluster.part import Part, watched

@@ -35,7 +35,8 @@ from laminar_py.records.weights import Published, Rows, StoredTensor, TensorSour
 from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.publisher import Publisher
-from laminar_py.relay.version_store import MANIFEST, complete_versions, folder_name
+from laminar_py.relay.stored_version import MANIFEST
+from laminar_py.relay.version_store import complete_versions, folder_name
 from laminar_py.runtime.preflight.inputs import initial_folder
 from laminar_py.runtime.workers.processes.base import (
     ComputingActor,
