@@ -256,7 +256,7 @@ def _describe_bound(max_staleness: int | None, *, idle: float, step: MeanStep) -
     elif idle < step.age.lost:
         fit, costs = "too loose", costs[::-1]
     if step.age.oldest > max_staleness:
-        fit = f"exceeded, by data up to {step.age.oldest} learner steps old"
+        costs.append(f"data above it were up to {step.age.oldest} learner steps old")
     return f"staleness.max_staleness={max_staleness} is {fit}: {'; '.join(costs)} ({kl})"
 
 

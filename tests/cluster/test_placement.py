@@ -408,7 +408,7 @@ async def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_ma
     [
         ("math_long_cot/7b_8gpu", (8,), 4, 4),
         ("math_long_cot/7b_24gpu", (8, 8, 8), 14, 10),
-        ("math_long_cot/14b_8gpu", (8,), 5, 3),
+        ("math_long_cot/14b_8gpu", (8,), 4, 4),
         ("math_long_cot/32b_64gpu", (8,) * 8, 36, 28),
         ("math_long_cot/32b_128k_64gpu", (8,) * 8, 16, 48),
         ("code_long_cot/7b_8gpu", (8,), 4, 4),

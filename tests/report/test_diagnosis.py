@@ -197,7 +197,7 @@ def test_data_above_the_bound_of_its_run_is_told_as_such_and_data_within_is_not(
     bounds = ["staleness.max_staleness=4", "staleness.policies=[wait]"]
     for oldest, words in (
         (4, "is neither too tight nor too loose"),
-        (5, "is exceeded, by data up to 5 learner steps old"),
+        (5, "data above it were up to 5 learner steps old"),
     ):
         found = diagnosis(replace(step, age=Age(lost=0.0, kl={}, oldest=oldest)), *bounds)
         assert words in dict(describe_diagnosis(found))["staleness"]
