@@ -52,7 +52,7 @@ def ways(num_bytes: int, *, hosts: int, fanout: int, network_bytes_per_s: float)
         Way(
             "delta of a step at 1e-6",
             _seconds(delta, hosts, fanout, min(SEALED_BYTES_PER_S, network_bytes_per_s)),
-            f"M: {DELTA_SHARE:.2%} of the bytes, verified at {RELAY_BYTES_PER_S / 1e9:g} GB/s of the version",
+            f"M: {DELTA_SHARE:.2%} of the bytes; {RELAY_BYTES_PER_S / 1e9:g} GB/s, while nodes copied the base",
         ),
     ]
 

@@ -43,7 +43,9 @@ def relay_plan(
     from laminar_lab.step_time import version_bytes
 
     fleet, (name, shape) = read_fleet(gpus, network_bytes_per_s=network_gbit * GBIT), model_named(model)
-    hosts = 1 + max(1, fleet.nodes // 2)  # the learner's host is the root
+    if fleet.nodes == 1:
+        raise ConfigError(f"gpus={gpus}: replicas beside the learner map its files; name a fleet of several nodes")
+    hosts = 1 + fleet.nodes // 2  # the learner's host is the root
     found = ways(
         version_bytes(shape.total), hosts=hosts, fanout=fanout, network_bytes_per_s=fleet.network_bytes_per_s
     )

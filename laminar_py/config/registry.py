@@ -214,7 +214,7 @@ def find_file(given: str, *, field: str) -> tuple[Path, str]:
         meant = f"did you mean {near[0]}? Else " if near else ""
         remedy = f"{meant}name a Python file, relative to the working directory"
         raise ConfigError(f"{field}={given}: no such file as {path}; {remedy}")
-    names = _names_of(Path(path))
+    names = _names_of(Path(path)) if path.endswith(".py") else None  # another file is refused by its import
     if names is not None and name not in names:
         raise ConfigError(f"{field}={given}: {_no_function(Path(path), name)}")
     return Path(path), name

@@ -104,7 +104,7 @@ class RunConfig(Section):
         random_start = self.model.from_scratch and self.warm_start is None
         check_rollout(rollout)
         check_overlong(algorithm, rollout.sampling)
-        check_microbatches(self.packer, self.learner, rollout)
+        check_microbatches(self.packer, self.learner, rollout, staged=algorithm.reference_in_own_process)
         check_buffer(self.capacity, self.trajectories_per_step)
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)

@@ -1,8 +1,9 @@
 """Causal attention over packed rows: the kernels and their names in transformers; `kernel_check` chooses one.
 
 A packed row holds S segments end to end; a token attends to earlier tokens of its own sequence only (law 5): of
-its segment, and of the segments that this one continues. No kernel builds a [T, T] mask. A kernel raises for an
-argument that it would have to ignore (`tests/learner/test_attention.py`).
+its segment, and of the segments that this one continues. No kernel builds a [T, T] mask; SDPA builds one of a
+segment's queries and keys where it continues another. A kernel raises for an argument that it would have to
+ignore (`tests/learner/test_attention.py`).
 """
 
 import importlib

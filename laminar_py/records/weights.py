@@ -172,6 +172,8 @@ Rows: TypeAlias = tuple[str, int, Any]
 class TensorSource:
     """A tensor of the learner, and the tensors that it becomes in the files: for fused experts there are several.
 
+    E.g. `TensorSource((StoredTensor("model.norm.weight", torch.bfloat16, (4096,)),), read)`.
+
     `read` yields this rank's rows of the stored tensors, in any float dtype and any shape. It may be collective,
     so all ranks read all sources, in the same order. Rows may alias the learner's memory: copy them before the
     next step.

@@ -295,7 +295,7 @@ def test_what_cannot_be_learned_from_is_refused_by_name(change, words):
 
 @pytest.mark.parametrize("mistake", [AssertionError("ours"), ValueError("ours")])
 def test_a_mistake_of_ours_in_a_check_is_no_complaint_about_a_setting(monkeypatch, mistake):
-    def check(packer, learner, rollout):
+    def check(*_, staged):
         raise mistake
 
     monkeypatch.setattr("laminar_py.config.run.check_microbatches", check)

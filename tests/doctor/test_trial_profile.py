@@ -11,7 +11,7 @@ from laminar_lab.emulation.settings import read_profile
 from laminar_lab.gpus import gpu_named, gpu_of_device
 from laminar_lab.plan.known_models import model_named
 from laminar_lab.plan.placements import learner_traffic
-from laminar_lab.plan.pretend import pretend, request_of
+from laminar_lab.plan.pretend import placement_of, pretend, request_of
 from laminar_lab.report.rates import HostRates, profiled_rates, slow_lines
 from laminar_lab.step_time import LOAD_BYTES_PER_S, PUBLISH_BYTES_PER_S
 from laminar_py.cli import app
@@ -93,7 +93,8 @@ def test_plan_and_simulate_read_the_profile_that_was_written(tmp_path):
     assert times == profile
     assert config.rollout.engine.simulation.restart_s == 95.0
     measured, assumed = (request_of(recipe(), gpu_named("H100"), measured=one) for one in (profile, None))
-    assert learner_traffic(measured, 4, None).round_s > learner_traffic(assumed, 4, None).round_s
+    place = placement_of(recipe())
+    assert learner_traffic(measured, place).round_s > learner_traffic(assumed, place).round_s
     done = CliRunner().invoke(
         app, ["plan", "7B", "--gpus", "1x8xH100", "--seconds", "0", "--profile", str(path), "--json"]
     )

@@ -32,9 +32,8 @@ def test_exported_folder_loads_with_equal_logits(tmp_path: Path, tied: bool):
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, learner.model.get_parameter(name))
     ids = torch.arange(10)[None]
-    hidden = learner.model.base_model(
-        ids, position_ids=ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 10]), max_length_q=10
-    )
+    whole = {f"cu_seq_lens_{of}": torch.tensor([0, 10]) for of in "qk"} | {f"max_length_{of}": 10 for of in "qk"}
+    hidden = learner.model.base_model(ids, position_ids=ids, use_cache=False, **whole)
     logits = hidden.last_hidden_state @ learner.model.get_output_embeddings().weight.t()
     torch.testing.assert_close(plain(ids).logits, logits, rtol=1e-5, atol=1e-5)
 

@@ -138,3 +138,9 @@ def test_a_group_is_divided_so_that_every_rank_has_work():
     bins = fit_bins(samples(1, 100, [20] * 8), max_tokens=1000)
     (index,) = deal_bins(bins, ranks=4, capacity=1000, attention_share=SHARE)
     assert [len(packed.trajectories) for packed in index] == [2, 2, 2, 2]
+
+
+def test_a_row_sees_a_few_times_as_many_keys_as_it_has_tokens():
+    """A long prompt with short responses: attention gathers the prompt's keys for each of them."""
+    (packed,) = fit_bins(samples(1, 700, [10] * 16), max_tokens=8192)
+    assert [len(family.members) for family in packed.families] == [4] * 4

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.learner.packing.layout import LEAST_STEM, lay_out
+from laminar_py.learner.packing.layout import LEAST_STEM, lay_out, row_size
 from laminar_py.learner.packing.packer import StepWeights, microbatch
 from laminar_py.records.pieces import RoutedExperts
 from laminar_py.records.spans import is_tree, sampled_mask, sequences_of
@@ -110,8 +110,11 @@ def tree(drawn, *, prompt=STEM, seed=0):
 @settings(max_examples=examples(100), deadline=None)
 @given(SPANS, SPANS, st.sampled_from([1, STEM]))
 def test_each_token_of_a_tree_is_predicted_once_from_its_own_context(first, second, prompt):
-    one, other = tree(first, prompt=prompt), tree(second, prompt=prompt, seed=1)
-    check([one, replace(other, prompt_ids=one.prompt_ids), make_trajectory("p.0", prompt=3)])
+    one, other = (with_mask(tree(drawn, prompt=prompt, seed=seed)) for seed, drawn in enumerate((first, second)))
+    bundle = [one, replace(other, prompt_ids=one.prompt_ids), make_trajectory("p.0", prompt=3)]
+    check_masks(check(bundle))
+    size = sum(row_size(len(item.prompt_ids), item.spans).tokens for item in bundle)
+    assert len(lay_out(bundle).ids) <= size, "a bin counts no less than its row has"
 
 
 def test_a_prompt_that_samples_share_is_there_once():
@@ -129,16 +132,23 @@ def test_a_short_prompt_is_repeated():
     assert batch.num_tokens == 3 * LEAST_STEM + 18
 
 
-def test_masks_come_in_the_order_of_rows():
-    first, second = (group(2, STEM, [5, 3], seed=seed, name=f"g{seed}") for seed in (0, 1))
-    bundle = [
-        replace(item, sampling_mask=make_mask(item.response_ids)) for item in (first[0], second[0], first[1])
-    ]
-    batch = check(bundle)
+def with_mask(item):
+    return replace(item, sampling_mask=make_mask(item.response_ids))
+
+
+def check_masks(batch):
+    """Each row that predicts a token has this token in its mask."""
+    if batch.support is None:
+        return
     ends = np.cumsum(batch.support.counts)
     for row in np.flatnonzero(batch.support.counts):
         ids = batch.support.ids[ends[row] - batch.support.counts[row] : ends[row]]
         assert batch.labels[row] in ids
+
+
+def test_masks_come_in_the_order_of_rows():
+    first, second = (group(2, STEM, [5, 3], seed=seed, name=f"g{seed}") for seed in (0, 1))
+    check_masks(check([with_mask(item) for item in (first[0], second[0], first[1])]))
 
 
 @pytest.mark.parametrize("parts_at", [0, 7, STEM - 2, STEM - 1, None])

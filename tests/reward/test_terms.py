@@ -126,8 +126,8 @@ def test_a_function_that_cannot_be_had_is_explained_in_one_line(tmp_path: Path, 
     for name, text in (
         ("mine.py", "NUMBER = 1\n"),
         ("mine.txt", ""),
-        ("broken.py", "1 / 0\n"),
-        ("leaves.py", "raise SystemExit(3)\n"),
+        ("broken.py", "def half(request): ...\n1 / 0\n"),
+        ("leaves.py", "def half(request): ...\nraise SystemExit(3)\n"),
         ("mangled.py", "("),
     ):
         (tmp_path / name).write_text(text)

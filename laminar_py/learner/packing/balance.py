@@ -17,6 +17,7 @@ from laminar_py.records.trajectory import Packable
 PackedT = TypeVar("PackedT", bound=Packable)
 
 WORTH_SHARING = 0.05  # of a group's tokens that its prompt must save, or its members are packed one by one
+MOST_KEYS = 4  # that attention gathers for a family's row, a prompt's for each member, over the row's tokens
 FEWEST_PARTS = 2  # families for each rank that share the last microbatches, so that these are alike
 
 
@@ -115,8 +116,13 @@ def fit_bins(trajectories: Sequence[PackedT], *, max_tokens: int, shares: bool =
 
 
 def _parts(family: Family[PackedT], max_tokens: int) -> list[Family[PackedT]]:
-    """Divide a family that exceeds `max_tokens` into few that do not."""
-    if family.size.tokens <= max_tokens or len(family.members) == 1:
+    """Divide a family into few that do not exceed `max_tokens`, nor see `MOST_KEYS` times as many keys."""
+    if len(family.members) == 1:
+        return [family]
+    if sum([size.tokens for size in family.sizes]) > MOST_KEYS * family.size.tokens:
+        halves = (family.take(range(first, len(family.members), 2)) for first in (0, 1))
+        return [part for half in halves for part in _parts(half, max_tokens)]
+    if family.size.tokens <= max_tokens:
         return [family]
     lengths = [size.tokens - family.stem for size in family.sizes]
     return [family.take(places) for places in best_fit(lengths, max_tokens - family.stem)]

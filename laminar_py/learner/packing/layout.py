@@ -3,7 +3,8 @@
 Samples of one prompt share it, and the sequences of a response that is a tree share their stems. A row is cut into
 segments: a token attends to earlier tokens of its segment and of the segments above, so that a path from the root
 is one sequence. Each token is trained on in one place. The last shared token begins every branch, so every row
-still predicts one token. Where a mixture's recorded experts differ, prompts part (`tests/packing/test_layout.py`).
+still predicts one token. Trees share nothing with other responses, and prompts part where recorded
+experts differ (`tests/packing/test_layout.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.records.codec import BoolArray, IntArray
-from laminar_py.records.pieces import RoutedExperts, SamplingMask
+from laminar_py.records.pieces import RoutedExperts
 from laminar_py.records.spans import Span, TokenPath, is_tree, sequences_of
 from laminar_py.records.trajectory import Trajectory
 
@@ -33,11 +34,6 @@ class PlacedResponse:
 
     rows: IntArray
     places: IntArray
-
-    def mask_ids(self, mask: SamplingMask) -> IntArray:
-        """Token ids of the response's sampling mask, in the order of `rows`."""
-        ends = np.cumsum(mask.counts)
-        return np.concatenate([mask.ids[ends[place] - mask.counts[place] : ends[place]] for place in self.places])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +129,8 @@ def _paths(bundle: Sequence[Trajectory]) -> list[_Path]:
     found = []
     for response, trajectory in enumerate(bundle):
         prompt = trajectory.prompt_ids
-        number, experts = firsts.setdefault(prompt.tobytes(), (response, trajectory.routed_experts))
+        own = (response, trajectory.routed_experts)
+        number, experts = own if is_tree(trajectory.spans) else firsts.setdefault(prompt.tobytes(), own)
         shared = _equal_experts(experts, trajectory.routed_experts, len(prompt))
         keys = np.arange(len(prompt), dtype=np.int64) - ((number + 1) << 32)
         keys[shared:] += (response + 1) << 50  # from here on its own
@@ -179,7 +176,7 @@ def _equal_experts(one: RoutedExperts | None, other: RoutedExperts | None, lengt
 
 
 def _segments(paths: Sequence[_Path]) -> Iterator[_Segment]:
-    """Cut paths into segments, each parent before its children and each trajectory's segments together."""
+    """Cut paths into segments, each parent before its children."""
     number = 0
     waiting = [(members, 0, -1) for members in reversed(_by_key(paths, 0))]  # with their first token and parent
     while waiting:

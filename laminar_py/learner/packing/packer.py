@@ -17,6 +17,7 @@ from typing import Generic, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import Bin, PackedT, deal_bins, fit_bins
@@ -230,13 +231,16 @@ def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
 
 def _support(bundle: Bundle, layout: Layout, counts: IntArray) -> SamplingMask | None:
     """Join the sampling masks of all responses; row t has `counts[t]` ids. None if no response has a mask."""
-    masks = [
-        (placed.rows[0], placed.mask_ids(trajectory.sampling_mask))
-        for trajectory, placed in zip(bundle, layout.placed, strict=True)
-        if trajectory.sampling_mask is not None and len(placed.rows)
-    ]
-    in_order = [ids for _, ids in sorted(masks, key=lambda each: int(each[0]))]  # as the rows are
-    return SamplingMask(counts, np.concatenate(in_order)) if masks else None
+    if all(trajectory.sampling_mask is None for trajectory in bundle):
+        return None
+    ids, starts = np.zeros(int(counts.sum()), np.int32), np.cumsum(counts) - counts
+    for trajectory, placed in zip(bundle, layout.placed, strict=True):
+        mask = trajectory.sampling_mask
+        if mask is not None:
+            lengths = mask.counts[placed.places]
+            drawn = (np.cumsum(mask.counts) - mask.counts)[placed.places]
+            ids[_ranges(starts[placed.rows], lengths)] = mask.ids[_ranges(drawn, lengths)]
+    return SamplingMask(counts, ids)
 
 
 def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
@@ -248,3 +252,9 @@ def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
         assert values.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {values.dtype}"
         out[placed.rows] = values.array[placed.places]
     return out
+
+
+def _ranges(starts: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:
+    """Join the ranges [start, start + length)."""
+    before = np.cumsum(lengths, dtype=np.int64) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

@@ -422,7 +422,10 @@ def test_an_objective_may_be_a_function_in_a_file(tmp_path):
         ("{}:summed", "its objective returned no tensor of 4 numbers; return one for each trained token"),
         ("{}:constant", "its objective has no gradient; compute it from inputs.logprobs"),
         ("{}:clipped", "defines no function 'clipped'; define it or correct the name"),
-        ("{}x.py:clipped", "no such file as .*; name a Python file, relative to the working directory"),
+        (
+            "{}x.py:clipped",
+            "no such file as .*; did you mean .*loss.py.* name a Python file, relative to the working directory",
+        ),
     ],
 )
 def test_a_mistake_in_an_objective_of_ones_own_is_named_before_the_run(tmp_path, objective, fault):
