@@ -60,7 +60,7 @@ def busy_server(run: TrainProcess) -> psutil.Process:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         before = running(run)
-        time.sleep(1.0)  # what runs has tokens, and its journals have them
+        time.sleep(3.0)  # what runs has tokens, and its journals have them
         still = running(run)
         pids = {event.part: event.pid for event in events_of(run, "partstarted")}
         replicas = {
