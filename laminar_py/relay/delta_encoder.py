@@ -102,16 +102,18 @@ class DeltaEncoder:
                     self.stop(stored)
                     return
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(THREADS):
-                workers.create_task(compare_chunks())
-        if comparison in self._comparisons:
-            self._comparisons.remove(comparison)
-            num_bytes = sum(len(delta.payload) for delta in stored.deltas.values())
-            log.debug("compared version %d: %d bytes of deltas", stored.manifest.version, num_bytes)
-            if comparison.changes is not None and comparison.changes.finish() is not None:
-                self._store.add_changes(stored, comparison.base.manifest.version)
-                self._store.comparing.discard(stored.manifest.version)
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(THREADS):
+                    workers.create_task(compare_chunks())
+            if comparison in self._comparisons:
+                self._comparisons.remove(comparison)
+                num_bytes = sum(len(delta.payload) for delta in stored.deltas.values())
+                log.debug("compared version %d: %d bytes of deltas", stored.manifest.version, num_bytes)
+                if comparison.changes is not None and comparison.changes.finish() is not None:
+                    self._store.add_changes(stored, comparison.base.manifest.version)
+        finally:
+            self._store.comparing.discard(stored.manifest.version)
         self._done()
 
     def close(self) -> None:
