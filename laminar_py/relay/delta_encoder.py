@@ -78,7 +78,7 @@ class DeltaEncoder:
 
     async def _compare(self, comparison: "_Comparison", chunks: Iterator[tuple[int, int]]) -> None:
         """Compare all chunks in `THREADS` tasks, and forward each chunk as soon as its delta is there."""
-        stored = comparison.stored
+        stored, makes_changes = comparison.stored, comparison.changes is not None
 
         async def compare_chunks() -> None:
             """Compare chunks from the iterator that all coroutines share, until none is left."""
@@ -102,15 +102,18 @@ class DeltaEncoder:
                     self.stop(stored)
                     return
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(THREADS):
-                workers.create_task(compare_chunks())
-        if comparison in self._comparisons:
-            self._comparisons.remove(comparison)
-            num_bytes = sum(len(delta.payload) for delta in stored.deltas.values())
-            log.debug("compared version %d: %d bytes of deltas", stored.manifest.version, num_bytes)
-            if comparison.changes is not None and comparison.changes.finish() is not None:
-                self._store.add_changes(stored, comparison.base.manifest.version)
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(THREADS):
+                    workers.create_task(compare_chunks())
+            if comparison in self._comparisons:
+                self._comparisons.remove(comparison)
+                num_bytes = sum(len(delta.payload) for delta in stored.deltas.values())
+                log.debug("compared version %d: %d bytes of deltas", stored.manifest.version, num_bytes)
+                if comparison.changes is not None and comparison.changes.finish() is not None:
+                    self._store.add_changes(stored, comparison.base.manifest.version)
+        finally:
+            if makes_changes:  # another comparison of the version may be at it
                 self._store.comparing.discard(stored.manifest.version)
         self._done()
 

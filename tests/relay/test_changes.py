@@ -1,6 +1,8 @@
 """Change files: what differs between two versions, read back by the library that engines use."""
 
 import asyncio
+import errno
+import os
 import random
 import threading
 from collections.abc import AsyncIterator
@@ -299,6 +301,30 @@ async def test_a_root_finds_out_at_once_that_everything_changed(
             assert not (await replica.pull(await replica.wait_newer(version - 1), base=version - 1)).changes
     # 128 KiB of header are equal, and 700 chunks follow
     assert 0 < len(compared) < 2 * 45
+
+
+async def test_a_pull_gets_the_folder_where_the_file_of_changes_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tensors(1)
+    async with (
+        growing(tmp_path, chain(1)) as (root,),
+        Learner(tmp_path) as learner,
+        running(replica := subscriber(root, "replica")),
+    ):
+        await publish(learner, 1, weights)
+        await replica.pull(await replica.wait_newer(-1))
+        await publish(learner, 2, weights := changed(weights, every=100))
+        assert (await replica.pull(await replica.wait_newer(1), base=1)).changes
+
+        def fill_up(changes: ChangesFile) -> bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(ChangesFile, "_write_values", fill_up)
+        await publish(learner, 3, changed(weights, every=90))
+        async with asyncio.timeout(10.0):
+            pulled = await replica.pull(await replica.wait_newer(2), base=2)
+        assert (pulled.version, pulled.changes) == (3, ())
 
 
 async def test_an_adapter_gets_changes_where_few_of_its_elements_change(tmp_path: Path) -> None:
