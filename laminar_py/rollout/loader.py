@@ -50,15 +50,21 @@ class WeightLoader:
         self._probing: asyncio.Task[None] | None = None
 
     async def load(self, version: int | None) -> None:
-        """Pull and load a version, or the newest for None, while no request runs. Raises `VersionLostError`."""
+        """Pull and load a version, or the newest for None, while no request runs.
+
+        Raises `VersionLostError` if no relay has a version that was asked for by number.
+        """
         began = self._out.clock.now()
         self._streams.serving.clear()
         try:
             await self._install(await self._pull(version), began)
-        except VersionLostError:
+        except VersionLostError as error:
             if self.version >= 0:
                 self._streams.serving.set()
-            raise
+            if version is not None or self.version < 0:
+                raise
+            self._note_kept(error)
+            return
         self._begin_probe()
 
     async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
@@ -77,12 +83,15 @@ class WeightLoader:
         try:
             await self._install(pulled, began)
         except VersionLostError as error:
-            log.warning("replica %d keeps version %d: %s", self._out.index, self.version, error)
+            self._note_kept(error)
             self._streams.serving.set()
         await self._engine.resume()
         self._streams.resume_interrupted(interrupted)
         self._out.urgent.set()
         self._begin_probe()
+
+    def _note_kept(self, error: VersionLostError) -> None:
+        log.warning("replica %d keeps version %d: %s", self._out.index, self.version, error)
 
     def _begin_probe(self) -> None:
         """Ask the engine the run's probes beside its other work."""
@@ -113,6 +122,16 @@ class WeightLoader:
         """
         takes_changes = self._engine.takes_changes and self._verify_every != 1
         return await self._weights.pull(version, base=self.version if takes_changes else -1)
+
+    async def _pull_folder(self, version: int) -> PulledVersion:
+        """Pull the proven folder of a version whose changes were pulled before.
+
+        Raises `VersionLostError`, also if the relay gave the version up meanwhile.
+        """
+        try:
+            return await self._weights.pull(version)
+        except RuntimeError as error:
+            raise VersionLostError(str(error)) from error
 
     async def _install(self, pulled: PulledVersion, began: float) -> None:
         """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
@@ -154,7 +173,7 @@ class WeightLoader:
                 await self._engine.load_changes([Path(file) for file in pulled.changes], pulled.version)
             except RefusedError as error:
                 log.warning("replica %d loads the whole version %d: %s", self._out.index, pulled.version, error)
-                pulled = await self._weights.pull(pulled.version)
+                pulled = await self._pull_folder(pulled.version)
             else:
                 return self.version
         await self._engine.load_weights(Path(pulled.path), pulled.version)
@@ -171,7 +190,7 @@ class WeightLoader:
         if base is not None:
             changed = found
             try:
-                pulled = await self._weights.pull(pulled.version)
+                pulled = await self._pull_folder(pulled.version)
             except VersionLostError as error:
                 log.warning("replica %d verifies the next version: %s", self._out.index, error)
                 return None, ()

@@ -168,6 +168,62 @@ async def test_a_change_that_never_lands_is_named_with_its_tensor_and_mended(ver
     assert [event.stale for event in events] == [(), (), (name,)]
 
 
+def give_up(weights, version):
+    """Let the relay give a version up after its changes were pulled; `RelayError` is such an error."""
+    pull = weights.pull
+
+    async def pull_changes(wanted=None, *, base=-1):
+        if wanted == version:
+            raise RuntimeError(f"version {version}: chunk 3 came damaged 3 times")
+        return await pull(wanted, base=base)
+
+    weights.pull = pull_changes
+
+
+async def test_a_version_given_up_before_its_check_is_served_and_the_next_is_checked(versions, changes):
+    async with serving(versions, policy=OnNewWeights.IN_PLACE, verify_every=2) as (story, weights):
+        weights.changes = changes
+        await story.until(lambda s: s.loads == [0] and s.admissible > 0)
+        give_up(weights, 2)
+        events = [await load(story, weights, version) for version in (1, 2, 3)]
+    assert [event.base for event in events] == [0, 1, 2]
+    assert [event.version for event in events if event.checksum] == [3]
+
+
+@pytest.mark.parametrize("policy", [OnNewWeights.DRAIN, OnNewWeights.IN_PLACE])
+async def test_a_refused_version_given_up_meanwhile_leaves_the_old_one(
+    policy, versions, changes, tmp_path, caplog
+):
+    async with serving(versions, policy=policy, verify_every=100) as (story, weights):
+        weights.changes = changes | {(0, 1): [tmp_path / "missing"]}
+        await story.until(lambda s: s.loads == [0] and s.admissible > 0)
+        give_up(weights, 1)
+        if policy is OnNewWeights.IN_PLACE:
+            story.replica.start_assignments([assignment("a", length=3000)])
+            await story.until(lambda s: len(s.ids["a"]) > 0)
+        await weights.publish(1)
+        await story.until(lambda s: "keeps version 0: version 1: chunk 3" in caplog.text)
+        assert (await load(story, weights, 2)).base is None
+
+
+async def test_an_error_of_the_engine_at_the_whole_load_is_not_taken_for_one_of_the_relay(
+    versions, changes, tmp_path
+):
+    async with serving(versions, verify_every=100) as (story, weights):
+        weights.changes = changes | {(0, 1): [tmp_path / "missing"]}
+        await story.until(lambda s: s.loads == [0] and s.admissible > 0)
+
+        async def fail(path, version):
+            raise RuntimeError("of the engine")
+
+        story.replica._engine.load_weights = fail
+        await weights.publish(1)
+        with pytest.raises(ExceptionGroup) as raised:
+            async with asyncio.timeout(20.0):
+                await story.task
+        assert raised.group_contains(RuntimeError, match="of the engine")
+
+
 def relabelled(file, into, *, base, version):
     return save_changes(load_file(file), into, base=base, version=version)
 
