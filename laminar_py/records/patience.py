@@ -31,7 +31,8 @@ class Patience:
             return
         self.has_answer = True
         for timer in self._early:
-            timer.reschedule(asyncio.get_running_loop().time() + self.limit_s)
+            if not timer.expired():  # its call may not have seen that yet
+                timer.reschedule(asyncio.get_running_loop().time() + self.limit_s)
 
     @asynccontextmanager
     async def timer(self) -> AsyncIterator[None]:

@@ -97,6 +97,20 @@ async def test_a_call_waits_until_a_server_of_its_pool_is_up_and_brings_the_key_
             assert await servers.post_json("score", {}, int) == 1
 
 
+async def test_calls_that_time_out_together_before_the_first_answer_are_all_late():
+    patience = Patience(0.01, first_s=0.02)
+
+    async def call():
+        try:
+            async with patience.timer():
+                await asyncio.sleep(PATIENCE_S)
+        except TimeoutError:
+            patience.note_answer()  # a server that is overloaded, not down
+            return "late"
+
+    assert await asyncio.gather(*(call() for _ in range(4))) == ["late"] * 4
+
+
 async def test_a_server_that_failed_does_not_draw_all_calls():
     launched = LaunchedServers()
     async with answering("k") as server, asking(launched) as servers:
