@@ -127,7 +127,8 @@ class Download:
     def accept(self, chunk: m.Chunk) -> ChunkOutcome:
         """Check a received chunk; write it, or keep it if it is a delta. Call this on the event loop.
 
-        Raises `NoRoomError`, and `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
+        Raises `NoRoomError`, and `BrokenVersionError` if the file system fails or after `_MAX_DAMAGED` damaged
+        copies.
         """
         outcome = self.write(chunk, chunk.data) if chunk.base is None else self._keep(chunk)
         self.record(chunk, outcome)
@@ -136,7 +137,7 @@ class Download:
     def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
         """Check and write the bytes of a full chunk, in any thread; `record` must follow on the event loop.
 
-        Raises `NoRoomError`.
+        Raises `NoRoomError`, and `BrokenVersionError` if the file system fails.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         with self._claim(file, index, stored.is_missing) as claimed:
@@ -151,7 +152,8 @@ class Download:
     def _claim(self, file: int, index: int, is_due: Callable[[int, int], bool]) -> Iterator[bool]:
         """Claim a chunk for this thread, which writes it inside the block.
 
-        Yields False if another thread has claimed it, `is_due` is false for it, or the download was stopped.
+        Yields False if another thread has claimed it, `is_due` is false for it, or the download was stopped. An
+        error in the block ends the claim; an `OSError` becomes `BrokenVersionError`.
         """
         with self._idle:
             claimed = (
@@ -165,6 +167,12 @@ class Download:
                 self._num_writing += 1
         try:
             yield claimed
+        except Exception as error:
+            if claimed:
+                self._claimed.discard((file, index))
+            if isinstance(error, OSError):
+                raise BrokenVersionError(f"version {self.version}: {error}") from error
+            raise
         finally:
             if claimed:
                 with self._idle:
@@ -234,8 +242,8 @@ class Download:
     def rebuild(self, file: int, index: int) -> bool | None:
         """Make a chunk of its delta, in any thread: False if it comes out wrong; None if it is not needed.
 
-        Unless it is None, `rebuilt` must follow on the event loop. Raises `NoRoomError`, and `FileNotFoundError`
-        if the base is gone.
+        Unless it is None, `rebuilt` must follow on the event loop. Raises `NoRoomError`, and
+        `BrokenVersionError` if the base is gone or the file system fails.
         """
         assert self.base is not None, f"{self.stored.folder} has deltas without a base"
         with self._claim(file, index, self.stored.is_waiting) as claimed:

@@ -34,11 +34,11 @@ class NoRoomError(ConfigError):
 
 @contextmanager
 def no_room_errors(store: Path, version: int, num_bytes: int) -> Iterator[None]:
-    """Turn a full file system inside the block, which writes a version, into `NoRoomError`."""
+    """Turn a full file system or quota inside the block, which writes a version, into `NoRoomError`."""
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise no_room(store, version, num_bytes) from error
 

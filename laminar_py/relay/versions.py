@@ -230,7 +230,7 @@ class NodeVersions:
         header = msgspec.structs.replace(chunk, data=m.NO_DATA)
         try:
             outcome = download.write(chunk, chunk.data)
-        except NoRoomError as error:
+        except (NoRoomError, BrokenVersionError) as error:
             return partial(self._finish_chunk, download, header, error)
         return partial(self._finish_chunk, download, header, outcome)
 
@@ -244,12 +244,14 @@ class NodeVersions:
         except (NoRoomError, BrokenVersionError) as error:
             self.fail_version(chunk.version, str(error))
 
-    def _finish_chunk(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | NoRoomError) -> None:
+    def _finish_chunk(
+        self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | NoRoomError | BrokenVersionError
+    ) -> None:
         """Record a chunk that a lane's thread has written, or the error of that."""
         if self._downloads.get(chunk.version) is not download:
             return  # the version was overtaken, or began once more
         try:
-            if isinstance(outcome, NoRoomError):
+            if not isinstance(outcome, ChunkOutcome):
                 raise outcome
             download.record(chunk, outcome)
             self._advance(download, chunk, outcome)

@@ -1,6 +1,8 @@
 """Which versions a node fetches, in what order, and what it says to its parent meanwhile."""
 
 import asyncio
+import errno
+import os
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 from laminar_py.relay.delta import Difference
 from laminar_py.relay.digests import delta_proof
-from laminar_py.relay.downloads import ChunkOutcome, Decision, Download, decide
+from laminar_py.relay.downloads import BrokenVersionError, ChunkOutcome, Decision, Download, decide
+from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import (
     Announce,
     Attach,
@@ -26,7 +29,7 @@ from laminar_py.relay.messages import (
     VersionPulled,
     Want,
 )
-from laminar_py.relay.stored_version import StoredVersion
+from laminar_py.relay.stored_version import NoRoomError, StoredVersion
 from laminar_py.relay.version_store import VersionStore
 from tests.depth import examples
 from tests.relay.tree import (
@@ -300,6 +303,24 @@ def test_a_chunk_that_is_damaged_short_or_foreign_is_not_written(tmp_path: Path)
     assert download.accept(msgspec.structs.replace(chunk, index=2)) is ChunkOutcome.USELESS
     assert download.accept(msgspec.structs.replace(chunk, file=1)) is ChunkOutcome.USELESS
     assert not download.stored.has_chunk(0, 0)
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EIO, BrokenVersionError), (errno.EDQUOT, NoRoomError)])
+def test_a_chunk_whose_write_failed_may_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    origin = write_version(tmp_path / "origin", 1, CHUNK)
+    download = download_of(origin, tmp_path, window=WINDOW)
+    chunk = origin.read_chunk(0, 0)
+
+    def fail(*written: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MappedFile, "write", fail)
+        with pytest.raises(error, match="version 1"):
+            download.write(chunk, chunk.data)
+    assert download.accept(chunk) is ChunkOutcome.WRITTEN
 
 
 def test_after_a_restart_only_missing_chunks_are_asked_for(tmp_path: Path) -> None:
