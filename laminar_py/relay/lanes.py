@@ -258,10 +258,13 @@ class ParentLanes:
                     await asyncio.sleep(HELLO_S)
                     continue
                 if len(self._greeted) >= MAX_GREETED:
-                    next(iter(self._greeted)).cancel()
+                    oldest = next(iter(self._greeted))
+                    del self._greeted[oldest]
+                    oldest.cancel()
                 task = loop.create_task(self._greet(connection))
                 self._greeted[task] = None
-                task.add_done_callback(self._greeted.pop)
+                task.add_done_callback(lambda task: self._greeted.pop(task, None))
+                await asyncio.sleep(0)  # `sock_accept` does not yield while connections wait: let greetings end
         finally:
             for task in self._greeted:
                 task.cancel()

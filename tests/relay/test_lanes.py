@@ -1,10 +1,13 @@
 """Lanes, from both ends and by hand: who is let in, what a frame may be, and that a broken lane costs little."""
 
 import asyncio
+import errno
+import os
 import random
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from laminar_py.config import ConfigError
 from laminar_py.config.cluster import RelayConfig, Seal
 from laminar_py.relay.lanes import MAX_GREETED, LaneError, LaneReader, ParentLanes, Sealer, make_hello
+from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import (
     Announce,
     Attach,
@@ -278,6 +282,48 @@ async def test_a_flood_of_silent_connections_keeps_no_child_from_its_version(tmp
             async with running(node):
                 published = await learner.publish(1)
                 assert (await events.first(VersionComplete, version=1)).digest == published.digest
+
+
+async def test_of_connections_that_come_at_once_few_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *args, **kinds: create(*args, **kinds | {"backlog": 1000}))
+    lanes = ParentLanes("127.0.0.1", sealed=True, max_queue=10)
+    with closing(lanes), ExitStack() as stack:
+        for _ in range(3 * MAX_GREETED):
+            stack.enter_context(closing(socket.create_connection(("127.0.0.1", lanes.port))))
+        num_before = len(os.listdir("/proc/self/fd"))
+        admitting = asyncio.create_task(lanes.run())
+        num_open = []
+        for _ in range(10 * MAX_GREETED):
+            await asyncio.sleep(0)
+            num_open.append(len(os.listdir("/proc/self/fd")) - num_before)
+        admitting.cancel()
+        await asyncio.wait([admitting])
+    assert MAX_GREETED <= max(num_open) <= MAX_GREETED + 2
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+async def test_a_lane_whose_write_fails_gives_the_version_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    write, lane_writes = MappedFile.write, list[object]()
+
+    def fail_once(*written: object) -> None:
+        if threading.current_thread().name == "lane-in":
+            lane_writes.append(written)
+            if len(lane_writes) == 3:
+                raise OSError(number, os.strerror(number))
+        write(*written)
+
+    monkeypatch.setattr(MappedFile, "write", fail_once)
+    events = Events()
+    async with growing(tmp_path, chain(2), emit=events), Learner(tmp_path) as learner:
+        async with asyncio.timeout(20.0):
+            await learner.publish(1)
+            failed = await events.first(VersionFailed, node="relay-1", version=1)
+            assert ("Input/output" if number == errno.EIO else "relay.shm=") in failed.reason
+            await learner.publish(2)
+            await events.first(VersionComplete, node="relay-1", version=2)
 
 
 async def test_chunks_come_as_control_records_until_lanes_are_open_and_after(tmp_path: Path) -> None:
