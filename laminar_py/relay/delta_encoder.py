@@ -78,7 +78,7 @@ class DeltaEncoder:
 
     async def _compare(self, comparison: "_Comparison", chunks: Iterator[tuple[int, int]]) -> None:
         """Compare all chunks in `THREADS` tasks, and forward each chunk as soon as its delta is there."""
-        stored = comparison.stored
+        stored, makes_changes = comparison.stored, comparison.changes is not None
 
         async def compare_chunks() -> None:
             """Compare chunks from the iterator that all coroutines share, until none is left."""
@@ -113,7 +113,8 @@ class DeltaEncoder:
                 if comparison.changes is not None and comparison.changes.finish() is not None:
                     self._store.add_changes(stored, comparison.base.manifest.version)
         finally:
-            self._store.comparing.discard(stored.manifest.version)
+            if makes_changes:  # another comparison of the version may be at it
+                self._store.comparing.discard(stored.manifest.version)
         self._done()
 
     def close(self) -> None:

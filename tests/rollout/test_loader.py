@@ -219,7 +219,8 @@ async def test_an_error_of_the_engine_at_the_whole_load_is_not_taken_for_one_of_
         story.replica._engine.load_weights = fail
         await weights.publish(1)
         with pytest.raises(ExceptionGroup) as raised:
-            await story.until(lambda s: False)
+            async with asyncio.timeout(20.0):
+                await story.task
         assert raised.group_contains(RuntimeError, match="of the engine")
 
 
