@@ -35,6 +35,7 @@ LONG = (
     "rollout.sampling.max_new_tokens=344",
     "rollout.batch_per_replica=32",
     "steps=6",
+    "staleness.max_staleness=2",  # with a wider bound all steps are generated before the second is trained
     "eval.sets={}",  # whose answers would take minutes
 )
 
@@ -60,7 +61,7 @@ def busy_server(run: TrainProcess) -> psutil.Process:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         before = running(run)
-        time.sleep(3.0)  # what runs has tokens, and its journals have them
+        time.sleep(1.0)  # what runs has tokens, and its journals have them
         still = running(run)
         pids = {event.part: event.pid for event in events_of(run, "partstarted")}
         replicas = {
