@@ -22,6 +22,7 @@ PATIENCE_S = 240.0
 
 SMALL = [
     "steps=4",
+    "staleness.max_staleness=2",  # so that a run of few steps still generates while it trains
     "warm_start.steps=3",
     "rollout.prompts_per_step=4",
     "rollout.group_size=4",
