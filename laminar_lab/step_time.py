@@ -40,7 +40,7 @@ PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
 # Rates measured on an H100 and its host with 1.5B parameters (docs/performance.md)
 RELAY_BYTES_PER_S = 1.2e9  # of a version, as a delta, until another process has verified it
-SEALED_BYTES_PER_S = 0.9e9  # of a link with one sealed lane, one core at each end
+SEALED_BYTES_PER_S = 1.7e9  # of a link with one sealed lane, one core at each end
 CURVE_BYTES_PER_S = 0.53e9  # of a link without lanes
 DELTA_SHARE = 0.0082  # of a version's bytes, after a step at a learning rate of 1e-6
 ENCODE_BYTES_PER_S = 12.8e9  # of a version, at the root, on eight threads
