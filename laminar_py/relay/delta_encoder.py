@@ -113,7 +113,7 @@ class DeltaEncoder:
                 if comparison.changes is not None and comparison.changes.finish() is not None:
                     self._store.add_changes(stored, comparison.base.manifest.version)
         finally:
-            if makes_changes:  # another comparison of the version may be at it
+            if makes_changes:  # else the mark is of another comparison, which makes the changes
                 self._store.comparing.discard(stored.manifest.version)
         self._done()
 
