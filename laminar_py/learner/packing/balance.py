@@ -164,14 +164,24 @@ def deal_bins(
         return []
     ordered = sorted(bins, key=lambda item: item.cost(attention_share), reverse=True)
     whole = (len(ordered) - 1) // ranks * ranks
-    rest = _divided([family for item in ordered[whole:] for family in item.families], FEWEST_PARTS * ranks)
-    sizes = [family.size for family in rest]
-    levelled = level_costs(sizes, ranks, capacity=capacity, attention_share=attention_share)
-    if levelled is None:
+    rest = [family for item in ordered[whole:] for family in item.families]
+    last = _levelled(rest, ranks, capacity=capacity, attention_share=attention_share)
+    if last is None:
         last = ordered[whole:] + [make_bin(())] * (whole + ranks - len(ordered))
-    else:
-        last = [make_bin(rest[i] for i in members) for members in levelled]
     return [*(ordered[start : start + ranks] for start in range(0, whole, ranks)), last]
+
+
+def _levelled(
+    families: Sequence[Family[PackedT]], ranks: int, *, capacity: int, attention_share: float
+) -> list[Bin[PackedT]] | None:
+    """Deal families, whole or divided, to one bin a rank so that the largest is small; None if they do not fit."""
+    found = []
+    for parts in (families, _divided(families, FEWEST_PARTS * ranks)):
+        sizes = [part.size for part in parts]
+        places = level_costs(sizes, ranks, capacity=capacity, attention_share=attention_share)
+        if places is not None:
+            found.append([make_bin(parts[i] for i in members) for members in places])
+    return min(found, key=lambda bins: max(item.cost(attention_share) for item in bins), default=None)
 
 
 def _divided(families: Sequence[Family[PackedT]], count: int) -> list[Family[PackedT]]:
