@@ -58,7 +58,7 @@ sys.meta_path.insert(0, Planter())
     [
         ("laminar_py.observe.stats:Stats.step_row", CONFIG, SETTINGS),
         ("laminar_py.engines.local.scheduler:Scheduler._dispatch", QUICKSTART, FROM_SCRATCH),
-        ("laminar_py.data.tokenizer:Tokenizer.decode", CONFIG, SETTINGS),
+        ("laminar_py.reward.scorer:ScorerStorage.load_request", CONFIG, SETTINGS),
     ],
     ids=["controller", "engine", "scorer"],
 )

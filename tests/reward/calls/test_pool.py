@@ -269,7 +269,9 @@ async def test_processes_end_with_the_pool_also_one_that_hangs(tmp_path):
 
 
 async def test_a_start_that_is_called_off_leaves_no_process(tmp_path):
-    (tmp_path / "mine.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    (tmp_path / "mine.py").write_text(
+        "print('importing', flush=True)\nimport time\ntime.sleep(60)\ndef score(request): ...\n"
+    )
     term = json.dumps({"kind": "function", "path": f"{tmp_path}/mine.py:score"})
     spec = CallSpec(term=term, timeout_s=1.0, folder=str(tmp_path))
     starting = asyncio.create_task(CallPool(spec, name="mine").__aenter__())
