@@ -86,11 +86,25 @@ def recipe(name, folder, *settings):
     return load_config(REPO / "experiments" / name, [f"model.path={folder}", *settings])
 
 
-def accept(name, folder, *settings):
+@pytest.fixture
+def sglang_python(tmp_path, monkeypatch):
+    """An interpreter that answers as one with SGLang does, on hosts with compilers of its kernels."""
+    headers = tmp_path / "Python.h"
+    headers.touch()
+    compilers = [tmp_path / "ninja", tmp_path / "cuda/bin/nvcc"]
+    python = tmp_path / "python"
+    compilers[-1].parent.mkdir(parents=True)
+    for path in (python, *compilers):
+        path.write_text(
+            f"#!/bin/sh\ncase $2 in *nvidia*) echo '[[], \"{headers}\"]' ;; *) echo 0.5.23 ;; esac\n"
+        )
+        path.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    return python
+
+
+def accept(name, folder, python, *settings):
     """Have the doctor look at a recipe on the cluster that there is."""
-    python = folder / "python"  # says what an environment with SGLang says
-    python.write_text("#!/bin/sh\necho 0.5.23\n")
-    python.chmod(0o755)
     found = fit(recipe(name, folder, f"runs={folder / 'runs'}", f"rollout.engine.python={python}", *settings))
     assert (found.unplaced, found.faults, found.warnings) == (None, [], [])
     assert [column.kind for column in found.memory] == ["learner", "engine"]
@@ -98,26 +112,25 @@ def accept(name, folder, *settings):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_doctor_accepts_a_recipe_with_the_nodes_that_it_names(name, tmp_path, monkeypatch):
+def test_doctor_accepts_a_recipe_with_the_nodes_that_it_names(name, tmp_path, monkeypatch, sglang_python):
     """Without Ray: every node is this process."""
     seen = hosts(*RECIPES[name][1])
 
     async def on_node(node, function, *arguments):
         return function(*arguments)
 
-    monkeypatch.setattr("laminar_py.engines.sglang.launch.check_compilers", lambda python, *, field: None)
     monkeypatch.setattr(node_checks, "on_node", on_node)
     monkeypatch.setattr(checks, "on_node", on_node)
     monkeypatch.setattr(checks, "nodes", lambda: seen)
     monkeypatch.setattr(checks, "open_cluster", lambda address: nullcontext())
-    accept(name, tmp_path)
+    accept(name, tmp_path, sglang_python)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora/7b_4gpu.yaml", "math_long_cot/32b_64gpu.yaml"])
-def test_doctor_accepts_a_recipe_on_a_cluster_of_ray(name, tmp_path):
+def test_doctor_accepts_a_recipe_on_a_cluster_of_ray(name, tmp_path, sglang_python):
     with FakeCluster(*RECIPES[name][1]) as cluster:
-        accept(name, tmp_path, f"cluster.address={cluster.address}")
+        accept(name, tmp_path, sglang_python, f"cluster.address={cluster.address}")
 
 
 def shm_bytes(config, *gpus):
