@@ -73,7 +73,11 @@ class WeightLoader:
         If `may_swap()` is false after the pull, the engine keeps its version.
         """
         began = self._out.clock.now()
-        pulled = await self._pull(None)
+        try:
+            pulled = await self._pull(None)
+        except VersionLostError as error:
+            self._note_kept(error)
+            return
         if not may_swap():
             return  # a trajectory that arrived during the pull needs the present version
         self._streams.serving.clear()
@@ -118,10 +122,15 @@ class WeightLoader:
     async def _pull(self, version: int | None) -> PulledVersion:
         """Pull a version, as changes of the served version where the host and the engine can.
 
-        Where every version is verified, and so loaded whole, changes would only add to it.
+        Where every version is verified, and so loaded whole, changes would only add to it. Raises
+        `VersionLostError` also if the host has only older versions than the engine: it grants changes before it
+        has proven a folder, and may then give the folder up.
         """
         takes_changes = self._engine.takes_changes and self._verify_every != 1
-        return await self._weights.pull(version, base=self.version if takes_changes else -1)
+        pulled = await self._weights.pull(version, base=self.version if takes_changes else -1)
+        if pulled.version < self.version:
+            raise VersionLostError(f"the newest version of this host is {pulled.version}")
+        return pulled
 
     async def _pull_folder(self, version: int) -> PulledVersion:
         """Pull the proven folder of a version whose changes were pulled before.

@@ -50,6 +50,7 @@ FLUSH_AGAIN_S = 0.01
 LOAD_S = 600.0
 START_S = 900.0
 CHANGES, TAKES_CHANGES = "laminar_changes", "[laminar: takes changes]"  # as in `plugin/laminar_changes.py`
+HALF_CHANGED = "[laminar: half changed]"
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -317,7 +318,10 @@ class SGLangEngine:
         return self._takes_changes
 
     async def load_changes(self, files: Sequence[Path], version: int) -> None:
-        """Have the server's plugin put changed positions into the weights. Errors as `load_weights`."""
+        """Have the server's plugin put changed positions into the weights. Errors as `load_weights`.
+
+        A server that failed after the first value was written is lost.
+        """
         running = self._check_load(version)
         if not self._takes_changes:
             raise RefusedError(f"version {version}: the server takes no changes; load the whole version")
@@ -326,6 +330,10 @@ class SGLangEngine:
             await asyncio.to_thread(read_changes, files, version, served=self._version)
             await self._update("\n".join(map(str, files)), version, running, load_format=CHANGES)
             self._version = version
+        except RefusedError as error:
+            if HALF_CHANGED in str(error):
+                raise self._connection.lose(str(error)) from None
+            raise
         finally:
             self._open_gate()
 

@@ -13,12 +13,13 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import save_file
 
-from laminar_py.engines.sglang.engine import SGLangEngine
+from laminar_py.engines.sglang.engine import HALF_CHANGED, TAKES_CHANGES, SGLangEngine
 from laminar_py.engines.sglang.stream import Served
-from laminar_py.records.engine import EngineLostError, PauseMode
+from laminar_py.records.engine import EngineLostError, PauseMode, RefusedError
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, AdapterConfig, base_digest
+from tests.engines.changes import save_changes
 from tests.engines.engine_conformance import Caught, caught, collect, make_request, until
 
 PATIENCE_S = 20
@@ -55,6 +56,7 @@ class Server:
         self.answers = {"/v1/loads": {"loads": [LOAD]}, "/update_weights_from_disk": {"success": True}}
         self.answers |= answers or {}
         self.slow = {}  # seconds that a call takes
+        self.update_status = 200  # of an answer in JSON to a load of weights
         self.silent_s = 0.0  # before the next first token; the scheduler answers no call meanwhile
         self.busy = asyncio.Lock()
         self.bodies, self.calls = [], []
@@ -97,7 +99,8 @@ class Server:
             await asyncio.sleep(3600)
         if isinstance(answer, int):
             return web.Response(status=answer, text="no")
-        return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
+        status = self.update_status if request.path == "/update_weights_from_disk" else 200
+        return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer), status=status)
 
     @asynccontextmanager
     async def client(
@@ -386,6 +389,18 @@ async def test_refused_weights_leave_the_server_in_use(answer):
         with pytest.raises(ValueError, match=r"refused|shapes differ"):
             await engine.load_weights(WEIGHTS, 2)
         assert (await collect(engine, make_request())).versions == [1]
+
+
+@pytest.mark.parametrize("status", [200, 400])  # SGLang answers failed updates with either
+async def test_a_server_that_fails_amid_changes_is_lost(status, tmp_path):
+    file = save_changes({}, tmp_path / "changes", base=1, version=2)
+    server = Server(answers={"/update_weights_from_disk": {"success": True, "message": TAKES_CHANGES}})
+    async with server.client() as engine:
+        server.update_status = status
+        for words, expected in (("other tensors", RefusedError), (f"{HALF_CHANGED} no memory", EngineLostError)):
+            server.answers["/update_weights_from_disk"] = {"success": False, "message": words}
+            with pytest.raises(expected, match=words.split("] ")[-1]):
+                await engine.load_changes([file], 2)
 
 
 async def test_weights_with_other_tensors_never_reach_the_server(tmp_path):

@@ -1,13 +1,17 @@
 """The plugin's places: loaders as SGLang's write them, each rank of two; and the plugin in real servers."""
 
 import asyncio
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from laminar_py.engines.sglang.plugin import laminar_changes
 from laminar_py.engines.sglang.plugin.laminar_changes import (
+    HALF_CHANGED,
+    Place,
     UnfitError,
     check_model,
     layout_of,
@@ -17,7 +21,7 @@ from laminar_py.engines.sglang.plugin.laminar_changes import (
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.records.engine import EngineLostError, PauseMode, RefusedError
 from tests.engines import engine_conformance as laws
-from tests.engines.changes import nudged, read_version, write_changes
+from tests.engines.changes import nudged, read_version, save_changes, write_changes
 from tests.engines.engine_conformance import collect, make_request
 from tests.engines.sglang.rig import make_model, make_spec
 from tests.engines.sglang.test_engine import client
@@ -116,6 +120,38 @@ def test_a_whole_load_and_changes_leave_what_the_models_own_loader_leaves(rank, 
     assert equal(model, loaded(third, rank, dtype))
     with pytest.raises(UnfitError, match="served in another form"):
         places.compare(second)
+
+
+def alone(work):
+    """Of `_all_ranks` its answer where there is one rank."""
+    try:
+        work()
+    except (UnfitError, MemoryError) as error:
+        return str(error)
+    return None
+
+
+def test_an_error_amid_changes_is_told_from_refused_ones(tmp_path, monkeypatch):
+    first = write(tmp_path / "v1", seed=0)
+    second = nudged(first, tmp_path / "v2", share=0.2)
+    model = loaded(first, 0, torch.bfloat16)
+    updater = SimpleNamespace(get_model=lambda: model)
+    file = write_changes(first, second, tmp_path / "changes", base=1, version=2)
+    other = save_changes({"x.at": torch.tensor([0]), "x.to": torch.ones(1)}, tmp_path / "other", base=1, version=2)
+    monkeypatch.setattr(laminar_changes, "_all_ranks", alone)
+    monkeypatch.setitem(laminar_changes._known, model, record(model, layout_of(first)))
+    assert laminar_changes._change(updater, [other]) == "x is no tensor of the model"
+    assert equal(model, loaded(first, 0, torch.bfloat16))
+    put, done = Place.put, []
+
+    def put_one(place, at, to):
+        if done:
+            raise MemoryError("no room")
+        done.append(place)
+        put(place, at, to)
+
+    monkeypatch.setattr(Place, "put", put_one)
+    assert laminar_changes._change(updater, [file]) == f"{HALF_CHANGED} no room"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 CHANGES = "laminar_changes"  # load format: `model_path` has a path in each line
 TAKES_CHANGES = "[laminar: takes changes]"  # in the answer to a whole load
+HALF_CHANGED = "[laminar: half changed]"  # in an answer that ends the server's use
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
 CHECK = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 ADAPTERS = "laminar.adapters/"
@@ -109,7 +110,10 @@ def _load_whole(original: Loader, updater: Any, model_path: str) -> tuple[bool, 
 
 
 def _change(updater: Any, files: list[Path]) -> str | None:
-    """Put the changes in `files` into the parameters. Returns why not; then nothing is written."""
+    """Put the changes in `files` into the parameters.
+
+    Returns why not. Nothing is written then, unless the reason begins with `HALF_CHANGED`.
+    """
     model = updater.get_model()
     known = _known.get(model)
     if not isinstance(known, Places):
@@ -121,7 +125,10 @@ def _change(updater: Any, files: list[Path]) -> str | None:
             changes.extend(read_changes(path))
         known.check_changes(model, changes)
 
-    return _all_ranks(check) or _all_ranks(lambda: known.change(changes))
+    if (fault := _all_ranks(check)) is not None:
+        return fault
+    fault = _all_ranks(lambda: known.change(changes))
+    return fault and f"{HALF_CHANGED} {fault}"
 
 
 def _all_ranks(work: Callable[[], object]) -> str | None:
