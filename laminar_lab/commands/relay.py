@@ -63,6 +63,10 @@ def relay_serve(
         list[str] | None,
         typer.Option(help="Address of an ancestor: nearest first, root last. Default: this node is the root"),
     ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of any other node: a late node takes chunks of its first version from it too"),
+    ] = None,
     store: Annotated[Path, typer.Option(help="Folder in shared memory for its versions")] = Path(
         "/dev/shm/laminar-relay"
     ),
@@ -85,6 +89,7 @@ def relay_serve(
         store=store,
         keys=read_keys(keys),
         parents=parent or [],
+        sources=source or [],
         host=host,
         port=port,
         keep_versions=keep_versions,
@@ -139,7 +144,8 @@ def event_line(event: "RelayEvent") -> str:
 
     match event:
         case VersionComplete(version=version, num_bytes=size, wire_bytes=wire, elapsed_s=elapsed_s):
-            return f"version {version} complete: {size:,} bytes, {wire:,} over the wire, {elapsed_s:.3f} s"
+            others = f" ({event.other_bytes:,} from other nodes than the parent)" if event.other_bytes else ""
+            return f"version {version} complete: {size:,} bytes, {wire:,} over the wire{others}, {elapsed_s:.3f} s"
         case VersionPulled(subscriber=subscriber, version=version, waited_s=waited_s):
             return f"version {version} pulled by {subscriber}, which waited {waited_s:.3f} s"
         case VersionFailed(version=version, reason=reason):
