@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,8 +89,8 @@ def relay_serve(
         name,
         store=store,
         keys=read_keys(keys),
-        parents=parent or [],
-        sources=source or [],
+        parents=check_endpoints("parent", parent or []),
+        sources=check_endpoints("source", source or []),
         host=host,
         port=port,
         keep_versions=keep_versions,
@@ -123,6 +124,16 @@ def read_keys(path: Path) -> "RelayKeys":
         raise ConfigError(
             f"keys={path}: cannot be read as keys ({error}); make a file with `laminar relay keys`"
         ) from None
+
+
+def check_endpoints(option: str, endpoints: list[str]) -> list[str]:
+    """Return the endpoints. Raises `ConfigError` that names the option where one is no address."""
+    for endpoint in endpoints:
+        if re.fullmatch(r"tcp://.+:\d{1,5}|ipc://.+", endpoint) is None:
+            raise ConfigError(
+                f"{option}={endpoint}: is no address of a node; give it as `serve` prints it, e.g. tcp://10.0.0.4:7000"
+            )
+    return endpoints
 
 
 async def run_node(node: "RelayNode") -> None:

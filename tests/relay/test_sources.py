@@ -191,7 +191,8 @@ async def test_a_source_that_retired_the_version_says_so_and_is_left(tmp_path: P
     version, nodes = holders(tmp_path, 2)
     async with ByHand() as hand, running(*nodes):
         source = hand.parent()
-        node, events = joiner(tmp_path, nodes[0].endpoint, source.endpoint, nodes[1].endpoint)
+        nobody = "tcp://127.0.0.1:1"
+        node, events = joiner(tmp_path, nodes[0].endpoint, source.endpoint, nobody, nodes[1].endpoint)
         async with running(node):
             survey = await source.receive(Survey)
             assert survey == Survey(1, version.manifest.digest)
@@ -302,16 +303,25 @@ def test_a_silent_source_is_left_and_the_parent_is_asked_again(tmp_path: Path) -
     origin = write_version(tmp_path / "origin", 1, 40 * CHUNK)
     store = VersionStore(tmp_path / "store", keep_versions=1)
     store.open()
-    requests = Requests(store.begin(origin.manifest), window=8)
+    arriving = store.begin(origin.manifest)
+    requests = Requests(arriving, window=8)
     requests.lend("a", ((0, 20, 20),))
     asked = {source: fetch.first_chunk for source, fetch in requests.fill()}
     assert asked == {PARENT: 0, "a": 20}
     assert [requests.repeat_overdue() for _ in range(2)] == [[], []]
     (again,) = requests.repeat_overdue()
     assert again == (PARENT, Fetch(version=1, file=0, first_chunk=0, credits=4))
-    for index in range(4):
-        requests.arrived((0, index))
-    assert [source for source, _ in requests.fill()] == [PARENT]
+    waiting = list(range(4))
+    order = []
+    while waiting:
+        order += waiting
+        for index in waiting:
+            arriving.write_chunk(origin.read_chunk(0, index))
+            requests.arrived((0, index))
+        fetches = requests.fill()
+        assert {source for source, _ in fetches} <= {PARENT}
+        waiting = [fetch.first_chunk + number for _, fetch in fetches for number in range(fetch.credits)]
+    assert order == list(range(40)), "its chunks are requested in their place, not at the end"
 
 
 @pytest.mark.parametrize("fanout", [1, 2, 8])
