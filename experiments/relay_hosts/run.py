@@ -5,11 +5,16 @@ the rate of a bare socket between two of them, measured in the same run. Needs r
 memory.
 
     python experiments/relay_hosts/run.py --rounds 3
+
+With `--join`, hosts with a version send at most `--rate-mbit` each, and a late host takes the version from one of
+them, or from three.
 """
 
 import argparse
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +30,7 @@ import torch
 from laminar_py.relay import Publisher, Topology, choose_chunk_bytes, folder_name, grow_tree
 
 HOSTS, RATE_MBIT = 8, 400
+JOIN_RATE_MBIT = 200
 VERSION_BYTES = 256 * 2**20
 PORT, PATIENCE_S, OVERHEAD_S = 7000, 240.0, 2e-4
 SHM = Path("/dev/shm")
@@ -64,8 +70,8 @@ def inside(host: int, *words: str) -> list[str]:
 
 
 @contextmanager
-def hosts(count: int, rate_mbit: int) -> Iterator[None]:
-    """Namespaces on one bridge, which has a namespace of its own; each link is shaped at both ends."""
+def hosts(count: int, rate_mbit: int, *, downwards: bool = True) -> Iterator[None]:
+    """Namespaces on one bridge, which has a namespace of its own; each link is shaped, upwards and `downwards`."""
     bridge = name_of(99)
     shape = f"tbf rate {rate_mbit}mbit burst 256kb latency 50ms"
     lines = [f"ip netns add {bridge}", f"ip -n {bridge} link add bridge type bridge"]
@@ -79,8 +85,10 @@ def hosts(count: int, rate_mbit: int) -> Iterator[None]:
             f"ip -n {name} link set lo up",
             f"ip -n {bridge} link set {port} master bridge",
         ]
-        for node, device in ((name, "eth0"), (bridge, port)):
-            lines += [f"ip -n {node} link set {device} up", f"tc -n {node} qdisc add dev {device} root {shape}"]
+        lines += [f"ip -n {name} link set eth0 up", f"ip -n {bridge} link set {port} up"]
+        lines.append(f"tc -n {name} qdisc add dev eth0 root {shape}")
+        if downwards:
+            lines.append(f"tc -n {bridge} qdisc add dev {port} root {shape}")
     try:
         for line in lines:
             subprocess.run(line.split(), check=True, capture_output=True)
@@ -154,11 +162,64 @@ def measure(folder: Path, tree: Topology, *, seal: str, chunk_bytes: int, rounds
     return found[1:]
 
 
+def join(folder: Path, host: int, parents: Sequence[int], sources: Sequence[int]) -> subprocess.Popen[str]:
+    """Start a late node, which prints a line once it has the version."""
+    above = [word for one in parents for word in ("--parent", f"tcp://{ip_of(one)}:{PORT}")]
+    beside = [word for one in sources for word in ("--source", f"tcp://{ip_of(one)}:{PORT}")]
+    store = folder / f"late-{host}"
+    shutil.rmtree(store, ignore_errors=True)  # of an earlier round
+    words = ["--keys", str(folder / "relay.keys"), "--store", str(store)]
+    return subprocess.Popen(
+        inside(
+            host, str(LAMINAR), "relay", "serve", f"host-{host}", *words, "--host", ip_of(host), *above, *beside
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def joined_s(folder: Path, late: Sequence[int], sources: Sequence[int]) -> float:
+    """Let these hosts join at once, all below host 1; returns the seconds of the slowest."""
+    processes = [join(folder, host, [1], sources) for host in late]
+    try:
+        lines = [next(line for line in process.stdout or () if "complete" in line) for process in processes]
+        print(*lines, sep="", end="", flush=True)
+        return max(float(re.findall(r"([\d.]+) s$", line)[0]) for line in lines)
+    finally:
+        for process in processes:
+            end(process)
+
+
+def measure_joins(folder: Path, rounds: int) -> None:
+    """Print how much sooner late hosts have a version from hosts 1, 2 and 3 than from host 1 alone."""
+    with nodes(folder, grow_tree(4, fanout=1), "aead") as stores:
+        publisher = Publisher(stores[0], chunk_bytes=4 * 2**20)
+        publisher.publish(0, [("weights", torch.randint(0, 256, (VERSION_BYTES,), dtype=torch.uint8))])
+        publisher.completed(0)
+        wait_for(stores, 0)
+        for late in ([4], [4, 5]):
+            pairs = [[joined_s(folder, late, sources) for sources in ((), (2, 3))] for _ in range(rounds)]
+            ratio = median(alone / several for alone, several in pairs)
+            print(json.dumps({"late_hosts": len(late), "seconds": pairs, "one_over_three": ratio}), flush=True)
+        publisher.close()
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--seals", nargs="+", default=["aead", "curve"])
+    options.add_argument("--join", action="store_true", help="late hosts in place of versions that travel")
+    options.add_argument("--rate-mbit", type=int, default=JOIN_RATE_MBIT, help="with --join: what a host may send")
     chosen = options.parse_args()
+    if chosen.join:
+        with (
+            hosts(6, chosen.rate_mbit, downwards=False),
+            tempfile.TemporaryDirectory(prefix="laminar-hosts-", dir=SHM) as place,
+        ):
+            measure_joins(Path(place), chosen.rounds)
+        return
     with hosts(HOSTS, RATE_MBIT):
         bare = median(bare_bytes_per_s() for _ in range(3))
         bound_s = VERSION_BYTES / bare

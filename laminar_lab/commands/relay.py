@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,6 +64,10 @@ def relay_serve(
         list[str] | None,
         typer.Option(help="Address of an ancestor: nearest first, root last. Default: this node is the root"),
     ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of any other node: a late node takes chunks of its first version from it too"),
+    ] = None,
     store: Annotated[Path, typer.Option(help="Folder in shared memory for its versions")] = Path(
         "/dev/shm/laminar-relay"
     ),
@@ -84,7 +89,8 @@ def relay_serve(
         name,
         store=store,
         keys=read_keys(keys),
-        parents=parent or [],
+        parents=check_endpoints("parent", parent or []),
+        sources=check_endpoints("source", source or []),
         host=host,
         port=port,
         keep_versions=keep_versions,
@@ -120,6 +126,16 @@ def read_keys(path: Path) -> "RelayKeys":
         ) from None
 
 
+def check_endpoints(option: str, endpoints: list[str]) -> list[str]:
+    """Return the endpoints. Raises `ConfigError` that names the option where one is no address."""
+    for endpoint in endpoints:
+        if re.fullmatch(r"tcp://.+:\d{1,5}|ipc://.+", endpoint) is None:
+            raise ConfigError(
+                f"{option}={endpoint}: is no address of a node; give it as `serve` prints it, e.g. tcp://10.0.0.4:7000"
+            )
+    return endpoints
+
+
 async def run_node(node: "RelayNode") -> None:
     """Print a node's address and run it until Ctrl-C. Raises `ConfigError` if it cannot listen there."""
     from laminar_py.relay import allow_many_files
@@ -139,7 +155,8 @@ def event_line(event: "RelayEvent") -> str:
 
     match event:
         case VersionComplete(version=version, num_bytes=size, wire_bytes=wire, elapsed_s=elapsed_s):
-            return f"version {version} complete: {size:,} bytes, {wire:,} over the wire, {elapsed_s:.3f} s"
+            others = f" ({event.other_bytes:,} from other nodes than the parent)" if event.other_bytes else ""
+            return f"version {version} complete: {size:,} bytes, {wire:,} over the wire{others}, {elapsed_s:.3f} s"
         case VersionPulled(subscriber=subscriber, version=version, waited_s=waited_s):
             return f"version {version} pulled by {subscriber}, which waited {waited_s:.3f} s"
         case VersionFailed(version=version, reason=reason):

@@ -264,7 +264,8 @@ class Relayed(Event, frozen=True, kw_only=True):
     wire_bytes: int  # bytes that it received
     first_byte_s: float
     elapsed_s: float
-    parent: str = ""  # node that sent the version, the last node if there were several; "" at the root
+    parent: str = ""  # node that sent the version, the last parent if there were several; "" at the root
+    other_bytes: int = 0  # of `wire_bytes`, from other nodes than the parent: the relay joined late
 
 
 class Pulled(Event, frozen=True):

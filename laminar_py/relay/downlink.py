@@ -44,6 +44,10 @@ class Downlink:
         """True if at least one child node is attached here."""
         return bool(self._children)
 
+    def is_attached(self, child: bytes) -> bool:
+        """True if this connection belongs to a child node, not to a subscriber or to a late node."""
+        return child in self._children
+
     def attach(self, child: bytes) -> None:
         """Add a child, which gets announcements from now on."""
         self._children.add(child)

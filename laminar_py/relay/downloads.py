@@ -5,29 +5,20 @@
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from itertools import islice
 
 import laminar_py.relay.messages as m
 from laminar_py.relay.changes import ChangesFile
 from laminar_py.relay.delta import DeltaError, unpack
 from laminar_py.relay.digests import chunk_checksum, delta_proof
+from laminar_py.relay.requests import PARENT, Requests
 from laminar_py.relay.stored_version import StoredVersion
 
 log = logging.getLogger(__name__)
 
-# Enough bytes in flight to cover 25 Gb/s over 10 ms; a narrower window would idle between two grants.
-_WINDOW_BYTES = 32 * 2**20
-MIN_WINDOW, MAX_WINDOW = 4, 256  # chunks
-MISSED_REMINDERS = 3  # after which a chunk is requested again
 _MAX_DAMAGED = 3  # copies of one chunk, or of one file, after which the version is given up
-
-
-def window_of(chunk_bytes: int) -> int:
-    """Number of chunks that may be in flight to a node, e.g. 8 of 4 MiB."""
-    return min(MAX_WINDOW, max(MIN_WINDOW, _WINDOW_BYTES // chunk_bytes))
 
 
 class BrokenVersionError(Exception):
@@ -45,7 +36,7 @@ class ChunkOutcome(Enum):
 class Download:
     """A version that arrives, e.g. `Download(store.begin(manifest), window=8, now=time.monotonic)`.
 
-    At most `window` chunks are requested and not here yet, so a slow node holds back only itself
+    At most `window` chunks are requested of the parent and not here yet, so a slow node holds back only itself
     (`tests/relay/test_downloads.py::test_every_chunk_is_asked_for_once_and_never_more_than_the_window`).
     With `base`, a complete version of the same layout, chunks may come as deltas against it. A delta is proven by
     its own checksum, kept, and added to `changes`; `rebuild` makes the bytes of its chunk later. Threads call
@@ -66,13 +57,12 @@ class Download:
         self.base = base
         self.changes = changes  # None also where the version cannot have a change file
         self.rebuilding = False  # while threads make chunks of their deltas
+        self.requests = Requests(stored, window=window)
         self.wire_bytes = 0  # of undamaged chunks
+        self.other_bytes = 0  # of `wire_bytes`, from other nodes than the parent
         self._now = now
         self._began = now()
         self.first_byte_s = 0.0
-        self._window = window  # chunks
-        self._requested: dict[tuple[int, int], int] = {}  # chunk -> reminders since its request
-        self._unrequested: Iterator[tuple[int, int]] = stored.missing_chunks()
         self._num_damaged: dict[tuple[int, int | None], int] = {}  # by chunk, or by file
         self._verified: set[int] = set()  # files
         self._idle = threading.Condition()  # notified when a thread has written a chunk
@@ -89,49 +79,14 @@ class Download:
         """True while all chunks or their deltas are here, and the checksums that came with them are right."""
         return len(self._verified) == len(self.stored.manifest.files)
 
-    def fill_window(self) -> list[m.Fetch]:
-        """Return requests that fill the window with further chunks; none while it is more than half full."""
-        if len(self._requested) * 2 > self._window:
-            return []
-        chunks = list(islice(self._unrequested, self._window - len(self._requested)))
-        self._requested |= dict.fromkeys(chunks, 0)
-        return self._fetches(chunks)
-
-    def repeat_overdue(self) -> list[m.Fetch]:
-        """Count a reminder for each requested chunk; request chunks again at `MISSED_REMINDERS` reminders."""
-        overdue = []
-        for chunk, missed in self._requested.items():
-            self._requested[chunk] = (missed + 1) % MISSED_REMINDERS
-            if missed + 1 == MISSED_REMINDERS:
-                overdue.append(chunk)
-        return self._fetches(overdue)
-
-    def restart(self) -> None:
-        """Forget all requests, e.g. after a change of parent; `fill_window` then requests all missing chunks."""
-        self._requested.clear()
-        self._unrequested = self.stored.missing_chunks()
-
-    def _fetches(self, chunks: Iterable[tuple[int, int]]) -> list[m.Fetch]:
-        """Requests for chunks, one for each run of neighbours."""
-        runs: list[list[int]] = []  # [file, first chunk, number of chunks]
-        for file, index in chunks:
-            if runs and runs[-1][0] == file and sum(runs[-1][1:]) == index:
-                runs[-1][2] += 1
-            else:
-                runs.append([file, index, 1])
-        return [
-            m.Fetch(version=self.version, file=file, first_chunk=first, credits=count, base=self.stored.base)
-            for file, first, count in runs
-        ]
-
-    def accept(self, chunk: m.Chunk) -> ChunkOutcome:
-        """Check a received chunk; write it, or keep it if it is a delta. Call this on the event loop.
+    def accept(self, chunk: m.Chunk, source: str = PARENT) -> ChunkOutcome:
+        """Check a chunk from `source`; write it, or keep it if it is a delta. Call this on the event loop.
 
         Raises `NoRoomError`, and `BrokenVersionError` if the file system fails or after `_MAX_DAMAGED` damaged
         copies.
         """
         outcome = self.write(chunk, chunk.data) if chunk.base is None else self._keep(chunk)
-        self.record(chunk, outcome)
+        self.record(chunk, outcome, source)
         return outcome
 
     def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
@@ -185,8 +140,8 @@ class Download:
             self._stopped = True
             self._idle.wait_for(lambda: self._num_writing == 0)
 
-    def record(self, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
-        """Note the outcome of a chunk: mark it present, or count its damage.
+    def record(self, chunk: m.Chunk, outcome: ChunkOutcome, source: str = PARENT) -> None:
+        """Note the outcome of a chunk that `source` sent: mark it present, or count its damage.
 
         Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
         """
@@ -200,9 +155,11 @@ class Download:
         if chunk.base is None:
             self.drop_changes()
             stored.mark_present(file, index, chunk.checksum)
-        self.wire_bytes += stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
+        num_bytes = stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
+        self.wire_bytes += num_bytes
+        self.other_bytes += num_bytes if source != PARENT else 0
         self.first_byte_s = self.first_byte_s or self.elapsed_s
-        self._requested.pop((file, index), None)
+        self.requests.arrived((file, index))
 
     def _keep(self, chunk: m.Chunk) -> ChunkOutcome:
         """Check and keep a delta, unless the chunk is here or a thread writes it."""
@@ -262,10 +219,9 @@ class Download:
             stored.mark_present(file, index)
             return None
         self._verified.discard(file)
-        self._requested[file, index] = 0
         stored.forget_chunk(file, index)
         self._count_damaged_chunk(file, index)
-        return m.Fetch(version=self.version, file=file, first_chunk=index, credits=1)
+        return self.requests.ask_again((file, index), PARENT)[1]
 
     def verify_file(self, file: int) -> None:
         """Compare the digest of a file that has arrived; if it is wrong, fetch the file again.
@@ -279,7 +235,7 @@ class Download:
         self._count_damaged(file, None, f"{entry.name} (digest {digest} instead of {entry.digest})")
         self.drop_changes()
         self.stored.forget_file(file)
-        self.restart()
+        self.requests.trust_parent_only()  # another source may have sent a wrong chunk with its right checksum
 
     def _count_damaged_chunk(self, file: int, index: int) -> None:
         self._count_damaged(file, index, f"chunk {index} of {self.stored.manifest.files[file].name}")

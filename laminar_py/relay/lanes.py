@@ -350,6 +350,10 @@ def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> bool:
     return True
 
 
+_NO_LANE = (
+    "no lane to %s:%d (%s): chunks come more slowly, on the control connection; let its firewall admit this host"
+    " on all ports, or set relay.seal=curve"
+)
 # Takes a chunk in a lane's thread; returns the rest of the work, to be called on the event loop.
 ChunkTaker = Callable[[Chunk], Callable[[], object] | None]
 
@@ -366,6 +370,7 @@ class ChildLanes:
         self._broke = broke
         self._chunk_bytes = chunk_bytes
         self._open: _OpenLanes | None = None
+        self._refused_by: set[str] = set()  # hosts that were named in a warning
 
     @property
     def num_missing(self) -> int:
@@ -382,14 +387,18 @@ class ChildLanes:
         def finish() -> None:
             if self._open is lanes:
                 self.close()
-                self._broke()
+                if lanes.connected:  # else chunks came on the control connection, and none are lost
+                    self._broke()
 
         def run(ticket: Ticket) -> None:
             try:
                 lanes.receive((host, offer.port), ticket, loop)
             except (OSError, LaneError) as error:
-                if not lanes.ended.is_set():
+                if lanes.connected and not lanes.ended.is_set():
                     log.warning("a lane from %s:%d broke: %s", host, offer.port, error)
+                elif not lanes.connected and host not in self._refused_by:
+                    self._refused_by.add(host)
+                    log.warning(_NO_LANE, host, offer.port, error)
             finally:
                 _post(loop, finish)
 
@@ -408,6 +417,7 @@ class _OpenLanes:
 
     def __init__(self, take: ChunkTaker, *, sealed: bool, most_bytes: int) -> None:
         self.ended = threading.Event()
+        self.connected = False  # at least one lane
         self._take = take
         self._sealed = sealed
         self._most_bytes = most_bytes
@@ -427,6 +437,7 @@ class _OpenLanes:
             _configure(connection)
             self._connections.append(connection)
             connection.sendall(make_hello(ticket))
+            self.connected = True
             seal = Sealer(ticket.chunk_key, sealed=self._sealed)
             reader = LaneReader(lambda target: _fill(connection, target), seal, most_bytes=self._most_bytes)
             while not self.ended.is_set():

@@ -27,6 +27,9 @@ NO_DATA = memoryview(b"")
 LaneKey = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # of AES-256
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 
+# Runs of neighbouring chunks: file, first chunk, number of chunks.
+Runs: TypeAlias = tuple[tuple[Index, Index, Positive], ...]
+
 
 class FileEntry(msgspec.Struct, frozen=True):
     """A file of a version, e.g. `FileEntry("model-00001.safetensors", 2147483648, "9f2c...")`."""
@@ -93,6 +96,13 @@ class Fetch(Upward, frozen=True, kw_only=True):
     first_chunk: Index
     credits: Positive
     base: Version | None = None  # a version that the child has: the parent may send deltas against it
+
+
+class Survey(Upward, frozen=True):
+    """A node that is no child asks which chunks of a version it may request here; answered by `Held` or `Lost`."""
+
+    version: Version
+    digest: Digest
 
 
 class Done(Upward, frozen=True):
@@ -168,6 +178,13 @@ class Lanes(Downward, frozen=True, kw_only=True):
     tickets: Annotated[tuple[Ticket, ...], msgspec.Meta(min_length=1, max_length=MAX_LANES)]
 
 
+class Held(Downward, frozen=True):
+    """Answer to `Survey`: chunks that the sender may request here; none while this node has more urgent work."""
+
+    version: Version
+    runs: Runs
+
+
 class Lost(Downward, frozen=True):
     """Neither this node nor any node above it has the wanted version."""
 
@@ -208,8 +225,8 @@ class Refused(Downward, frozen=True):
     reason: str
 
 
-ToParent: TypeAlias = Attach | Want | Fetch | Done | OpenLanes | Subscribe | Pull | Release
-ToChild: TypeAlias = Announce | Chunk | Lanes | Lost | Failed | Newest | Granted | Refused
+ToParent: TypeAlias = Attach | Want | Fetch | Survey | Done | OpenLanes | Subscribe | Pull | Release
+ToChild: TypeAlias = Announce | Chunk | Lanes | Held | Lost | Failed | Newest | Granted | Refused
 
 
 class VersionComplete(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -223,7 +240,8 @@ class VersionComplete(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     wire_bytes: int  # bytes of the chunks that the node received, as deltas or in full
     first_byte_s: float
     elapsed_s: float
-    parent: str = ""  # endpoint of the node that sent the last chunk; empty at the root
+    parent: str = ""  # endpoint of the parent when the version was complete; empty at the root
+    other_bytes: int = 0  # of `wire_bytes`, from other nodes than the parent
 
 
 class VersionPulled(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,7 @@ The protocol, as states and the records (`relay/messages.py`) that are sent in t
     downloading  Announce(v), Fetch(v)*  -> Chunk* | Lost(v)  Fetch grants credits; the parent sends chunks as it
                                                               gets them itself (cut-through), as deltas against a
                                                               base that the child says it has
+    joining      Survey(v)  to others    -> Held(v) | Lost(v) v comes in full and is long: `relay/sources.py`
     opening      OpenLanes(n)            -> Lanes(tickets)    chunks then bypass this connection: `relay/lanes.py`
     arrived                                                   v's changes are offered; threads make v of its deltas
                                                               and prove its digest; no other version overtakes it
@@ -31,19 +32,22 @@ A subscriber and its node:
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import laminar_py.relay.messages as m
 from laminar_py.config.cluster import Seal, check_seal
 from laminar_py.relay.downlink import Downlink
-from laminar_py.relay.downloads import MAX_WINDOW, window_of
 from laminar_py.relay.lanes import ParentLanes
 from laminar_py.relay.messages import RelayKeys
+from laminar_py.relay.requests import MAX_WINDOW, window_of
 from laminar_py.relay.sockets import IPC, Listener, SocketFactory, tcp_host
+from laminar_py.relay.sources import Sources
 from laminar_py.relay.uplink import VISIT_S, Uplink
 from laminar_py.relay.version_store import VersionStore, watch_folder
 from laminar_py.relay.versions import NodeVersions
@@ -51,7 +55,7 @@ from laminar_py.relay.versions import NodeVersions
 log = logging.getLogger(__name__)
 
 CONTROL_RECORDS = 256  # that may wait for a connection, in addition to chunks
-
+BUSY_S = 2.0  # after a child's last request, in which the node lends no chunks to others
 
 DEFAULT_LANES = max(1, min(4, len(os.sched_getaffinity(0)) // 2))  # each keeps a core busy while a version arrives
 
@@ -62,7 +66,8 @@ class RelayNode:
     `parents` are endpoints, nearest first, root last (`Topology.ancestors`); the root has none. The node leaves
     a parent that is silent for `parent_timeout_s` or breaks the connection. It connects to the next parent, and
     after the last to the first. After `visit_s` with another parent than the nearest, an idle node tries the
-    nearest again. `seal` and `lanes` are as in `RelayConfig`. `emit` gets the node's events.
+    nearest again. A long version that comes in full is requested also of `sources`, endpoints of any other nodes,
+    and of the other parents. `seal` and `lanes` are as in `RelayConfig`. `emit` gets the node's events.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class RelayNode:
         store: Path,
         keys: RelayKeys | None,
         parents: Sequence[str] = (),
+        sources: Sequence[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
         keep_versions: int = 2,
@@ -84,27 +90,20 @@ class RelayNode:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self._address = (host, port)
-        self._seal = seal
+        self._address, self._seal = (host, port), seal
         self._max_queue = 4 * window_of(chunk_bytes) + CONTROL_RECORDS
-        self._remind_s, self._emit = parent_timeout_s, emit
+        self._remind_s, self._emit, self._now = parent_timeout_s, emit, now
+        self._child_fetched_s = -math.inf  # when a child last requested a chunk
         self._sockets, self._downlink = SocketFactory(keys, heartbeat_s=parent_timeout_s), Downlink()
-        self._uplink = Uplink(
-            name,
-            parents,
-            self,
-            sockets=self._sockets,
-            timeout_s=parent_timeout_s,
-            chunk_bytes=chunk_bytes,
-            num_lanes=0 if seal is Seal.CURVE else lanes or DEFAULT_LANES,
-            visit_s=visit_s,
-        )
+        num_lanes = 0 if seal is Seal.CURVE else lanes or DEFAULT_LANES
+        connect = partial(Uplink, name, sockets=self._sockets, timeout_s=parent_timeout_s, chunk_bytes=chunk_bytes)
+        self._uplink = connect(parents, self, num_lanes=num_lanes, visit_s=visit_s)
         self._store = VersionStore(store, keep_versions=keep_versions)
         self._versions = NodeVersions(
             self._uplink, self._downlink, self._store, chunk_bytes=chunk_bytes, emit=emit, now=now
         )
-        self._running = False
-        self._closing, self._stopped = asyncio.Event(), asyncio.Event()
+        self._versions.sources = Sources(self._versions, partial(connect, num_lanes=min(1, num_lanes)), sources)
+        self._running, self._closing, self._stopped = False, asyncio.Event(), asyncio.Event()
 
     @property
     def endpoint(self) -> str:
@@ -126,9 +125,10 @@ class RelayNode:
             self._downlink.lanes = ParentLanes(host, sealed=sealed, max_queue=self._max_queue)
         self._store.open()
 
-    def set_parents(self, parents: Sequence[str]) -> None:
-        """Replace the parents, nearest first; the root has none."""
+    def set_parents(self, parents: Sequence[str], sources: Sequence[str] = ()) -> None:
+        """Replace the parents, nearest first, of which the root has none, and the other sources."""
         self._uplink.parents = tuple(parents)
+        self._versions.sources.candidates = tuple(sources)
 
     async def run(self) -> None:
         """Serve the port, and follow a parent or watch the root's store, until `close`; then close all sockets."""
@@ -187,6 +187,8 @@ class RelayNode:
                 self._handle_fetch(sender, message)
             case m.Attach(newest):
                 self._handle_attach(sender, newest)
+            case m.Survey():
+                self._handle_survey(sender, message)
             case m.Want():
                 self._handle_want(sender, message)
             case m.Done(version):
@@ -221,6 +223,8 @@ class RelayNode:
 
         Sends `Lost` if the version is not here, unless nodes above still look for it.
         """
+        if self._downlink.is_attached(child):
+            self._child_fetched_s = self._now()
         stored = self._versions.find(fetch.version)
         if stored is None:
             if fetch.version not in self._downlink.wanted:  # else nodes above still look for it
@@ -230,6 +234,15 @@ class RelayNode:
             if not stored.is_chunk(fetch.file, index):
                 break
             self._downlink.request_chunk(child, stored, fetch.file, index, base=fetch.base)
+
+    def _handle_survey(self, sender: bytes, survey: m.Survey) -> None:
+        """Say which chunks of a version are here; none while a version arrives, or a child fetches chunks."""
+        stored = self._versions.find(survey.version)
+        if stored is None or stored.manifest.digest != survey.digest:
+            self._downlink.send(sender, m.Lost(survey.version))
+            return
+        lends = self._versions.is_idle and self._now() - self._child_fetched_s >= BUSY_S
+        self._downlink.send(sender, m.Held(survey.version, stored.whole_runs() if lends else ()))
 
     def _handle_want(self, child: bytes, want: m.Want) -> None:
         """Record that a child wants a version; announce it if it is here, and ask above if it is incomplete."""
@@ -301,4 +314,5 @@ class RelayNode:
 
     def left_parent(self, old: str, new: str) -> None:
         """Emit `ParentLost`: the node leaves the parent at endpoint `old` for the parent at `new`."""
+        log.warning("%s leaves its parent at %s and connects to %s", self.name, old, new)
         self._emit(m.ParentLost(self.name, old, new))

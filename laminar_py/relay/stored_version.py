@@ -6,6 +6,7 @@ folder.
 
 import errno
 import mmap
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.relay.delta import DeltaError, Difference, apply, compare
 from laminar_py.relay.digests import chunk_checksum, digest_of
 from laminar_py.relay.mapped_file import MappedFile
-from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest
+from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest, Runs
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums"  # of all chunks, file by file
@@ -138,6 +139,25 @@ class StoredVersion:
     def is_whole(self) -> bool:
         """True if all chunks are here in full."""
         return not any(self._num_missing) and not any(self._num_deltas)
+
+    @property
+    def num_missing(self) -> int:
+        """Number of chunks of which neither the bytes nor the delta are here."""
+        return sum(self._num_missing)
+
+    @property
+    def chunk_counts(self) -> list[int]:
+        """[files] number of chunks in each file."""
+        return [len(states) for states in self._states]
+
+    def whole_runs(self) -> Runs:
+        """Runs of neighbouring chunks that are here in full."""
+        whole = re.compile(bytes([_WHOLE]) + b"+")
+        return tuple(
+            (file, run.start(), run.end() - run.start())
+            for file, states in enumerate(self._states)
+            for run in whole.finditer(states)
+        )
 
     def missing_chunks(self) -> Iterator[tuple[int, int]]:
         """Yield (file, chunk) of each chunk that is not here, in order; chunks may arrive between two yields."""

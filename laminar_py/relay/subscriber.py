@@ -6,6 +6,7 @@ each connect and every few seconds
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from laminar_py.records.weights import PulledVersion, VersionLostError
 from laminar_py.relay.messages import RelayKeys
 from laminar_py.relay.sockets import SocketFactory
 from laminar_py.relay.uplink import Uplink
+
+log = logging.getLogger(__name__)
 
 
 class RelayError(RuntimeError):
@@ -142,7 +145,8 @@ class Subscriber:
         """Do nothing: a subscriber opens no lanes."""
 
     def left_parent(self, old: str, new: str) -> None:
-        """Do nothing: the run's supervisor restarts a lost node."""
+        """Only log it: the run's supervisor restarts a lost node."""
+        log.warning("%s leaves its node at %s and connects to %s", self.name, old, new)
 
     def _notify(self) -> None:
         self._changed.set()

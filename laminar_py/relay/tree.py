@@ -63,6 +63,15 @@ class Topology:
             parent = self.parents[parent]
         return tuple(path)
 
+    def sources(self, node: int, *, count: int) -> tuple[int, ...]:
+        """Up to `count` nodes besides parent and root of which `node` may request chunks when it joins late.
+
+        They lie far apart, so that nodes which join together do not count on each other.
+        """
+        stride = max(1, self.num_nodes // (count + 1))
+        others = ((node + number * stride) % self.num_nodes for number in range(1, count + 1))
+        return tuple(dict.fromkeys(other for other in others if other not in (0, node, self.parents[node])))
+
     @cached_property
     def depth(self) -> int:
         """Hops from the root to the farthest node."""

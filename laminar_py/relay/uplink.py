@@ -1,7 +1,7 @@
 """The connection of a node or subscriber to its parent: the choice of the parent, and when to leave it.
 
-`RelayNode` and `Subscriber` use it. At most one connection is open. The uplink greets the parent at each connect,
-so a restarted parent is treated as a new parent.
+`RelayNode` and `Subscriber` use it, and `Sources` as a connection to one other node. At most one connection is
+open. The uplink greets the parent at each connect, so a restarted parent is treated as a new parent.
 
     connecting -> (handshake) following -> (connection breaks) connecting
     connecting for too long, or the follower's `handle` returns False: to the next parent, after the last the first
@@ -9,7 +9,6 @@ so a restarted parent is treated as a new parent.
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,8 +16,6 @@ from typing import Protocol
 from laminar_py.relay.lanes import ChildLanes
 from laminar_py.relay.messages import Chunk, Lanes, OpenLanes, ToChild, Upward
 from laminar_py.relay.sockets import CONTROL_BYTES, IPC, Connection, LinkState, SocketFactory, tcp_host
-
-log = logging.getLogger(__name__)
 
 GRACE_S = 0.5  # for a broken connection to come back, and then for each other parent to answer
 VISIT_S = 30.0  # with a parent that is not the nearest, before an idle follower tries the nearest again
@@ -105,7 +102,6 @@ class Uplink:
                 following = self.parents[0]
             else:
                 following = self.parents[(self.parents.index(endpoint) + 1) % len(self.parents)]
-            log.warning("%s leaves its parent at %s and connects to %s", self.name, endpoint, following)
             self._follower.left_parent(endpoint, following)
             endpoint = following
 

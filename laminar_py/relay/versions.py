@@ -7,7 +7,7 @@ builds on (`tests/relay/test_tree.py::test_however_fast_versions_come_one_of_two
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
@@ -17,7 +17,9 @@ from laminar_py.relay.changes import ChangesFile
 from laminar_py.relay.delta_encoder import THREADS, DeltaEncoder
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.downlink import Downlink, LocalSubscribers
-from laminar_py.relay.downloads import BrokenVersionError, ChunkOutcome, Decision, Download, decide, window_of
+from laminar_py.relay.downloads import BrokenVersionError, ChunkOutcome, Decision, Download, decide
+from laminar_py.relay.requests import PARENT, window_of
+from laminar_py.relay.sources import Sources
 from laminar_py.relay.stored_version import NoRoomError, StoredVersion
 from laminar_py.relay.uplink import Uplink
 from laminar_py.relay.version_store import VersionStore
@@ -28,12 +30,13 @@ MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an ho
 
 
 class NodeVersions:
-    """The versions of one node. `RelayNode` sets `tasks` when it runs.
+    """The versions of one node. `RelayNode` sets `sources`, and `tasks` when it runs.
 
     A version that a child wants, a subscriber pinned or a delta builds on stays in the store
     (`tests/relay/test_store.py::test_what_is_newest_pinned_or_held_stays`).
     """
 
+    sources: Sources
     tasks: asyncio.TaskGroup
 
     def __init__(
@@ -100,6 +103,7 @@ class NodeVersions:
             download = self._downloads.pop(version)
             download.stop()
             download.drop_changes()
+        self.sources.close()
 
     # ---- called for children, subscribers and the root's folder
 
@@ -185,8 +189,9 @@ class NodeVersions:
         self._uplink.send(m.Attach(max(self.newest, waiting, failed)))
         self._pause -= 1
         for download in self._downloads.values():
-            for fetch in download.repeat_overdue():
-                self._uplink.send(fetch)
+            self._send_requests(download.requests.repeat_overdue())
+            self._fill_window(download)
+        self._open_sources()
         self._want_missing()
 
     def handle_announce(self, announce: m.Announce) -> None:
@@ -207,7 +212,7 @@ class NodeVersions:
                 except (NoRoomError, BrokenVersionError) as error:
                     self.fail_version(version, str(error))
             case Decision.RESUME:
-                self._downloads[version].restart()
+                self._downloads[version].requests.restart(PARENT)
                 self._fill_window(self._downloads[version])
             case Decision.LATER:
                 self._later = announce
@@ -217,7 +222,7 @@ class NodeVersions:
                 self._uplink.send(m.Done(version))
                 self._compare_digests(announce.manifest)
 
-    def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
+    def take_chunk(self, chunk: m.Chunk, source: str = PARENT) -> Callable[[], None] | None:
         """Check and write a chunk in a lane's thread; return the rest of the work, for the event loop.
 
         A delta is checked and kept on the event loop.
@@ -231,21 +236,25 @@ class NodeVersions:
         try:
             outcome = download.write(chunk, chunk.data)
         except (NoRoomError, BrokenVersionError) as error:
-            return partial(self._finish_chunk, download, header, error)
-        return partial(self._finish_chunk, download, header, outcome)
+            return partial(self._finish_chunk, download, header, error, source)
+        return partial(self._finish_chunk, download, header, outcome, source)
 
-    def handle_chunk(self, chunk: m.Chunk) -> None:
-        """Store a chunk from the parent. The last chunk completes the version; an error gives the version up."""
+    def handle_chunk(self, chunk: m.Chunk, source: str = PARENT) -> None:
+        """Store a chunk of any source. The last chunk completes the version; an error gives the version up."""
         download = self._downloads.get(chunk.version)
         if download is None:
             return  # the version was overtaken while the chunk was in flight
         try:
-            self._advance(download, chunk, download.accept(chunk))
+            self._advance(download, chunk, download.accept(chunk, source), source)
         except (NoRoomError, BrokenVersionError) as error:
             self.fail_version(chunk.version, str(error))
 
     def _finish_chunk(
-        self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome | NoRoomError | BrokenVersionError
+        self,
+        download: Download,
+        chunk: m.Chunk,
+        outcome: ChunkOutcome | NoRoomError | BrokenVersionError,
+        source: str,
     ) -> None:
         """Record a chunk that a lane's thread has written, or the error of that."""
         if self._downloads.get(chunk.version) is not download:
@@ -253,8 +262,8 @@ class NodeVersions:
         try:
             if not isinstance(outcome, ChunkOutcome):
                 raise outcome
-            download.record(chunk, outcome)
-            self._advance(download, chunk, outcome)
+            download.record(chunk, outcome, source)
+            self._advance(download, chunk, outcome, source)
         except (NoRoomError, BrokenVersionError) as error:
             self.fail_version(chunk.version, str(error))
 
@@ -282,6 +291,35 @@ class NodeVersions:
         self.subscribers.handle_failed(failed)
         self._emit(m.VersionFailed(self._name, version, reason))
         self._start_waiting()
+
+    # ---- called for other sources
+
+    @property
+    def joining(self) -> list[m.Manifest]:
+        """Versions that arrive in full and of which much is missing."""
+        downloads = [item for item in self._downloads.values() if item.stored.base is None]
+        return [item.stored.manifest for item in downloads if item.requests.is_long]
+
+    def handle_held(self, source: str, held: m.Held) -> None:
+        """Request chunks that a source lists in `held`."""
+        download = self._downloads.get(held.version)
+        if download is not None and download.stored.base is None:
+            download.requests.lend(source, held.runs)
+            self._fill_window(download)
+
+    def leave_source(self, source: str, version: int | None = None) -> None:
+        """Request the outstanding chunks of a source from others, of one version or of all."""
+        for download in self._downloads.values():
+            if version in (None, download.version):
+                download.requests.drop(source)
+                self._fill_window(download)
+
+    def _open_sources(self) -> None:
+        """Connect to other sources while a version arrives that they can help with; close them after it."""
+        if self.joining:
+            self.sources.open(self.tasks, self._uplink.parents, self._uplink.parent)
+        elif all(download.stored.base is not None for download in self._downloads.values()):
+            self.sources.close()
 
     # ---- downloads
 
@@ -320,6 +358,8 @@ class NodeVersions:
         self._downloads[manifest.version] = download
         self._downlink.announce(stored, newest=manifest.version == self.newest)
         self._fill_window(download)
+        if not self._store.complete:  # else the version may well arrive everywhere now; reminders will show
+            self._open_sources()
 
     def _check_manifest(self, manifest: m.Manifest) -> None:
         """Raise `BrokenVersionError` if a manifest contradicts itself, or has larger chunks than this node."""
@@ -333,13 +373,13 @@ class NodeVersions:
                 f" {self._chunk_bytes} of this node; use one size for the publisher and all nodes"
             )
 
-    def _advance(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome) -> None:
+    def _advance(self, download: Download, chunk: m.Chunk, outcome: ChunkOutcome, source: str) -> None:
         """Forward a chunk that was written or kept to children, and act on the last one.
 
         Requests a damaged chunk again. Raises `NoRoomError`, `BrokenVersionError`.
         """
         if outcome is ChunkOutcome.DAMAGED:
-            self._uplink.send(m.Fetch(version=chunk.version, file=chunk.file, first_chunk=chunk.index, credits=1))
+            self._send_requests([download.requests.ask_again((chunk.file, chunk.index), source)])
         if outcome is not ChunkOutcome.WRITTEN:
             return
         self._forward_chunk(download, chunk.file, chunk.index)
@@ -382,6 +422,7 @@ class NodeVersions:
         mapping = asyncio.to_thread(self._store.keep_mapped, stored)
         self.tasks.create_task(mapping, name=f"{self._name}-map")
         del self._downloads[download.version]
+        self._open_sources()
         self._uplink.send(m.Done(download.version))
         self._handle_complete(stored.manifest, download)
         self._start_waiting()
@@ -420,8 +461,15 @@ class NodeVersions:
                 self.fail_version(version, str(error))
 
     def _fill_window(self, download: Download) -> None:
-        for fetch in download.fill_window():
-            self._uplink.send(fetch)
+        self._send_requests(download.requests.fill())
+
+    def _send_requests(self, requests: Iterable[tuple[str, m.Fetch]]) -> None:
+        """Send requests to their sources."""
+        for source, fetch in requests:
+            if source == PARENT:
+                self._uplink.send(fetch)
+            else:
+                self.sources.send(source, fetch)
 
     def _handle_complete(self, manifest: m.Manifest, download: Download | None = None) -> None:
         """Report a complete version and answer the pulls that wait for it; `download` is None at the root."""
@@ -436,6 +484,7 @@ class NodeVersions:
                 first_byte_s=download.first_byte_s if download else 0.0,
                 elapsed_s=download.elapsed_s if download else 0.0,
                 parent=self._uplink.parent if download else "",
+                other_bytes=download.other_bytes if download else 0,
             )
         )
         self.subscribers.handle_complete(manifest.version)
@@ -449,6 +498,7 @@ class NodeVersions:
             download.drop_changes()
             self._downlink.forget_version(version)
             self._discard(download.stored)
+            self._open_sources()
             self.subscribers.answer_waiting()
 
     def _start_waiting(self) -> None:

@@ -192,6 +192,7 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Want(number, arriving=True),
         m.Fetch(version=number, file=0, first_chunk=0, credits=2),
         m.Fetch(version=number, file=0, first_chunk=1, credits=2, base=number),
+        m.Survey(number, version.manifest.digest),
         m.Done(number),
         m.OpenLanes(1),
         m.Subscribe(),
@@ -199,6 +200,7 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Pull(id=2, session=5, name="replica", version=number),
     ]
     downward = [m.Announce(version.manifest), m.Lost(number), m.Failed(number, "full"), m.Newest(number)]
+    downward.append(m.Held(number, version.whole_runs()))
     downward += [version.read_chunk(0, index) for index in range(version.manifest.num_chunks(0))]
     return [record for record in (*upward, *downward) if isinstance(record, kinds)]
 

@@ -29,6 +29,7 @@ from laminar_py.relay.messages import (
     VersionPulled,
     Want,
 )
+from laminar_py.relay.requests import PARENT
 from laminar_py.relay.stored_version import NoRoomError, StoredVersion
 from laminar_py.relay.version_store import VersionStore
 from tests.depth import examples
@@ -278,7 +279,7 @@ def test_every_chunk_is_asked_for_once_and_never_more_than_the_window(
         wanted: list[tuple[int, int]] = []
         asked = 0
         while True:
-            for fetch in download.fill_window():
+            for _, fetch in download.requests.fill():
                 wanted += [(fetch.file, fetch.first_chunk + number) for number in range(fetch.credits)]
                 asked += fetch.credits
             assert len(wanted) <= WINDOW
@@ -326,11 +327,11 @@ def test_a_chunk_whose_write_failed_may_come_again(
 def test_after_a_restart_only_missing_chunks_are_asked_for(tmp_path: Path) -> None:
     origin = write_version(tmp_path / "origin", 1, 5 * CHUNK)
     download = download_of(origin, tmp_path, window=5)
-    download.fill_window()
+    download.requests.fill()
     download.accept(origin.read_chunk(0, 1))
-    assert not download.fill_window()  # the window is more than half full
-    download.restart()
-    assert [(fetch.first_chunk, fetch.credits) for fetch in download.fill_window()] == [(0, 1), (2, 3)]
+    assert not download.requests.fill()  # the window is more than half full
+    download.requests.restart(PARENT)
+    assert [(fetch.first_chunk, fetch.credits) for _, fetch in download.requests.fill()] == [(0, 1), (2, 3)]
 
 
 def test_lanes_and_rebuilding_threads_never_write_the_same_chunk(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_lab.commands.relay import read_keys, write_keys
+from laminar_lab.commands.relay import check_endpoints, read_keys, write_keys
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.publisher import Publisher
 from tests.relay.tree import folder_bytes, tensors
@@ -63,6 +63,14 @@ def test_keys_are_for_their_owner_and_never_written_over(tmp_path: Path) -> None
     assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
     with pytest.raises(ValueError, match="name a new file"):
         write_keys(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("option", ["parent", "source"])
+@pytest.mark.parametrize("endpoint", ["10.0.0.4:7000", "tcp://10.0.0.4", "tcp://10.0.0.4:x", "http://b:7000", ""])
+def test_an_address_that_is_none_is_named(option: str, endpoint: str) -> None:
+    assert check_endpoints(option, ["tcp://b.example:7000", "tcp://[::1]:7000", "ipc:///tmp/a"])
+    with pytest.raises(ConfigError, match=f"^{option}={endpoint}: is no address of a node; give it as"):
+        check_endpoints(option, [endpoint])
 
 
 @pytest.mark.parametrize("data", [b"{}", b'{"public": "\xff"}'])

@@ -111,11 +111,12 @@ async def test_a_started_relay_answers_and_its_folder_in_shared_memory_names_the
         store=str(tmp_path / "node-1"),
         host="127.0.0.1",
         parents=(),
+        sources=(),
         chunk_bytes=4096,
         keys=generate_keys(),
     )
     await actor.start(spec)
-    assert await actor.ping(()) == []
+    assert await actor.ping((), ()) == []
     assert run_of(tmp_path).path == tmp_path, "its folder in shared memory names the run"
     await actor._node.close()
 

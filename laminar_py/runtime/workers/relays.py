@@ -11,7 +11,7 @@ root, on another host; other nodes and replicas get the new address in the same 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from laminar_py.relay.messages import (
     VersionPulled,
 )
 from laminar_py.relay.sockets import generate_keys
+from laminar_py.relay.sources import MAX_SOURCES
 from laminar_py.relay.stored_version import MANIFEST
 from laminar_py.relay.subscriber import Subscriber
 from laminar_py.relay.tree import Topology, choose_chunk_bytes, grow_tree
@@ -93,6 +94,7 @@ class RelayKeeper(Keeper):
             store=str(self._relays.store(self._node)),
             host=self._config.relay.host if here_alone else self._placement.ip(host),
             parents=self._relays.parents_of(self._node),
+            sources=self._relays.sources_of(self._node),
             chunk_bytes=self._relays.chunk_bytes,
             keys=self._relays.keys,
         )
@@ -105,8 +107,8 @@ class RelayKeeper(Keeper):
         """Ping the relay with its parents' endpoints; record its events. Raises PartCrashedError if it moves."""
         self._relays.notify()
         while True:
-            parents = self._relays.parents_of(self._node)
-            events = await parts[0].call_for(list[RelayEvent], "ping", parents)
+            parents, sources = self._relays.parents_of(self._node), self._relays.sources_of(self._node)
+            events = await parts[0].call_for(list[RelayEvent], "ping", parents, sources)
             names = self._relays.names if events else {}
             for event in events:
                 self._incarnation.ledger.append(ledger_event(event, names))
@@ -295,10 +297,16 @@ class Relays:
     def parents_of(self, node: int) -> tuple[str, ...]:
         """Return the endpoints of the needed and started relays above a node, nearest first."""
         if node not in self._parents:
-            above = (self._keepers.get(parent) for parent in self.tree.ancestors(node))
-            found = (keeper.endpoint for keeper in above if keeper and keeper.planned_host and keeper.endpoint)
-            self._parents[node] = tuple(found)
+            self._parents[node] = self._endpoints(self.tree.ancestors(node))
         return self._parents[node]
+
+    def sources_of(self, node: int) -> tuple[str, ...]:
+        """Return the endpoints of other started relays, of which a node may request chunks when it joins late."""
+        return self._endpoints(self.tree.sources(node, count=MAX_SOURCES))
+
+    def _endpoints(self, nodes: Iterable[int]) -> tuple[str, ...]:
+        keepers = (self._keepers.get(node) for node in nodes)
+        return tuple(keeper.endpoint for keeper in keepers if keeper and keeper.planned_host and keeper.endpoint)
 
 
 def ledger_event(event: RelayEvent, names: Mapping[str, str]) -> AnyEvent:

@@ -26,12 +26,13 @@ class WriterStart(PartStart, frozen=True, kw_only=True):
 
 
 class RelaySpec(PartStart, frozen=True, kw_only=True):
-    """Start of a relay node, e.g. node 0 (the root) of 3; parents in order of preference."""
+    """Start of a relay node, e.g. node 0 (the root) of 3; parents and sources in order of preference."""
 
     node: int
     store: str
     host: str  # address that it listens on
     parents: tuple[str, ...]  # endpoints; empty for the root
+    sources: tuple[str, ...]  # endpoints of other nodes that may send chunks to a late node
     chunk_bytes: int  # of the whole tree
     keys: RelayKeys
 

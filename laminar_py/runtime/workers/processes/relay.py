@@ -24,7 +24,8 @@ class RelayActor(PartActor):
             store=Path(spec.store),
             keys=spec.keys,
             host=spec.host,
-            parents=list(spec.parents),
+            parents=spec.parents,
+            sources=spec.sources,
             chunk_bytes=spec.chunk_bytes,
             keep_versions=relay.keep_versions,
             seal=relay.seal,
@@ -36,9 +37,9 @@ class RelayActor(PartActor):
         self._task = asyncio.create_task(self._node.run(), name="relay")
         return self._node.endpoint
 
-    async def ping(self, parents: tuple[str, ...]) -> list[RelayEvent]:
-        """Set the endpoints of the node's parents; return its events since the last ping. Raises its error."""
-        self._node.set_parents(parents)
+    async def ping(self, parents: tuple[str, ...], sources: tuple[str, ...]) -> list[RelayEvent]:
+        """Set the endpoints of parents and sources; return the events since the last ping. Raises its error."""
+        self._node.set_parents(parents, sources)
         if self._task.done():
             self._task.result()
         events = list(self._events)
