@@ -1,4 +1,4 @@
-"""Packed sequences beside padded sequences, and how well the packer fills and balances a large step.
+"""Packed sequences beside padded ones, a mixture beside a dense model, and how well a large step is packed.
 
 Fill is the fewest microbatches that equal counts on all ranks allow, `ranks * ceil(tokens / (ranks *
 max_tokens))`, over the used ones. Imbalance is the sum over microbatch indices of the slowest rank's FLOPs, over
@@ -12,10 +12,10 @@ from statistics import median
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from laminar_lab.bench import context, prefixes
-from laminar_lab.bench.report import Ratio, Row, cpu_s, in_turn, load_now
+from laminar_lab.bench.report import Ratio, Row, Side, cpu_s, in_turn, load_now
 from laminar_lab.bench.workplace import SMALL, count_parameters, log_normal_lengths, workplace, write_model
 from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config import AlgorithmConfig
@@ -28,7 +28,8 @@ from laminar_py.learner.packing import Packed, attention_share, pack, sequence_c
 from laminar_py.records import Trajectory
 
 ROWS = (
-    *("packed_over_padded", "packed_over_sorted", "fill", "capacity_used", "imbalance", "pack_2048_ms"),
+    *("packed_over_padded", "packed_over_sorted", "moe_step_over_dense"),
+    *("fill", "capacity_used", "imbalance", "pack_2048_ms"),
     *(f"tree_{figure}_{shape}" for shape in prefixes.SHAPES for figure in ("over_separate", "memory")),
     *(f"cp{ranks}_{figure}" for ranks in context.SHARING for figure in ("activation_share", "cpu_over_alone")),
 )
@@ -36,6 +37,7 @@ SEQUENCES, MEDIAN, LONGEST = 64, 128, 1024  # of a batch that is trained on
 SIGMA = float(np.log(5) / 1.645)  # p95 = 5 * p50
 MAX_TOKENS = 2048  # of a microbatch that is trained on
 PADDED_ROWS = 8
+EXPERTS, CHOSEN = 32, 8  # of a mixture, whose chosen experts are together as wide as the dense model's MLP
 PACKED_TOKENS, PACKED_RANKS = 16_384, 8  # of a large step that is packed
 QWEN_7B = attention_share(hidden_size=3584, num_layers=28, num_parameters=7_615_616_512)
 
@@ -55,6 +57,7 @@ def rows(
     """
     return [
         *_speed_rows(model, repeats=repeats),
+        *_mixture_rows(model, repeats=repeats),
         *_packing_rows(sequences=sequences, seeds=seeds),
         *prefixes.rows(repeats=repeats, scale=prefix_scale, config=model),
         *context.rows(repeats=repeats, tokens=rank_tokens),
@@ -128,6 +131,33 @@ def _train_padded(model: PreTrainedModel, items: Sequence[Trajectory]) -> None:
         logprobs, _ = token_logprobs(hidden.flatten(0, 1), model.get_output_embeddings().weight, labels)
         (weights.flatten() * logprobs).sum().backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
+
+
+# ---- a mixture beside a dense model
+
+
+def _mixture_rows(dense: PretrainedConfig, *, repeats: int) -> list[Row]:
+    """Compare CPU seconds of a learner step on one full row: a mixture over a dense model of its active size."""
+    sizes = {name: value for name, value in dense.to_dict().items() if name != "model_type"}
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
+    mixture = Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=dense.intermediate_size // CHOSEN)
+    items = [make_trajectory(index, 256) for index in range(MAX_TOKENS // 256)]
+    packed = pack(items, max_tokens=MAX_TOKENS, ranks=1, aggregation=Aggregation.TOKEN_MEAN, attention_share=0.0)
+    batches = packed.microbatches(0)
+
+    def side(config: PretrainedConfig) -> Side:
+        with workplace() as folder:
+            model = ModelConfig(path=write_model(folder, config))
+            learner = Learner(model, LearnerConfig(), AlgorithmConfig(), temperature=1.0, seed=0)
+        return lambda _: cpu_s(lambda: learner.step(batches))
+
+    seconds = in_turn({"mixture": side(mixture), "dense": side(dense)}, rounds=repeats, warm=1)
+    setting = (
+        f"CPU seconds of a step of {MAX_TOKENS:,} tokens with AdamW, fp32; {EXPERTS} experts, {CHOSEN} a token,"
+        f" {count_parameters(mixture) / 1e6:.0f}M parameters; dense: {count_parameters(dense) / 1e6:.0f}M,"
+        f" {median(seconds['dense']):.1f} s"
+    )
+    return [Ratio.between(seconds["mixture"], seconds["dense"]).row("moe_step_over_dense", setting)]
 
 
 # ---- packing of a large step

@@ -1,7 +1,7 @@
 """Changes to a model's layers: activation recomputation, compilation, fused norms, replay of routed experts.
 
-`step` sets up recomputation and compilation before it shards; `model` fuses norms and hooks routers. Recomputation
-and compilation change results by fp32 rounding at most (`tests/learner/test_layers.py`).
+`step` sets up recomputation and compilation before it shards; `model` fuses norms and changes routers.
+Recomputation and compilation change results by fp32 rounding at most (`tests/learner/test_layers.py`).
 """
 
 import ctypes
@@ -123,25 +123,24 @@ def _fused_norm(norm: nn.Module, hidden_states: Tensor) -> Tensor:
 RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(logits [T, E], weights [T, k], experts [T, k]) of transformers' routers."""
 
-Hook: TypeAlias = Callable[[nn.Module, object, RouterOutput], RouterOutput]
-
 
 class RouterReplay:
     """Makes the routers of a mixture model choose the experts that the engine chose; R3, Ma et al. 2025.
 
     Engine and learner compute a little differently, so their routers choose different experts for some tokens. The
     trained policy would then differ from the policy that drew the tokens. The weights of the replayed experts come
-    from the learner's own router, so its gradient is kept. Before the first `force` the hooks change nothing.
+    from the learner's own router, so its gradient is kept. Before the first `force` nothing changes.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         self._name = model.config.model_type
-        self._renormalises = bool(getattr(model.config, "norm_topk_prob", self._name == "mixtral"))
-        # [T, layers, k] experts, -1: the router's own choice. Kept for recomputation in the backward pass.
-        self._forced: Tensor | None = None
-        for layer, router in enumerate(self._routers):
-            router.register_forward_hook(self._hook(layer))
+        renormalises = bool(getattr(model.config, "norm_topk_prob", self._name == "mixtral"))
+        for router in self._routers:
+            # [T, k] experts, -1: the router's own choice. Kept for recomputation in the backward pass. Each router
+            # has its own, since one code for all layers is compiled once.
+            router.forced, router.renormalises = None, renormalises
+            router.forward = types.MethodType(_replaying, router)
 
     def force(self, batch: MicroBatch, *, device: torch.device, context: Context | None = None) -> None:
         """Replay the experts recorded in this microbatch, until the next call; without records replay nothing.
@@ -150,8 +149,9 @@ class RouterReplay:
 
         Raises `ConfigError` for a model type whose routers it cannot replay.
         """
-        self._forced = None
         if batch.experts is None:
+            for router in self._routers:
+                router.forced = None
             return
         if self._name not in REPLAYABLE:
             raise ConfigError(
@@ -160,24 +160,22 @@ class RouterReplay:
         layers = batch.experts.shape[1]
         assert layers == len(self._routers), f"experts of {layers} layers for {len(self._routers)} routers"
         experts = batch.experts if context is None else context.padded(batch.experts, fill=-1)
-        self._forced = torch.tensor(experts, dtype=torch.long, device=device)
+        forced = torch.tensor(experts, dtype=torch.long, device=device)
+        for router, of_layer in zip(self._routers, forced.unbind(1), strict=True):
+            router.forced = of_layer.contiguous()
 
-    def _hook(self, layer: int) -> Hook:
-        """Make a hook for the router of this layer."""
 
-        def replay(router: nn.Module, _: object, output: RouterOutput) -> RouterOutput:
-            """Replace the router's experts by recorded experts, except where the record is -1.
+def _replaying(router: nn.Module, hidden_states: Tensor) -> RouterOutput:
+    """Compute the forward of a router, with recorded experts in place of its own, except where the record is -1.
 
-            The weights of the experts come from the learner's own logits, so gradients reach the router.
-            """
-            if self._forced is None:
-                return output
-            logits, weights, routed = output
-            recorded = self._forced[:, layer]
-            experts = torch.where(recorded < 0, routed, recorded)
-            chosen = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, experts)
-            if self._renormalises:
-                chosen = chosen / chosen.sum(-1, keepdim=True)
-            return logits, chosen.to(weights.dtype), experts
-
-        return replay
+    The weights of the experts come from the learner's own logits, so gradients reach the router.
+    """
+    logits, weights, routed = type(router).forward(router, hidden_states)
+    forced = router.forced
+    if not isinstance(forced, Tensor):
+        return logits, weights, routed
+    experts = torch.where(forced < 0, routed, forced)
+    chosen = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, experts)
+    if router.renormalises:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    return logits, chosen.to(weights.dtype), experts

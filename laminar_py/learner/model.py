@@ -6,7 +6,7 @@ follow from the weights alone (law 4).
 """
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from laminar_py.config.learner import Attention
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.attention import Segments, register_kernel
 from laminar_py.learner.context import Context
+from laminar_py.learner.experts import register_experts
 from laminar_py.learner.kernel_check import Choice, choose_kernel
 from laminar_py.learner.layers import RouterReplay, fuse_norms
 from laminar_py.learner.losses.logprob import Support, token_logprobs
@@ -83,8 +84,12 @@ def load_policy(
         )
     logging.disable_progress_bar()  # it would fill the log of a process that has no terminal
     try:
-        choice = _choose(AutoConfig.from_pretrained(settings.path), attention, device)
-        model = _load(settings, seed=seed, attention=register_kernel(choice.kernel), on_meta=on_meta)
+        config = AutoConfig.from_pretrained(settings.path)
+        choice = _choose(config, attention, device)
+        options = {"attn_implementation": register_kernel(choice.kernel), "dtype": torch.float32}
+        if is_mixture(config):
+            options["experts_implementation"] = register_experts()
+        model = _load(settings, seed=seed, options=options, on_meta=on_meta)
     except ConfigError:
         raise
     except ValueError as error:  # transformers raises it for a model that it does not know
@@ -120,13 +125,12 @@ def kv_heads(config: PretrainedConfig) -> int:
     return int(getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads)
 
 
-def _load(settings: ModelConfig, *, seed: int, attention: str, on_meta: bool) -> PreTrainedModel:
+def _load(settings: ModelConfig, *, seed: int, options: Mapping[str, object], on_meta: bool) -> PreTrainedModel:
     """Read the model in fp32, draw it from `seed`, or leave its weights on the meta device.
 
-    `attention` is the kernel's name in transformers. Raises `ConfigError` if the files lack a weight, which
+    `options` go to transformers. Raises `ConfigError` if the files lack a weight, which
     transformers would draw at random.
     """
-    options = {"attn_implementation": attention, "dtype": torch.float32}
     if settings.from_scratch or on_meta:
         config = AutoConfig.from_pretrained(settings.path)
         with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):

@@ -310,11 +310,6 @@ def _check_learner(config: RunConfig) -> None:
             f"rollout.max_len={max_len}: the model in model.path has {positions} positions; lower max_len, or name"
             " a folder whose config.json scales them"
         )
-    if learner.compile and sizes.num_experts_per_tok is not None:
-        raise ConfigError(
-            "learner.compile=true: layers with experts are not compiled, since each step has other shapes and may"
-            " force other experts; set learner.compile=false"
-        )
 
 
 def _check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
