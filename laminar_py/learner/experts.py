@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
+from transformers.integrations import moe
 
 NAME = "packed"  # in transformers
 
@@ -31,8 +31,13 @@ class Experts(Protocol):
 
 
 def register_experts() -> str:
-    """Register `packed_experts` with transformers; returns its name there, a model's `experts_implementation`."""
-    ALL_EXPERTS_FUNCTIONS.register(NAME, packed_experts)
+    """Register `packed_experts` with transformers; returns its name there, a model's `experts_implementation`.
+
+    Its grouped product is internal to transformers (5.19 to 5.23). Without it, returns the name of its own experts.
+    """
+    if not hasattr(moe, "_grouped_linear"):
+        return "grouped_mm"
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, packed_experts)
     return NAME
 
 
@@ -43,13 +48,13 @@ def packed_experts(experts: Experts, hidden: Tensor, chosen: Tensor, weights: Te
     biases, transposed weights, no gate, or a norm of their results.
     """
     if experts.has_bias or experts.is_transposed or experts.has_post_expert_norm or not experts.has_gate:
-        return grouped_mm_experts_forward(experts, hidden, chosen, weights)  # type: ignore[no-any-return]
+        return moe.grouped_mm_experts_forward(experts, hidden, chosen, weights)  # type: ignore[no-any-return]
     order = sort_by_expert(chosen, num_experts=experts.num_experts)
     rows = _Spread.apply(hidden, order.tokens, order.places)  # type: ignore[no-untyped-call]
-    inner = experts._apply_gate(_grouped_linear(rows, experts.gate_up_proj, order.ends))
+    inner = experts._apply_gate(moe._grouped_linear(rows, experts.gate_up_proj, order.ends))
     # The last product is linear, so its input has the weights: W numbers a row instead of H.
     scale = _Permute.apply(weights.reshape(-1, 1), order.copies, order.places.view(-1))  # type: ignore[no-untyped-call]
-    results = _grouped_linear(inner * scale, experts.down_proj, order.ends)
+    results = moe._grouped_linear(inner * scale, experts.down_proj, order.ends)
     return _Collect.apply(results, order.tokens, order.places).to(hidden.dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
