@@ -8,13 +8,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
-from laminar_py.learner.packing.layout import LEAST_STEM, RowSize, row_size
-from laminar_py.records.spans import is_tree
-from laminar_py.records.trajectory import Packable
-
-PackedT = TypeVar("PackedT", bound=Packable)
+from laminar_py.learner.packing.layout import LEAST_STEM, PackedT, RowSize, cut_tree, row_size
 
 WORTH_SHARING = 0.05  # of a group's tokens that its prompt must save, or its members are packed one by one
 MOST_KEYS = 4  # that attention gathers for a family's row, a prompt's for each member, over the row's tokens
@@ -57,11 +53,10 @@ class Family(Generic[PackedT]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bin(Generic[PackedT]):
-    """Families that share a microbatch, e.g. `Bin((family,), 5, 4, 13)` of two trajectories of 3 and 2 tokens."""
+    """Families that share a microbatch, e.g. `Bin((family,), 5, 13)` of two trajectories of 3 and 2 tokens."""
 
     families: tuple[Family[PackedT], ...]
     num_tokens: int
-    num_trained: int  # response tokens with a loss
     squares: float  # sum of squared lengths, what sequences share counted once
 
     @property
@@ -78,17 +73,17 @@ def make_bin(families: Iterable[Family[PackedT]]) -> Bin[PackedT]:
     """Put these families into one bin."""
     members = tuple(families)
     sizes = [family.size for family in members]
-    trained = sum([trajectory.num_trained for family in members for trajectory in family.members])
-    return Bin(members, sum([size.tokens for size in sizes]), trained, sum([size.squares for size in sizes]))
+    return Bin(members, sum([size.tokens for size in sizes]), sum([size.squares for size in sizes]))
 
 
 def find_families(trajectories: Sequence[PackedT], *, shares: bool = True) -> list[Family[PackedT]]:
     """Return trajectories by shared prompt, in order; alone where that saves little, or none `shares` a prompt."""
-    sizes = [row_size(len(one.prompt_ids), one.spans) for one in trajectories]
+    sizes = [row_size(one) for one in trajectories]
     kin: dict[object, list[int]] = {}
     for place, one in enumerate(trajectories):
-        alone = not shares or len(one.prompt_ids) <= LEAST_STEM or is_tree(one.spans)
-        kin.setdefault(place if alone else (one.group_id, one.prompt_ids.tobytes()), []).append(place)
+        has_stem = len(one.prompt_ids) > LEAST_STEM and any(path.has_prompt for path in one.token_paths)
+        key = (one.group_id, one.prompt_ids.tobytes()) if shares and has_stem else place
+        kin.setdefault(key, []).append(place)
     found = []
     for places in kin.values():
         stem = len(trajectories[places[0]].prompt_ids) - 1
@@ -106,11 +101,13 @@ def bundle_size(trajectories: Sequence[PackedT], *, shares: bool = True) -> RowS
 
 
 def fit_bins(trajectories: Sequence[PackedT], *, max_tokens: int, shares: bool = True) -> list[Bin[PackedT]]:
-    """Pack trajectories into few bins of at most `max_tokens`. Raises ValueError for a longer trajectory.
+    """Pack trajectories into few bins of at most `max_tokens`. Raises ValueError for a longer sequence.
 
     Trajectories whose prompts are equal stay together if that saves tokens, unless nothing `shares` a prompt.
+    Larger trees are cut.
     """
-    parts = [part for family in find_families(trajectories, shares=shares) for part in _parts(family, max_tokens)]
+    pieces = [part for one in trajectories for part in cut_tree(one, max_tokens)]
+    parts = [part for family in find_families(pieces, shares=shares) for part in _parts(family, max_tokens)]
     packed = best_fit([part.size.tokens for part in parts], max_tokens)
     return [make_bin([parts[i] for i in members]) for members in packed]
 

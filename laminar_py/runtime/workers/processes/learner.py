@@ -138,10 +138,14 @@ class LearnerActor(ComputingActor):
     @on_compute_thread
     def fetch(self, request: FetchRequest) -> dict[str, str]:
         """Read the tokens of the next step; return the trajectories whose tokens are lost, each with a reason."""
-        trajectories = [trajectory for bundle in request.bundles for trajectory in bundle]
-        complete, lost = complete_all(trajectories, self._reader)
+        trajectories = {trajectory.id: trajectory for bundle in request.bundles for trajectory in bundle}
+        complete, lost = complete_all(list(trajectories.values()), self._reader)
         self._bundles = [
-            [complete[trajectory.id] for trajectory in bundle if trajectory.id in complete]
+            [
+                msgspec.structs.replace(complete[part.id], sequences=part.sequences)
+                for part in bundle
+                if part.id in complete
+            ]
             for bundle in request.bundles
         ]
         return lost
