@@ -2,17 +2,23 @@
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from msgspec.structs import replace
 
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.learner import Attention, Recompute
+from laminar_py.learner import attention
+from laminar_py.learner.attention import register_kernel
+from laminar_py.learner.layers import compile_layers, recompute_activations
 from laminar_py.learner.packing import layout
 from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import StepWeights, microbatch
 from laminar_py.records.pieces import RoutedExperts, SamplingMask
 from tests.depth import examples
 from tests.learner.builders import VOCAB, assert_near, backward, make_learner, make_mixture_folder, referred
-from tests.packing.test_layout import group, tree
+from tests.packing.test_layout import group, tree, weights_of
 from tests.records.test_spans import SPANS
 
 ALGORITHMS = {
@@ -114,6 +120,40 @@ def test_a_group_of_sixteen_with_a_long_prompt(tmp_path, monkeypatch):
     folder = make_mixture_folder(tmp_path / "model")
     lengths = np.random.default_rng(0).integers(50, 400, 16).tolist()
     check(folder, drawn(group(16, 2000, lengths)), monkeypatch)
+
+
+def in_one_graph(q, k, v, segments, scale):
+    """Attention by a mask of all queries and keys, which the compiler traces as it does the kernels of a GPU."""
+    ends, key_ends = segments.cu_queries[1:], segments.cu_keys[1:]
+    queries, keys = torch.arange(q.shape[0]), torch.arange(k.shape[0])
+    of_query, of_key = (torch.bucketize(x, at, right=True) for x, at in ((queries, ends), (keys, key_ends)))
+    left, key_left = ends[of_query] - queries, key_ends[of_key] - keys
+    seen = (of_query[:, None] == of_key) & (key_left >= left[:, None])
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Recompute.NONE, Recompute.SELECTIVE, Recompute.ALL])
+@pytest.mark.parametrize("traced", [True, False])
+def test_compiled_layers_of_shared_rows(model_folder, monkeypatch, kind, traced):
+    """Rows of three sizes, the second without shared tokens, so that the compiler sees new shapes."""
+    torch._dynamo.reset()
+    groups = [group(4, 40, [9, 30, 8, 17]), group(2, 8, [5, 11], seed=1), group(5, 70, [12, 7, 30, 4, 9], seed=2)]
+    batches = [microbatch(items, weights_of(items)) for items in map(drawn, groups)]
+    assert [batch.parents is None for batch in batches] == [False, True, False]
+    plain, compiled = make_learner(model_folder), make_learner(model_folder)
+    if traced:
+        monkeypatch.setitem(attention.KERNELS, Attention.SDPA, in_one_graph)  # after the check of kernels
+        register_kernel(Attention.SDPA)
+    recompute_activations(compiled.model, kind)
+    compile_layers(compiled.model)
+    found, expected = ([backward(learner, [batch]) for batch in batches] for learner in (compiled, plain))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    gradients, of_plain = (
+        {name: value.grad for name, value in learner.model.named_parameters()} for learner in (compiled, plain)
+    )
+    assert_near(gradients, of_plain, rel=1e-5)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -249,13 +249,12 @@ def _real_learner(
         mesh=mesh,
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
-    sizes, choice = learner.model.config, learner.model.attention_choice
+    choice = learner.model.attention_choice
     return learner, LearnerStarted(
         num_parameters=num_parameters,
         attention=choice.kernel.value,
         refused=choice.refused,
-        hidden_size=sizes.hidden_size,
-        num_layers=sizes.num_hidden_layers,
+        attention_share=learner.cost.attention_share,
     )
 
 
