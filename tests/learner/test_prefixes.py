@@ -135,17 +135,15 @@ def in_one_graph(q, k, v, segments, scale):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Recompute.NONE, Recompute.SELECTIVE, Recompute.ALL])
-@pytest.mark.parametrize("traced", [True, False])
-def test_compiled_layers_of_shared_rows(model_folder, monkeypatch, kind, traced):
+def test_compiled_layers_of_shared_rows(model_folder, monkeypatch, kind):
     """Rows of three sizes, the second without shared tokens, so that the compiler sees new shapes."""
     torch._dynamo.reset()
     groups = [group(4, 40, [9, 30, 8, 17]), group(2, 8, [5, 11], seed=1), group(5, 70, [12, 7, 30, 4, 9], seed=2)]
     batches = [microbatch(items, weights_of(items)) for items in map(drawn, groups)]
     assert [batch.parents is None for batch in batches] == [False, True, False]
     plain, compiled = make_learner(model_folder), make_learner(model_folder)
-    if traced:
-        monkeypatch.setitem(attention.KERNELS, Attention.SDPA, in_one_graph)  # after the check of kernels
-        register_kernel(Attention.SDPA)
+    monkeypatch.setitem(attention.KERNELS, Attention.SDPA, in_one_graph)  # after the check of kernels
+    register_kernel(Attention.SDPA)
     recompute_activations(compiled.model, kind)
     compile_layers(compiled.model)
     found, expected = ([backward(learner, [batch]) for batch in batches] for learner in (compiled, plain))
