@@ -24,6 +24,7 @@ from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
 from laminar_py.config.learner import LearnerConfig, Recompute, ReduceDtype
+from laminar_py.learner.packing import RowSize
 from laminar_py.relay import choose_chunk_bytes, grow_tree
 
 Floats = npt.NDArray[np.float64]
@@ -145,9 +146,9 @@ def with_passes(times: LearnerTimes, *, updates: int, reference: bool, proximal:
     return times.model_copy(update=changes)
 
 
-def token_cost(times: LearnerTimes, lengths: Floats) -> float:
-    """Return the mean cost of a token in sequences of these lengths [S], over a token of a short sequence."""
-    return 1.0 + times.attention_share * float((lengths**2).mean()) / float(lengths.mean())
+def token_cost(times: LearnerTimes, size: RowSize) -> float:
+    """Return the mean cost of a token in rows of this size, over a token of a short sequence."""
+    return 1.0 + times.attention_share * size.squares / size.tokens
 
 
 def learner_step_s(

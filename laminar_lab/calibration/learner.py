@@ -21,7 +21,7 @@ from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.cluster import Device
 from laminar_py.engines import served_dtype
 from laminar_py.learner import Learner, join_group, leave_group
-from laminar_py.learner.packing import attention_share, pack, sequence_cost
+from laminar_py.learner.packing import pack, sequence_cost
 from laminar_py.records import FinishReason, Trajectory
 from laminar_py.records.host import Clock, SystemClock
 from laminar_py.records.spans import Span
@@ -97,12 +97,7 @@ def measure_learner(
         if config.learner.lora is not None:
             adapters = sum(one.numel() for one in learner.model.parameters() if one.requires_grad)
         num_parameters = sum(one.numel() for one in learner.model.parameters()) - adapters
-        share = attention_share(
-            hidden_size=model.hidden_size,
-            num_layers=model.num_hidden_layers,
-            num_parameters=num_parameters,
-            frozen=adapters > 0,
-        )
+        cost, share = learner.cost, learner.cost.attention_share
         chosen = choose_steps(max_len=config.rollout.max_len, max_tokens=config.packer.max_tokens)
         found: dict[str, list[float]] = {one.name: [] for one in chosen}
         for turn in range(repeats + 1):
@@ -117,6 +112,7 @@ def measure_learner(
     times = LearnerTimes(
         train_tokens_per_s=1 / max(LEAST_S, token_s),
         num_parameters=num_parameters,
+        num_active=round(cost.per_token / (4 if adapters else 6)),
         hidden_size=model.hidden_size,
         num_layers=model.num_hidden_layers,
         optimizer_s=optimizer_s,

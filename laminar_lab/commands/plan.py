@@ -80,9 +80,9 @@ def plan(
         price=price,
         measured=_measured(profile, mfu),
         learner=subject.learner,
+        shares=subject.shares,
     )
-    made = _rank_placements(request, seconds, quiet=as_json)
-    _print(made, as_json=as_json, explain=explain)
+    _print(made := _rank_placements(request, seconds, quiet=as_json), as_json=as_json, explain=explain)
     _write(made, subject, write, quiet=as_json)
 
 

@@ -102,8 +102,7 @@ def open_learner(config: RunConfig) -> tuple[LearnerStandIn, LearnerStarted]:
     return learner, LearnerStarted(
         num_parameters=times.num_parameters,
         attention="emulated",
-        hidden_size=times.hidden_size,
-        num_layers=times.num_layers,
+        attention_share=times.attention_share,
     )
 
 

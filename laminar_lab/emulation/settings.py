@@ -182,6 +182,8 @@ class SimulationConfig(Section):
 
     prompt_tokens: Count = 400
     """Tokens of a prompt."""
+    shares_prompts: bool = True
+    """Samples share their prompt in the learner. False, as where a run records experts: each has its own."""
     solved: Portion = 0.5
     """Share of responses with reward 1; the others have reward 0."""
     reward_median_s: Delay = 0.05

@@ -43,6 +43,7 @@ class Subject:
     group_size: int = 16
     max_staleness: int | None = MAX_STALENESS
     learner: LearnerConfig = field(default_factory=LearnerConfig)  # a plan changes its ranks
+    shares: bool = True  # samples share their prompt in the learner
 
 
 def read_subject(model: str) -> Subject:
@@ -74,6 +75,7 @@ def read_subject(model: str) -> Subject:
         group_size=config.rollout.group_size,
         max_staleness=config.staleness.max_staleness if is_async else MAX_STALENESS,
         learner=config.learner,
+        shares=config.rollout.shares_prompts,
     )
 
 

@@ -100,6 +100,7 @@ def request_of(
         prompts_per_step=rollout.prompts_per_step,
         group_size=rollout.group_size,
         learner=config.learner,
+        shares=rollout.shares_prompts,
         max_staleness=config.staleness.max_staleness,
         measured=measured,
     )

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -14,8 +14,10 @@ from laminar_lab.model_shape import ModelShape
 from laminar_lab.step_time import LEARNER_MFU, arrival_s, engine_times, learner_times, version_bytes
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
+from laminar_py.learner.packing import RowSize, group_size
 
 QUANTILES = 4000
+DRAWN_GROUPS = 64  # whose prompts are shared, for a mean
 P50, TAIL = 1500.0, 10.0  # of responses whose lengths nobody gives: tokens, and p99 over p50
 P99 = NormalDist().inv_cdf(0.99)
 
@@ -118,6 +120,7 @@ class PlanRequest:
     prompts_per_step: int
     group_size: int
     learner: LearnerConfig  # a plan sets its `world_size`, `shard_ranks` and `recompute`
+    shares: bool = True  # samples share their prompt in the learner
     max_staleness: int | None = 4  # learner steps
     reward_s: float = 0.05  # median from a response's end to its score
     mfu: float = LEARNER_MFU
@@ -141,6 +144,15 @@ class PlanRequest:
     def trajectories_per_step(self) -> int:
         """Responses of a learner step."""
         return self.prompts_per_step * self.group_size
+
+    def learner_size(self, pack_tokens: int) -> RowSize:
+        """Return the size of a step in rows of so many tokens, as the packer shares prompts in them."""
+        lengths, number = self.lengths.quantiles + self.lengths.prompt, self.trajectories_per_step
+        whole = RowSize(round(number * float(lengths.mean())), number * float((lengths**2).mean()))
+        if not self.shares:
+            return whole
+        spared, groups = _spared(self.lengths, self.group_size, pack_tokens), self.prompts_per_step
+        return RowSize(whole.tokens - groups * spared.tokens, whole.squares - groups * spared.squares)
 
     @property
     def publish_s(self) -> float:
@@ -189,6 +201,20 @@ class PlanRequest:
                 "prompt_tokens": lengths.prompt,
                 "reward_median_s": self.reward_s,
                 "publish_s": self.publish_s,
+                "shares_prompts": self.shares,
             }
             | ({} if start_s is None else {"restart_s": start_s}),
         }
+
+
+@lru_cache
+def _spared(lengths: Lengths, samples: int, pack_tokens: int) -> RowSize:
+    """Return how much smaller a group is for sharing its prompt: the mean of some groups with drawn lengths."""
+    drawn = np.random.default_rng(0).choice(lengths.quantiles, (DRAWN_GROUPS, samples)).astype(int).tolist()
+    apart, packed = (
+        [group_size(each, prompt=lengths.prompt, max_tokens=pack_tokens, shares=shares) for each in drawn]
+        for shares in (False, True)
+    )
+    tokens = sum(size.tokens for size in apart) - sum(size.tokens for size in packed)
+    squares = sum(size.squares for size in apart) - sum(size.squares for size in packed)
+    return RowSize(round(tokens / DRAWN_GROUPS), squares / DRAWN_GROUPS)

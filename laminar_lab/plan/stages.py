@@ -23,6 +23,7 @@ from laminar_lab.step_time import (
     token_cost,
 )
 from laminar_py.config.rollout import Schedule
+from laminar_py.learner.packing import RowSize
 
 NORM = 6  # order of the norm over an asynchronous step's stages
 GRID = 400  # points of an integral over lengths
@@ -248,20 +249,18 @@ def _decode_formula(rates: ReplicaRates, running: float) -> Formula:
 
 def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerTimes) -> _Stage:
     """Return the seconds of a learner step and their formula. Longer responses cost more attention per token."""
-    lengths, ranks = request.lengths.quantiles + request.lengths.prompt, placement.learner_gpus
-    cost = token_cost(times, lengths)
-    tokens = request.trajectories_per_step * float(lengths.mean())
-    batches = max(1.0, tokens / placement.pack_tokens)
+    size, ranks = request.learner_size(placement.pack_tokens), placement.learner_gpus
+    batches = max(1.0, size.tokens / placement.pack_tokens)
     traffic = learner_traffic(request, placement)
-    seconds = _learner_step_s(placement, times, tokens=tokens, cost=cost, traffic=traffic)
+    seconds = _learner_step_s(placement, times, size, traffic=traffic)
     groups = "" if placement.shard_ranks is None else f", sharded in groups of {placement.shard_ranks}"
     if placement.context_parallel > 1:
         groups += f", each microbatch shared by {placement.context_parallel}"
     return seconds, (
         Formula(
             name="learner",
-            text=f"{times.optimizer_s:.1f} s + publish {times.publish_s:.2f} s + {tokens / 1e6:.2f}M tokens x"
-            f" {cost:.2f} (attention) in {batches:,.0f} microbatches on {ranks} GPUs{groups} x"
+            text=f"{times.optimizer_s:.1f} s + publish {times.publish_s:.2f} s + {size.tokens / 1e6:.2f}M tokens x"
+            f" {token_cost(times, size):.2f} (attention) in {batches:,.0f} microbatches on {ranks} GPUs{groups} x"
             f" {times.train_tokens_per_s:,.0f} tokens/s; collectives of {traffic.round_s:.2f} s a microbatch and"
             f" {traffic.copies_s:.2f} s an update, which computation hides as far as it lasts",
             result=f"{seconds:.1f} s",
@@ -270,24 +269,26 @@ def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerT
 
 
 def _learner_step_s(
-    placement: FleetPlacement, times: LearnerTimes, *, tokens: float, cost: float, traffic: RankTraffic | None
+    placement: FleetPlacement, times: LearnerTimes, size: RowSize, *, traffic: RankTraffic | None
 ) -> float:
     """Return the seconds of a learner step; ranks that share a microbatch are one rank of their joint speed."""
-    size = placement.context_parallel
-    joint = times.model_copy(update={"train_tokens_per_s": times.train_tokens_per_s * size})
-    batches = max(1.0, tokens / placement.pack_tokens)
-    ranks = placement.learner_gpus // size
-    return learner_step_s(joint, tokens=tokens, cost=cost, microbatches=batches, ranks=ranks, traffic=traffic)
+    speed = times.train_tokens_per_s * placement.context_parallel
+    return learner_step_s(
+        times.model_copy(update={"train_tokens_per_s": speed}),
+        tokens=size.tokens,
+        cost=token_cost(times, size),
+        microbatches=max(1.0, size.tokens / placement.pack_tokens),
+        ranks=placement.learner_gpus // placement.context_parallel,
+        traffic=traffic,
+    )
 
 
 def traffic_slowdown(request: PlanRequest, placement: FleetPlacement) -> float:
     """Return how many times as long microbatches take with their collectives as without."""
     times = request.profile(placement.tensor_parallel).learner
-    lengths = request.lengths.quantiles + request.lengths.prompt
-    tokens = request.trajectories_per_step * float(lengths.mean())
-    cost, fixed_s = token_cost(times, lengths), times.optimizer_s + times.publish_s
+    size, fixed_s = request.learner_size(placement.pack_tokens), times.optimizer_s + times.publish_s
     with_traffic, alone = (
-        _learner_step_s(placement, times, tokens=tokens, cost=cost, traffic=traffic) - fixed_s
+        _learner_step_s(placement, times, size, traffic=traffic) - fixed_s
         for traffic in (learner_traffic(request, placement), None)
     )
     return with_traffic / alone

@@ -131,9 +131,9 @@ class SimulatedLearner:
         return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:
-        # as the planner counts: every sample's prompt by itself
-        packed = pack_step(self._config, batch, attention_share=self._attention_share, shares=False)
-        sizes = [bundle_size(bundle, shares=False) for rank in packed.bundles for bundle in rank]
+        shares = self._emulation.simulation.shares_prompts
+        packed = pack_step(self._config, batch, attention_share=self._attention_share, shares=shares)
+        sizes = [bundle_size(bundle, shares=shares) for rank in packed.bundles for bundle in rank]
         emulated_s = self._times.step_s(sizes, devices=self._emulation.learner_devices)
         elapsed_s = emulated_s / self._emulation.compression
         self._stats.begin_step()

@@ -240,6 +240,13 @@ class AlgorithmConfig(Section):
         return self.teacher_coef > 0 or self.objective is Objective.BALANCE
 
     @property
+    def needs_whole_responses(self) -> bool:
+        """True where the loss compares means of responses, or may: a longer tree is not cut then."""
+        by_token = self.objective in (Objective.CLIP, Objective.WEIGHTED)
+        masks = self.correction not in (Correction.NONE, *WEIGHTS)
+        return not by_token or masks or ALGORITHMS.get(self.name).objective is not None
+
+    @property
     def normalises_step(self) -> bool:
         """True where advantages are normalised over a whole step, so that every group stays in it."""
         return self.advantage is Advantage.BATCH_STD

@@ -202,6 +202,11 @@ class RolloutConfig(Section):
         """KV cache of one engine, in tokens."""
         return self.kv_capacity or self.max_batch * self.max_len
 
+    @property
+    def shares_prompts(self) -> bool:
+        """True if samples share their prompt in the learner: where experts are recorded, prompts may part."""
+        return Recording.ROUTED_EXPERTS not in self.record
+
 
 def check_rollout(rollout: RolloutConfig) -> None:
     """Raise `ConfigError` for sampling that cannot be trained on, and for engines without room for a group."""

@@ -58,7 +58,7 @@ class Consumption:
     async def put(self, group: Group) -> None:
         """Put the READY members of a group in the buffer, but drop members too long for a microbatch."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
-        members = [self._masked(m.as_ref()) for m in ready if not self._drop_if_too_long(m)]
+        members = [self._masked(ref) for m in ready if not self._drop_if_too_long(m, ref := m.as_ref())]
         if not members:
             del self._state.groups[group.id]
             await self.buffer.wake()  # a step may wait for this group as its last
@@ -196,10 +196,17 @@ class Consumption:
     def _is_masked(self, reason: FinishReason | None) -> bool:
         return self._state.settings.masks_truncated and reason is FinishReason.LENGTH
 
-    def _drop_if_too_long(self, member: LiveTrajectory) -> bool:
-        """Drop a member that fits no microbatch, and return whether it was dropped; the config makes this rare."""
-        packing, num_tokens = self._packing, row_size(len(member.prompt.ids), member.token_spans).tokens
-        if packing is None or num_tokens <= packing.max_tokens:
+    def _drop_if_too_long(self, member: LiveTrajectory, ref: TrajectoryRef) -> bool:
+        """Drop a member that fits no microbatch, and return whether it was dropped; the config makes this rare.
+
+        A tree is cut, so its longest sequence counts, unless the loss needs whole responses.
+        """
+        packing = self._packing
+        if packing is None or ref.num_tokens <= packing.max_tokens:
+            return False
+        paths = [path.num_tokens(len(ref.prompt_ids)) for path in ref.token_paths]
+        num_tokens = max(paths) if packing.cuts else row_size(ref).tokens
+        if num_tokens <= packing.max_tokens:
             return False
         detail = f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"
         self._state.drop([member], DropReason.TOO_LONG, detail)

@@ -153,6 +153,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
             max_tokens=config.row_tokens,
             ranks=config.learner.num_rows,
             by_id=config.schedule is Schedule.SYNC,
+            cuts=not config.algorithm.needs_whole_responses,
         ),
     )
 

@@ -16,7 +16,6 @@ from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import Packed, deal_to_ranks, step_weights
 from laminar_py.records.events import AnyEvent, RefillStopped, Stepped, StepSkipped
 from laminar_py.records.metrics import StepRow
-from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import TrajectoryRef
 
 log = logging.getLogger(__name__)
@@ -27,15 +26,13 @@ MIN_EMPTY, MIN_GROUPS = 3, 1000
 
 
 def pack_step(
-    config: RunConfig, batch: StepBatch, *, attention_share: float, shares: bool = True
+    config: RunConfig, batch: StepBatch, *, attention_share: float, shares: bool
 ) -> Packed[TrajectoryRef]:
     """Return the microbatches of each rank, or of ranks that share them.
 
-    `attention_share` is attention's cost relative to linear layers. Samples share their prompt in a row, unless
-    nothing `shares` one or experts are recorded: there prompts may part.
+    `attention_share` is attention's cost relative to linear layers. `shares`: samples share their prompt in a row.
     """
     algorithm = config.algorithm
-    shares = shares and Recording.ROUTED_EXPERTS not in config.rollout.record
     bins = fit_bins(batch.trajectories, max_tokens=config.row_tokens, shares=shares)
     terms = step_weights(
         bins,

@@ -148,7 +148,7 @@ class Learner:
             mesh=mesh,
             offload=settings.offload,
         )
-        self._cost = training_cost(self.model)
+        self.cost = training_cost(self.model)
         self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
@@ -365,6 +365,6 @@ class Learner:
         peak = peak_flops(self.ranks.device)
         return Work(
             int(self.ranks.sum(tokens)),
-            self.ranks.sum(self._cost.flops(tokens, squares)),
+            self.ranks.sum(self.cost.flops(tokens, squares)),
             None if peak is None else peak * self.ranks.num_ranks,
         )

@@ -213,16 +213,13 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """The learner is ready; sizes are of the model.
-
-    E.g. `LearnerStarted(num_parameters=7_600_000_000, attention="sdpa", hidden_size=3584, num_layers=28)`.
-    """
+    """The learner is ready, e.g. `LearnerStarted(num_parameters=7_600_000_000, attention="sdpa",
+    attention_share=1.3e-5)`."""
 
     num_parameters: int
     attention: str  # the attention kernel in use
     refused: tuple[str, ...] = ()  # attention kernels that failed their check, each with the reason
-    hidden_size: int
-    num_layers: int
+    attention_share: float  # FLOPs of two tokens in attention, over a token's other FLOPs
     steps_taken: int = 0  # by the checkpoint that was loaded
     fault: str = ""  # how a rank differs from that checkpoint; "" if none does
 

@@ -244,13 +244,6 @@ def sequences_of(spans: Sequence[Span]) -> list[TokenPath]:
     return found
 
 
-def packed_tokens(prompt: int, spans: Sequence[Span]) -> int:
-    """Number of tokens in all sequences of a response, each with its context and a prompt of `prompt` tokens."""
-    if not is_tree(spans):
-        return prompt + (spans[-1].end if spans else 0)
-    return sum(sequence.num_tokens(prompt) for sequence in sequences_of(spans))
-
-
 def _runs(spans: Iterable[Span]) -> list[TokenRun]:
     """Join spans into runs, in order: a span with `follows` starts a run, and other spans extend the last run."""
     found: list[TokenRun] = []

@@ -17,7 +17,7 @@ from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.columns import Array, TokenValues
 from laminar_py.records.credit import Earned, RoleCredit, earned_by
 from laminar_py.records.pieces import ColumnRef, PieceRef, RoutedExperts, SamplingMask, TokensRef
-from laminar_py.records.spans import Span, packed_tokens
+from laminar_py.records.spans import Span, TokenPath, is_tree, sequences_of
 
 
 class Status(StrEnum):
@@ -114,11 +114,26 @@ class BaseTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     advantage_scale: float = 1.0  # advantage per unit of reward
     weight: float = 1.0  # factor on its loss (staleness reweighting)
     roles: tuple[RoleCredit, ...] = ()  # rewards and advantages by role, if there are several roles
+    sequences: tuple[int, ...] = ()  # of a tree's part: places in `sequences_of`; empty: all
+
+    @property
+    def token_paths(self) -> list[TokenPath]:
+        """Its sequences, or of a part the part's."""
+        if not is_tree(self.spans):
+            end = self.spans[-1].end if self.spans else 0
+            return [TokenPath(has_prompt=True, parts=((0, end, True),))]
+        found = sequences_of(self.spans)
+        return [found[place] for place in self.sequences] if self.sequences else found
+
+    @property
+    def is_first_part(self) -> bool:
+        """True of one part of a tree, and of a whole trajectory: each trajectory counts once."""
+        return not self.sequences or self.sequences[0] == 0
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all its sequences: prompt and response, or more if the response is a tree."""
-        return packed_tokens(len(self.prompt_ids), self.spans)
+        return sum([path.num_tokens(len(self.prompt_ids)) for path in self.token_paths])
 
     @property
     def oldest_version(self) -> int:

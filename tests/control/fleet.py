@@ -279,11 +279,21 @@ class Fleet:
         return tokens_ref(piece, self.writers[index].write(piece)), spans
 
     async def finish(
-        self, index, trajectory_id, *, tokens=3, reason=FinishReason.STOP, epoch=None, generate_s=0.0, **report
+        self,
+        index,
+        trajectory_id,
+        *,
+        tokens=3,
+        follows=None,
+        reason=FinishReason.STOP,
+        epoch=None,
+        generate_s=0.0,
+        **report,
     ):
-        """A replica generates `tokens` more and ends the trajectory."""
+        """A replica generates `tokens` more, behind all or behind so many, and ends the trajectory."""
         item = self.running[index].pop(trajectory_id)
         piece, spans = self._generated(index, item, tokens)
+        spans = tuple(msgspec.structs.replace(span, follows=follows) for span in spans)
         progress = Progress(
             trajectory_id=trajectory_id,
             epoch=item.epoch if epoch is None else epoch,

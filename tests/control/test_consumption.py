@@ -23,9 +23,9 @@ PATIENCE_S = 5.0
 MAX_TOKENS = 128
 
 
-def make_fleet(*, groups=4, group_size=2, capacity=16, max_tokens=MAX_TOKENS, **kwargs):
+def make_fleet(*, groups=4, group_size=2, capacity=16, max_tokens=MAX_TOKENS, cuts=True, **kwargs):
     """One replica; steps of so many groups are packed."""
-    packing = Packing(max_tokens=max_tokens)
+    packing = Packing(max_tokens=max_tokens, cuts=cuts)
     return Fleet(replicas=1, group_size=group_size, batch=groups, capacity=capacity, packing=packing, **kwargs)
 
 
@@ -74,6 +74,22 @@ async def test_what_exceeds_a_microbatch_is_dropped_with_an_event_and_its_group_
     assert reasons(fleet) == {DropReason.TOO_LONG: 1}
     batch = await take(fleet, 1)
     assert [trajectory.id for trajectory in batch.trajectories] == ["g0.1"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cuts", "dropped"), [(100, True, False), (MAX_TOKENS - 4, True, True), (100, False, True)]
+)
+async def test_a_tree_is_too_long_only_if_one_of_its_sequences_is_or_the_loss_needs_it_whole(
+    tokens, cuts, dropped
+):
+    """A turn of 2 tokens, and after 50 more another end behind these 2."""
+    fleet = make_fleet(groups=1, capacity=1, cuts=cuts)
+    await fleet.report(0)
+    await fleet.grow(0, "g0.0", tokens=52)
+    await fleet.finish(0, "g0.0", tokens=tokens, follows=2, admissible=0)
+    await fleet.finish(0, "g0.1", admissible=0)
+    await fleet.score_all()
+    assert reasons(fleet) == ({DropReason.TOO_LONG: 1} if dropped else {})
 
 
 async def test_a_group_that_is_all_too_long_is_live_no_more():

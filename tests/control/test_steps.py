@@ -19,7 +19,7 @@ def test_what_has_no_signal_takes_its_part_of_a_step():
     ]
     batch = StepBatch(version=0, groups=groups, trajectories=[item], ages={0: 0})
     config = load_config(REPO / "configs/quickstart.yaml", ["algorithm.aggregation=token_mean"])
-    packed = pack_step(config, batch, attention_share=0.0)
+    packed = pack_step(config, batch, attention_share=0.0, shares=True)
     assert packed.bundles == [[[item]]]
     complete = Packed([[[make_trajectory("a", response=4)]]], packed.weights)
     assert sum(one.loss_weights.sum() for one in complete.microbatches(0)) == pytest.approx(4 / 12)

@@ -43,6 +43,7 @@ CASES = {  # model, settings, algorithm
     "reference": ("qwen3", {}, AlgorithmConfig(kl_coef=0.1)),
     "lora": ("qwen3", {"lora": LoraConfig(rank=4, alpha=8.0)}, AlgorithmConfig()),
 }
+COMPILED = {"compiled": ("qwen3", {"recompute": Recompute.ALL, "compile": True}, AlgorithmConfig())}
 
 
 def masked(batch):
@@ -62,7 +63,7 @@ def rows(case):
 
 
 def settings_of(case, context_parallel=1, world_size=1):
-    model, changes, algorithm = CASES[case]
+    model, changes, algorithm = (CASES | COMPILED)[case]
     sizes = {"context_parallel": context_parallel, "world_size": world_size}
     return model, LearnerConfig.model_validate(SLOW.model_dump() | sizes | changes), algorithm
 
@@ -160,6 +161,16 @@ def test_ranks_that_share_rows_have_the_gradients_of_one_process(layout, case):
         assert json.loads((folder / "probe.json").read_text()) == [
             pytest.approx(one.logprobs[:3].tolist(), rel=1e-5) for one in probed
         ]
+
+
+@pytest.mark.slow
+def test_ranks_compile_the_layers_of_rows_that_they_share(models, tmp_path):
+    run_ranks(rank_main, 2, 2, ["compiled"], models, tmp_path, world_size=2)
+    _, gradients, _, metrics = run_case("qwen3", models)
+    assert_near(load_file(tmp_path / "compiled-gradients-0.safetensors"), gradients[0], rel=1e-5)
+    assert json.loads((tmp_path / "compiled.json").read_text())[0]["loss"] == pytest.approx(
+        metrics[0].loss, rel=1e-5
+    )
 
 
 def refused_main(rank, models, folder):

@@ -13,6 +13,7 @@ from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SEGMENT, SegmentWriter
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.spans import Span
 from laminar_py.runtime.workers.processes.learner import LearnerActor
 from laminar_py.runtime.workers.specs import FetchRequest, LearnerSpec, StepOutcome, StepRequest
 from tests.builders import make_trajectory
@@ -94,6 +95,23 @@ def test_a_step_on_what_was_fetched_is_that_on_trajectories_with_their_tokens(ra
     assert (outcome.metrics.loss, outcome.metrics.grad_norm) == (expected.loss, expected.grad_norm)
     for name, tensor in full_parameters(other).items():
         assert torch.equal(full_parameters(rank._learner)[name], tensor), name
+
+
+def test_a_tree_that_fits_no_microbatch_is_learned_in_parts(rank, tmp_path):
+    """Four ends of 20 tokens behind 23 that they share: 103 tokens, and a row has 64."""
+    ends = [Span(0, start, start + 20, follows=20) for start in (40, 60, 80)]
+    long = replace(make_trajectory("g0.6", response=100, advantage=1.5), spans=(Span(0, 0, 40), *ends))
+    given = [*items(), long]
+    step, plain = packed(stored(tmp_path, given)), packed(given)
+    assert sum(item.id == long.id for bundle in step.bundles[0] for item in bundle) == 2
+    assert step.weights.num_trajectories == len(given)
+    learner = alone(rank)
+    expected = learner.step(Packed([[[item] for item in given]], plain.weights).microbatches(0))
+    assert fetch(rank, step) == {}
+    metrics = take(rank, step.weights).metrics
+    assert metrics.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert (metrics.proof.ids, metrics.proof.tokens) == (expected.proof.ids, expected.proof.tokens)
 
 
 def test_what_is_lost_is_told_by_trajectory_and_the_step_changes_nothing_until_it_is_asked_for(rank, tmp_path):

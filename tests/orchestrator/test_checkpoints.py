@@ -146,7 +146,7 @@ async def test_a_learner_that_starts_with_other_steps_than_the_record_is_named(t
         await save(checkpoints, disk, 2)
         await ledger.commit()
         run, last = RunFolder(tmp_path), checkpoints.last
-        started = LearnerStarted(num_parameters=7, attention="sdpa", hidden_size=8, num_layers=2, steps_taken=2)
+        started = LearnerStarted(num_parameters=7, attention="sdpa", attention_share=0.0, steps_taken=2)
         assert restored_fault(run, last, started) == ""
         assert restored_fault(run, None, replace(started, steps_taken=0)) == ""
         fault = restored_fault(run, last, replace(started, steps_taken=0))

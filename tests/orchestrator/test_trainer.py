@@ -69,9 +69,7 @@ class Learner:
 
     async def start(self, checkpoint):
         self._taken = 0 if checkpoint is None else read_marker(checkpoint).step
-        return LearnerStarted(
-            num_parameters=1, attention="eager", hidden_size=8, num_layers=1, steps_taken=self._taken
-        )
+        return LearnerStarted(num_parameters=1, attention="eager", attention_share=0.0, steps_taken=self._taken)
 
     async def replace(self, death):
         self._supervisor.crashed(death)

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from laminar_py.learner.packing.balance import best_fit, deal_bins, find_families, fit_bins, level_costs, make_bin
+from laminar_py.learner.packing.balance import (
+    best_fit,
+    deal_bins,
+    find_families,
+    fit_bins,
+    group_size,
+    level_costs,
+    make_bin,
+)
 from laminar_py.learner.packing.layout import LEAST_STEM, RowSize, lay_out
 from tests.builders import make_finished, make_trajectory
 
@@ -126,6 +134,15 @@ def test_bins_of_groups_are_as_large_as_their_rows(groups, prompt, lengths, rank
             assert sum(lay_out(packed.trajectories).lengths) <= packed.num_tokens, (
                 "what shares by chance is shorter"
             )
+
+
+@settings(deadline=None)
+@given(st.integers(1, 90), st.lists(st.integers(1, 100), min_size=1, max_size=12), st.booleans())
+def test_the_size_of_a_group_is_known_before_it_is_generated(prompt, lengths, shares):
+    bins = fit_bins(samples(1, prompt, lengths), max_tokens=200, shares=shares)
+    size = group_size(lengths, prompt=prompt, max_tokens=200, shares=shares)
+    assert size.tokens == sum(packed.num_tokens for packed in bins)
+    assert size.squares == sum(packed.squares for packed in bins)
 
 
 def test_samples_of_a_prompt_stay_together_where_that_saves_tokens():

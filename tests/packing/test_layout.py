@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.learner.packing.layout import LEAST_STEM, lay_out, row_size
+from laminar_py.learner.packing.balance import bundle_size
+from laminar_py.learner.packing.layout import LEAST_STEM, cut_tree, lay_out, row_size
 from laminar_py.learner.packing.packer import StepWeights, microbatch
 from laminar_py.records.pieces import RoutedExperts
-from laminar_py.records.spans import is_tree, sampled_mask, sequences_of
+from laminar_py.records.spans import NEW_CONVERSATION, Span, is_tree, sampled_mask
 from tests.builders import make_mask, make_trajectory
 from tests.depth import examples
 from tests.records.test_spans import SPANS, tree_of
 
 STEM = LEAST_STEM + 4  # tokens of a prompt that is worth sharing
+BACK_TO_FIRST = [(4, 3, False, 0), (2, None, False, 0), (3, 3, False, 0), (1, 3, True, 15)]  # see `tree_of`
 
 
 def weights_of(bundle):
@@ -45,7 +47,7 @@ def expected(item):
         first = len(item.prompt_ids)
         return {place: (whole[: first + place], whole[first + place]) for place in range(len(item.response_ids))}
     found = {}
-    for path in sequences_of(item.spans):
+    for path in item.token_paths:
         before = item.prompt_ids.tolist() if path.has_prompt else []
         whole = [*before, *item.response_ids[path.places].tolist()]
         for index, (place, own) in enumerate(zip(path.places.tolist(), path.own.tolist(), strict=True)):
@@ -111,10 +113,52 @@ def tree(drawn, *, prompt=STEM, seed=0):
 @given(SPANS, SPANS, st.sampled_from([1, STEM]))
 def test_each_token_of_a_tree_is_predicted_once_from_its_own_context(first, second, prompt):
     one, other = (with_mask(tree(drawn, prompt=prompt, seed=seed)) for seed, drawn in enumerate((first, second)))
-    bundle = [one, replace(other, prompt_ids=one.prompt_ids), make_trajectory("p.0", prompt=3)]
-    check_masks(check(bundle))
-    size = sum(row_size(len(item.prompt_ids), item.spans).tokens for item in bundle)
-    assert len(lay_out(bundle).ids) <= size, "a bin counts no less than its row has"
+    other = replace(other, prompt_ids=one.prompt_ids, group_id=one.group_id)
+    bundle = [one, other, make_trajectory("p.0", prompt=3)]
+    batch = check(bundle)
+    check_masks(batch)
+    size = bundle_size(bundle)
+    assert batch.num_tokens <= size.tokens, "a bin counts no less than its row has"
+    assert size.tokens <= sum(row_size(item).tokens for item in bundle)
+
+
+def test_trees_of_one_prompt_share_it():
+    """Three samples of a prompt of 20 tokens; two of them go back to their first turn."""
+    first, second = (with_mask(tree(BACK_TO_FIRST, seed=seed)) for seed in (0, 1))
+    bundle = [replace(item, prompt_ids=first.prompt_ids, group_id="g0") for item in (first, second)]
+    bundle += [replace(item, prompt_ids=first.prompt_ids) for item in group(1, STEM, [9])]
+    alone = [row_size(item) for item in bundle]
+    batch = check(bundle)
+    assert batch.num_tokens == bundle_size(bundle).tokens == sum(size.tokens for size in alone) - 2 * (STEM - 1)
+    assert (
+        batch.squares == bundle_size(bundle).squares == sum(size.squares for size in alone) - 2 * (STEM - 1) ** 2
+    )
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(SPANS, st.sampled_from([1, STEM]), st.floats(0, 1))
+def test_a_tree_that_is_cut_has_each_token_once_in_rows_of_bounded_size(drawn, prompt, room):
+    item = with_mask(tree(drawn, prompt=prompt))
+    longest, whole = max(path.num_tokens(prompt) for path in item.token_paths), row_size(item).tokens
+    most = longest + round(room * (whole - longest))
+    parts = cut_tree(item, most)
+    assert len(parts) == 1 or whole > most
+    assert sum(part.is_first_part for part in parts) == 1
+    found = [check_masks(check([part])) or lay_out([part]) for part in parts]
+    assert all(len(layout.ids) == row_size(part).tokens <= most for layout, part in zip(found, parts, strict=True))
+    trained = np.concatenate([layout.placed[0].places for layout in found])
+    assert sorted(trained.tolist()) == sorted(lay_out([item]).placed[0].places.tolist())
+
+
+def test_a_tree_is_cut_where_it_branches_last():
+    """Turns of 700 tokens: two ends of one branch, then two of another."""
+    spans = (
+        *(Span(3, 0, 700), Span(3, 700, 1400), Span(3, 1400, 2100, follows=700)),
+        *(Span(3, 2100, 2800, follows=NEW_CONVERSATION), Span(3, 2800, 3500, follows=2450)),
+    )
+    item = replace(make_trajectory("t.0", prompt=STEM, response=3500), spans=spans)
+    assert [part.sequences for part in cut_tree(item, 2200)] == [(0, 1), (2, 3)]
+    assert sorted(part.sequences for part in cut_tree(item, 1500)) == [(0,), (1,), (2, 3)]
 
 
 def test_a_prompt_that_samples_share_is_there_once():

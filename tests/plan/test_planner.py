@@ -5,17 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from laminar_lab.doctor.checks import fit_pretended, pretended_cluster
 from laminar_lab.doctor.memory import has_margin, memory_faults
 from laminar_lab.emulation.settings import emulation_of, read_profile
+from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.inputs import lengths_by_task, read_subject
 from laminar_lab.plan.judge import Judges, judge, shrunk_fleet
 from laminar_lab.plan.output import describe_plan
 from laminar_lab.plan.placements import learner_bytes, placements
 from laminar_lab.plan.planner import MOST, TIED, make_plan, plan_by_formula
+from laminar_lab.plan.pretend import request_of
 from laminar_lab.plan.request import Lengths
 from laminar_lab.plan.stages import estimate, traffic_slowdown
 from laminar_lab.plan.writing import BEGINNING, write_config
@@ -25,7 +28,9 @@ from laminar_py.config.learner import LearnerConfig, LoraConfig
 from laminar_py.config.loading import load_config, read_tree
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.section import ConfigError
-from tests.plan.builders import make_request
+from laminar_py.learner.packing.balance import fit_bins
+from tests.builders import make_finished
+from tests.plan.builders import LENGTHS, make_request
 from tests.runs.runs import REPO
 
 SMALL = {"prompts_per_step": 8, "group_size": 8}
@@ -227,7 +232,7 @@ def test_a_simulation_agrees_with_the_formula_where_the_learner_binds():
 def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the_way_of_the_weights():
     lengths = Lengths(median=400, sigma=0.5, cap=16_384, prompt=1000)
     request = make_request(
-        size="32B", gpu="H200", lengths=lengths, prompts_per_step=80, group_size=8, max_staleness=1
+        size="32B", gpu="H200", lengths=lengths, prompts_per_step=80, group_size=8, max_staleness=1, shares=False
     )
     (wide,) = (
         one for one in placements(request) if one.schedule is Schedule.ONE_STEP and one.tensor_parallel == 8
@@ -361,6 +366,32 @@ def test_a_measured_rate_of_the_relay_takes_the_place_of_the_constant():
     assert request.publish_s == pytest.approx(request.version_bytes / 0.1e9)
     assert make_request(measured=profile).publish_s == make_request().publish_s
     assert request.emulated_engine(learner_devices=1)["simulation"]["publish_s"] == request.publish_s
+
+
+@pytest.mark.parametrize(("prompt", "pack_tokens"), [(400, 18_432), (2000, 18_432), (2000, 65_536)])
+def test_a_step_has_as_many_tokens_as_the_packer_puts_into_its_rows(prompt, pack_tokens):
+    request = make_request(lengths=replace(LENGTHS, prompt=prompt))
+    lengths = np.random.default_rng(1).choice(request.lengths.quantiles, (32, 16)).astype(int)
+    lengths = (lengths * (request.lengths.mean / lengths.mean())).astype(int).clip(1, LENGTHS.cap)
+    step = [
+        make_finished(f"g{group}.{place}", prompt=prompt, response=int(length))
+        for group, responses in enumerate(lengths)
+        for place, length in enumerate(responses)
+    ]
+    for shares in (True, False):
+        bins = fit_bins(step, max_tokens=pack_tokens, shares=shares)
+        size = replace(request, shares=shares).learner_size(pack_tokens)
+        assert size.tokens == pytest.approx(sum(packed.num_tokens for packed in bins), rel=0.02)
+        assert size.squares == pytest.approx(sum(packed.squares for packed in bins), rel=0.1)
+
+
+def test_a_shared_prompt_makes_the_step_of_a_learner_shorter_and_a_run_that_records_experts_has_none():
+    request = make_request(lengths=replace(LENGTHS, prompt=4000, median=200))
+    (placement, *_) = placements(request)
+    times = [estimate(replace(request, shares=shares), placement).times.learner_s for shares in (True, False)]
+    assert times[0] < 0.5 * times[1]
+    recorded = load_config(Path("experiments/mixture_30b_a3b/32gpu.yaml"), [])
+    assert not request_of(recorded, gpu_named("H100")).shares
 
 
 def test_a_publish_stops_the_learner_for_its_bytes():

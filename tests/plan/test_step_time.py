@@ -117,10 +117,8 @@ def test_the_planner_and_the_emulated_engine_take_the_same_time_for_a_decode_ste
 def test_the_planner_and_the_emulated_learner_take_the_same_time_for_equal_microbatches(ranks):
     times = read_profile(Path(REPO / "configs/emulation/h100_7b_tp1.yaml")).learner
     lengths = np.array([400.0, 8000.0, 1600.0])
-    seconds = learner_step_s(
-        times, tokens=6 * 10_000, cost=token_cost(times, lengths), microbatches=6, ranks=ranks
-    )
     size = RowSize(10_000, float((lengths**2).sum()))
+    seconds = learner_step_s(times, tokens=6 * 10_000, cost=token_cost(times, size), microbatches=6, ranks=ranks)
     assert seconds == pytest.approx(times.step_s([size] * 6, devices=ranks))
 
 

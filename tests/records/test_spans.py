@@ -1,7 +1,5 @@
 """Spans against what they mean: a version and a KV version for each token."""
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +16,6 @@ from laminar_py.records.spans import (
     encode_spans,
     is_tree,
     merge_spans,
-    packed_tokens,
     replace_spans,
     sequences_of,
     shift_spans,
@@ -142,13 +139,6 @@ def test_the_context_of_what_comes_next_is_that_of_the_last_token_and_itself(dra
     assert context_tokens(7, spans) == len(places) + 7 * path.has_prompt
 
 
-@given(SPANS)
-def test_packed_tokens_are_those_of_all_sequences(drawn):
-    spans = tree_of(drawn)
-    sequences = sequences_of(spans) or [TokenPath(has_prompt=True, parts=())]
-    assert packed_tokens(5, spans) == sum(5 * path.has_prompt + path.length for path in sequences)
-
-
 def test_a_response_that_only_goes_on_is_one_sequence():
     spans = (Span(3, 0, 4), Span(None, 4, 6), Span(3, 6, 9))
     assert not is_tree(spans)
@@ -169,4 +159,3 @@ def test_turns_end_in_the_order_in_which_they_were_taken_also_those_that_are_out
     assert turn_ends(spans) == [4, 9, 15]
     lengths = [path.length for path in sequences_of(spans)]
     assert lengths == [9, 10]
-    assert list(itertools.accumulate(lengths))[-1] == packed_tokens(0, spans)

@@ -157,7 +157,7 @@ async def test_what_a_scorer_died_over_is_scored_once_by_another_while_others_go
 class Rank(Actor):
     def start(self, data):
         self.spec = decode(LearnerSpec, data)
-        return encode(LearnerStarted(num_parameters=1, attention="eager", hidden_size=8, num_layers=1))
+        return encode(LearnerStarted(num_parameters=1, attention="eager", attention_share=0.0))
 
     async def completed(self, version):
         await self.work()

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from laminar_py.learner.packing.layout import LEAST_STEM, RowSize, row_size
-from laminar_py.records.spans import is_tree
-from laminar_py.records.trajectory import Packable
+from laminar_py.learner.packing.layout import LEAST_STEM, PackedT, RowSize, cut_tree, row_size
 
-PackedT = TypeVar("PackedT", bound=Packable)
+AnyT = TypeVar("AnyT")  # a trajectory, or the place of one
 
 WORTH_SHARING = 0.05  # of a group's tokens that its prompt must save, or its members are packed one by one
 MOST_KEYS = 4  # that attention gathers for a family's row, a prompt's for each member, over the row's tokens
@@ -35,10 +33,10 @@ def attention_share(*, hidden_size: int, num_layers: int, num_parameters: int, f
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family(Generic[PackedT]):
+class Family(Generic[AnyT]):
     """Trajectories that stay together, since they share `stem` tokens of their prompt; or one trajectory."""
 
-    members: tuple[PackedT, ...]
+    members: tuple[AnyT, ...]
     sizes: tuple[RowSize, ...]  # of each member alone
     stem: int = 0
 
@@ -49,7 +47,7 @@ class Family(Generic[PackedT]):
         tokens = sum([size.tokens for size in self.sizes]) - spared * self.stem
         return RowSize(tokens, sum([size.squares for size in self.sizes]) - spared * self.stem * self.stem)
 
-    def take(self, places: Sequence[int]) -> "Family[PackedT]":
+    def take(self, places: Sequence[int]) -> "Family[AnyT]":
         """Return the family of some of the members."""
         members = tuple(self.members[place] for place in places)
         return Family(members, tuple(self.sizes[place] for place in places), self.stem)
@@ -57,11 +55,10 @@ class Family(Generic[PackedT]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bin(Generic[PackedT]):
-    """Families that share a microbatch, e.g. `Bin((family,), 5, 4, 13)` of two trajectories of 3 and 2 tokens."""
+    """Families that share a microbatch, e.g. `Bin((family,), 5, 13)` of two trajectories of 3 and 2 tokens."""
 
     families: tuple[Family[PackedT], ...]
     num_tokens: int
-    num_trained: int  # response tokens with a loss
     squares: float  # sum of squared lengths, what sequences share counted once
 
     @property
@@ -77,45 +74,64 @@ class Bin(Generic[PackedT]):
 def make_bin(families: Iterable[Family[PackedT]]) -> Bin[PackedT]:
     """Put these families into one bin."""
     members = tuple(families)
-    sizes = [family.size for family in members]
-    trained = sum([trajectory.num_trained for family in members for trajectory in family.members])
-    return Bin(members, sum([size.tokens for size in sizes]), trained, sum([size.squares for size in sizes]))
+    return Bin(members, *_sum([family.size for family in members]))
 
 
 def find_families(trajectories: Sequence[PackedT], *, shares: bool = True) -> list[Family[PackedT]]:
     """Return trajectories by shared prompt, in order; alone where that saves little, or none `shares` a prompt."""
-    sizes = [row_size(len(one.prompt_ids), one.spans) for one in trajectories]
+    sizes = [row_size(one) for one in trajectories]
     kin: dict[object, list[int]] = {}
     for place, one in enumerate(trajectories):
-        alone = not shares or len(one.prompt_ids) <= LEAST_STEM or is_tree(one.spans)
-        kin.setdefault(place if alone else (one.group_id, one.prompt_ids.tobytes()), []).append(place)
-    found = []
+        has_stem = len(one.prompt_ids) > LEAST_STEM and any(path.has_prompt for path in one.token_paths)
+        key = (one.group_id, one.prompt_ids.tobytes()) if shares and has_stem else place
+        kin.setdefault(key, []).append(place)
+    found: list[Family[PackedT]] = []
     for places in kin.values():
-        stem = len(trajectories[places[0]].prompt_ids) - 1
-        saves = (len(places) - 1) * stem >= WORTH_SHARING * sum([sizes[place].tokens for place in places])
-        for some in [places] if len(places) > 1 and saves else [[place] for place in places]:
-            members = tuple(trajectories[place] for place in some)
-            found.append(Family(members, tuple(sizes[place] for place in some), stem if len(some) > 1 else 0))
+        members, of_members = [trajectories[place] for place in places], [sizes[place] for place in places]
+        found += _families(members, of_members, len(members[0].prompt_ids) - 1)
     return found
+
+
+def _families(members: Sequence[AnyT], sizes: Sequence[RowSize], stem: int) -> list[Family[AnyT]]:
+    """Make one family of members that may share `stem` tokens, or one of each if that saves little."""
+    if len(members) > 1 and (len(members) - 1) * stem >= WORTH_SHARING * sum([size.tokens for size in sizes]):
+        return [Family(tuple(members), tuple(sizes), stem)]
+    return [Family((member,), (size,)) for member, size in zip(members, sizes, strict=True)]
 
 
 def bundle_size(trajectories: Sequence[PackedT], *, shares: bool = True) -> RowSize:
     """Return the size of a row with these trajectories, which may share prompts (`shares`)."""
-    together = make_bin(find_families(trajectories, shares=shares))
-    return RowSize(together.num_tokens, together.squares)
+    return _sum([family.size for family in find_families(trajectories, shares=shares)])
+
+
+def group_size(lengths: Sequence[int], *, prompt: int, max_tokens: int, shares: bool = True) -> RowSize:
+    """Return the size, over all rows, of one prompt's samples with responses of these lengths, as they are packed.
+
+    E.g. two responses of 40 tokens behind 100 tokens: `RowSize(181, 29_399)`.
+    """
+    sizes = [RowSize(prompt + length, (prompt + length) ** 2) for length in lengths]
+    stem = prompt - 1 if shares and prompt > LEAST_STEM else 0
+    families = _families(range(len(sizes)), sizes, stem)
+    return _sum([part.size for family in families for part in _parts(family, max_tokens)])
+
+
+def _sum(sizes: Sequence[RowSize]) -> RowSize:
+    return RowSize(sum([size.tokens for size in sizes]), sum([size.squares for size in sizes]))
 
 
 def fit_bins(trajectories: Sequence[PackedT], *, max_tokens: int, shares: bool = True) -> list[Bin[PackedT]]:
-    """Pack trajectories into few bins of at most `max_tokens`. Raises ValueError for a longer trajectory.
+    """Pack trajectories into few bins of at most `max_tokens`. Raises ValueError for a longer sequence.
 
     Trajectories whose prompts are equal stay together if that saves tokens, unless nothing `shares` a prompt.
+    Larger trees are cut.
     """
-    parts = [part for family in find_families(trajectories, shares=shares) for part in _parts(family, max_tokens)]
+    pieces = [part for one in trajectories for part in cut_tree(one, max_tokens)]
+    parts = [part for family in find_families(pieces, shares=shares) for part in _parts(family, max_tokens)]
     packed = best_fit([part.size.tokens for part in parts], max_tokens)
     return [make_bin([parts[i] for i in members]) for members in packed]
 
 
-def _parts(family: Family[PackedT], max_tokens: int) -> list[Family[PackedT]]:
+def _parts(family: Family[AnyT], max_tokens: int) -> list[Family[AnyT]]:
     """Divide a family into few that do not exceed `max_tokens`, nor see `MOST_KEYS` times as many keys."""
     if len(family.members) == 1:
         return [family]

@@ -92,7 +92,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How steps are packed: microbatches of `max_tokens` on each of `ranks`.
+    """How steps are packed: microbatches of `max_tokens` on each of `ranks`. Longer trees are cut if `cuts`.
 
     With `by_id` a step is packed in the order of its groups' ids, so that its bins do not depend on the order in
     which groups became ready.
@@ -101,6 +101,7 @@ class Packing:
     max_tokens: int
     ranks: int = 1
     by_id: bool = False
+    cuts: bool = True
 
 
 # ---- the queue of the reference stage

@@ -3,21 +3,24 @@
 Samples of one prompt share it, and the sequences of a response that is a tree share their stems. A row is cut into
 segments: a token attends to earlier tokens of its segment and of the segments above, so that a path from the root
 is one sequence. Each token is trained on in one place. The last shared token begins every branch, so every row
-still predicts one token. Trees share nothing with other responses, and prompts part where recorded
-experts differ (`tests/packing/test_layout.py`).
+still predicts one token. A segment ends with the prompt, so a tree has as many tokens behind its prompt beside
+siblings as alone. Prompts part where recorded experts differ (`tests/packing/test_layout.py`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from laminar_py.records.codec import BoolArray, IntArray
 from laminar_py.records.pieces import RoutedExperts
-from laminar_py.records.spans import Span, TokenPath, is_tree, sequences_of
-from laminar_py.records.trajectory import Trajectory
+from laminar_py.records.spans import TokenPath, is_tree, sequences_of
+from laminar_py.records.trajectory import BaseTrajectory, Packable, Trajectory
+
+PackedT = TypeVar("PackedT", bound=Packable)
 
 LEAST_STEM = 16  # tokens; a shorter prefix costs more to share than to repeat
 NO_IDS = np.zeros(0, np.int32)
@@ -58,6 +61,7 @@ class _Path:
     own: BoolArray  # [n] True on response tokens that this sequence trains on
     keys: Keys  # [n] equal for tokens that two sequences may share
     ids: IntArray  # [n] tokens; [0] where only their number counts
+    prompt: int  # how many of them are the prompt's
     response: int  # index of its trajectory
 
 
@@ -108,12 +112,35 @@ class RowSize(NamedTuple):
     squares: float  # sum of squared lengths, what sequences share counted once
 
 
-def row_size(prompt: int, spans: Sequence[Span]) -> RowSize:
-    """Return the size of a trajectory in a row, with a prompt of `prompt` tokens."""
-    if not is_tree(spans):
-        length = prompt + (spans[-1].end if spans else 0)
+def row_size(one: BaseTrajectory) -> RowSize:
+    """Return the size of a trajectory, or of its part, in a row."""
+    if not is_tree(one.spans):
+        length = one.num_tokens
         return RowSize(length, length * length)
-    segments = list(_segments([_path(path, prompt) for path in sequences_of(spans)]))
+    return _size([_path(path, len(one.prompt_ids)) for path in one.token_paths])
+
+
+def cut_tree(one: PackedT, max_tokens: int) -> list[PackedT]:
+    """Cut a tree of more than `max_tokens` into parts of whole sequences; leave other trajectories as they are.
+
+    Neighbours in the tree stay together, and each part repeats the stem of its sequences. A longer sequence is a
+    part alone. A part keeps the trajectory's id, and trains on the tokens that its sequences own.
+    """
+    if one.num_tokens <= max_tokens or not is_tree(one.spans) or row_size(one).tokens <= max_tokens:
+        return [one]
+    sequences = sequences_of(one.spans)
+    paths = [_path(sequence, len(one.prompt_ids)) for sequence in sequences]
+    parts: list[list[int]] = []
+    for place in sorted(range(len(paths)), key=lambda place: (not paths[place].prompt, sequences[place].parts)):
+        if parts and _size([paths[other] for other in [*parts[-1], place]]).tokens <= max_tokens:
+            parts[-1].append(place)
+        else:
+            parts.append([place])
+    return [msgspec.structs.replace(one, sequences=tuple(sorted(part))) for part in parts]
+
+
+def _size(paths: Sequence[_Path]) -> RowSize:
+    segments = list(_segments(paths))
     return RowSize(
         sum(segment.last - segment.first for segment in segments),
         sum(segment.last**2 - segment.first**2 for segment in segments),
@@ -130,11 +157,11 @@ def _paths(bundle: Sequence[Trajectory]) -> list[_Path]:
     for response, trajectory in enumerate(bundle):
         prompt = trajectory.prompt_ids
         own = (response, trajectory.routed_experts)
-        number, experts = own if is_tree(trajectory.spans) else firsts.setdefault(prompt.tobytes(), own)
+        number, experts = firsts.setdefault(prompt.tobytes(), own)
         shared = _equal_experts(experts, trajectory.routed_experts, len(prompt))
         keys = np.arange(len(prompt), dtype=np.int64) - ((number + 1) << 32)
         keys[shared:] += (response + 1) << 50  # from here on its own
-        for path in _token_paths(trajectory):
+        for path in trajectory.token_paths:
             cut = _path(path, len(prompt))
             before = len(prompt) if path.has_prompt else 0
             ids = np.concatenate([prompt[:before], trajectory.response_ids[path.places]])
@@ -151,14 +178,9 @@ def _path(path: TokenPath, prompt: int) -> _Path:
         own=np.concatenate([np.zeros(before, np.bool_), path.own]),
         keys=np.concatenate([np.arange(before, dtype=np.int64) - (1 << 32), places.astype(np.int64)]),
         ids=NO_IDS,
+        prompt=before,
         response=0,
     )
-
-
-def _token_paths(trajectory: Trajectory) -> list[TokenPath]:
-    if is_tree(trajectory.spans):
-        return sequences_of(trajectory.spans)
-    return [TokenPath(has_prompt=True, parts=((0, len(trajectory.response_ids), True),))]
 
 
 def _equal_experts(one: RoutedExperts | None, other: RoutedExperts | None, length: int) -> int:
@@ -181,7 +203,9 @@ def _segments(paths: Sequence[_Path]) -> Iterator[_Segment]:
     waiting = [(members, 0, -1) for members in reversed(_by_key(paths, 0))]  # with their first token and parent
     while waiting:
         members, first, parent = waiting.pop()
-        last = _common(members, first)
+        last, prompt = _common(members, first), members[0].prompt
+        if first == 0 and len(members) > 1 and prompt > LEAST_STEM:
+            last = min(last, prompt)
         going_on = [path for path in members if len(path.keys) > last]
         if len(members) > 1 and going_on and last - 1 - first < LEAST_STEM:  # too short to share
             alone = [[path] for path in members if len(path.keys) == last]

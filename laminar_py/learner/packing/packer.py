@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.algorithm import Aggregation
-from laminar_py.learner.packing.balance import Bin, PackedT, deal_bins, fit_bins
-from laminar_py.learner.packing.layout import Layout, lay_out
+from laminar_py.learner.packing.balance import Bin, deal_bins, fit_bins
+from laminar_py.learner.packing.layout import Layout, PackedT, lay_out
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import Array, Column
 from laminar_py.records.credit import earlier_rewards, returns_of, role_advantages, role_returns
@@ -142,12 +142,12 @@ def step_weights(
     no signal. Such responses would have advantage 0, and they stay in every denominator. Else the weight of a
     group would depend on which other groups finish at the same time.
     """
-    trajectories = [trajectory for item in bins for trajectory in item.trajectories]
+    trajectories = [one for item in bins for one in item.trajectories if one.is_first_part]
     mean, scale = _normalisation(trajectories) if normalises else (0.0, 1.0)
     return StepWeights(
         aggregation=aggregation,
         num_trajectories=len(trajectories) + len(tokens_without_signal),
-        num_trained=sum([item.num_trained for item in bins]) + sum(tokens_without_signal),
+        num_trained=sum([trajectory.num_trained for trajectory in trajectories]) + sum(tokens_without_signal),
         ages=ages,
         constant=constant,
         advantage_mean=mean,
@@ -224,7 +224,7 @@ def microbatch(bundle: Bundle, weights: StepWeights) -> MicroBatch:
         columns={column.name: _column(bundle, layout, column) for column in weights.columns},
         support=_support(bundle, layout, counts),
         experts=layout.experts,
-        id_sum=id_sum(trajectory.id for trajectory in bundle),
+        id_sum=id_sum(trajectory.id for trajectory in bundle if trajectory.is_first_part),
         parents=layout.parents if (layout.parents >= 0).any() else None,
     )
 

@@ -16,7 +16,6 @@ from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.state import Phase
 from laminar_py.control.steps import RefillWatch, pack_step, step_events
-from laminar_py.learner.packing.balance import attention_share
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import read_totals
@@ -234,7 +233,8 @@ class Trainer:
         if not batch.trajectories:
             return None
         SIGNALS.enter(f"step {self.step + 1}", self._cost_of_end)
-        packed = pack_step(self._config, batch, attention_share=self._attention_share)
+        shares = self._config.rollout.shares_prompts
+        packed = pack_step(self._config, batch, attention_share=self._attention_share, shares=shares)
         self._stats.begin_step()
         try:
             return await self._learn_packed(packed)
@@ -372,12 +372,7 @@ class Trainer:
         for refused in started.refused:
             log.warning("learner: attention kernel not used, %s", refused)
         self._ledger.append(LearnerLoaded(started.attention, started.refused))
-        self._attention_share = attention_share(
-            hidden_size=started.hidden_size,
-            num_layers=started.num_layers,
-            num_parameters=started.num_parameters,
-            frozen=self._config.learner.lora is not None,
-        )
+        self._attention_share = started.attention_share
         await self._adopt()
         version = self._versions.next_number()
         await self._learner.publish(version)

@@ -138,10 +138,14 @@ class LearnerActor(ComputingActor):
     @on_compute_thread
     def fetch(self, request: FetchRequest) -> dict[str, str]:
         """Read the tokens of the next step; return the trajectories whose tokens are lost, each with a reason."""
-        trajectories = [trajectory for bundle in request.bundles for trajectory in bundle]
-        complete, lost = complete_all(trajectories, self._reader)
+        trajectories = {trajectory.id: trajectory for bundle in request.bundles for trajectory in bundle}
+        complete, lost = complete_all(list(trajectories.values()), self._reader)
         self._bundles = [
-            [complete[trajectory.id] for trajectory in bundle if trajectory.id in complete]
+            [
+                msgspec.structs.replace(complete[part.id], sequences=part.sequences)
+                for part in bundle
+                if part.id in complete
+            ]
             for bundle in request.bundles
         ]
         return lost
@@ -245,13 +249,12 @@ def _real_learner(
         mesh=mesh,
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
-    sizes, choice = learner.model.config, learner.model.attention_choice
+    choice = learner.model.attention_choice
     return learner, LearnerStarted(
         num_parameters=num_parameters,
         attention=choice.kernel.value,
         refused=choice.refused,
-        hidden_size=sizes.hidden_size,
-        num_layers=sizes.num_hidden_layers,
+        attention_share=learner.cost.attention_share,
     )
 
 
