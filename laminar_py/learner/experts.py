@@ -33,7 +33,8 @@ class Experts(Protocol):
 def register_experts() -> str:
     """Register `packed_experts` with transformers; returns its name there, a model's `experts_implementation`.
 
-    Its grouped product is internal to transformers (5.19 to 5.23). Without it, returns the name of its own experts.
+    Its grouped product is internal to transformers (5.19 to 5.23). Without it, returns the name of
+    its own experts.
     """
     if not hasattr(moe, "_grouped_linear"):
         return "grouped_mm"
