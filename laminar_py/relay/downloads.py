@@ -45,7 +45,7 @@ class ChunkOutcome(Enum):
 class Download:
     """A version that arrives, e.g. `Download(store.begin(manifest), window=8, now=time.monotonic)`.
 
-    At most `window` chunks are requested and not here yet, so a slow node holds back only itself
+    At most `window` full chunks are requested and not here yet, so a slow node holds back only itself
     (`tests/relay/test_downloads.py::test_every_chunk_is_asked_for_once_and_never_more_than_the_window`).
     With `base`, a complete version of the same layout, chunks may come as deltas against it. A delta is proven by
     its own checksum, added to `changes`, and kept; `rebuild` makes the bytes of its chunk later. Threads call
@@ -67,6 +67,7 @@ class Download:
         self.changes = changes  # None also where the version cannot have a change file
         self.rebuilding = False  # while threads make chunks of their deltas
         self.wire_bytes = 0  # of undamaged chunks
+        self._made_bytes = 0  # of these chunks in full
         self._now = now
         self._began = now()
         self.first_byte_s = 0.0
@@ -90,10 +91,14 @@ class Download:
         return len(self._verified) == len(self.stored.manifest.files)
 
     def fill_window(self) -> list[m.Fetch]:
-        """Return requests that fill the window with further chunks; none while it is more than half full."""
-        if len(self._requested) * 2 > self._window:
+        """Return requests that fill the window with further chunks; none while it is more than half full.
+
+        The window is meant for full chunks. Where deltas come it has more chunks, and as many bytes.
+        """
+        window = max(self._window, min(MAX_WINDOW, self._window * self._made_bytes // max(1, self.wire_bytes)))
+        if len(self._requested) * 2 > window:
             return []
-        chunks = list(islice(self._unrequested, self._window - len(self._requested)))
+        chunks = list(islice(self._unrequested, window - len(self._requested)))
         self._requested |= dict.fromkeys(chunks, 0)
         return self._fetches(chunks)
 
@@ -206,6 +211,7 @@ class Download:
         else:
             stored.keep_delta(chunk)
         self.wire_bytes += stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
+        self._made_bytes += stored.chunk_size(file, index)
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self._requested.pop((file, index), None)
 

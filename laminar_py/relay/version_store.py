@@ -224,7 +224,7 @@ class VersionStore:
         return self.path / f"{_CHANGES}{version}.safetensors"
 
     def add_changes(self, stored: StoredVersion, base: int) -> None:
-        """Offer the finished file of the changes of a complete or arriving version in `base`."""
+        """Offer the finished file with what a complete or arriving version changed in `base`."""
         version = stored.manifest.version
         self._changes[version] = base, self._changes_path(version)
         if version not in self.complete:
