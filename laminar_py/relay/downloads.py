@@ -93,9 +93,11 @@ class Download:
     def fill_window(self) -> list[m.Fetch]:
         """Return requests that fill the window with further chunks; none while it is more than half full.
 
-        The window is meant for full chunks. Where deltas come it has more chunks, and as many bytes.
+        The window is meant for full chunks. Where deltas come it has more chunks, and as many bytes; the parent's
+        queue has room for two such versions.
         """
-        window = max(self._window, min(MAX_WINDOW, self._window * self._made_bytes // max(1, self.wire_bytes)))
+        wide = self._window * self._made_bytes // max(1, self.wire_bytes)
+        window = max(self._window, min(MAX_WINDOW // 2, wide))
         if len(self._requested) * 2 > window:
             return []
         chunks = list(islice(self._unrequested, window - len(self._requested)))

@@ -95,7 +95,9 @@ def sglang_python(tmp_path, monkeypatch):
     python = tmp_path / "python"
     compilers[-1].parent.mkdir(parents=True)
     for path in (python, *compilers):
-        path.write_text(f"#!/bin/sh\ncase $2 in *nvidia*) echo '[[], \"{headers}\"]' ;; *) echo 0.5.23 ;; esac\n")
+        path.write_text(
+            f"#!/bin/sh\ncase $2 in *nvidia*) echo '[[], \"{headers}\"]' ;; *) echo 0.5.23 ;; esac\n"
+        )
         path.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     return python
