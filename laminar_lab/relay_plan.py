@@ -14,7 +14,7 @@ from laminar_lab.step_time import (
     CURVE_BYTES_PER_S,
     DELTA_SHARE,
     ENCODE_BYTES_PER_S,
-    RELAY_BYTES_PER_S,
+    PROVE_BYTES_PER_S,
     SEALED_BYTES_PER_S,
 )
 from laminar_py.relay import choose_chunk_bytes, grow_tree
@@ -22,6 +22,7 @@ from laminar_py.relay import choose_chunk_bytes, grow_tree
 HOP_S = 50e-6  # of a chunk on a hop, an assumption
 PAPER_S = 1.6  # Laminar's broadcast of a 72B to 1,024 GPUs
 LANES = 4
+THREADS = 8  # of a node with 16 cores or more, which apply deltas
 
 
 class Way(NamedTuple):
@@ -38,7 +39,10 @@ def ways(num_bytes: int, *, hosts: int, fanout: int, network_bytes_per_s: float)
     def whole(rate: float) -> float:
         return _seconds(Broadcast(num_bytes), hosts, fanout, min(rate, network_bytes_per_s))
 
-    delta = Broadcast(num_bytes, DELTA_SHARE, ENCODE_BYTES_PER_S, RELAY_BYTES_PER_S)
+    def delta(threads: int) -> float:
+        broadcast = Broadcast(num_bytes, DELTA_SHARE, ENCODE_BYTES_PER_S, threads * PROVE_BYTES_PER_S)
+        return _seconds(broadcast, hosts, fanout, min(SEALED_BYTES_PER_S, network_bytes_per_s))
+
     sealed, several = SEALED_BYTES_PER_S / 1e9, LANES * SEALED_BYTES_PER_S
     return [
         Way("whole, the wire alone", whole(math.inf), "F: the port"),
@@ -50,9 +54,14 @@ def ways(num_bytes: int, *, hosts: int, fanout: int, network_bytes_per_s: float)
         Way("whole, one sealed lane", whole(SEALED_BYTES_PER_S), f"M: {sealed:g} GB/s, one core at each end"),
         Way("whole, CURVE without lanes", whole(CURVE_BYTES_PER_S), f"M: {CURVE_BYTES_PER_S / 1e9:g} GB/s"),
         Way(
-            "delta of a step at 1e-6",
-            _seconds(delta, hosts, fanout, min(SEALED_BYTES_PER_S, network_bytes_per_s)),
-            f"M: {DELTA_SHARE:.2%} of the bytes; {RELAY_BYTES_PER_S / 1e9:g} GB/s, while nodes copied the base",
+            "delta of a step at 1e-6, proven by one thread a node",
+            delta(1),
+            f"M: {DELTA_SHARE:.2%} of the bytes; {PROVE_BYTES_PER_S / 1e9:g} GB/s",
+        ),
+        Way(
+            f"the same, by {THREADS} threads",
+            delta(THREADS),
+            f"F: {THREADS} times; the root's {ENCODE_BYTES_PER_S / 1e9:g} GB/s then bound it",
         ),
     ]
 

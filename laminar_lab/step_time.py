@@ -45,6 +45,7 @@ SEALED_BYTES_PER_S = 1.7e9  # of a link with one sealed lane, one core at each e
 CURVE_BYTES_PER_S = 0.53e9  # of a link without lanes
 DELTA_SHARE = 0.0082  # of a version's bytes, after a step at a learning rate of 1e-6
 ENCODE_BYTES_PER_S = 12.8e9  # of a version, at the root, on eight threads
+PROVE_BYTES_PER_S = 2.2e9  # of a version that one thread of a node makes of deltas and proves, on our host
 PUBLISH_BYTES_PER_S = 20e9  # of a version, that the learner's GPU is copied out of while the learner waits
 LOAD_BYTES_PER_S = 4.2e9  # of a GPU's share of a version that SGLang 0.5.15 reads from a mapped file
 # Medians of simulations (experiments/plan): the share of the draining loss that repacking and later responses

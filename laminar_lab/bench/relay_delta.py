@@ -5,12 +5,14 @@ moves by one unit in the last place from version to version, and the subscriber 
 before as base. The clock of `delta_to_ready_over_bytes` starts when the root has made the last delta of a version
 and ends when the subscriber knows the change file. Earlier deltas have travelled by then, so the row tells how
 far the way from node to node lags behind the comparison at the root; the rows from the publish hold all of it. The
-plain copies move as many bytes as all deltas have.
+plain copies move as many bytes as all deltas have. `delta_proven_GBps` is the pace at which a node makes a version
+of its deltas and proves each chunk, from its changes to its folder.
 """
 
 import asyncio
 import logging
 import mmap
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,7 @@ DELTA_ROWS = (
     "publish_to_ready_over_bytes",
     "publish_to_ready_s",
     "publish_to_whole_s",
+    "delta_proven_GBps",
 )
 MODEL_BYTES = 10**9
 TENSOR_ELEMENTS = 25 * 10**6
@@ -43,7 +46,7 @@ COPIES = 5  # of the deltas' bytes; the median counts
 def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = MODEL_BYTES) -> list[Row]:
     """Measure without CURVE, medians over `repeats` versions; all files lie in `shm`."""
     found: dict[str, list[float]] = {
-        name: [] for name in ("delta", "publish", "whole", "socket", "memcpy", "bytes")
+        name: [] for name in ("delta", "publish", "whole", "proven", "socket", "memcpy", "bytes")
     }
     with workplace(shm) as folder, followed(folder, num_bytes) as versions, plain_copy(num_bytes) as copy:
         for turn, times in enumerate(versions):
@@ -70,6 +73,12 @@ def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = MODEL_
         Ratio.between(found["publish"], found["socket"]).row(DELTA_ROWS[2], conditions),
         Row(DELTA_ROWS[3], median(found["publish"]), "s", conditions),
         Row(DELTA_ROWS[4], median(found["whole"]), "s", conditions),
+        Row(
+            DELTA_ROWS[5],
+            median(found["proven"]),
+            "GB/s",
+            f"{spread(found['proven'], '.2f')}, {os.cpu_count()} cores; {conditions}",
+        ),
     ]
 
 
@@ -105,6 +114,7 @@ def followed(folder: Path, num_bytes: int) -> Iterator[Iterator[dict[str, float]
                     "delta": ready - made,
                     "publish": ready - began,
                     "whole": whole - began,
+                    "proven": num_bytes / (whole - ready) / 1e9,
                     "bytes": float(payload),
                 }
 

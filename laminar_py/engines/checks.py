@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest, RefusedError
-from laminar_py.records.weights import AT, TO
+from laminar_py.records.weights import AT, TO, UNUSED
 
 
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:
@@ -132,7 +132,8 @@ def _read_header(path: Path) -> tuple[str, str, list[ChangedTensor]]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RefusedError(f"changes={path}: cannot be read: {error}; load the whole version") from None
     metadata, start, tensors = entries.pop("__metadata__", _Entry()), 8 + length, []
-    for name in sorted({key.removesuffix(AT).removesuffix(TO) for key in entries}):
+    names = {key.removesuffix(AT).removesuffix(TO) for key in entries if not key.endswith(UNUSED)}
+    for name in sorted(names):
         at, to = entries.get(name + AT, _Entry()), entries.get(name + TO, _Entry())
         num, (at_begin, *_), (to_begin, *_) = math.prod(at.shape), at.data_offsets, to.data_offsets
         ends = at_begin + 8 * num, to_begin + VALUE_BYTES.get(to.dtype, 0) * num

@@ -42,8 +42,9 @@ class PulledVersion(msgspec.Struct, frozen=True):
 # A file of changes lies beside the folders of versions, as `changes-<N>.safetensors`: loaders read all safetensors
 # files of a folder. For each changed tensor it has `<name>.at`, [n] I64 ascending places
 # in the flattened tensor, and `<name>.to`, [n] values there in the dtype of the version; a tensor without
-# changes is left out. Its metadata are `base` and `version`, decimal.
-AT, TO = ".at", ".to"
+# changes is left out. Bytes `<n>.unused` belong to no tensor: a hole between places and values, so that both can
+# be written before their number is known. Its metadata are `base` and `version`, decimal.
+AT, TO, UNUSED = ".at", ".to", ".unused"
 
 
 class VersionLostError(Exception):

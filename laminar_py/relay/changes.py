@@ -1,23 +1,27 @@
 """Change files: what differs between two versions, tensor by tensor, for engines that patch their weights.
 
 `NodeVersions` makes one for a version whose chunks all came as deltas; `records/weights.py` has the format. The
-differences of chunks come in any order and are written in order, so most of the file exists before the last chunk
-arrives. Values are absolute: an element's bits in the base, which was verified, plus its step.
+differences of chunks come in any order, from several threads, and are written in order, so all but the header
+exists when the last chunk has arrived. Values are absolute: an element's bits in the verified base, plus
+its step. A file is written over the pages of a retired one: fresh pages cost more than the rest of the work.
 """
 
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.records.weights import AT, TO
-from laminar_py.relay.delta import Difference, Elements, elements
+from laminar_py.records.weights import AT, TO, UNUSED
+from laminar_py.relay.delta import MIN_SPACING, Difference, Elements, elements
+from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.stored_version import StoredVersion
 
@@ -25,6 +29,7 @@ log = logging.getLogger(__name__)
 
 CELL = 2  # bytes of the smallest element in a change file
 _WORD = 4  # bytes of the largest element of a delta; chunks of whole words split no element
+_PLACE = 8  # bytes of a place
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "I16": 2, "F32": 4, "I32": 4}
 _ENTRY_BYTES = 160  # at most, of a tensor in a header, besides its name
 _ALIGNMENT = 64
@@ -54,57 +59,90 @@ class _NoChangesError(Exception):
 
 
 @dataclass(slots=True)
-class _Changed:
-    """Changes of one tensor so far: a run of places in the file, and their values."""
+class _Region:
+    """Bytes [begin, end) of a change file, for items of one size; those before `used` are written."""
 
-    begin: int  # byte of the change file
+    begin: int
+    end: int
+    used: int
+
+
+@dataclass(slots=True)
+class _Changed:
+    """Changes of one tensor so far; `at` and `to` are the first byte of its places, and of its values."""
+
+    at: int
+    to: int
     count: int
-    values: list[Elements]
+    item_bytes: int
+
+
+_Piece: TypeAlias = tuple[int, npt.NDArray[np.int64], Elements]  # number of a tensor, its places and values
 
 
 class ChangesFile:
     """A change file in the making, e.g. `ChangesFile.begin(path, base, manifest)`.
 
-    `add` each chunk's difference once, then `finish`. Not for two threads at once.
+    `add` each chunk's difference once, in any thread, then `finish`. The file has a region for places, and one for
+    values of each size. Each has room for all that deltas can change, as a hole in the file that takes no memory.
+    The file gives itself up where less than `reserve` bytes of its file system are left.
     """
 
-    def __init__(self, path: Path, base: StoredVersion, manifest: Manifest, layouts: list[_Layout]) -> None:
+    def __init__(
+        self, path: Path, base: StoredVersion, manifest: Manifest, layouts: list[_Layout], *, reserve: int = 0
+    ) -> None:
         self.path = path
         self._base = base
         self._manifest = manifest
         self._layouts = layouts
+        self._reserve = reserve
         names = [name for layout in layouts for name in layout.names]
-        room = 2 * sum(len(msgspec.json.encode(name)) + _ENTRY_BYTES for name in names) + _ENTRY_BYTES
+        room = 2 * sum(len(msgspec.json.encode(name)) + _ENTRY_BYTES for name in names) + 4 * _ENTRY_BYTES
         self._header_bytes = -(-room // _ALIGNMENT) * _ALIGNMENT
-        self._end = self._header_bytes  # of the places, which come first
+        self._regions = _make_regions(manifest, layouts, self._header_bytes)
         self._tensors: dict[tuple[int, int], _Changed] = {}  # by file and place in its layout
-        self._early: dict[tuple[int, int], Difference] = {}  # chunks that came before an earlier one
+        self._early: dict[tuple[int, int], list[_Piece]] = {}  # chunks that came before an earlier one
         self._order = ((file, i) for file in range(len(layouts)) for i in range(manifest.num_chunks(file)))
         self._next = next(self._order, None)
+        self._lock = threading.Lock()
         self._unfinished = path.with_name(f"{path.name}~")
-        self._descriptor = os.open(self._unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._pages: MappedFile | None = _open_pages(
+            self._unfinished, max(it.end for it in self._regions.values())
+        )
 
     @classmethod
-    def begin(cls, path: Path, base: StoredVersion, manifest: Manifest) -> "ChangesFile | None":
-        """Begin the file of a version with the layout of `base`; None if it cannot be made."""
+    def begin(
+        cls, path: Path, base: StoredVersion, manifest: Manifest, *, spare: Path | None = None, reserve: int = 0
+    ) -> "ChangesFile | None":
+        """Begin the file of a version with the layout of `base`, over the retired file `spare` if that exists.
+
+        Returns None if it cannot be made.
+        """
         try:
             if manifest.chunk_bytes % _WORD:
                 raise _NoChangesError(f"chunks of {manifest.chunk_bytes} bytes split elements")
             layouts = [
                 _read_layout(base.file_path(file), entry.width) for file, entry in enumerate(manifest.files)
             ]
-            return cls(path, base, manifest, layouts)
+            if spare is not None and spare.exists():
+                spare.rename(path.with_name(f"{path.name}~"))
+            return cls(path, base, manifest, layouts, reserve=reserve)
         except (_NoChangesError, OSError) as error:
             log.debug("version %d gets no change file: %s", manifest.version, error)
             return None
 
     def add(self, file: int, index: int, difference: Difference) -> bool:
         """Add the difference of a chunk; False if the version can have no change file, which is then gone."""
-        self._early[file, index] = difference
         try:
-            while self._next is not None and (following := self._early.pop(self._next, None)) is not None:
-                self._write(*self._next, following)
-                self._next = next(self._order, None)
+            pieces = self._split(file, index, difference)
+            with self._lock:
+                if self._pages is None:
+                    return False
+                self._early[file, index] = pieces
+                while self._next is not None and (following := self._early.pop(self._next, None)) is not None:
+                    self._write(self._next[0], following)
+                    self._next = next(self._order, None)
+                self._check_room()
         except (_NoChangesError, OSError) as error:
             log.debug("version %d gets no change file: %s", self._manifest.version, error)
             self.drop()
@@ -112,10 +150,10 @@ class ChangesFile:
         return True
 
     def finish(self) -> Path | None:
-        """Write values and header, after all chunks, and give the file its name; None if there is no room."""
+        """Write the header, after all chunks, and give the file its name; None if there is no room."""
         assert self._next is None, f"chunk {self._next} of version {self._manifest.version} is missing"
         try:
-            os.pwrite(self._descriptor, self._write_values(), 0)
+            self._write_at(0, np.frombuffer(self._make_header(), np.uint8))
             self._unfinished.rename(self.path)
         except OSError as error:
             log.debug("version %d gets no change file: %s", self._manifest.version, error)
@@ -125,19 +163,21 @@ class ChangesFile:
         return self.path
 
     def drop(self) -> None:
-        """Delete the unfinished file."""
-        self._unfinished.unlink(missing_ok=True)
-        self._close()
+        """Delete the unfinished file, once no thread writes it; a thread that adds a chunk later fails."""
+        with self._lock:
+            if self._pages is not None:
+                self._unfinished.unlink(missing_ok=True)
+            self._close()
 
     def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        if self._pages is not None:
+            self._pages.close()
+        self._pages = None
         self._early.clear()
         self._tensors.clear()
 
-    def _write(self, file: int, index: int, difference: Difference) -> None:
-        """Write the places of a chunk's changes and keep the values. Raises `_NoChangesError`, `OSError`."""
+    def _split(self, file: int, index: int, difference: Difference) -> list[_Piece]:
+        """Divide a chunk's changes among tensors. Raises `_NoChangesError`, `OSError`."""
         data = self._base.chunk_data(file, index)
         width, layout = difference.steps.itemsize, self._layouts[file]
         if difference.tail != data[len(data) - len(difference.tail) :]:
@@ -148,7 +188,7 @@ class ChangesFile:
         first = index * self._manifest.chunk_bytes
         if len(places) and (not len(layout.ends) or first + int(places[0]) * layout.width < layout.begins[0]):
             raise _NoChangesError("bytes outside all tensors changed")
-        last, written = first + len(data), [np.empty(0, "<i8")]
+        last, pieces = first + len(data), []
         for tensor in range(int(np.searchsorted(layout.ends, first, "right")), len(layout.ends)):
             begin, end = int(layout.begins[tensor]), int(layout.ends[tensor])
             if begin >= last:
@@ -159,45 +199,85 @@ class ChangesFile:
                 inside, changed = places[left:right], values[left:right]
                 if _ITEM_BYTES.get(layout.dtypes[tensor]) != layout.width:
                     inside, changed = _widened(inside, changed, data, layout, tensor, first)
-                begin_of_run = self._end + 8 * sum(map(len, written))
-                found = self._tensors.setdefault((file, tensor), _Changed(begin_of_run, 0, []))
-                found.count += len(inside)
-                found.values.append(changed)
-                written.append(inside.astype("<i8") + (first - begin) // changed.itemsize)
-        self._write_at(self._end, together := np.concatenate(written))
-        self._end += together.nbytes
+                pieces.append((tensor, inside + (first - begin) // changed.itemsize, changed))
+        return pieces
 
-    def _write_values(self) -> bytes:
-        """Write the values behind all places, wide ones first, and return the header."""
+    def _write(self, file: int, pieces: Sequence[_Piece]) -> None:
+        """Write the changes of the chunk that is next. Raises `OSError`."""
+        for tensor, places, values in pieces:
+            at, to = self._regions[_PLACE], self._regions[values.itemsize]
+            found = self._tensors.setdefault((file, tensor), _Changed(at.used, to.used, 0, values.itemsize))
+            found.count += len(places)
+            for region, items in ((at, places), (to, values)):
+                self._write_at(region.used, items.view(np.uint8))
+                region.used += items.nbytes
+                assert region.used <= region.end, f"more changes of version {self._manifest.version} than fit"
+
+    def _make_header(self) -> bytes:
+        """Describe the tensors' places and values, and the holes that are left in the regions."""
         header: dict[str, Mapping[str, str] | _HeaderEntry] = {
             "__metadata__": {
                 "base": str(self._base.manifest.version),
                 "version": str(self._manifest.version),
             }
         }
-        end = self._end
-        for (file, tensor), changed in sorted(self._tensors.items(), key=lambda item: -item[1].values[0].itemsize):
+
+        def put(name: str, dtype: str, begin: int, count: int, item_bytes: int) -> None:
+            begin -= self._header_bytes
+            header[name] = _HeaderEntry(dtype, (count,), (begin, begin + count * item_bytes))
+
+        for (file, tensor), changed in self._tensors.items():
             name, dtype = self._layouts[file].names[tensor], self._layouts[file].dtypes[tensor]
-            values = np.concatenate(changed.values)
-            self._write_at(end, values)
-            for suffix, kind, begin, size in (
-                (AT, "I64", changed.begin, 8 * changed.count),
-                (TO, dtype, end, values.nbytes),
-            ):
-                begin -= self._header_bytes
-                header[name + suffix] = _HeaderEntry(kind, (changed.count,), (begin, begin + size))
-            end += values.nbytes
+            put(name + AT, "I64", changed.at, changed.count, _PLACE)
+            put(name + TO, dtype, changed.to, changed.count, changed.item_bytes)
+        for item_bytes, region in self._regions.items():
+            if region.used < region.end:
+                put(f"{item_bytes}{UNUSED}", "U8", region.used, region.end - region.used, 1)
         room = self._header_bytes - 8
         encoded = msgspec.json.encode(header)
         assert len(encoded) <= room, f"header of {self.path} has {len(encoded)} bytes, not below {room}"
         return room.to_bytes(8, "little") + encoded.ljust(room)
 
-    def _write_at(self, position: int, array: npt.NDArray[np.generic]) -> None:
-        """Write an array. Raises `OSError` on a full file system."""
-        rest = array.view(np.uint8).data
-        while rest:
-            written = os.pwrite(self._descriptor, rest, position)
-            position, rest = position + written, rest[written:]
+    def _write_at(self, position: int, data: npt.NDArray[np.uint8]) -> None:
+        """Write bytes. Raises `OSError` on a full file system."""
+        assert self._pages is not None, f"{self.path} was dropped"
+        self._pages.write(position, data)
+
+    def _check_room(self) -> None:
+        """Raise `_NoChangesError` where the version that arrives might find too little room."""
+        if self._reserve:
+            state = os.statvfs(self.path.parent)
+            if state.f_bavail * state.f_frsize < self._reserve:
+                raise _NoChangesError(f"the version itself needs {self._reserve} more bytes in {self.path.parent}")
+
+
+def _make_regions(manifest: Manifest, layouts: Sequence[_Layout], begin: int) -> dict[int, _Region]:
+    """Regions for places and for values of each size, by bytes of an item, from byte `begin` on."""
+    most, regions = manifest.num_bytes // CELL // MIN_SPACING, dict[int, _Region]()
+    for item_bytes in (_PLACE, _WORD, CELL):
+        count = most
+        if item_bytes != _PLACE:
+            sizes = (
+                int(end - begin) // item_bytes
+                for it in layouts
+                for begin, end, dtype in zip(it.begins, it.ends, it.dtypes, strict=True)
+                if _ITEM_BYTES.get(dtype) == item_bytes
+            )
+            count = min(most, sum(sizes))
+        regions[item_bytes] = _Region(begin, begin + count * item_bytes, begin)
+        begin = regions[item_bytes].end
+    return regions
+
+
+def _open_pages(path: Path, size: int) -> MappedFile:
+    """Open a file of `size` bytes, with the pages that it has unless a process reads it. Raises `OSError`."""
+    pages = MappedFile(path)
+    if not pages.is_unused:
+        pages.close()
+        path.unlink()
+        pages = MappedFile(path)
+    pages.set_size(size)
+    return pages
 
 
 def _read_layout(path: Path, width: int) -> _Layout:

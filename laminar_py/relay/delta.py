@@ -20,7 +20,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ Positions: TypeAlias = npt.NDArray[np.intp]
 
 _FORMAT = 2
 _GAP_WIDTH = 4  # bytes of a gap
-_MIN_SPACING = 5  # elements per changed one; denser changes take longer to encode than they save when sent
+MIN_SPACING = 5  # elements per changed one; denser changes take longer to encode than they save when sent
 _BLOCK_BYTES = 2**18  # of new and of base at a time, so that the next pass still finds them in the cache
 _DTYPES: dict[int, np.dtype[np.uint16 | np.uint32]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _HEADER = struct.Struct("<BBII")  # format, width, n, num_changed
@@ -70,7 +70,7 @@ def compare(new: Buffer, base: Buffer, *, width: int) -> Difference | None:
     values = elements(new, width)
     mask = np.empty(min(block := _BLOCK_BYTES // width, len(values)), np.bool_)
     places, steps = [np.empty(0, np.intp)], [np.empty(0, values.dtype)]
-    left = len(values) // _MIN_SPACING
+    left = len(values) // MIN_SPACING
     for start in range(0, len(values), block):
         some, old = values[start : start + block], others[start : start + block]
         changed = np.flatnonzero(np.not_equal(some, old, out=mask[: len(some)]))
@@ -127,14 +127,15 @@ def unpack(payload: Buffer, base: Buffer, *, width: int) -> Difference:
     planes, tail = _read_planes(memoryview(payload)[_HEADER.size :], sizes)
     if len(tail) != len(base) % width:
         raise DeltaError(f"damaged delta: {len(tail)} bytes after its planes, {len(base) % width} expected")
-    places = _join(planes[:_GAP_WIDTH]).view("<u4").astype(np.intp)
+    places = _join(planes[:_GAP_WIDTH], np.dtype(np.intp))
     places[1:] += 1
     np.cumsum(places, out=places)
     if num_changed and places[-1] >= len(base) // width:
         raise DeltaError(
             f"damaged delta: it changes element {places[-1]}, but the chunk has {len(base) // width} elements"
         )
-    steps = _join(planes[_GAP_WIDTH + 1 :]).view(_DTYPES[width]) + _DTYPES[width].type(1)
+    steps = _join(planes[_GAP_WIDTH + 1 :], _DTYPES[width])
+    steps += 1
     falling = np.unpackbits(np.frombuffer(planes[_GAP_WIDTH], np.uint8), count=num_changed).astype(steps.dtype)
     steps ^= -falling  # with the next line: negate the steps that fell
     steps += falling
@@ -161,12 +162,14 @@ def _planes(values: npt.NDArray[np.generic]) -> list[bytes]:
     return [plane.tobytes() for plane in values.view(np.uint8).reshape(-1, values.itemsize).T]
 
 
-def _join(planes: list[bytes]) -> npt.NDArray[np.uint8]:
-    """Join planes again: [k * number of planes] bytes of k integers."""
-    joined = np.empty((len(planes[0]), len(planes)), np.uint8)
-    for place, plane in enumerate(planes):
-        joined[:, place] = np.frombuffer(plane, np.uint8)
-    return joined.reshape(-1)
+def _join(planes: list[bytes], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Join planes again: [k] integers of `dtype`. Most high planes are zero, and cost one look."""
+    lowest, *higher = (np.frombuffer(plane, np.uint8) for plane in planes)
+    joined = lowest.astype(dtype)
+    for place, plane in enumerate(higher, 1):
+        if plane.any():
+            joined |= plane.astype(dtype) << dtype.type(8 * place)
+    return joined
 
 
 def _read_header(payload: Buffer, *, num_bytes: int, width: int) -> int:
@@ -178,7 +181,7 @@ def _read_header(payload: Buffer, *, num_bytes: int, width: int) -> int:
         raise DeltaError(f"unknown delta format {form} with elements of {its_width} bytes, not {width}")
     if size != num_bytes:
         raise DeltaError(f"damaged delta: made for {size} bytes, the base has {num_bytes}")
-    if num_changed > size // width // _MIN_SPACING:
+    if num_changed > size // width // MIN_SPACING:
         raise DeltaError(f"damaged delta: {num_changed} changes in {size // width} elements are too many")
     return int(num_changed)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar_py.relay.changes import ChangesFile
-from laminar_py.relay.delta import Difference, pack_or_none
+from laminar_py.relay.delta import pack_or_none
 from laminar_py.relay.digests import delta_proof
 from laminar_py.relay.stored_version import ChunkDelta, StoredVersion
 from laminar_py.relay.version_store import VersionStore
@@ -83,8 +83,9 @@ class DeltaEncoder:
         async def compare_chunks() -> None:
             """Compare chunks from the iterator that all coroutines share, until none is left."""
             for file, index in chunks:
+                has_changes = comparison.changes is not None
                 try:
-                    difference, delta = await asyncio.to_thread(comparison.compare, file, index)
+                    delta = await asyncio.to_thread(comparison.compare, file, index)
                 except FileNotFoundError:  # an overtaken version was retired before this call
                     assert comparison not in self._comparisons, (
                         f"{comparison.base.folder} went during a comparison"
@@ -95,7 +96,7 @@ class DeltaEncoder:
                     comparison.num_useless += delta is None
                     stored.add_delta(file, index, delta)
                     self._forward_chunk(stored, file, index)
-                if not comparison.add(file, index, difference):
+                if has_changes and comparison.changes is None:
                     self._store.comparing.discard(stored.manifest.version)
                     self._done()  # pulls may wait for the changes
                 if comparison.is_useless:
@@ -154,28 +155,22 @@ class _Comparison:
             return False
         return not self.payloads or (self.num_useless >= MOST_USELESS_DELTAS and not self.stored.deltas)
 
-    def compare(self, file: int, index: int) -> tuple[Difference | None, ChunkDelta | None]:
-        """Return the difference of a chunk, and its delta for children, if it has these. Runs in a thread."""
-        difference = self.stored.compare(self.base, file, index)
-        if difference is None or not self.payloads:
-            return difference, None
-        payload = pack_or_none(difference, self.base.chunk_data(file, index))
-        if payload is None:
-            return difference, None
-        return difference, ChunkDelta(payload, delta_proof(self.base.manifest.digest, payload))
+    def compare(self, file: int, index: int) -> ChunkDelta | None:
+        """Add the difference of a chunk to the changes, and return its delta for children, if it has one.
 
-    def add(self, file: int, index: int, difference: Difference | None) -> bool:
-        """Add a chunk's difference to the changes; False if there are none from now on."""
-        if self.changes is None:
-            return True
+        Runs in a thread.
+        """
+        difference, changes = self.stored.compare(self.base, file, index), self.changes
         if difference is None:
-            self.changes.drop()
-        if difference is None or not self.changes.add(file, index, difference):
+            self.drop_changes()
+            return None
+        if changes is not None and not changes.add(file, index, difference):
             self.changes = None
-        return self.changes is not None
+        payload = pack_or_none(difference, self.base.chunk_data(file, index)) if self.payloads else None
+        return None if payload is None else ChunkDelta(payload, delta_proof(self.base.manifest.digest, payload))
 
     def drop_changes(self) -> None:
         """Delete the unfinished change file, if there is one."""
-        if self.changes is not None:
-            self.changes.drop()
-            self.changes = None
+        changes, self.changes = self.changes, None  # another thread may do the same
+        if changes is not None:
+            changes.drop()

@@ -274,7 +274,7 @@ class LocalSubscribers:
             return True  # `answer_waiting` follows
         try:
             store.pin(pull.name, version, changes or ())
-        except NoRoomError as error:
+        except (NoRoomError, OSError) as error:
             self._refuse(client, lost=False, reason=str(error))
             return True
         client.waiting = None

@@ -36,10 +36,10 @@ class ChunkOutcome(Enum):
 class Download:
     """A version that arrives, e.g. `Download(store.begin(manifest), window=8, now=time.monotonic)`.
 
-    At most `window` chunks are requested of the parent and not here yet, so a slow node holds back only itself
+    At most `window` full chunks are requested and not here yet, so a slow node holds back only itself
     (`tests/relay/test_downloads.py::test_every_chunk_is_asked_for_once_and_never_more_than_the_window`).
     With `base`, a complete version of the same layout, chunks may come as deltas against it. A delta is proven by
-    its own checksum, kept, and added to `changes`; `rebuild` makes the bytes of its chunk later. Threads call
+    its own checksum, added to `changes`, and kept; `rebuild` makes the bytes of its chunk later. Threads call
     `write` and `rebuild`, at most one for a chunk: it claims the chunk until `record` or `rebuilt`.
     """
 
@@ -60,6 +60,7 @@ class Download:
         self.requests = Requests(stored, window=window)
         self.wire_bytes = 0  # of undamaged chunks
         self.other_bytes = 0  # of `wire_bytes`, from other nodes than the parent
+        self._made_bytes = 0  # of these chunks in full
         self._now = now
         self._began = now()
         self.first_byte_s = 0.0
@@ -85,19 +86,22 @@ class Download:
         Raises `NoRoomError`, and `BrokenVersionError` if the file system fails or after `_MAX_DAMAGED` damaged
         copies.
         """
-        outcome = self.write(chunk, chunk.data) if chunk.base is None else self._keep(chunk)
+        outcome = self.write(chunk, chunk.data)
         self.record(chunk, outcome, source)
         return outcome
 
     def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
-        """Check and write the bytes of a full chunk, in any thread; `record` must follow on the event loop.
+        """Check a chunk in any thread, and write its bytes, or the changes that a delta makes.
 
-        Raises `NoRoomError`, and `BrokenVersionError` if the file system fails.
+        `record` must follow on the event loop; a delta's bytes are kept there. Raises `NoRoomError`, and
+        `BrokenVersionError` if the file system fails.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         with self._claim(file, index, stored.is_missing) as claimed:
             if not claimed:
                 return ChunkOutcome.USELESS
+            if chunk.base is not None:
+                return ChunkOutcome.WRITTEN if self._unpack(chunk, data) else ChunkOutcome.DAMAGED
             if len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
                 return ChunkOutcome.DAMAGED
             stored.write_data(file, index, data)
@@ -155,46 +159,38 @@ class Download:
         if chunk.base is None:
             self.drop_changes()
             stored.mark_present(file, index, chunk.checksum)
+        else:
+            stored.keep_delta(chunk)
         num_bytes = stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
         self.wire_bytes += num_bytes
         self.other_bytes += num_bytes if source != PARENT else 0
+        self._made_bytes += stored.chunk_size(file, index)
+        self.requests.widen(self._made_bytes // max(1, self.wire_bytes))
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self.requests.arrived((file, index))
 
-    def _keep(self, chunk: m.Chunk) -> ChunkOutcome:
-        """Check and keep a delta, unless the chunk is here or a thread writes it."""
-        with self._claim(chunk.file, chunk.index, self.stored.is_missing) as claimed:
-            if not claimed:
-                return ChunkOutcome.USELESS
-            return ChunkOutcome.WRITTEN if self._accept_delta(chunk) else ChunkOutcome.DAMAGED
-
-    def _accept_delta(self, chunk: m.Chunk) -> bool:
-        """Keep a delta, and add it to the changes; False if it is damaged, of another base or too long."""
-        base, stored = self.base, self.stored
-        if (
-            base is None
-            or chunk.base != stored.base
-            or len(chunk.data) >= stored.chunk_size(chunk.file, chunk.index)
-        ):
+    def _unpack(self, chunk: m.Chunk, payload: memoryview) -> bool:
+        """Check a delta, and add it to the changes; False if it is damaged, of another base or too long."""
+        base, stored, changes = self.base, self.stored, self.changes
+        if base is None or chunk.base != stored.base or len(payload) >= stored.chunk_size(chunk.file, chunk.index):
             return False  # no honest delta is so long, and it stays in memory
-        if chunk.proof != delta_proof(base.manifest.digest, chunk.data):
+        if chunk.proof != delta_proof(base.manifest.digest, payload):
             return False
-        if self.changes is not None:
+        if changes is not None:
             data, width = base.chunk_data(chunk.file, chunk.index), stored.manifest.files[chunk.file].width
             try:
-                difference = unpack(chunk.data, data, width=width)
+                difference = unpack(payload, data, width=width)
             except DeltaError:
                 return False
-            if not self.changes.add(chunk.file, chunk.index, difference):
+            if not changes.add(chunk.file, chunk.index, difference):
                 self.changes = None
-        stored.keep_delta(chunk)
         return True
 
     def drop_changes(self) -> None:
         """Delete the unfinished change file, if there is one: the version gets none."""
-        if self.changes is not None:
-            self.changes.drop()
-            self.changes = None
+        changes, self.changes = self.changes, None  # a thread may set it to None, too
+        if changes is not None:
+            changes.drop()
 
     def rebuild(self, file: int, index: int) -> bool | None:
         """Make a chunk of its delta, in any thread: False if it comes out wrong; None if it is not needed.

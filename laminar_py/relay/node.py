@@ -233,7 +233,12 @@ class RelayNode:
         for index in range(fetch.first_chunk, fetch.first_chunk + min(fetch.credits, MAX_WINDOW)):
             if not stored.is_chunk(fetch.file, index):
                 break
-            self._downlink.request_chunk(child, stored, fetch.file, index, base=fetch.base)
+            try:
+                self._downlink.request_chunk(child, stored, fetch.file, index, base=fetch.base)
+            except OSError as error:  # somebody deleted the files
+                log.error("%s cannot read version %d: %s", self.name, fetch.version, error)
+                self._downlink.send(child, m.Lost(fetch.version))
+                return
 
     def _handle_survey(self, sender: bytes, survey: m.Survey) -> None:
         """Say which chunks of a version are here; none while a version arrives, or a child fetches chunks."""

@@ -51,7 +51,8 @@ class Requests:
 
     def __init__(self, stored: StoredVersion, *, window: int) -> None:
         self._stored = stored
-        self._window = window  # chunks
+        self._window = window  # full chunks
+        self._wide_window = window  # chunks of the size that comes
         self._sources = {PARENT: _Source(None)}
         self._taken_over: set[ChunkKey] = set()
         self._parent_only = False
@@ -90,10 +91,18 @@ class Requests:
         self._sources, self._parent_only = {PARENT: _Source(None)}, True
         self._look_again()
 
+    def widen(self, ratio: int) -> None:
+        """Request more chunks ahead, by the `ratio` of full chunks to the bytes that came for them.
+
+        The parent's queue has room for two versions of such windows.
+        """
+        self._wide_window = max(self._window, min(MAX_WINDOW // 2, self._window * ratio))
+
     def fill(self) -> list[tuple[str, Fetch]]:
         """Return requests and their sources; none to a source with more than half of its share in flight."""
         requests = []
-        share = self._window if len(self._sources) == 1 else max(MIN_WINDOW, self._window // len(self._sources))
+        alone = len(self._sources) == 1
+        share = self._wide_window if alone else max(MIN_WINDOW, self._window // len(self._sources))
         for name, source in self._sources.items():
             if len(source.asked) * 2 > share:
                 continue

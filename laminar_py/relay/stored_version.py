@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from laminar_py.config.section import ConfigError
-from laminar_py.relay.delta import DeltaError, Difference, apply, compare
+from laminar_py.relay.delta import Buffer, DeltaError, Difference, apply, compare
 from laminar_py.relay.digests import chunk_checksum, digest_of
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest, Runs
@@ -62,7 +62,7 @@ def describe_version(folder: Path, manifest: Manifest, checksums: Sequence[bytes
 class ChunkDelta(NamedTuple):
     """A chunk's delta as it travels, e.g. `ChunkDelta(payload, delta_proof(base.manifest.digest, payload))`."""
 
-    payload: bytes
+    payload: Buffer
     proof: bytes
 
 
@@ -230,9 +230,9 @@ class StoredVersion:
         self._set_state(file, index, _WHOLE, checksum)
 
     def keep_delta(self, chunk: Chunk) -> None:
-        """Keep a checked delta, of which `rebuild` can make the chunk."""
+        """Keep a checked delta, of which `rebuild` can make the chunk; its bytes must stay as they are."""
         assert chunk.proof is not None, f"a delta without a proof: {chunk}"
-        self.deltas[chunk.file, chunk.index] = ChunkDelta(bytes(chunk.data), chunk.proof)
+        self.deltas[chunk.file, chunk.index] = ChunkDelta(chunk.data, chunk.proof)
         self._set_state(chunk.file, chunk.index, _DELTA, chunk.checksum)
 
     def forget_chunk(self, file: int, index: int) -> None:

@@ -13,6 +13,7 @@ restarted node knows its chunks. Folders are private to the user.
                   ones, and where all deltas since are kept, only changed elements are written
     `pin-<name>`  the version that a subscriber holds
     `changes-<N>.safetensors`  what version N changed in its base (`relay/changes.py`), as long as N is kept
+    `spare-changes`  one retired file of changes, whose pages the next one overwrites
 """
 
 import ctypes
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from laminar_py.relay.changes import ChangesFile
 from laminar_py.relay.mapped_file import MappedFiles
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.stored_version import (
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 SPARE = "spare"
 _PIN = "pin-"
 _CHANGES = "changes-"
+_SPARE_CHANGES = "spare-changes"
 _IN_MOVED_TO = 0x80  # inotify's event for a name that appears by a rename
 _COMPLETE = re.compile(r"v(\d+)")
 
@@ -116,7 +119,7 @@ class VersionStore:
         for leftover in (*self.path.glob("v*.part"), *self.path.glob("v*.old")):
             log.info("deleting the unfinished %s", leftover)
             shutil.rmtree(leftover, ignore_errors=True)  # a thread of an earlier node may delete it, too
-        for path in self.path.glob(f"{_CHANGES}*"):
+        for path in (*self.path.glob(f"{_CHANGES}*"), *self.path.glob(_SPARE_CHANGES)):
             path.unlink()
         self._pins = {
             path.name.removeprefix(_PIN): int(path.read_text())
@@ -135,11 +138,16 @@ class VersionStore:
         return appeared
 
     def check_room(self, manifest: Manifest, *, freed_bytes: int) -> None:
-        """Raise `NoRoomError` if a version does not fit, even after the caller has freed `freed_bytes`."""
+        """Raise `NoRoomError` if a version does not fit, even after the caller has freed `freed_bytes`.
+
+        A version goes before files of changes, so the spare one is deleted where room is short.
+        """
         spare = self.path / SPARE
         reused = sum(path.stat().st_blocks * 512 for path in spare.iterdir()) if spare.exists() else 0
-        room = shutil.disk_usage(self.path).free + sum(self._deleting.values()) + reused + freed_bytes
-        if manifest.num_bytes > room:
+        needed = manifest.num_bytes - reused - freed_bytes - sum(self._deleting.values())
+        if needed > shutil.disk_usage(self.path).free:
+            (self.path / _SPARE_CHANGES).unlink(missing_ok=True)
+        if needed > shutil.disk_usage(self.path).free:
             raise no_room(self.path, manifest.version, manifest.num_bytes)
 
     def begin(self, manifest: Manifest, base: StoredVersion | None = None) -> StoredVersion:
@@ -195,14 +203,30 @@ class VersionStore:
         """Close all files."""
         self._files.close()
 
-    def changes_path(self, version: int) -> Path:
-        """Path of a version's change file."""
+    def begin_changes(self, stored: StoredVersion, base: StoredVersion) -> ChangesFile | None:
+        """Begin the file of a version's changes in `base`; None if it cannot be made.
+
+        It leaves room for the rest of an arriving version, and for a next version that finds no spare folder.
+        """
+        manifest = stored.manifest
+        reserve = 0 if (self.path / SPARE).exists() else manifest.num_bytes
+        if manifest.version not in self.complete:
+            reserve = max(0, manifest.num_bytes - stored.allocated_bytes)
+        return ChangesFile.begin(
+            self._changes_path(manifest.version),
+            base,
+            manifest,
+            spare=self.path / _SPARE_CHANGES,
+            reserve=reserve,
+        )
+
+    def _changes_path(self, version: int) -> Path:
         return self.path / f"{_CHANGES}{version}.safetensors"
 
     def add_changes(self, stored: StoredVersion, base: int) -> None:
-        """Offer the file at `changes_path`, the changes of a complete or arriving version in `base`."""
+        """Offer the finished file with what a complete or arriving version changed in `base`."""
         version = stored.manifest.version
-        self._changes[version] = base, self.changes_path(version)
+        self._changes[version] = base, self._changes_path(version)
         if version not in self.complete:
             self.ready[version] = stored
 
@@ -234,10 +258,11 @@ class VersionStore:
             self._sweep_changes()
 
     def _sweep_changes(self) -> None:
-        """Delete change files whose versions are gone, unless a subscriber may read them."""
+        """Retire change files whose versions are gone, unless a subscriber may read them."""
         needed = {*self.complete, *self.ready}.union(*self._reading.values())
         for version in [version for version in self._changes if version not in needed]:
-            self._changes.pop(version)[1].unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                self._changes.pop(version)[1].replace(self.path / _SPARE_CHANGES)
 
     def surplus(self, needed: set[int]) -> list[StoredVersion]:
         """Complete versions that are neither among the newest `keep_versions`, nor pinned, nor `needed`."""
@@ -263,8 +288,13 @@ class VersionStore:
             stored.folder = stored.folder.rename(self.path / SPARE)
             self._spare = stored if complete else None
             return None
-        doomed = Path(tempfile.mkdtemp(prefix=f"{folder_name(version)}.", suffix=".old", dir=self.path))
-        stored.folder = stored.folder.rename(doomed / stored.folder.name)
+        try:
+            doomed = Path(tempfile.mkdtemp(prefix=f"{folder_name(version)}.", suffix=".old", dir=self.path))
+            stored.folder = stored.folder.rename(doomed / stored.folder.name)
+        except OSError as error:
+            log.error("version %d was not moved away: %s", version, error)
+            shutil.rmtree(stored.folder, ignore_errors=True)
+            return None
         self._deleting[doomed] = stored.allocated_bytes
         return doomed
 

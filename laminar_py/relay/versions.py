@@ -7,13 +7,13 @@ builds on (`tests/relay/test_tree.py::test_however_fast_versions_come_one_of_two
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import msgspec
 
 import laminar_py.relay.messages as m
-from laminar_py.relay.changes import ChangesFile
 from laminar_py.relay.delta_encoder import THREADS, DeltaEncoder
 from laminar_py.relay.digests import version_digest
 from laminar_py.relay.downlink import Downlink, LocalSubscribers
@@ -149,11 +149,8 @@ class NodeVersions:
         older = (other for other in self._store.complete.values() if other is not stored)
         base = max(older, key=lambda other: other.manifest.version, default=None)
         if base is not None and stored.manifest.has_layout_of(base.manifest):
-            found = self._begin_changes(stored.manifest, base) if changes else None
+            found = self._store.begin_changes(stored, base) if changes else None
             self._encoder.start(stored, base, self.tasks, payloads=payloads, changes=found)
-
-    def _begin_changes(self, manifest: m.Manifest, base: StoredVersion) -> ChangesFile | None:
-        return ChangesFile.begin(self._store.changes_path(manifest.version), base, manifest)
 
     def _handle_compared(self) -> None:
         """Answer pulls that waited for changes, and let go of the base."""
@@ -207,10 +204,8 @@ class NodeVersions:
         )
         match decision:
             case Decision.START:
-                try:
+                with self._failing(version):
                     self._start_download(announce)
-                except (NoRoomError, BrokenVersionError) as error:
-                    self.fail_version(version, str(error))
             case Decision.RESUME:
                 self._downloads[version].requests.restart(PARENT)
                 self._fill_window(self._downloads[version])
@@ -225,29 +220,26 @@ class NodeVersions:
     def take_chunk(self, chunk: m.Chunk, source: str = PARENT) -> Callable[[], None] | None:
         """Check and write a chunk in a lane's thread; return the rest of the work, for the event loop.
 
-        A delta is checked and kept on the event loop.
+        The lane reads the next chunk over the bytes of this one, so a delta's are copied.
         """
         download = self._downloads.get(chunk.version)
         if download is None:
             return None
-        if chunk.base is not None:
-            return partial(self.handle_chunk, msgspec.structs.replace(chunk, data=memoryview(bytes(chunk.data))))
-        header = msgspec.structs.replace(chunk, data=m.NO_DATA)
+        data = m.NO_DATA if chunk.base is None else memoryview(bytes(chunk.data))
+        kept = msgspec.structs.replace(chunk, data=data)
         try:
             outcome = download.write(chunk, chunk.data)
         except (NoRoomError, BrokenVersionError) as error:
-            return partial(self._finish_chunk, download, header, error, source)
-        return partial(self._finish_chunk, download, header, outcome, source)
+            return partial(self._finish_chunk, download, kept, error, source)
+        return partial(self._finish_chunk, download, kept, outcome, source)
 
     def handle_chunk(self, chunk: m.Chunk, source: str = PARENT) -> None:
         """Store a chunk of any source. The last chunk completes the version; an error gives the version up."""
         download = self._downloads.get(chunk.version)
         if download is None:
             return  # the version was overtaken while the chunk was in flight
-        try:
+        with self._failing(chunk.version):
             self._advance(download, chunk, download.accept(chunk, source), source)
-        except (NoRoomError, BrokenVersionError) as error:
-            self.fail_version(chunk.version, str(error))
 
     def _finish_chunk(
         self,
@@ -259,13 +251,27 @@ class NodeVersions:
         """Record a chunk that a lane's thread has written, or the error of that."""
         if self._downloads.get(chunk.version) is not download:
             return  # the version was overtaken, or began once more
-        try:
+        with self._failing(chunk.version):
             if not isinstance(outcome, ChunkOutcome):
                 raise outcome
             download.record(chunk, outcome, source)
             self._advance(download, chunk, outcome, source)
-        except (NoRoomError, BrokenVersionError) as error:
-            self.fail_version(chunk.version, str(error))
+
+    @contextmanager
+    def _failing(self, version: int, download: Download | None = None) -> Iterator[None]:
+        """Give a version up where the block finds it broken, without room, or the file system fails.
+
+        Does nothing where the version's `download` was dropped meanwhile.
+        """
+        try:
+            yield
+        except (NoRoomError, BrokenVersionError, OSError) as error:
+            if download is not None and self._downloads.get(version) is not download:
+                return
+            reason = str(error)
+            if isinstance(error, OSError):
+                reason = f"relay.shm={self._store.path}: version {version} cannot be kept there: {error}"
+            self.fail_version(version, reason)
 
     def handle_lost(self, version: int) -> None:
         """Stop the download of a version that no node has; notify the children and subscribers that want it."""
@@ -353,7 +359,7 @@ class NodeVersions:
         stored = self._store.begin(manifest, base)
         window, changes = window_of(manifest.chunk_bytes), None
         if base is not None and self._changes_wanted:
-            changes = self._begin_changes(manifest, base)
+            changes = self._store.begin_changes(stored, base)
         download = Download(stored, window=window, now=self._now, base=base, changes=changes)
         self._downloads[manifest.version] = download
         self._downlink.announce(stored, newest=manifest.version == self.newest)
@@ -382,20 +388,13 @@ class NodeVersions:
             self._send_requests([download.requests.ask_again((chunk.file, chunk.index), source)])
         if outcome is not ChunkOutcome.WRITTEN:
             return
-        self._forward_chunk(download, chunk.file, chunk.index)
+        self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
         if download.stored.has_arrived(chunk.file):
             download.verify_file(chunk.file)
         if download.arrived:
             self._handle_arrived(download)
         else:
             self._fill_window(download)
-
-    def _forward_chunk(self, download: Download, file: int, index: int) -> None:
-        """Send a chunk to the children that it is promised to. Raises `BrokenVersionError` if its file is gone."""
-        try:
-            self._downlink.forward_chunk(download.stored, file, index)
-        except FileNotFoundError as error:
-            raise BrokenVersionError(f"version {download.version}: {error.filename} was deleted") from None
 
     def _handle_arrived(self, download: Download) -> None:
         """Offer the changes of a version that has arrived, make its chunks of its deltas, or commit it.
@@ -447,18 +446,13 @@ class NodeVersions:
                 if fetch is not None:
                     self._uplink.send(fetch)
                 elif download.stored.has_chunk(file, index):
-                    self._forward_chunk(download, file, index)
+                    self._downlink.forward_chunk(download.stored, file, index)
 
-        try:
+        with self._failing(version, download):
             await asyncio.gather(*(rebuild_chunks() for _ in range(THREADS)))
             download.rebuilding = False
             if download.arrived and self._downloads.get(version) is download:
                 self._handle_arrived(download)
-        except (NoRoomError, BrokenVersionError, FileNotFoundError) as error:
-            if isinstance(error, FileNotFoundError):
-                error = BrokenVersionError(f"version {version}: {error.filename} was deleted")
-            if self._downloads.get(version) is download:
-                self.fail_version(version, str(error))
 
     def _fill_window(self, download: Download) -> None:
         self._send_requests(download.requests.fill())

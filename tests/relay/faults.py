@@ -330,7 +330,7 @@ def _litter(store: Path) -> set[str]:
     pins = {path.name: path.read_text() for path in store.glob("pin-*")}
     numbers = [*map(str, complete_versions(store)[-KEEP:]), *pins.values()]
     kept = {name for number in numbers for name in (f"v{number}", f"changes-{number}.safetensors")}
-    return {path.name for path in store.iterdir()} - kept - pins.keys() - {SPARE}
+    return {path.name for path in store.iterdir()} - kept - pins.keys() - {SPARE, "spare-changes"}
 
 
 def _fill(ballast: Path) -> None:

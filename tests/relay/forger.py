@@ -35,14 +35,16 @@ class Forger:
         self._deltas = _deltas(version)
 
     def frames(self, count: int) -> Iterator[list[bytes]]:
-        """Messages, nearly all of as many frames as there should be."""
+        """Messages, nearly all of as many frames as there should be; none if there are no kinds."""
+        if not self._kinds:
+            return
         ways: list[tuple[int, Callable[[], list[bytes]]]] = [
             (10, lambda: [self._rng.randbytes(self._rng.randrange(200))]),
             (10, lambda: [packed(self._value(depth=3))]),
             (50, self._record),
-            (20, self._damaged),
-            (10, lambda: self._rng.choice(self._real)),
         ]
+        if self._real:
+            ways += [(20, self._damaged), (10, lambda: self._rng.choice(self._real))]
         for make in self._rng.choices([make for _, make in ways], [weight for weight, _ in ways], k=count):
             frames = make()
             yield frames if self._rng.random() < 0.995 else [frames[0]] * self._rng.choice([1, 2, 3, 10])

@@ -295,6 +295,19 @@ def test_every_chunk_is_asked_for_once_and_never_more_than_the_window(
         )
 
 
+def test_deltas_widen_the_window_to_as_many_bytes(tmp_path: Path) -> None:
+    base = write_version(tmp_path / "origin", 1, 100 * CHUNK)
+    store = VersionStore(tmp_path / "store", keep_versions=1)
+    store.open()
+    stored = store.begin(as_version(base, 2).manifest, base)
+    download = Download(stored, window=WINDOW, now=lambda: 0.0, base=base)
+    assert sum(fetch.credits for _, fetch in download.requests.fill()) == WINDOW
+    for index in range(WINDOW // 2):
+        fields = {**nothing_changed(base, 1), "version": 2}
+        download.accept(msgspec.structs.replace(base.read_chunk(0, index), **fields))
+    assert sum(fetch.credits for _, fetch in download.requests.fill()) == 100 - WINDOW
+
+
 def test_a_chunk_that_is_damaged_short_or_foreign_is_not_written(tmp_path: Path) -> None:
     origin = write_version(tmp_path / "origin", 1, 2 * CHUNK)
     download = download_of(origin, tmp_path, window=WINDOW)

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from laminar_py.records.weights import AT, TO, Published
+from laminar_py.records.weights import AT, TO, UNUSED, Published
 from laminar_py.relay.digests import chunk_checksum, digest_of, version_digest
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
@@ -162,7 +162,8 @@ def apply_changes(path: str | Path, served: dict[str, torch.Tensor]) -> tuple[in
     """What an engine does with a change file; each place in it must differ. Returns base and version."""
     bits = {2: torch.int16, 4: torch.int32}
     with safe_open(path, framework="pt") as file:
-        for name in {key.removesuffix(AT).removesuffix(TO) for key in file.keys()}:  # noqa: SIM118 (no mapping)
+        names = {key.removesuffix(AT).removesuffix(TO) for key in file.keys() if not key.endswith(UNUSED)}  # noqa: SIM118
+        for name in names:
             at, to = file.get_tensor(name + AT), file.get_tensor(name + TO)
             assert at.dtype == torch.int64
             assert to.dtype == served[name].dtype
