@@ -311,7 +311,7 @@ def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
         ),
         (
             ["packer.max_tokens=262144", "rollout.max_len=262144", *LONG, "learner.recompute=all_offloaded"],
-            r"packer.max_tokens=262144: .*; lower it to 131072, and let ranks share .*: learner.context_parallel=2",
+            r"packer.max_tokens=262144: .*; lower it to 131072, and let ranks .*: learner.context_parallel=2",
             ["packer.max_tokens=131072", "learner.context_parallel=2"],
         ),
         (
