@@ -8,6 +8,7 @@ the mean of the ranks, since collectives make every index a barrier.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -21,14 +22,14 @@ from laminar_lab.calibration.learner import make_trajectory
 from laminar_py.config import AlgorithmConfig
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.learner import LearnerConfig, Recompute
 from laminar_py.learner import Learner, policy_logprobs
 from laminar_py.learner.losses import token_logprobs
 from laminar_py.learner.packing import Packed, attention_share, pack, sequence_cost
 from laminar_py.records import Trajectory
 
 ROWS = (
-    *("packed_over_padded", "packed_over_sorted", "moe_step_over_dense"),
+    *("packed_over_padded", "packed_over_sorted", "moe_step_over_dense", "offloaded_over_kept"),
     *("fill", "capacity_used", "imbalance", "pack_2048_ms"),
     *(f"tree_{figure}_{shape}" for shape in prefixes.SHAPES for figure in ("over_separate", "memory")),
     *(f"cp{ranks}_{figure}" for ranks in context.SHARING for figure in ("activation_share", "cpu_over_alone")),
@@ -58,6 +59,7 @@ def rows(
     return [
         *_speed_rows(model, repeats=repeats),
         *_mixture_rows(model, repeats=repeats),
+        _offload_row(model, repeats=repeats),
         *_packing_rows(sequences=sequences, seeds=seeds),
         *prefixes.rows(repeats=repeats, scale=prefix_scale, config=model),
         *context.rows(repeats=repeats, tokens=rank_tokens),
@@ -97,6 +99,25 @@ def _speed_rows(config: PretrainedConfig, *, repeats: int) -> list[Row]:
         Row("packed_over_padded", over["padded"], "x, in order of arrival", setting),
         Row("packed_over_sorted", over["sorted"], "x, padded rows sorted by length", setting),
     ]
+
+
+def _offload_row(config: PretrainedConfig, *, repeats: int) -> Row:
+    """Compare the CPU seconds of layers whose inputs go to the host and back with layers that keep them."""
+    with workplace() as folder:
+        model = ModelConfig(path=write_model(folder, config))
+        offloading, keeping = (
+            Learner(model, LearnerConfig(recompute=kind), AlgorithmConfig(), temperature=1.0, seed=0)
+            for kind in (Recompute.ALL_OFFLOADED, Recompute.ALL)
+        )
+
+    def measure(learner: Learner, number: int) -> float:
+        return cpu_s(lambda: _train_packed(learner, _draw_batch(number)[::4]))
+
+    sides = {"offloaded": partial(measure, offloading), "kept": partial(measure, keeping)}
+    times = in_turn(sides, rounds=repeats, warm=1)
+    over = Ratio.between(times["offloaded"], times["kept"]).median
+    setting = f"learner.recompute all_offloaded over all, CPU s of a quarter of each batch; median of {repeats}"
+    return Row("offloaded_over_kept", over, "x, copies on a CPU", setting)
 
 
 def _draw_batch(number: int) -> list[Trajectory]:

@@ -264,6 +264,9 @@ def _memory_table(columns: Sequence["GpuMemory"]) -> Table:
             name, *(f"{column.parts[name] / 1e9:.1f}" if name in column.parts else "-" for column in columns)
         )
     table.add_row("all", *(f"{column.total / 1e9:.1f}" for column in columns), style="bold", end_section=True)
+    if any(column.host for column in columns):
+        hosts = (f"{column.host / 1e9:.1f}" if column.host else "-" for column in columns)
+        table.add_row("beside it, in the host's memory", *hosts)
     table.add_row("tokens asked", *("all" if column.asked is None else f"{column.asked:,}" for column in columns))
     table.add_row("tokens that fit", *(f"{column.fitting:,}" for column in columns))
     return table

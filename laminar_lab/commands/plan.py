@@ -236,6 +236,8 @@ def _memory(plan: "RankedPlan") -> Table:
         if set(row) - {"-", "0.0"}:
             table.add_row(name, *row)
     table.add_row("all", *(f"{sum(parts.values()) / 1e9:.1f}" for parts in (learner, engine)), style="bold")
+    if host := plan.learner_host(plan.best):
+        table.add_row("beside it, in the host's memory", f"{host / 1e9:.1f}", "-")
     return table
 
 

@@ -78,6 +78,8 @@ def cpu_memory(config: RunConfig) -> list[CpuMemory]:
 def _learner_parts(shape: ModelShape, config: RunConfig) -> Parts:
     learner, tokens = config.learner, config.packer.max_tokens
     kept = activations(shape, learner.recompute, tokens=tokens)
+    if learner.recompute is Recompute.ALL_OFFLOADED:  # to where they are
+        kept += activations(shape, Recompute.ALL, tokens=tokens)
     if learner.recompute is not Recompute.NONE:  # a layer computes again
         kept += activations(shape, Recompute.NONE, tokens=tokens) / shape.num_hidden_layers
     return state_parts(shape, learner) | {

@@ -9,6 +9,7 @@ engine are exact; activations and the memory that CUDA and its allocator keep ar
 """
 
 import itertools
+import math
 import subprocess
 from bisect import bisect_right
 from collections import Counter
@@ -31,6 +32,7 @@ SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
 MARGIN = 0.02  # share of a GPU that a plan leaves free, and without which doctor warns
 MOST_TOKENS = 1 << 24  # of a microbatch
 MOST_RANKS = 1024
+INPUTS_HERE = 2  # inputs of layers on a GPU at the same time, the others being on the host: in use, and copied
 KINDS = ("learner", "engine")  # of GPUs
 COMMAND_TIMEOUT_S = 10.0  # for `nvidia-smi`
 
@@ -38,12 +40,13 @@ Parts = dict[str, float]
 """Bytes by use."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """Memory of one kind of GPU, e.g. `GpuMemory("engine", parts, asked=850_000, fitting=920_000)`."""
+    """One kind of GPU: `GpuMemory(kind="engine", parts=parts, host=0.0, asked=850_000, fitting=920_000)`."""
 
     kind: str  # one of `KINDS`; the column's title
     parts: Parts
+    host: float  # bytes beside it in pinned host memory, for each GPU: the inputs of a learner's layers
     asked: int | None  # tokens of a microbatch or of an engine's KV cache; None: an engine takes all that fit
     fitting: int  # the most of them that a GPU, or the GPUs of an engine, hold
 
@@ -65,7 +68,11 @@ def gpu_memory(
         columns.append(_learner_column(shape, config, gpu_bytes))
     if engine.gpus and not engine.hosts:
         parts, room = engine_parts(shape, config, gpu_bytes=gpu_bytes), _cache_room(config, shape, gpu_bytes)
-        columns.append(GpuMemory("engine", parts, config.rollout.kv_capacity, room(engine.gpus)))
+        columns.append(
+            GpuMemory(
+                kind="engine", parts=parts, host=0.0, asked=config.rollout.kv_capacity, fitting=room(engine.gpus)
+            )
+        )
     return [column for column in columns if column.kind in kinds]
 
 
@@ -168,7 +175,14 @@ def _learner_column(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> G
         return sum(_learner_gpu(shape, config.model_copy(update={"packer": packer}), gpu_bytes).values())
 
     fitting = bisect_right(range(1, MOST_TOKENS), gpu_bytes, key=total)
-    return GpuMemory("learner", _learner_gpu(shape, config, gpu_bytes), config.packer.max_tokens, fitting)
+    tokens = config.packer.max_tokens
+    return GpuMemory(
+        kind="learner",
+        parts=_learner_gpu(shape, config, gpu_bytes),
+        host=host_inputs(shape, config.learner.recompute, tokens=tokens),
+        asked=tokens,
+        fitting=fitting,
+    )
 
 
 def _learner_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> Parts:
@@ -241,6 +255,8 @@ def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterato
 def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> float:
     """Return the bytes of activations that the layers keep of a microbatch for its backward pass."""
     entry = 2.0 * shape.hidden_size
+    if recompute is Recompute.ALL_OFFLOADED:
+        return tokens * INPUTS_HERE * entry
     if recompute is Recompute.NONE:
         each = _of_layer(shape)
     elif recompute is Recompute.ALL:
@@ -249,6 +265,13 @@ def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> floa
         products = shape.key_width + shape.hidden_size + shape.used_width
         each = entry + 2.0 * (shape.query_width + products)
     return tokens * shape.num_hidden_layers * each
+
+
+def host_inputs(shape: ModelShape, recompute: Recompute, *, tokens: int) -> float:
+    """Return the bytes of a rank's inputs of layers in pinned host memory; torch rounds each to a power of two."""
+    if recompute is not Recompute.ALL_OFFLOADED:
+        return 0.0
+    return shape.num_hidden_layers * 2.0 ** math.ceil(math.log2(tokens * 2 * shape.hidden_size))
 
 
 def _of_layer(shape: ModelShape) -> float:
@@ -293,7 +316,9 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
                 "context_parallel": size,
                 "world_size": ranks,
                 "shard_ranks": None,
-                "recompute": Recompute.ALL,
+                "recompute": Recompute.ALL_OFFLOADED
+                if learner.recompute is Recompute.ALL_OFFLOADED
+                else Recompute.ALL,
             }
             parts = learner_memory(shape, learner.model_copy(update=shared), tokens=each)
             if has_margin(with_spare(parts, gpu_bytes), gpu_bytes):
@@ -307,18 +332,23 @@ def _changes(learner: LearnerConfig) -> Iterator[Mapping[str, object]]:
     sharded: dict[str, object] = {}
     if learner.accumulate is Accumulate.WHOLE:
         sharded = {"accumulate": Accumulate.SHARDED}
-    again = sharded | ({"recompute": Recompute.ALL} if learner.recompute is not Recompute.ALL else {})
+    again, offloaded = dict(sharded), dict(sharded)
+    if learner.recompute is not Recompute.ALL_OFFLOADED:
+        offloaded["recompute"] = Recompute.ALL_OFFLOADED
+        if learner.recompute is not Recompute.ALL:
+            again["recompute"] = Recompute.ALL
     groups: list[dict[str, object]] = []
     if learner.shard_ranks is not None:
         larger = range(learner.shard_ranks + 1, learner.world_size)
         groups = [{"shard_ranks": size} for size in larger if learner.world_size % size == 0]
         groups.append({"shard_ranks": None})
-    yield from (change for change in (sharded, again) if change)
-    for change in (sharded, again):
-        yield from (change | group for group in groups)
-        whole = groups[-1] if groups else {}
-        for ranks in range(learner.world_size + 1, MOST_RANKS + 1):
-            yield change | whole | {"world_size": ranks}
+    for changes in ((sharded, again), (offloaded,)):  # host memory only where no number of ranks helps
+        yield from filter(None, changes)
+        for change in changes:
+            yield from (change | group for group in groups)
+            whole = groups[-1] if groups else {}
+            for ranks in range(learner.world_size + 1, MOST_RANKS + 1):
+                yield change | whole | {"world_size": ranks}
 
 
 def _written(value: object) -> str:

@@ -138,7 +138,9 @@ COUNTERPARTS = {
         "ranks of the learner (FSDP2)", differs="verl's engines and learner share `trainer.n_gpus_per_node`"
     ),
     "learner.recompute": Counterpart(
-        "none, selective or all: compute activations again, to save memory", trl=when("all"), verl=when("all")
+        "none, selective, all or all_offloaded: compute activations again, to save memory",
+        trl=when("all"),
+        verl=when("all"),
     ),
     "packer.max_tokens": Counterpart(
         "most tokens of a microbatch, which has no padding",

@@ -39,6 +39,7 @@ class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
     freshness_s: float
     cost: float | None  # of 1,000 steps
     learner_memory: Parts
+    learner_host: float  # bytes of each learner GPU in the host's memory
     engine_memory: Parts
 
 
@@ -98,6 +99,7 @@ def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
         freshness_s=ranked.estimate.freshness_s,
         cost=plan.cost(ranked),
         learner_memory=plan.learner_memory(ranked),
+        learner_host=plan.learner_host(ranked),
         engine_memory=plan.engine_memory(ranked),
     )
 

@@ -3,6 +3,7 @@
 The planner ranks the placements. A placement says how many GPUs train, how many generate, and their batch sizes.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,13 +139,14 @@ def _shard_ranks(request: PlanRequest, learner: LearnerConfig) -> int | None:
 def _fitting_learner(request: PlanRequest, ranks: int) -> LearnerConfig | None:
     """Return the settings with which the learner fits so many ranks; None if it does not fit.
 
-    Few ranks share a microbatch, all of one node, and then recomputation is least.
+    Few ranks share a microbatch, all of one node, and then recomputation is least. Inputs of layers go to the host
+    where nothing else fits.
     """
     keys, per_node = request.shape.num_key_heads, request.fleet.per_node
-    for size in range(1, min(keys, per_node) + 1):
-        if keys % size or per_node % size or ranks % size:
-            continue
-        for recompute in Recompute:
+    sizes = [s for s in range(1, min(keys, per_node) + 1) if not (keys % s or per_node % s or ranks % s)]
+    *on_gpus, offloaded = Recompute
+    for kinds in (on_gpus, [offloaded]):
+        for size, recompute in itertools.product(sizes, kinds):
             changes = {"world_size": ranks, "shard_ranks": None, "context_parallel": size, "recompute": recompute}
             learner = request.learner.model_copy(update=changes)
             if _fits(request, learner):
@@ -163,7 +165,7 @@ def _least_learner(request: PlanRequest) -> int:
     for ranks in range(1, fleet.gpus + 1):
         if _fitting_learner(request, ranks) is not None:
             return ranks
-    changes = {"world_size": fleet.gpus, "shard_ranks": None, "recompute": Recompute.ALL}
+    changes = {"world_size": fleet.gpus, "shard_ranks": None, "recompute": Recompute.ALL_OFFLOADED}
     needs = sum(_learner_bytes(request, request.learner.model_copy(update=changes)).values())
     raise ConfigError(
         f"gpus={fleet.gpus}: a learner of {request.model} on all of them needs {needs / 1e9:.1f} GB of each"

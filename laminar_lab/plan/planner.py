@@ -13,7 +13,7 @@ from math import inf, log2
 from statistics import median
 from typing import Protocol
 
-from laminar_lab.doctor.memory import Parts, engine_memory
+from laminar_lab.doctor.memory import Parts, engine_memory, host_inputs
 from laminar_lab.plan.judge import Judgement, judge, mean_judgement
 from laminar_lab.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_lab.plan.request import PlanRequest
@@ -71,6 +71,12 @@ class RankedPlan:
     def learner_memory(self, ranked: Ranked) -> Parts:
         """Return the peak bytes of a learner GPU by part."""
         return learner_bytes(self.request, ranked.placement)
+
+    def learner_host(self, ranked: Ranked) -> float:
+        """Return the bytes that a learner GPU has in the host's memory."""
+        where = ranked.placement
+        tokens = where.pack_tokens // where.context_parallel
+        return host_inputs(self.request.shape, where.recompute, tokens=tokens)
 
     def engine_memory(self, ranked: Ranked) -> Parts:
         """Return the bytes of a replica's GPU by part."""

@@ -64,6 +64,7 @@ class Recompute(StrEnum):
     NONE = "none"
     SELECTIVE = "selective"
     ALL = "all"
+    ALL_OFFLOADED = "all_offloaded"
 
 
 class Attention(StrEnum):
@@ -123,8 +124,10 @@ class LearnerConfig(Section):
     """Numbers in which ranks add up gradients. `bfloat16` halves their traffic, and rounds each sum to 8 bits."""
     recompute: Recompute = Recompute.NONE
     """Activations that the backward pass computes again, to save memory in long microbatches. `all`: the values of
-    each layer, which costs a third more work and keeps the memory of one layer. `selective`: all except attention
-    and every second matrix product, about a sixth more work."""
+    each layer, which costs a third more work and keeps each layer's input and the memory of one layer.
+    `selective`: all except attention and every second matrix product, about a sixth more work. `all_offloaded`: as
+    `all`, and a GPU's inputs wait in the host's pinned memory for the backward pass, so that the number of layers
+    does not count. It is for microbatches that fit in no other way."""
     attention: Attention = Attention.AUTO
     """Attention kernel. `varlen`: torch's own, on GPUs. `flash2`, `flash3`, `flash4`: FlashAttention, on GPUs with
     its package; 3 is for Hopper, 4 is a beta. `sdpa`: torch's SDPA, sequence by sequence. `auto`: on a CPU `sdpa`,

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.learner import Recompute
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.context import Context
+from laminar_py.learner.layer_inputs import offload_inputs
 from laminar_py.records.trajectory import MicroBatch
 
 PRODUCTS = {"aten::mm", "aten::addmm"}  # of matrices
@@ -45,6 +46,7 @@ def recompute_activations(model: PreTrainedModel, kind: Recompute) -> None:
     """Let each layer keep only its input and compute its activations again in the backward pass.
 
     `selective` also keeps the outputs of attention and of every second matrix product. `none` changes nothing.
+    `all_offloaded` moves the inputs to the host.
     """
     how: dict[str, Any] = {"use_reentrant": False}
     if kind is Recompute.SELECTIVE:
@@ -52,6 +54,8 @@ def recompute_activations(model: PreTrainedModel, kind: Recompute) -> None:
     if kind is not Recompute.NONE:
         for layer in model.base_model.layers:
             layer.forward = _checkpointed(layer.forward, how)
+    if kind is Recompute.ALL_OFFLOADED:
+        offload_inputs(model)
 
 
 def _checkpointed(forward: Callable[..., Tensor], how: dict[str, Any]) -> Callable[..., Tensor]:

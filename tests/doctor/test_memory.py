@@ -18,6 +18,7 @@ from laminar_lab.doctor.memory import (
     _peaks,
     activations,
     gpu_memory,
+    host_inputs,
     host_memory,
     learner_memory,
     memory_faults,
@@ -244,6 +245,22 @@ def test_activations_are_near_what_autograd_keeps(name, tmp_path):
     assert entries < activations(shape, Recompute.SELECTIVE, tokens=tokens) < every / 2
 
 
+def test_inputs_on_the_host_take_the_gpus_place_of_two_whatever_the_number_of_layers(tmp_path):
+    kept, offloaded = (gpu_memory(shipped("7b_8gpu", tmp_path, f"learner.recompute={kind}"))[0] for kind in OF_ALL)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 56}))
+    tokens, of_input = kept.asked, 2 * QWEN_7B["hidden_size"]
+    shape = read_shape(tmp_path)
+    assert kept.parts["activations"] - offloaded.parts["activations"] == (28 - 2) * tokens * of_input
+    assert activations(shape, Recompute.ALL_OFFLOADED, tokens=tokens) == 2 * tokens * of_input
+    assert kept.host == 0
+    assert offloaded.host == 28 * 2**27, "132 MB each, rounded up"
+    assert host_inputs(shape, Recompute.ALL_OFFLOADED, tokens=tokens) == 56 * 2**27
+
+
+OF_ALL = (Recompute.ALL, Recompute.ALL_OFFLOADED)
+LONG = ("learner.world_size=8", "rollout.replicas=4")
+
+
 def shipped(name, folder, *settings):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
@@ -283,9 +300,19 @@ def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
             ["packer.max_tokens=18432"],
         ),
         (
-            ["packer.max_tokens=131072", "rollout.max_len=131072", "learner.world_size=8", "rollout.replicas=4"],
-            r"packer.max_tokens=131072: .*; lower it to 65536, and let ranks share .*: learner.context_parallel=2",
-            ["packer.max_tokens=65536", "learner.context_parallel=2"],
+            ["packer.max_tokens=131072", "rollout.max_len=131072", *LONG],
+            r"learner.recompute=all: a GPU of the learner needs 95.5 GB and has 80.0; set it to all_offloaded",
+            ["learner.recompute=all_offloaded"],
+        ),
+        (
+            ["packer.max_tokens=262144", "rollout.max_len=262144", *LONG],
+            r"packer.max_tokens=262144: .*; lower it to 65536, and let ranks share .*: learner.context_parallel=4",
+            ["packer.max_tokens=65536", "learner.context_parallel=4"],
+        ),
+        (
+            ["packer.max_tokens=262144", "rollout.max_len=262144", *LONG, "learner.recompute=all_offloaded"],
+            r"packer.max_tokens=262144: .*; lower it to 131072, and let ranks .*: learner.context_parallel=2",
+            ["packer.max_tokens=131072", "learner.context_parallel=2"],
         ),
         (
             ["learner.world_size=16", "learner.shard_ranks=1"],

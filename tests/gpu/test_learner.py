@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MEANS = {
     "plain": {},
     "all activations again": {"recompute": Recompute.ALL},
+    "inputs of layers on the host": {"recompute": Recompute.ALL_OFFLOADED},
+    "compiled, inputs on the host": {"compile": True, "recompute": Recompute.ALL_OFFLOADED},
     "some activations again": {"recompute": Recompute.SELECTIVE},
     "compiled": {"compile": True},
     "compiled, some activations again": {"compile": True, "recompute": Recompute.SELECTIVE},

@@ -37,6 +37,7 @@ HOW = {
     "all kept": {"recompute": "none"},
     "some again": {"recompute": "selective"},
     "all again": {"recompute": "all"},
+    "inputs of layers on the host": {"recompute": "all_offloaded"},
     "offloaded": {"recompute": "all", "offload": True},
     "offloaded, gradients whole": {"recompute": "all", "offload": True, "accumulate": "whole"},
 }

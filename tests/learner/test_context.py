@@ -35,7 +35,7 @@ SLOW = SETTINGS.model_copy(update={"lr": 1e-4})
 DECOUPLED = AlgorithmConfig(name="decoupled_ppo", updates_per_step=2)
 CASES = {  # model, settings, algorithm
     "qwen3": ("qwen3", {}, AlgorithmConfig()),
-    "llama": ("llama", {"recompute": Recompute.ALL}, AlgorithmConfig()),
+    "llama": ("llama", {"recompute": Recompute.ALL_OFFLOADED}, AlgorithmConfig()),
     "mixture": ("mixture", {"recompute": Recompute.SELECTIVE}, AlgorithmConfig()),
     "masks": ("qwen3", {}, AlgorithmConfig()),
     "decoupled": ("qwen3", {}, DECOUPLED),

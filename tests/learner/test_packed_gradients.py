@@ -108,7 +108,7 @@ def test_temperature_divides_the_logits(model_folder: Path):
     torch.testing.assert_close(logprobs[:-1], reference[:-1].gather(1, ids[1:, None])[:, 0])
 
 
-@pytest.mark.parametrize("recompute", [Recompute.ALL, Recompute.SELECTIVE])
+@pytest.mark.parametrize("recompute", [Recompute.ALL, Recompute.SELECTIVE, Recompute.ALL_OFFLOADED])
 def test_activations_that_are_computed_again_give_the_very_same_gradients(model_folder: Path, recompute):
     batch = pack(make_sequences(), num_total=6)
     plain = make_learner(model_folder)

@@ -57,7 +57,7 @@ def rank_main(rank: int, model_folder: Path, folder: Path) -> None:
     """Two steps, a checkpoint, a third step and the same third step from the checkpoint."""
     torch.set_num_threads(1)
     mesh = join_group(str(folder / "rendezvous"), rank=rank, world_size=WORLD_SIZE)
-    settings = SETTINGS.model_copy(update={"recompute": Recompute.ALL})  # changes nothing but memory
+    settings = SETTINGS.model_copy(update={"recompute": Recompute.ALL_OFFLOADED})  # changes nothing but memory
     learner = make_learner(model_folder, mesh=mesh, settings=settings)
     metrics = [learner.step(microbatches(rank, WORLD_SIZE)) for _ in range(2)]
     weights = dict(learner.named_tensors(dtype=torch.float32))

@@ -58,7 +58,9 @@ class LearnerKeeper(Keeper):
     actor_class = "laminar_py.runtime.workers.processes.learner:LearnerActor"
     concurrency = 6  # a step, a version, a checkpoint, and a call for the progress beside each
     timeout_s = START_S
-    memory_advice = "lower packer.max_tokens, set learner.recompute=all, or raise learner.world_size"
+    memory_advice = (
+        "lower packer.max_tokens, set learner.recompute=all or all_offloaded, or raise learner.world_size"
+    )
 
     def __init__(
         self, incarnation: Incarnation, *, relays: Relays, show: Callable[[LearnerProgress], None]
