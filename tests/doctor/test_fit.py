@@ -46,8 +46,9 @@ def test_a_config_is_placed_on_the_cluster_that_it_names_and_every_node_looked_a
         )
         assert [(parts, gpus) for parts, _, gpus in shape.rows] == [
             ("learner-0 to 7", "1 each"),
-            ("replica-0 to 7", "1 each"),
-            ("replica-8 to 15", "1 each"),
+            ("learner-8 to 13", "1 each"),
+            ("replica-0 to 1", "1 each"),
+            ("replica-2 to 9", "1 each"),
             ("relay-0", "-"),
             ("relay-1", "-"),
             ("relay-2", "-"),
