@@ -123,12 +123,12 @@ class WeightLoader:
         """Pull a version, as changes of the served version where the host and the engine can.
 
         Where every version is verified, and so loaded whole, changes would only add to it. Raises
-        `VersionLostError` also if the host has only older versions than the engine: it grants changes before it
-        has proven a folder, and may then give the folder up.
+        `VersionLostError` also if the host has no newer version than the engine: it announces a version before it
+        has proven the folder, and may then give the folder up.
         """
         takes_changes = self._engine.takes_changes and self._verify_every != 1
         pulled = await self._weights.pull(version, base=self.version if takes_changes else -1)
-        if pulled.version < self.version:
+        if pulled.version <= self.version:
             raise VersionLostError(f"the newest version of this host is {pulled.version}")
         return pulled
 

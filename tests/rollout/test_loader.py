@@ -206,25 +206,29 @@ async def test_a_refused_version_given_up_meanwhile_leaves_the_old_one(
         assert (await load(story, weights, 2)).base is None
 
 
-@pytest.mark.parametrize("policy", [OnNewWeights.DRAIN, OnNewWeights.IN_PLACE])
-async def test_a_host_with_only_an_older_version_leaves_the_newer_one_in_use(policy, versions, changes, caplog):
+@pytest.mark.parametrize("newest", [0, 1])
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_host_without_a_newer_version_leaves_the_present_one_in_use(
+    policy, newest, versions, changes, caplog
+):
     async with serving(versions, policy=policy, verify_every=100) as (story, weights):
         weights.changes = changes
         await story.until(lambda s: s.loads == [0] and s.admissible > 0)
         assert (await load(story, weights, 1)).base == 0
-        if policy is OnNewWeights.IN_PLACE:
+        if policy is not OnNewWeights.DRAIN:
             story.replica.start_assignments([assignment("a", length=3000)])
             await story.until(lambda s: len(s.ids["a"]) > 0)
         pull = weights.pull
 
         async def pull_older(version=None, *, base=-1):
             weights.pull = pull
-            return await pull(0)
+            return await pull(newest)
 
         weights.pull = pull_older
         await weights.publish(2)
-        await story.until(lambda s: "keeps version 1: the newest version of this host is 0" in caplog.text)
+        await story.until(lambda s: f"keeps version 1: the newest version of this host is {newest}" in caplog.text)
         assert (await load(story, weights, 3)).base is None
+        assert 1 not in story.loads[story.loads.index(1) + 1 :]
 
 
 async def test_an_error_of_the_engine_at_the_whole_load_is_not_taken_for_one_of_the_relay(

@@ -50,7 +50,7 @@ FLUSH_AGAIN_S = 0.01
 LOAD_S = 600.0
 START_S = 900.0
 CHANGES, TAKES_CHANGES = "laminar_changes", "[laminar: takes changes]"  # as in `plugin/laminar_changes.py`
-HALF_CHANGED = "[laminar: half changed]"
+HALF_CHANGED = "[laminar: half changed]"  # as there
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -318,10 +318,7 @@ class SGLangEngine:
         return self._takes_changes
 
     async def load_changes(self, files: Sequence[Path], version: int) -> None:
-        """Have the server's plugin put changed positions into the weights. Errors as `load_weights`.
-
-        A server that failed after the first value was written is lost.
-        """
+        """Have the server's plugin put changed positions into the weights. Errors as `load_weights`."""
         running = self._check_load(version)
         if not self._takes_changes:
             raise RefusedError(f"version {version}: the server takes no changes; load the whole version")
@@ -330,10 +327,6 @@ class SGLangEngine:
             await asyncio.to_thread(read_changes, files, version, served=self._version)
             await self._update("\n".join(map(str, files)), version, running, load_format=CHANGES)
             self._version = version
-        except RefusedError as error:
-            if HALF_CHANGED in str(error):
-                raise self._connection.lose(str(error)) from None
-            raise
         finally:
             self._open_gate()
 
@@ -347,20 +340,24 @@ class SGLangEngine:
     async def _update(self, paths: str, version: int, running: Sequence[Stream], *, load_format: str) -> str:
         """Have the paused server read a version, and stamp it on the running streams. Returns the server's words.
 
-        Raises `RefusedError` if the server cannot read it.
+        Raises `RefusedError` if the server cannot read it. A server that failed after the first value is lost.
         """
         recomputes = self._paused is PauseMode.RETRACT
-        answer = await self._connection.post_and_decode(
-            "update_weights_from_disk",
-            UpdateAnswer,
-            limit_s=self._load_timeout_s,
-            model_path=paths,
-            load_format=load_format,
-            weight_version=str(version),
-            flush_cache=False,  # requests of another version have another `extra_key`
-        )
+        try:
+            answer = await self._connection.post_and_decode(
+                "update_weights_from_disk",
+                UpdateAnswer,
+                limit_s=self._load_timeout_s,
+                model_path=paths,
+                load_format=load_format,
+                weight_version=str(version),
+                flush_cache=False,  # requests of another version have another `extra_key`
+            )
+        except RefusedError as error:
+            answer = UpdateAnswer(success=False, message=str(error))
         if not answer.success:
-            raise RefusedError(f"version {version} in {paths}: {answer.message}")
+            refusal = f"version {version} in {paths}: {answer.message}"
+            raise self._connection.lose(refusal) if HALF_CHANGED in refusal else RefusedError(refusal)
         if recomputes:
             await self._flush_cache()
         for stream in running:

@@ -90,16 +90,18 @@ def update(
 def _load_whole(original: Loader, updater: Any, model_path: str) -> tuple[bool, str]:
     """Load a folder into the known places, or by SGLang's loader, which makes the places known."""
     model, folder = updater.get_model(), Path(model_path)
-    known = _known.get(model)
+    known, half = _known.get(model), ""
     if isinstance(known, Places):
-        fault = _all_ranks(lambda: known.check(model, layout_of(folder))) or _all_ranks(lambda: known.load(folder))
+        fault = _all_ranks(lambda: known.check(model, layout_of(folder)))
+        if fault is None:
+            fault, half = _all_ranks(lambda: known.load(folder)), HALF_CHANGED
         if fault is None:
             updater.model_config.model_path = model_path
             return True, f"loaded into known places {TAKES_CHANGES}"
         log.warning("laminar: SGLang's loader loads %s: %s", folder, fault)
     success, message = original(updater, model_path, "auto")
     if not success:
-        return success, message
+        return success, f"{half}{message}"
     if known is None or isinstance(known, Places):
         found: list[Places] = []
         fault = _all_ranks(lambda: found.append(find_places(updater, model, folder)))
