@@ -96,7 +96,10 @@ def die(*_: object) -> None:
 
 
 def one_version_main(rank: int, version: int, victim: int, fault: str, folder: Path) -> None:
-    """Publish one version with two writers and two ranks on another host; `victim` has a fault on its way."""
+    """Publish one version with two writers and two ranks on another host; `victim` has a fault on its way.
+
+    Where all ranks survive the fault, they publish the next version with the same publishers.
+    """
     torch.set_num_threads(1)
     join_group(str(folder / f"rendezvous-{version}-{fault}"), rank=rank, world_size=4)
     publisher = publisher_of(folder / "store", rank, 2)
@@ -108,8 +111,8 @@ def one_version_main(rank: int, version: int, victim: int, fault: str, folder: P
     if rank == victim and fault == "rows":
         for name in ("send_bytes", "receive_bytes"):
             setattr(RankLink, name, dying_amid_rows(getattr(RankLink, name)))
+    write = MappedFile.write
     if rank == victim and fault == "write":
-        write = MappedFile.write
 
         def full(pages: MappedFile, position: int, data: np.ndarray) -> None:
             if threading.current_thread() is not threading.main_thread():
@@ -125,6 +128,10 @@ def one_version_main(rank: int, version: int, victim: int, fault: str, folder: P
     except (RuntimeError, ZeroDivisionError, OSError, NoRoomError) as failed:
         error = f"{type(failed).__name__}: {failed}"
     (folder / f"error-{rank}").write_text(error)
+    if fault in ("raise", "write"):
+        dist.barrier()
+        MappedFile.write = write  # type: ignore[method-assign]
+        publisher.publish_sources(version + 1, shares(weights(version + 1), rank, 4))
     publisher.close()
 
 
@@ -191,9 +198,11 @@ def test_the_end_of_any_rank_leaves_no_version_and_the_next_ranks_publish(
         (1, "write", "NoRoomError: relay.shm=.*: version 1 needs at least"),
     ],
 )
-def test_an_error_of_a_rank_is_named_and_leaves_no_version(
+def test_an_error_of_a_rank_is_named_and_leaves_no_version_and_the_next_is_complete(
     tmp_path: Path, victim: int, fault: str, expected: str
 ) -> None:
     errors = run(tmp_path, 1, victim=victim, fault=fault)
     assert re.search(expected, errors[0] or "")
-    assert not list((tmp_path / "store").iterdir())
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["v2"]
+    found = loaded(tmp_path / "store" / "v2")
+    assert all(found[name].equal(one.bfloat16()) for name, one in weights(2).items())
