@@ -48,6 +48,7 @@ LIBRARIES = {  # heavy library: where it may be imported
         "learner/",
         "relay/publisher.py",
         "relay/device_copy.py",
+        "relay/remote_writers.py",
         "runtime/workers/processes/",
     ),
     "transformers": ("data/chat.py", "learner/"),

@@ -75,6 +75,12 @@ def join_group(
     return init_device_mesh(device_type, shape, mesh_dim_names=("copy", "shard"))
 
 
+def group_of(count: int) -> dist.ProcessGroup | None:
+    """Make a gloo group of the first `count` ranks for a thread of its own; None on other ranks. Collective."""
+    group = dist.new_group(range(count), backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
 def leave_group() -> None:
     """Leave the group that `join_group` joined, and forget the interfaces that it chose."""
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ page-locked buffers. No memory of a tensor is reused before it was read (`tests/
 
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,13 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laminar_py.records.weights import TensorSource
 from laminar_py.relay.mapped_file import WRITE_BYTES, MappedFile
+from laminar_py.relay.version_layout import VersionLayout
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 * 2**20  # by a GPU at once: long enough to hide the start of the next copy
 NUM_BUFFERS = 2  # one is filled while the other is emptied
 MAX_HELD_BYTES = 256 * 2**20  # of tensors that a GPU still copies, unless one tensor alone is larger
+
+# (number of a version's file, byte, number of bytes) -> the open file that gets them, and the position there
+PlaceOf = Callable[[int, int, int], tuple[MappedFile, int]]
 
 
 class _Event(Protocol):
@@ -61,6 +67,26 @@ class TensorCopier:
             self._device_copier.copy(tensor.to(dtype), pages, position)
         elif tensor.numel():
             _copy_on_host(tensor, pages, position, dtype)
+
+    def copy_rows(self, sources: Sequence[TensorSource], layout: VersionLayout, place: PlaceOf) -> None:
+        """Copy the rows that sources yield to where `place` puts them, and wait. Raises `OSError` as `copy`.
+
+        Reads all sources also after an error: other ranks may wait for this one in a collective.
+        """
+        error: OSError | None = None
+        for source in sources:
+            for name, first, values in source.read():
+                target = layout.places[name]
+                dtype = target.stored.dtype
+                try:
+                    if error is None:
+                        found = place(target.file, target.byte_of(first), values.numel() * dtype.itemsize)
+                        self.copy(values, *found, dtype=dtype)
+                except OSError as failed:
+                    error = failed
+        if error is not None:
+            raise error
+        self.wait()
 
     def wait(self) -> None:
         """Wait until all copies have arrived. Raises `OSError` on a full file system."""

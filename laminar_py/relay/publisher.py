@@ -2,11 +2,12 @@
 
 Each rank of the learner on the root's host owns a `Publisher`; it has no event loop. `publish` casts and copies
 the rank's rows straight into pages that an older version no longer needs, and the learner waits for these copies
-alone (law 8). A thread of each rank, the finisher, then hashes a share of the chunks. Rank 0's finisher renames
-the folder, which the root notices. Each maps pages for the next version. `publish` waits for the finisher first,
-so the two never touch pages, files and copier at once. A version's folder appears by rename, complete and with its
-digests, or not at all (`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A crash
-of the root makes no difference to the learner.
+alone (law 8). A thread of each rank, the finisher, then receives rows of ranks on other hosts, if there are any,
+and hashes a share of the chunks. Rank 0's finisher renames the folder, which the root notices. Each maps pages for
+the next version. `publish` waits for the finisher first, so the two never touch pages, files and copier at once. A
+version's folder appears by rename, complete and with its digests, or not at all
+(`tests/relay/test_publisher.py::test_bad_tensors_are_refused_and_leave_nothing`). A crash of the root makes no
+difference to the learner.
 """
 
 import shutil
@@ -21,6 +22,7 @@ from typing import Literal
 import numpy as np
 import torch
 from safetensors.torch import save
+from torch.distributed import ProcessGroup
 
 from laminar_py.config.section import ConfigError
 from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Published, TensorSource
@@ -28,6 +30,7 @@ from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.digests import digest_of, hash_range, hashing_threads, version_digest
 from laminar_py.relay.mapped_file import MappedFile, MappedFiles
 from laminar_py.relay.messages import CHECKSUM_BYTES, MIN_CHUNK_BYTES, FileEntry, Manifest
+from laminar_py.relay.remote_writers import RankLink, receive_rows, writer_of
 from laminar_py.relay.stored_version import describe_version, no_room_errors
 from laminar_py.relay.version_layout import SHARD_BYTES, VersionLayout, lay_out
 from laminar_py.relay.version_store import complete_versions, folder_name, use_spare
@@ -42,7 +45,8 @@ class Publisher:
     The whole tree cuts files into chunks of `chunk_bytes`. With `adapter_config`, the text of
     `adapter_config.json`, each version is an adapter in the format of peft, with all tensors in one file. With
     several `ranks`, each has a publisher, rank 0's is made first, and all of them publish the same versions of the
-    same tensors. Raises `ConfigError` if `chunk_bytes` is too small.
+    same tensors. `group` has these ranks, and behind them ranks on other hosts, each with a `RemotePublisher`.
+    Raises `ConfigError` if `chunk_bytes` is too small.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Publisher:
         adapter_config: bytes | None = None,
         rank: int = 0,
         ranks: int = 1,
+        group: ProcessGroup | None = None,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES:
             raise ConfigError(f"chunk_bytes={chunk_bytes}: too small; set at least {MIN_CHUNK_BYTES}")
@@ -66,7 +71,13 @@ class Publisher:
             store.mkdir(mode=0o700, parents=True, exist_ok=True)
             for unfinished in store.glob("v*.new"):
                 shutil.rmtree(unfinished)
-        self._writers = Follower(store, rank=rank, ranks=ranks) if rank else Leader(store, followers=ranks - 1)
+        remote = {one: RankLink(group, one) for one in range(ranks, group.size())} if group else {}
+        self._has_remote = bool(remote)
+        self._senders = [link for one, link in remote.items() if writer_of(one, ranks) == rank]
+        if rank:
+            self._writers: Follower | Leader = Follower(store, rank=rank, ranks=ranks)
+        else:
+            self._writers = Leader(store, followers=ranks - 1, remote=list(remote.values()))
         self._leads = rank == 0
         self._highest = max(complete_versions(store), default=-1)
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
@@ -142,27 +153,11 @@ class Publisher:
         ]
 
     def _copy(self, sources: Sequence[TensorSource], layout: VersionLayout, pages: Sequence[MappedFile]) -> None:
-        """Copy this rank's rows, and on rank 0 the headers. Raises `OSError` on a full file system.
-
-        Reads all sources also after an error: other ranks may wait for this one in a collective.
-        """
-        error: OSError | None = None
-        for source in sources:
-            for name, first, values in source.read():
-                place = layout.places[name]
-                try:
-                    if error is None:
-                        self._copier.copy(
-                            values, pages[place.file], place.byte_of(first), dtype=place.stored.dtype
-                        )
-                except OSError as failed:
-                    error = failed
-        if error is not None:
-            raise error
+        """Copy this rank's rows, and on rank 0 the headers. Raises `OSError` on a full file system."""
+        self._copier.copy_rows(sources, layout, lambda file, begin, _: (pages[file], begin))
         if self._leads:
             for file, its in zip(layout.files, pages, strict=True):
                 its.write(0, np.frombuffer(file.header(), np.uint8))
-        self._copier.wait()
 
     def _write_adapter(
         self, folder: Path, sources: Sequence[TensorSource], config: bytes, version: int
@@ -212,21 +207,24 @@ class Publisher:
     def _finish(
         self, folder: Path, version: int, files: Sequence["VersionFile"], stall_s: float
     ) -> Published | None:
-        """Hash this rank's share of the chunks; on rank 0 write the manifest and rename the folder.
+        """Receive rows of other hosts, then hash a share of the chunks; rank 0 writes the manifest and renames.
 
         Deletes the folder on errors. Returns None on the other ranks.
         """
-        published = None
+        published, num_bytes = None, sum(file.size for file in files)
+        if self._has_remote:
+            with self._settled(folder), no_room_errors(self._store, version, num_bytes):
+                receive_rows(self._senders, [file.pages for file in files])
         with self._settled(folder):
             parts = self._writers.gather(lambda: self._hash_share(files))
             if self._leads:
                 checksums = self._split_checksums(b"".join(parts), files)
                 entries = tuple(file.describe(sums) for file, sums in zip(files, checksums, strict=True))
                 manifest = Manifest(version, version_digest(entries), self._chunk_bytes, entries)
-                with no_room_errors(self._store, version, manifest.num_bytes):
+                with no_room_errors(self._store, version, num_bytes):
                     describe_version(folder, manifest, checksums)
                 folder.rename(self._store / folder_name(version))
-                published = Published(version, manifest.digest, manifest.num_bytes, stall_s)
+                published = Published(version, manifest.digest, num_bytes, stall_s)
         return published
 
     def _hash_share(self, files: Sequence["VersionFile"]) -> bytes:

@@ -1,10 +1,12 @@
 """Writers of a version: the ranks of a learner on the root's host, which write their shares of the same files.
 
 A `Publisher` on each rank has a `Leader` (rank 0) or a `Follower`. They talk over Unix sockets whose name is in
-the store, a folder private to the user, and only until all followers are there. For each version, in this order:
+the store, a folder private to the user, and only until all followers are there. Ranks on other hosts take part in
+all but `gather` (`relay/remote_writers.py`). For each version, in this order:
 
     `share_files`  the leader makes the files; followers get its open descriptors of files that are new to them
     `agree`        every rank has copied; an error of one rank is raised on all
+    `agree`        the rows of other hosts are in the files; only where there are other hosts
     `gather`       the leader gets each rank's checksums, on the thread that completes the version
     `agree`        the leader has renamed the folder
 
@@ -18,6 +20,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -30,7 +33,7 @@ LENGTH_BYTES = 8
 MAX_DESCRIPTORS = 200  # in one message; the kernel allows 253
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's part of one exchange: its data, or its error."""
 
     error: str = ""
@@ -38,14 +41,30 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes = b""
 
 
+class Link(Protocol):
+    """Messages from and to another rank. Raises `OSError` once that has ended."""
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        ...
+
+    def receive(self) -> Message:
+        """Wait for a message."""
+        ...
+
+
 class Leader:
-    """Rank 0, which makes and completes versions, e.g. `Leader(store, followers=3)`; alone without followers."""
+    """Rank 0, which makes and completes versions, e.g. `Leader(store, followers=3)`; alone without followers.
+
+    `remote` are links to the ranks on other hosts.
+    """
 
     rank = 0
 
-    def __init__(self, store: Path, *, followers: int) -> None:
+    def __init__(self, store: Path, *, followers: int, remote: Sequence[Link] = ()) -> None:
         self.ranks = followers + 1
         self._connections: list[_Connection] = []  # of ranks 1, 2, ..., once all are there
+        self._remote = remote
         self._store = store
         (store / SOCKET).unlink(missing_ok=True)  # left by a process that was killed
         self._listener: socket.socket | None = None
@@ -61,9 +80,9 @@ class Leader:
         try:
             files = make()
         except Exception as error:
-            self._send_all(_failure(error))
+            self._send_all(failure(error))
             raise
-        self._send_all(_Message(data=encode([pages.inode for pages in files])))
+        self._send_all(Message(data=encode([pages.inode for pages in files])))
         for connection in self._connections:
             lacking = decode(list[int], connection.receive().data)
             connection.send_descriptors([files[index].descriptor for index in lacking])
@@ -74,27 +93,27 @@ class Leader:
 
         Calls `discard` before other ranks learn of an error: they then let go of deleted files.
         """
-        own = [] if error is None else [_failure(error)]
-        failed = [one for one in own + self._answers() if one.error]
+        own = [] if error is None else [failure(error)]
+        failed = [one for one in own + self._answers([*self._connections, *self._remote]) if one.error]
         if failed:
             discard()
-        self._send_all(failed[0] if failed else _Message())
+        self._send_all(failed[0] if failed else Message())
         if error is not None:
             raise error
         if failed:
-            raise _raised(failed[0])
+            raise raised(failed[0])
 
     def gather(self, work: Callable[[], bytes]) -> list[bytes]:
-        """Return the results of all ranks' `work`, by rank. Raises an error of any rank."""
+        """Return the results of `work` of the ranks on this host, by rank. Raises an error of any of them."""
         error: Exception | None = None
         try:
             own = work()
         except Exception as failed:  # noqa: BLE001 - followers send their results in any case
             error, own = failed, b""
-        answers = self._answers()
+        answers = self._answers(self._connections)
         for answer in answers:
             if error is None and answer.error:
-                error = _raised(answer)
+                error = raised(answer)
         if error is not None:
             raise error
         return [own, *(answer.data for answer in answers)]
@@ -107,14 +126,14 @@ class Leader:
         for connection in self._connections:
             connection.close()
 
-    def _answers(self) -> list[_Message]:
-        """Receive a message of each follower; the end of its process counts as its error."""
+    def _answers(self, links: Sequence[Link]) -> list[Message]:
+        """Receive a message of each rank; the end of its process counts as its error."""
         answers = []
-        for connection in self._connections:
+        for link in links:
             try:
-                answers.append(connection.receive())
+                answers.append(link.receive())
             except OSError as error:
-                answers.append(_Message(error=str(error)))
+                answers.append(Message(error=str(error)))
         return answers
 
     def _accept(self) -> None:
@@ -132,10 +151,10 @@ class Leader:
         self._listener = None
         (self._store / SOCKET).unlink()
 
-    def _send_all(self, message: _Message) -> None:
-        for connection in self._connections:
+    def _send_all(self, message: Message) -> None:
+        for link in (*self._connections, *self._remote):
             with suppress(OSError):  # its end shows at the next receive
-                connection.send(message)
+                link.send(message)
 
 
 class Follower:
@@ -150,13 +169,13 @@ class Follower:
         with _address(store) as address:
             connection.connect(address)
         self._leader = _Connection(connection, "rank 0 of the learner")
-        self._leader.send(_Message(data=rank.to_bytes(LENGTH_BYTES)))
+        self._leader.send(Message(data=rank.to_bytes(LENGTH_BYTES)))
 
     def share_files(self, make: Callable[[], list[MappedFile]], known: MappedFiles) -> list[MappedFile]:
         """Return the files that the leader made, and keep new ones in `known`; `make` is the leader's part."""
-        inodes = decode(list[int], self._received().data)
+        inodes = decode(list[int], receive_from(self._leader).data)
         lacking = [index for index, inode in enumerate(inodes) if not known.has(inode)]
-        self._leader.send(_Message(data=encode(lacking)))
+        self._leader.send(Message(data=encode(lacking)))
         for descriptor in self._leader.receive_descriptors(len(lacking)):
             known.adopt(descriptor)
         return [known.get(inode) for inode in inodes]
@@ -166,19 +185,14 @@ class Follower:
 
         `discard` is the leader's part.
         """
-        self._leader.send(_Message() if error is None else _failure(error, rank=self.rank))
-        verdict = self._leader.receive()
-        if error is not None:
-            raise error
-        if verdict.error:
-            raise _raised(verdict)
+        agree_with(self._leader, error, rank=self.rank)
 
     def gather(self, work: Callable[[], bytes]) -> list[bytes]:
         """Send the result of this rank's `work` to the leader, or the error that it raised; return []."""
         try:
-            answer = _Message(data=work())
+            answer = Message(data=work())
         except Exception as error:
-            self._leader.send(_failure(error, rank=self.rank))
+            self._leader.send(failure(error, rank=self.rank))
             raise
         self._leader.send(answer)
         return []
@@ -186,12 +200,6 @@ class Follower:
     def close(self) -> None:
         """Close the connection to the leader."""
         self._leader.close()
-
-    def _received(self) -> _Message:
-        message = self._leader.receive()
-        if message.error:
-            raise _raised(message)
-        return message
 
 
 class _Connection:
@@ -201,12 +209,12 @@ class _Connection:
         self._socket = connected
         self.peer = peer
 
-    def send(self, message: _Message) -> None:
+    def send(self, message: Message) -> None:
         data = encode(message)
         self._socket.sendall(len(data).to_bytes(LENGTH_BYTES) + data)
 
-    def receive(self) -> _Message:
-        return decode(_Message, self._read(int.from_bytes(self._read(LENGTH_BYTES))))
+    def receive(self) -> Message:
+        return decode(Message, self._read(int.from_bytes(self._read(LENGTH_BYTES))))
 
     def send_descriptors(self, descriptors: Sequence[int]) -> None:
         for begin in range(0, len(descriptors), MAX_DESCRIPTORS):
@@ -247,11 +255,34 @@ def _address(store: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def _failure(error: Exception, *, rank: int = 0) -> _Message:
+def failure(error: Exception, *, rank: int = 0) -> Message:
+    """Make the message about an error of a rank."""
     no_room = isinstance(error, NoRoomError)
     text = str(error) if no_room else f"rank {rank} of the learner: {error!r}"
-    return _Message(error=text, no_room=no_room)
+    return Message(error=text, no_room=no_room)
 
 
-def _raised(message: _Message) -> Exception:
+def raised(message: Message) -> Exception:
+    """Return the error that a message tells of."""
     return NoRoomError(message.error) if message.no_room else RuntimeError(message.error)
+
+
+def receive_from(link: Link) -> Message:
+    """Receive a message; raise the error that it tells of, if any."""
+    message = link.receive()
+    if message.error:
+        raise raised(message)
+    return message
+
+
+def agree_with(leader: Link, error: Exception | None, *, rank: int) -> None:
+    """Tell the leader that this rank is done, or of its `error`; return once all ranks are done.
+
+    Raises this rank's `error`, or an error of another rank.
+    """
+    leader.send(Message() if error is None else failure(error, rank=rank))
+    verdict = leader.receive()
+    if error is not None:
+        raise error
+    if verdict.error:
+        raise raised(verdict)

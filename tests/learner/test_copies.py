@@ -6,8 +6,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
 from laminar_py.config.learner import Accumulate, LearnerConfig, ReduceDtype
-from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.distributed import group_of, join_group, leave_group
 from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.remote_writers import RemotePublisher
 from tests.learner.builders import (
     SETTINGS,
     assert_near,
@@ -74,12 +75,16 @@ def rank_main(rank, shard_ranks, model_folder, folder):
 
 
 def publish(learner, folder, *, rank=0, ranks=1):
-    """Publish together with the other ranks of the first group."""
+    """Publish together with the other ranks of the first group; a group of two is on two hosts."""
+    writers = 1 if ranks == 2 else ranks
+    group = group_of(ranks) if writers < ranks else None
     if rank == 0:
-        publisher = Publisher(folder / "store", ranks=ranks)
+        publisher = Publisher(folder / "store", ranks=writers, group=group)
     learner.ranks.sum(0.0)
-    if 0 < rank < ranks:
-        publisher = Publisher(folder / "store", rank=rank, ranks=ranks)
+    if 0 < rank < writers:
+        publisher = Publisher(folder / "store", rank=rank, ranks=writers)
+    elif group is not None and rank:
+        publisher = RemotePublisher(group, rank=rank, writers=writers)
     if rank < ranks:
         publisher.publish_sources(0, learner.sources(dtype=torch.bfloat16, gather=False))
         if rank == 0:

@@ -1,13 +1,17 @@
-"""A whole run whose learner has two ranks: both write each version, also after one of them was killed."""
+"""A whole run whose learner has two ranks, on one host or two: both publish, also after one was killed."""
 
 import os
 import signal
+import sys
 
 import pytest
 
 from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
-from tests.runs.runs import ALONE, TrainProcess
+from laminar_py.cli import main
+from laminar_py.runtime.cluster import placement
+from tests.runs.fake_cluster import FakeCluster
+from tests.runs.runs import ALONE, TrainProcess, forget_versions
 from tests.runs.test_mixture_run import make_mixture
 from tests.runs.test_train import starts_of
 
@@ -26,5 +30,33 @@ def test_two_ranks_publish_what_engines_and_probes_agree_with(tmp_path, mixture)
         code, output = train.finish()
     assert code == 0, output
     assert ("goes back to step" in output) is not mixture
+    assert verify(train.run) == []
+    assert accounting(train.run).balanced
+
+
+def train_on_two_nodes() -> None:
+    """Is `laminar` with a rank on each node, as where one node has too few GPUs."""
+
+    def place_learner(room: placement._FreeGpus) -> list[placement.NodeSlot]:
+        return [placement.NodeSlot(node.id, 0) for node in sorted(room._nodes, key=lambda node: not node.here)]
+
+    placement._FreeGpus.place_learner = place_learner
+    main()
+
+
+@pytest.mark.slow
+def test_two_ranks_on_two_hosts_publish_what_engines_and_probes_agree_with(tmp_path):
+    laminar = (sys.executable, "-c", f"from {__name__} import train_on_two_nodes as run; run()")
+    with FakeCluster(0, 0) as cluster:
+        settings = (*NO_SETS, "rollout.replicas=1", "learner.world_size=2", f"cluster.address={cluster.address}")
+        with TrainProcess(tmp_path, *settings, "steps=6", laminar=laminar) as train:
+            train.wait_for_step(2)
+            os.kill(starts_of(train.run)["learner-1"][-1], signal.SIGKILL)
+            code, output = train.finish()
+    forget_versions(train.run)
+    assert code == 0, output
+    assert "goes back to step" in output
+    log = (train.run / "logs" / "learner-1.log").read_text()
+    assert "sends its rows" in log
     assert verify(train.run) == []
     assert accounting(train.run).balanced

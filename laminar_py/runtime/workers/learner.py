@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,8 +92,8 @@ class LearnerKeeper(Keeper):
         rendezvous = await self._rendezvous(parts)
         self._hangs = HangWatch(len(parts))
         ranks_on = Counter(part.place.node for part in parts)
-        shard_size = self._config.learner.shard_size
-        shares_host = len({part.place.node for part in parts[:shard_size]}) == 1
+        copy = [part.place.node for part in parts[: self._config.learner.shard_size]]
+        writers = len(list(takewhile(lambda node: node == copy[0], copy)))
         requests = [
             encode(
                 LearnerSpec(
@@ -103,7 +104,7 @@ class LearnerKeeper(Keeper):
                     store=str(self._relays.store(0)),
                     chunk_bytes=self._relays.chunk_bytes,
                     ranks_here=ranks_on[part.place.node],
-                    writers=shard_size if shares_host else 1,
+                    writers=writers,
                     probes=list(self._incarnation.inputs.probes),
                     checkpoint=None if self._checkpoint is None else str(self._checkpoint),
                 )

@@ -67,9 +67,7 @@ class LearnerSpec(PartStart, frozen=True, kw_only=True):
     store: str  # the root relay's
     chunk_bytes: int  # of a version
     ranks_here: int  # ranks on its node, with itself
-    writers: int = (
-        1  # the first ranks, on one node, which write versions together; 1: rank 0 writes gathered weights
-    )
+    writers: int = 1  # the first ranks, as far as they share rank 0's node and a copy: they write versions
     probes: list[IntArray] = []  # prompts after which it gives its distribution with each version
     checkpoint: str | None = None
 

@@ -20,7 +20,7 @@ from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
 from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
-from laminar_py.learner.distributed import COMPUTES_S, STANDS_S, join_group
+from laminar_py.learner.distributed import COMPUTES_S, STANDS_S, group_of, join_group
 from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import ReferenceModel
@@ -35,6 +35,7 @@ from laminar_py.records.weights import Published, Rows, StoredTensor, TensorSour
 from laminar_py.relay.mapped_file import allow_many_files
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.publisher import Publisher
+from laminar_py.relay.remote_writers import RemotePublisher
 from laminar_py.relay.stored_version import MANIFEST
 from laminar_py.relay.version_store import complete_versions, folder_name
 from laminar_py.runtime.preflight.inputs import initial_folder
@@ -75,8 +76,8 @@ class LearnerActor(ComputingActor):
         self._progress = LOADING
         self._bundles: list[Bundle] = []  # of the next step
         self._learner: Learner | LearnerStandIn
-        self._publisher: Publisher | None = None  # of rank 0, and of each rank that writes versions with it
-        self._gathers = False  # all ranks gather each tensor of a version, and rank 0 alone writes
+        self._publisher: Publisher | RemotePublisher | None = None  # of rank 0, and of ranks that publish with it
+        self._adapter: bytes | None = None  # config of adapters
         self._probes: list[IntArray] = []
         self._next_tokens: dict[int, list[NextToken]] = {}  # of the newest version
 
@@ -118,19 +119,23 @@ class LearnerActor(ComputingActor):
         return started
 
     def _open_publisher(self, learner: Learner | LearnerStandIn, spec: LearnerSpec) -> None:
-        """Make the publisher of a rank that writes versions. Other ranks connect to rank 0's."""
-        real = isinstance(learner, Learner)
-        adapter = learner.adapter_config() if isinstance(learner, Learner) else None
-        writers = spec.writers if real and adapter is None else 1
-        if isinstance(learner, Learner):
-            self._gathers = adapter is not None or writers < learner.ranks.num_ranks // learner.ranks.num_copies
-        store = Path(spec.store)
-        if spec.rank == 0:
-            self._publisher = Publisher(store, chunk_bytes=spec.chunk_bytes, adapter_config=adapter, ranks=writers)
-        if isinstance(learner, Learner) and writers > 1:
-            learner.ranks.sum(0.0)  # rank 0's publisher is there
-            if 0 < spec.rank < writers:
-                self._publisher = Publisher(store, chunk_bytes=spec.chunk_bytes, rank=spec.rank, ranks=writers)
+        """Make rank 0's publisher; then, unless versions are adapters, one on each rank that shares its copy."""
+        store, rank, chunk_bytes = Path(spec.store), spec.rank, spec.chunk_bytes
+        self._adapter = learner.adapter_config() if isinstance(learner, Learner) else None
+        if not isinstance(learner, Learner) or self._adapter is not None:
+            if rank == 0:
+                self._publisher = Publisher(store, chunk_bytes=chunk_bytes, adapter_config=self._adapter)
+            return
+        ranks, writers = learner.ranks.num_ranks // learner.ranks.num_copies, spec.writers
+        group = group_of(ranks) if writers < ranks else None
+        open_here = partial(Publisher, store, chunk_bytes=chunk_bytes, rank=rank, ranks=writers, group=group)
+        if rank == 0:
+            self._publisher = open_here()
+        learner.ranks.sum(0.0)  # rank 0's publisher is there
+        if 0 < rank < writers:
+            self._publisher = open_here()
+        elif group is not None and writers <= rank < ranks:
+            self._publisher = RemotePublisher(group, rank=rank, writers=writers)
 
     def _note(self, progress: LearnerProgress) -> None:
         self._progress = progress
@@ -171,13 +176,13 @@ class LearnerActor(ComputingActor):
         """Write this rank's share of the version, if it has one; return the seconds of stall."""
         self._begin(f"wait until the version before {version} is complete", limit_s=COMPUTES_S)
         if not isinstance(self._learner, Learner):
-            assert self._publisher is not None, "a stand-in has one rank"
+            assert isinstance(self._publisher, Publisher), "a stand-in has one rank"
             return self._publisher.publish(version, self._learner.named_tensors(dtype=self._dtype))
-        sources = self._noted(self._learner.sources(dtype=self._dtype, gather=self._gathers), version)
+        sources = self._noted(self._learner.sources(dtype=self._dtype, gather=False), version)
         stall_s = 0.0
         if self._publisher is not None:
             stall_s = self._publisher.publish_sources(version, sources)
-        elif self._gathers:
+        elif self._adapter is not None:  # which all ranks gather
             for source in sources:
                 for _ in source.read():
                     continue
@@ -196,7 +201,7 @@ class LearnerActor(ComputingActor):
 
     def completed(self, version: int) -> Published:
         """Wait until a published version is complete, and return it; the controller calls only rank 0."""
-        assert self._publisher is not None, "rank 0 publishes"
+        assert isinstance(self._publisher, Publisher), "rank 0 publishes"
         return self._publisher.completed(version)
 
     def next_tokens(self, version: int) -> list[NextToken]:
