@@ -19,7 +19,7 @@ TINY = Qwen3Config(
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=8,
-    intermediate_size=16,
+    intermediate_size=32,
     max_position_embeddings=1024,
 )
 

@@ -118,8 +118,8 @@ def test_doctor_has_no_warning_for_the_first_choice_of_a_plan(nodes, size, lora,
         ({"size": "72B", "nodes": 1}, "gpus=8: a learner of Qwen2.5-72B on all of them needs"),
         ({"size": "405B"}, "gpu=H100: 8 of a node leave Llama-3.1-405B room for 0 tokens of KV cache"),
         (
-            {"size": "7B", "nodes": 1, "per_node": 3},
-            "gpus=3: Qwen2.5-7B needs 4 H100, 3 to train and 1 to generate",
+            {"size": "7B", "nodes": 1, "per_node": 2},
+            "gpus=2: Qwen2.5-7B needs 3 H100, 2 to train and 1 to generate",
         ),
     ],
 )
