@@ -538,10 +538,9 @@ class NodeVersions:
                 self._encoder.stop(stored)
 
     def _discard(self, stored: StoredVersion) -> None:
-        """Retire a version; delete its folder in a thread, unless that became the spare folder."""
+        """Retire a version; a thread deletes its folder, unless that became the spare folder."""
         doomed = self._store.retire(stored)
-        if doomed is not None:
-            self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
+        self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
 
     def _is_wanted(self, version: int) -> bool:
         return version in self._downlink.wanted or version in self.subscribers.awaited
