@@ -85,13 +85,22 @@ class ChangesFile:
 
     `add` each chunk's difference once, in any thread, then `finish`. The file has a region for places, and one for
     values of each size. Each has room for all that deltas can change, as a hole in the file that takes no memory.
-    The file gives itself up where less than `reserve` bytes of its file system are left.
+    The file gives itself up where less than `reserve` bytes of its file system are left. `spare` is its path
+    once it is dropped.
     """
 
     def __init__(
-        self, path: Path, base: StoredVersion, manifest: Manifest, layouts: list[_Layout], *, reserve: int = 0
+        self,
+        path: Path,
+        base: StoredVersion,
+        manifest: Manifest,
+        layouts: list[_Layout],
+        *,
+        spare: Path | None = None,
+        reserve: int = 0,
     ) -> None:
         self.path = path
+        self._spare = spare
         self._base = base
         self._manifest = manifest
         self._layouts = layouts
@@ -126,7 +135,7 @@ class ChangesFile:
             ]
             if spare is not None and spare.exists():
                 spare.rename(path.with_name(f"{path.name}~"))
-            return cls(path, base, manifest, layouts, reserve=reserve)
+            return cls(path, base, manifest, layouts, spare=spare, reserve=reserve)
         except (_NoChangesError, OSError) as error:
             log.debug("version %d gets no change file: %s", manifest.version, error)
             return None
@@ -142,10 +151,12 @@ class ChangesFile:
                 while self._next is not None and (following := self._early.pop(self._next, None)) is not None:
                     self._write(self._next[0], following)
                     self._next = next(self._order, None)
+                if self._next is None:
+                    self._free_pages(self._pages)
                 self._check_room()
         except (_NoChangesError, OSError) as error:
             log.debug("version %d gets no change file: %s", self._manifest.version, error)
-            self.drop()
+            self._delete()
             return False
         return True
 
@@ -157,13 +168,26 @@ class ChangesFile:
             self._unfinished.rename(self.path)
         except OSError as error:
             log.debug("version %d gets no change file: %s", self._manifest.version, error)
-            self.drop()
+            self._delete()
             return None
         self._close()
         return self.path
 
     def drop(self) -> None:
-        """Delete the unfinished file, once no thread writes it; a thread that adds a chunk later fails."""
+        """End the unfinished file, once no thread writes it; a thread that adds a chunk later fails.
+
+        The file becomes the spare one, if there is none: to free its pages would hold up the event loop.
+        """
+        if self._spare is None or self._spare.exists():
+            self._delete()
+            return
+        with self._lock:
+            if self._pages is not None:
+                with suppress(FileNotFoundError):
+                    self._unfinished.rename(self._spare)
+            self._close()
+
+    def _delete(self) -> None:
         with self._lock:
             if self._pages is not None:
                 self._unfinished.unlink(missing_ok=True)
@@ -203,15 +227,16 @@ class ChangesFile:
         return pieces
 
     def _write(self, file: int, pieces: Sequence[_Piece]) -> None:
-        """Write the changes of the chunk that is next. Raises `OSError`."""
+        """Write the changes of the chunk that is next. Raises `_NoChangesError` if they do not fit, `OSError`."""
         for tensor, places, values in pieces:
             at, to = self._regions[_PLACE], self._regions[values.itemsize]
             found = self._tensors.setdefault((file, tensor), _Changed(at.used, to.used, 0, values.itemsize))
             found.count += len(places)
             for region, items in ((at, places), (to, values)):
+                if region.used + items.nbytes > region.end:
+                    raise _NoChangesError(f"its file has room for {region.end - region.begin} bytes of changes")
                 self._write_at(region.used, items.view(np.uint8))
                 region.used += items.nbytes
-                assert region.used <= region.end, f"more changes of version {self._manifest.version} than fit"
 
     def _make_header(self) -> bytes:
         """Describe the tensors' places and values, and the holes that are left in the regions."""
@@ -243,6 +268,11 @@ class ChangesFile:
         assert self._pages is not None, f"{self.path} was dropped"
         self._pages.write(position, data)
 
+    def _free_pages(self, pages: MappedFile) -> None:
+        """Give back pages of a retired file, which had more changes; keep as many again as this file uses."""
+        for region in self._regions.values():
+            pages.free(2 * region.used - region.begin, region.end)
+
     def _check_room(self) -> None:
         """Raise `_NoChangesError` where the version that arrives might find too little room."""
         if self._reserve:
@@ -271,12 +301,19 @@ def _make_regions(manifest: Manifest, layouts: Sequence[_Layout], begin: int) ->
 
 def _open_pages(path: Path, size: int) -> MappedFile:
     """Open a file of `size` bytes, with the pages that it has unless a process reads it. Raises `OSError`."""
-    pages = MappedFile(path)
-    if not pages.is_unused:
-        pages.close()
-        path.unlink()
+    pages = None
+    try:
         pages = MappedFile(path)
-    pages.set_size(size)
+        if not pages.is_unused:
+            pages.close()
+            path.unlink()
+            pages = MappedFile(path)
+        pages.set_size(size)
+    except OSError:
+        if pages is not None:
+            pages.close()
+        path.unlink(missing_ok=True)
+        raise
     return pages
 
 

@@ -30,7 +30,7 @@ class ChunkOutcome(Enum):
 
     WRITTEN = "written"
     DAMAGED = "damaged"  # request it again
-    USELESS = "useless"  # it is here already, or the version has no such chunk
+    USELESS = "useless"  # it is here already, its source was left, or the version has no such chunk
 
 
 class Download:
@@ -60,7 +60,6 @@ class Download:
         self.requests = Requests(stored, window=window)
         self.wire_bytes = 0  # of undamaged chunks
         self.other_bytes = 0  # of `wire_bytes`, from other nodes than the parent
-        self._made_bytes = 0  # of these chunks in full
         self._now = now
         self._began = now()
         self.first_byte_s = 0.0
@@ -86,17 +85,17 @@ class Download:
         Raises `NoRoomError`, and `BrokenVersionError` if the file system fails or after `_MAX_DAMAGED` damaged
         copies.
         """
-        outcome = self.write(chunk, chunk.data)
-        self.record(chunk, outcome, source)
-        return outcome
+        return self.record(chunk, self.write(chunk, chunk.data, source), source)
 
-    def write(self, chunk: m.Chunk, data: memoryview) -> ChunkOutcome:
+    def write(self, chunk: m.Chunk, data: memoryview, source: str = PARENT) -> ChunkOutcome:
         """Check a chunk in any thread, and write its bytes, or the changes that a delta makes.
 
         `record` must follow on the event loop; a delta's bytes are kept there. Raises `NoRoomError`, and
         `BrokenVersionError` if the file system fails.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
+        if not self.requests.has_source(source):
+            return ChunkOutcome.USELESS
         with self._claim(file, index, stored.is_missing) as claimed:
             if not claimed:
                 return ChunkOutcome.USELESS
@@ -144,18 +143,21 @@ class Download:
             self._stopped = True
             self._idle.wait_for(lambda: self._num_writing == 0)
 
-    def record(self, chunk: m.Chunk, outcome: ChunkOutcome, source: str = PARENT) -> None:
+    def record(self, chunk: m.Chunk, outcome: ChunkOutcome, source: str = PARENT) -> ChunkOutcome:
         """Note the outcome of a chunk that `source` sent: mark it present, or count its damage.
 
-        Raises `BrokenVersionError` after `_MAX_DAMAGED` damaged copies.
+        Returns the outcome, USELESS where the source was left since the write. Raises `BrokenVersionError` after
+        `_MAX_DAMAGED` damaged copies.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         if outcome is ChunkOutcome.USELESS:
-            return
+            return outcome
         self._claimed.discard((file, index))
+        if not self.requests.has_source(source):
+            return ChunkOutcome.USELESS
         if outcome is ChunkOutcome.DAMAGED:
             self._count_damaged_chunk(file, index)
-            return
+            return outcome
         if chunk.base is None:
             self.drop_changes()
             stored.mark_present(file, index, chunk.checksum)
@@ -164,10 +166,10 @@ class Download:
         num_bytes = stored.chunk_size(file, index) if chunk.base is None else len(chunk.data)
         self.wire_bytes += num_bytes
         self.other_bytes += num_bytes if source != PARENT else 0
-        self._made_bytes += stored.chunk_size(file, index)
-        self.requests.widen(self._made_bytes // max(1, self.wire_bytes))
+        self.requests.widen(num_bytes / stored.chunk_size(file, index))
         self.first_byte_s = self.first_byte_s or self.elapsed_s
         self.requests.arrived((file, index))
+        return outcome
 
     def _unpack(self, chunk: m.Chunk, payload: memoryview) -> bool:
         """Check a delta, and add it to the changes; False if it is damaged, of another base or too long."""

@@ -118,6 +118,16 @@ class MappedFile:
         self._num_mapped = min(self._num_mapped, size)  # pages beyond the end must not be touched
         os.ftruncate(self.descriptor, size)
 
+    def free(self, begin: int, end: int) -> None:
+        """Give back whole pages within bytes [begin, end) of the file, which then read as zeros.
+
+        Does nothing in a file system without holes.
+        """
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            with suppress(OSError), mmap.mmap(self.descriptor, end) as mapping:
+                mapping.madvise(mmap.MADV_REMOVE, begin, end - begin)
+
     def keep_mapped(self) -> None:
         """Map all of the file for the next version. Where that fails, the next version is written unmapped."""
         size = self.size

@@ -5,6 +5,7 @@ other nodes, which list their chunks. A source gets more requests as its chunks 
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -53,19 +54,26 @@ class Requests:
         self._stored = stored
         self._window = window  # full chunks
         self._wide_window = window  # chunks of the size that comes
+        self._num_old = 0  # requests before a restart whose chunks may still come
+        self._recent = deque[float](maxlen=window)  # bytes of the last chunks, by their bytes in full
         self._sources = {PARENT: _Source(None)}
         self._taken_over: set[ChunkKey] = set()
-        self._parent_only = False
+        self._in_full: set[ChunkKey] = set()  # chunks whose deltas were wrong
+        self.parent_only = False
         self.restart(PARENT)
 
     @property
     def is_long(self) -> bool:
         """True while so many chunks are missing that other sources can help."""
-        return self._stored.num_missing > self._window and not self._parent_only
+        return self._stored.num_missing > self._window and not self.parent_only
+
+    def has_source(self, name: str) -> bool:
+        """True unless this source was left; any thread may ask."""
+        return name in self._sources
 
     def lend(self, name: str, runs: Runs) -> None:
         """Request chunks also of this source, which has these runs of them; without any, leave the source."""
-        if not runs or self._parent_only:
+        if not runs or self.parent_only:
             self.drop(name)
             return
         held = tuple(bytearray(count) for count in self._stored.chunk_counts)
@@ -83,20 +91,28 @@ class Requests:
 
     def restart(self, name: str) -> None:
         """Forget all requests to a source, e.g. after a change of parent; `fill` requests the chunks again."""
-        self._sources[name].asked.clear()
+        asked = self._sources[name].asked
+        self._num_old, self._wide_window = len(asked), self._window
+        asked.clear()
         self._look_again()
 
     def trust_parent_only(self) -> None:
         """Leave all other sources for good, and request all missing chunks of the parent."""
-        self._sources, self._parent_only = {PARENT: _Source(None)}, True
-        self._look_again()
+        self._sources, self.parent_only = {PARENT: self._sources[PARENT]}, True
+        self.restart(PARENT)
 
-    def widen(self, ratio: int) -> None:
-        """Request more chunks ahead, by the `ratio` of full chunks to the bytes that came for them.
+    def widen(self, share: float) -> None:
+        """Request one more chunk ahead, while no more bytes are in flight than with full chunks.
 
-        The parent's queue has room for two versions of such windows.
+        `share` is the bytes that came for a chunk, by its bytes in full. The parent's queue has room for two such
+        windows. After a restart it also has the old requests, so the window grows by one, once these came.
         """
-        self._wide_window = max(self._window, min(MAX_WINDOW // 2, self._window * ratio))
+        self._recent.append(share)
+        if self._num_old:
+            self._num_old -= 1
+            return
+        room = int(self._window * len(self._recent) / max(sum(self._recent), 1e-9))
+        self._wide_window = max(self._window, min(MAX_WINDOW // 2, room, self._wide_window + 1))
 
     def fill(self) -> list[tuple[str, Fetch]]:
         """Return requests and their sources; none to a source with more than half of its share in flight."""
@@ -138,8 +154,8 @@ class Requests:
         others = (name for name, source in self._sources.items() if name != sender and source.has(chunk))
         name = next(others, PARENT)
         self._sources[name].asked[chunk] = 0
-        file, index = chunk
-        return name, Fetch(version=self._stored.manifest.version, file=file, first_chunk=index, credits=1)
+        self._in_full.add(chunk)
+        return name, self._fetches([chunk])[0]
 
     def arrived(self, chunk: ChunkKey) -> None:
         """Note that a chunk is here, from any source."""
@@ -167,15 +183,17 @@ class Requests:
                 yield chunk
 
     def _fetches(self, chunks: Iterable[ChunkKey]) -> Sequence[Fetch]:
-        """Requests for chunks, one for each run of neighbours."""
-        runs: list[list[int]] = []  # [file, first chunk, number of chunks]
+        """Requests for chunks, one for each run of neighbours; without a base where their deltas were wrong."""
+        runs: list[tuple[int, int, int, int | None]] = []  # file, first chunk, number of chunks, base
         for file, index in chunks:
-            if runs and runs[-1][0] == file and sum(runs[-1][1:]) == index:
-                runs[-1][2] += 1
+            base = None if (file, index) in self._in_full else self._stored.base
+            _, first, count, _ = runs[-1] if runs else (0, 0, 0, None)
+            if runs and (file, first, index - first, base) == runs[-1]:
+                runs[-1] = file, first, count + 1, base
             else:
-                runs.append([file, index, 1])
-        version, base = self._stored.manifest.version, self._stored.base
+                runs.append((file, index, 1, base))
+        version = self._stored.manifest.version
         return [
             Fetch(version=version, file=file, first_chunk=first, credits=count, base=base)
-            for file, first, count in runs
+            for file, first, count, base in runs
         ]

@@ -60,10 +60,8 @@ class Sources:
         self._left: set[str] = set()  # endpoints without an answer, until `close`
 
     def open(self, tasks: asyncio.TaskGroup, parents: Iterable[str], parent: str) -> None:
-        """Connect to further candidates, and after them to other parents than `parent`; survey the connected."""
+        """Connect to further candidates, and after them to other parents than `parent`."""
         self.leave(parent)
-        for source, _ in self._open.values():
-            source.resend_requests()
         for endpoint in dict.fromkeys((*self.candidates, *parents)):
             if endpoint != parent and endpoint not in self._left | self._open.keys():
                 if len(self._open) == MAX_SOURCES:
@@ -75,11 +73,12 @@ class Sources:
         """Send a record to a source that is open."""
         self._open[source][0].uplink.send(message)
 
-    def leave(self, endpoint: str) -> None:
-        """Close the connection to a source, if it is open."""
+    def leave(self, endpoint: str, *, silent: bool = False) -> None:
+        """Close the connection to a source, if it is open; `open` passes a silent one over."""
         if endpoint in self._open:
             self._open.pop(endpoint)[1].cancel()
-            self._left.add(endpoint)
+            if silent:
+                self._left.add(endpoint)
             self._borrower.leave_source(endpoint)
 
     def close(self) -> None:
@@ -128,4 +127,4 @@ class _Source:
     def left_parent(self, old: str, new: str) -> None:
         """Leave the source, which does not answer."""
         log.info("%s takes no chunks from %s: it does not answer", self.uplink.name, old)
-        self._sources.leave(old)
+        self._sources.leave(old, silent=True)

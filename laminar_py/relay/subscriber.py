@@ -38,6 +38,7 @@ class Subscriber:
         self._failure: m.Failed | None = None  # why the node has no version at all
         self._answer: m.Granted | m.Refused | None = None
         self._closed = False
+        self._unreachable = False  # the log says so
         self._pull_lock = asyncio.Lock()  # a pull moves the pin of the one before, so only one runs at a time
         self._request: m.Pull | None = None  # without an answer
         self._num_pulls = 0
@@ -114,6 +115,7 @@ class Subscriber:
 
     def reattach(self) -> None:
         """Subscribe, and repeat the last request that has no answer."""
+        self._unreachable = False
         self._uplink.send(m.Subscribe())
         if self._request is not None:
             self._uplink.send(self._request)
@@ -145,8 +147,12 @@ class Subscriber:
         """Do nothing: a subscriber opens no lanes."""
 
     def left_parent(self, old: str, new: str) -> None:
-        """Only log it: the run's supervisor restarts a lost node."""
-        log.warning("%s leaves its node at %s and connects to %s", self.name, old, new)
+        """Only log it, once: the run's supervisor restarts a lost node."""
+        if old != new:
+            log.warning("%s leaves its node at %s and connects to %s", self.name, old, new)
+        elif not self._unreachable:
+            log.warning("%s cannot reach its node at %s; it keeps trying", self.name, old)
+        self._unreachable = old == new
 
     def _notify(self) -> None:
         self._changed.set()

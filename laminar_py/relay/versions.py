@@ -228,7 +228,7 @@ class NodeVersions:
         data = m.NO_DATA if chunk.base is None else memoryview(bytes(chunk.data))
         kept = msgspec.structs.replace(chunk, data=data)
         try:
-            outcome = download.write(chunk, chunk.data)
+            outcome = download.write(chunk, chunk.data, source)
         except (NoRoomError, BrokenVersionError) as error:
             return partial(self._finish_chunk, download, kept, error, source)
         return partial(self._finish_chunk, download, kept, outcome, source)
@@ -254,18 +254,20 @@ class NodeVersions:
         with self._failing(chunk.version):
             if not isinstance(outcome, ChunkOutcome):
                 raise outcome
-            download.record(chunk, outcome, source)
-            self._advance(download, chunk, outcome, source)
+            self._advance(download, chunk, download.record(chunk, outcome, source), source)
 
     @contextmanager
     def _failing(self, version: int, download: Download | None = None) -> Iterator[None]:
         """Give a version up where the block finds it broken, without room, or the file system fails.
 
-        Does nothing where the version's `download` was dropped meanwhile.
+        Does nothing where the version's `download` was dropped meanwhile. The error is raised on where the version
+        is complete already.
         """
         try:
             yield
         except (NoRoomError, BrokenVersionError, OSError) as error:
+            if version in self._store.complete:
+                raise
             if download is not None and self._downloads.get(version) is not download:
                 return
             reason = str(error)
@@ -324,7 +326,7 @@ class NodeVersions:
         """Connect to other sources while a version arrives that they can help with; close them after it."""
         if self.joining:
             self.sources.open(self.tasks, self._uplink.parents, self._uplink.parent)
-        elif all(download.stored.base is not None for download in self._downloads.values()):
+        elif all(item.stored.base is not None or item.requests.parent_only for item in self._downloads.values()):
             self.sources.close()
 
     # ---- downloads
@@ -391,6 +393,8 @@ class NodeVersions:
         self._downlink.forward_chunk(download.stored, chunk.file, chunk.index)
         if download.stored.has_arrived(chunk.file):
             download.verify_file(chunk.file)
+            if download.requests.parent_only:
+                self._open_sources()
         if download.arrived:
             self._handle_arrived(download)
         else:
@@ -538,10 +542,9 @@ class NodeVersions:
                 self._encoder.stop(stored)
 
     def _discard(self, stored: StoredVersion) -> None:
-        """Retire a version; delete its folder in a thread, unless that became the spare folder."""
+        """Retire a version; a thread deletes its folder, unless that became the spare folder."""
         doomed = self._store.retire(stored)
-        if doomed is not None:
-            self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
+        self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
 
     def _is_wanted(self, version: int) -> bool:
         return version in self._downlink.wanted or version in self.subscribers.awaited

@@ -44,3 +44,9 @@ def nudged(folder: Path, into: Path, *, share: float = 0.01, seed: int = 0) -> P
     for path in folder.glob("*.json"):
         (into / path.name).write_bytes(path.read_bytes())
     return into
+
+
+def kind_of_mapping(path: Path) -> set[str]:
+    """How this process has mapped a file: `s` for shared, `p` for private."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[1][3] for line in lines if line.endswith(str(path))}

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from laminar_py.records.weights import UNUSED, PulledVersion
 from laminar_py.relay.changes import ChangesFile
 from laminar_py.relay.digests import digest_of, version_digest
+from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import FileEntry, Manifest, VersionComplete, VersionFailed
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.stored_version import StoredVersion, describe_version
@@ -158,6 +159,74 @@ def test_a_file_of_changes_leaves_room_for_the_rest_of_its_version(tmp_path: Pat
             assert all(added) == fits
             changes.drop()
             assert not list((tmp_path / "disk").iterdir())
+
+
+def begin_over(spare: Path, new: StoredVersion, base: StoredVersion) -> ChangesFile:
+    changes = ChangesFile.begin(spare.with_name("next.safetensors"), base, new.manifest, spare=spare)
+    assert changes is not None
+    return changes
+
+
+def add_all(changes: ChangesFile, new: StoredVersion, base: StoredVersion) -> bool:
+    differences = [(index, new.compare(base, 0, index)) for index in range(new.manifest.num_chunks(0))]
+    return all(changes.add(0, index, found) for index, found in differences if found is not None)
+
+
+def test_a_sparse_file_over_a_dense_one_gives_its_pages_back(tmp_path: Path) -> None:
+    base = stored(tmp_path / "store", 1, large := [("weight", some(2_000_000, BF16)), ("norm", some(9, BF16))])
+    dense, sparse = (stored(tmp_path / "store", i, changed(large, every)) for i, every in ((2, 8), (3, 1000)))
+    spare = changes_of(tmp_path, dense, base)
+    assert spare is not None
+    before = spare.stat()
+    assert before.st_blocks * 512 > 2_000_000
+    changes = begin_over(spare, sparse, base)
+    assert add_all(changes, sparse, base)
+    path = changes.finish()
+    assert path is not None
+    assert path.stat().st_ino == before.st_ino
+    assert path.stat().st_blocks * 512 < 100_000, "20,000 bytes of changes, as many spare, and a header"
+    served = read_tensors(base.folder)
+    apply_changes(path, served)
+    assert same(served, read_tensors(sparse.folder))
+
+
+def test_a_dropped_file_becomes_the_spare_one(tmp_path: Path) -> None:
+    base, new = (stored(tmp_path / "store", number, BORDERS) for number in (1, 2))
+    spare = tmp_path / "spare-changes"
+    first = begin_over(spare, new, base)
+    first.drop()
+    inode = spare.stat().st_ino
+    second = begin_over(spare, new, base)
+    assert not spare.exists()
+    spare.touch()  # another was retired meanwhile
+    second.drop()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [spare.name]
+    assert spare.stat().st_ino != inode
+
+
+def test_a_file_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = stored(tmp_path / "store", 1, BORDERS)
+
+    def fail(pages: MappedFile, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(MappedFile, "set_size", fail)
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert ChangesFile.begin(tmp_path / "changes.safetensors", base, base.manifest) is None
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_more_changes_than_fit_end_the_file_and_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, new = (
+        stored(tmp_path / "store", i, content) for i, content in ((1, BORDERS), (2, changed(BORDERS, 12)))
+    )
+    monkeypatch.setattr("laminar_py.relay.changes.MIN_SPACING", 100)
+    changes = ChangesFile.begin(tmp_path / "changes.safetensors", base, new.manifest)
+    assert changes is not None
+    assert not add_all(changes, new, base)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_a_base_that_is_no_safetensors_file_has_no_changes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import errno
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from laminar_py.relay.messages import (
     VersionPulled,
     Want,
 )
-from laminar_py.relay.requests import PARENT
+from laminar_py.relay.requests import MISSED_REMINDERS, PARENT, Requests
 from laminar_py.relay.stored_version import NoRoomError, StoredVersion
 from laminar_py.relay.version_store import VersionStore
 from tests.depth import examples
@@ -301,11 +302,100 @@ def test_deltas_widen_the_window_to_as_many_bytes(tmp_path: Path) -> None:
     store.open()
     stored = store.begin(as_version(base, 2).manifest, base)
     download = Download(stored, window=WINDOW, now=lambda: 0.0, base=base)
-    assert sum(fetch.credits for _, fetch in download.requests.fill()) == WINDOW
-    for index in range(WINDOW // 2):
+    in_flight = num_asked(download)
+    assert in_flight == WINDOW
+    for index in range(60):
         fields = {**nothing_changed(base, 1), "version": 2}
         download.accept(msgspec.structs.replace(base.read_chunk(0, index), **fields))
-    assert sum(fetch.credits for _, fetch in download.requests.fill()) == 100 - WINDOW
+        more = num_asked(download)
+        assert more <= 2 + in_flight, "restarts could fill the parent's queue"
+        in_flight += more - 1
+    assert in_flight > 100 - 61, "all others are on their way"
+
+
+def num_asked(download: Download) -> int:
+    return sum(fetch.credits for _, fetch in download.requests.fill())
+
+
+def test_the_wide_window_of_deltas_is_for_deltas(tmp_path: Path) -> None:
+    base = write_version(tmp_path / "origin", 1, 900 * CHUNK)
+    store = VersionStore(tmp_path / "store", keep_versions=1)
+    store.open()
+    download = Download(store.begin(as_version(base, 2).manifest, base), window=WINDOW, now=lambda: 0.0, base=base)
+    in_flight = num_asked(download)
+    for index in range(300):
+        fields = {**nothing_changed(base, 1), "version": 2}
+        download.accept(msgspec.structs.replace(base.read_chunk(0, index), **fields))
+        in_flight += num_asked(download) - 1
+    assert 64 < in_flight <= 128
+    for index in range(300, 300 + in_flight - WINDOW // 2 - 1):
+        download.accept(msgspec.structs.replace(base.read_chunk(0, index), version=2))
+        assert not num_asked(download), "full chunks come while many are on their way"
+
+
+@pytest.mark.parametrize("restart", [Requests.trust_parent_only, lambda requests: requests.restart(PARENT)])
+def test_requests_that_a_restart_repeats_fit_into_the_parents_queue(
+    tmp_path: Path, restart: Callable[[Requests], None]
+) -> None:
+    base = write_version(tmp_path / "origin", 1, 900 * CHUNK)
+    store = VersionStore(tmp_path / "store", keep_versions=1)
+    store.open()
+    download = Download(store.begin(as_version(base, 2).manifest, base), window=WINDOW, now=lambda: 0.0, base=base)
+    queue, most = list[int](), 0
+    for step in range(2000):
+        if step == 300:
+            restart(download.requests)
+        for _, fetch in download.requests.fill():
+            queue += range(fetch.first_chunk, fetch.first_chunk + fetch.credits)
+        most = max(most, len(queue))
+        if queue:
+            fields = {**nothing_changed(base, 1), "version": 2}
+            download.accept(msgspec.structs.replace(base.read_chunk(0, queue.pop(0)), **fields))
+    assert not download.stored.num_missing
+    assert 64 < most <= 128 + 2 * WINDOW
+
+
+def test_a_chunk_whose_delta_was_damaged_is_asked_for_in_full_until_it_is_here(tmp_path: Path) -> None:
+    base = write_version(tmp_path / "origin", 1, 5 * CHUNK)
+    store = VersionStore(tmp_path / "store", keep_versions=1)
+    store.open()
+    requests = Requests(store.begin(as_version(base, 2).manifest, base), window=8)
+    asked = {"version": 2, "file": 0}
+    assert requests.fill() == [(PARENT, Fetch(**asked, first_chunk=0, credits=5, base=1))]
+    full = PARENT, Fetch(**asked, first_chunk=2, credits=1)
+    assert requests.ask_again((0, 2), PARENT) == full
+    repeated = [fetch for _ in range(MISSED_REMINDERS) for fetch in requests.repeat_overdue()]
+    assert full in repeated
+    assert sorted((fetch.first_chunk, fetch.credits) for _, fetch in repeated if fetch.base == 1) == [
+        (0, 2),
+        (3, 2),
+    ]
+    requests.restart(PARENT)
+    assert full in requests.fill()
+
+
+def test_chunks_of_a_source_that_was_left_change_nothing(tmp_path: Path) -> None:
+    """Also of one that sends another content with its right checksum, which only the digest shows."""
+    origin, forged = (write_version(tmp_path / name, 1, 20 * CHUNK) for name in ("origin", "forged"))
+    download = download_of(origin, tmp_path, window=WINDOW)
+    download.requests.lend("thief", ((0, 0, 20),))
+    download.requests.lend("other", ((0, 0, 20),))
+    for index in range(18):
+        download.accept(origin.read_chunk(0, index))
+    wrong, late = forged.read_chunk(0, 18), forged.read_chunk(0, 19)
+    written = download.write(late, late.data, "thief")  # as in a lane's thread
+    assert download.accept(origin.read_chunk(0, 18), "other") is ChunkOutcome.WRITTEN
+    download.requests.drop("thief")
+    assert download.record(late, written, "thief") is ChunkOutcome.USELESS
+    assert download.accept(forged.read_chunk(0, 19), "other") is ChunkOutcome.WRITTEN
+    download.verify_file(0)
+    assert download.requests.parent_only
+    for chunk in (wrong, late):
+        assert download.accept(chunk, "other") is ChunkOutcome.USELESS
+    for index in range(20):
+        assert download.accept(origin.read_chunk(0, index)) is ChunkOutcome.WRITTEN
+    download.verify_file(0)
+    assert download.arrived
 
 
 def test_a_chunk_that_is_damaged_short_or_foreign_is_not_written(tmp_path: Path) -> None:
@@ -377,3 +467,23 @@ def test_lanes_and_rebuilding_threads_never_write_the_same_chunk(tmp_path: Path)
     assert download.rebuild(0, 2) is None
     assert download.write(full[0], full[0].data) is ChunkOutcome.USELESS
     assert stored.file_path(0).read_bytes()[: 2 * CHUNK] == base.file_path(0).read_bytes()[: 2 * CHUNK]
+
+
+async def test_an_error_after_a_version_is_complete_is_no_failure_of_the_version(tmp_path: Path) -> None:
+    version, seen = write_version(tmp_path / "origin", 1, CHUNK), list[object]()
+
+    def emit(event: object) -> None:
+        seen.append(event)
+        if isinstance(event, VersionComplete):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.RaisesGroup(pytest.RaisesExc(OSError, match="error"), flatten_subgroups=True):
+        async with ByHand() as hand:
+            parent = hand.parent()
+            async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=emit)):
+                await parent.receive(object)
+                parent.send(Announce(version.manifest))
+                parent.send_all(version)
+                await asyncio.Event().wait()
+    assert not [event for event in seen if isinstance(event, VersionFailed)]
+    assert (tmp_path / "relay-1" / "v1").is_dir()

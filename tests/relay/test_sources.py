@@ -208,6 +208,46 @@ async def test_a_source_that_retired_the_version_says_so_and_is_left(tmp_path: P
     assert folder_bytes(tmp_path / "late" / "v1") == folder_bytes(version.folder)
 
 
+async def test_a_source_of_a_file_with_a_wrong_digest_is_closed_before_the_file_is_here(tmp_path: Path) -> None:
+    version, forged = (write_version(tmp_path / name, 1, 600 * CHUNK) for name in ("origin", "forged"))
+    async with ByHand() as hand:
+        parent, source = hand.parent(), hand.parent()
+        node, events = joiner(tmp_path, parent.endpoint, source.endpoint, parent_timeout_s=10.0)
+        async with running(node):
+            await parent.receive(Attach)
+            parent.send(Announce(version.manifest))
+            await source.receive(Survey)
+            source.send(Held(1, ((0, 0, 600),)))
+            source.send_chunk(forged, (await source.receive(Fetch)).first_chunk)
+            await asyncio.sleep(0.1)  # the wrong chunk comes first
+            parent.send_all(version)
+            while (await parent.receive(Fetch)).first_chunk or not node._versions._downloads[
+                1
+            ].requests.parent_only:
+                pass
+            assert not node._versions.sources._open
+            parent.send_all(version)
+            await complete(events)
+    assert folder_bytes(tmp_path / "late" / "v1") == folder_bytes(version.folder)
+
+
+async def test_a_source_that_was_the_parent_for_a_while_is_a_source_again(tmp_path: Path) -> None:
+    """It answered, unlike a source that is left for its silence; and each source asks by itself, once a period."""
+    node = make_node(tmp_path, "late", sources=["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"])
+    sources, sent = node._versions.sources, list[object]()
+    async with asyncio.TaskGroup() as tasks:
+        sources.open(tasks, (), "")
+        for source, _ in sources._open.values():
+            source.resend_requests = lambda: sent.append(None)  # type: ignore[method-assign]
+        sources.open(tasks, (), "tcp://127.0.0.1:1")
+        assert list(sources._open) == ["tcp://127.0.0.1:2"]
+        assert not sent
+        sources._open["tcp://127.0.0.1:2"][0].left_parent("tcp://127.0.0.1:2", "tcp://127.0.0.1:2")
+        sources.open(tasks, (), "")
+        assert list(sources._open) == ["tcp://127.0.0.1:1"]
+        sources.close()
+
+
 async def test_a_node_lends_nothing_while_a_child_fetches_or_a_version_arrives(tmp_path: Path) -> None:
     version, arriving = write_version(tmp_path / "relay-1", 1, 3 * CHUNK), write_version(tmp_path / "o", 2, CHUNK)
     clock = [100.0]

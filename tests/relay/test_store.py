@@ -139,3 +139,24 @@ def test_room_that_an_abandoned_version_gives_back_counts_with_all_its_pages(tmp
     arriving.forget_file(0)
     assert arriving.allocated_bytes >= 40 * CHUNK
     assert not arriving.has_chunk(0, 0)
+
+
+def test_a_replaced_spare_of_changes_is_freed_only_by_delete(tmp_path: Path) -> None:
+    """To free its pages takes 0.1 s for a gigabyte, and pins move on the event loop."""
+    store, versions = make_store(tmp_path), [write_version(tmp_path, number, CHUNK) for number in (1, 2)]
+    store.discover()
+    for stored in versions:
+        number = stored.manifest.version
+        (tmp_path / f"changes-{number}.safetensors").write_bytes(b"x" * CHUNK)
+        store.add_changes(store.complete[number], number - 1)
+
+    def num_kept() -> int:
+        links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        return sum(link.is_symlink() and "spare-changes (deleted)" in os.readlink(link) for link in links)
+
+    for number in (1, 2):
+        store.retire(store.complete[number])
+    assert num_kept() == 1
+    store.delete(None)
+    assert num_kept() == 0
+    assert (tmp_path / "spare-changes").stat().st_size == CHUNK

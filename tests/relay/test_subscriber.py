@@ -1,6 +1,7 @@
 """What a replica sees: newest versions, holds that survive crashes, and honest refusals."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from laminar_py.relay.messages import (
     VersionComplete,
     Want,
 )
-from laminar_py.relay.subscriber import RelayError
+from laminar_py.relay.subscriber import RelayError, Subscriber
 from tests.relay.tree import (
     CHUNK,
+    KEYS,
     ByHand,
     Events,
     Learner,
@@ -250,3 +252,12 @@ async def test_a_release_that_comes_late_ends_no_later_hold(tmp_path: Path) -> N
             link.send(Want(9))  # answered after it
             await receive(link, Lost)
             assert (tmp_path / "relay-0" / "pin-replica").exists() is held
+
+
+async def test_a_node_that_is_down_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replica = Subscriber("tcp://127.0.0.1:1", "replica", KEYS, heartbeat_s=0.05)
+    with caplog.at_level(logging.WARNING):
+        async with running(replica):
+            await asyncio.sleep(0.5)
+    (line,) = [record.getMessage() for record in caplog.records if "node" in record.getMessage()]
+    assert line == "replica cannot reach its node at tcp://127.0.0.1:1; it keeps trying"

@@ -35,7 +35,8 @@ def apply_changes(
 
 def _read(path: Path, tensors: Sequence[ChangedTensor], views: Views) -> list[tuple[str, Tensor, Tensor]]:
     """Map the places [n] and values [n] of each changed tensor. Raises `RefusedError` if they do not fit."""
-    mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    # Shared: with strict overcommit a private mapping costs the size of this sparse file, that is the model's.
+    mapped = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     found = []
     for one in tensors:
         at = _cut(mapped, one.at, one.num, torch.int64)

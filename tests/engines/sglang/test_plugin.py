@@ -21,7 +21,7 @@ from laminar_py.engines.sglang.plugin.laminar_changes import (
 from laminar_py.engines.sglang.server import SGLangServer
 from laminar_py.records.engine import EngineLostError, PauseMode, RefusedError
 from tests.engines import engine_conformance as laws
-from tests.engines.changes import nudged, read_version, save_changes, write_changes
+from tests.engines.changes import kind_of_mapping, nudged, read_version, save_changes, write_changes
 from tests.engines.engine_conformance import collect, make_request
 from tests.engines.sglang.rig import make_model, make_spec
 from tests.engines.sglang.test_engine import client
@@ -115,6 +115,7 @@ def test_a_whole_load_and_changes_leave_what_the_models_own_loader_leaves(rank, 
     assert equal(model, loaded(second, rank, dtype))
     file = write_changes(second, third, tmp_path / "changes", base=2, version=3)
     changes = read_changes(file)
+    assert kind_of_mapping(file) == {"s"}, "strict overcommit charges a private one"
     places.check_changes(model, changes)
     places.change(changes)
     assert equal(model, loaded(third, rank, dtype))

@@ -188,7 +188,8 @@ Changes = list[tuple[str, Tensor, Tensor]]  # name, places [n], values [n] of ea
 
 def read_changes(path: Path) -> Changes:
     """Map a file of changes; `safe_open` would take longer than the changes. The client has checked its form."""
-    mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    # Shared: with strict overcommit a private mapping costs the size of this sparse file, that is the model's.
+    mapped = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(mapped[:8].tolist()), "little")
     entries = json.loads(path.open("rb").read(start)[8:])
 
