@@ -58,7 +58,8 @@ class Consumption:
     async def put(self, group: Group) -> None:
         """Put the READY members of a group in the buffer, but drop members too long for a microbatch."""
         ready = [member for member in group.members.values() if member.status is Status.READY]
-        members = [self._masked(ref) for m in ready if not self._drop_if_too_long(m, ref := m.as_ref())]
+        refs = [(member, member.as_ref()) for member in ready]
+        members = [self._masked(ref) for member, ref in refs if not self._drop_if_too_long(member, ref)]
         if not members:
             del self._state.groups[group.id]
             await self.buffer.wake()  # a step may wait for this group as its last

@@ -21,7 +21,7 @@ from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Attention
 from laminar_py.learner.model import fingerprint, load_reference, local_part, policy_logprobs
-from laminar_py.learner.packing.layout import lay_out
+from laminar_py.learner.packing.layout import cut_tree, lay_out
 from laminar_py.learner.packing.packer import StepWeights, microbatch
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import FloatArray
@@ -90,8 +90,9 @@ def open_reference(
 class ReferenceModel:
     """The reference in a process of its own: the model in `folder`, on the device of `mesh`, which has one rank.
 
-    With `offload` its weights are in the host's memory between their uses. Raises `ConfigError` if the folder
-    holds no usable model, or its vocabulary is not of `vocab_size`.
+    Trees are cut into rows of at most `max_tokens`; a longer sequence is a row alone. With `offload` its weights
+    are in the host's memory between their uses. Raises `ConfigError` if the folder holds no usable model, or its
+    vocabulary is not of `vocab_size`.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class ReferenceModel:
         *,
         vocab_size: int,
         temperature: float,
+        max_tokens: int,
         mesh: DeviceMesh,
         offload: bool = False,
         attention: Attention = Attention.AUTO,
@@ -108,6 +110,7 @@ class ReferenceModel:
         self._model = load_reference(
             folder, vocab_size=vocab_size, temperature=temperature, device=device, attention=attention
         )
+        self._max_tokens = max_tokens
         # A model on one rank needs no shards, but FSDP makes it compute in the learner's precision, bf16 on CUDA.
         shard(self._model, mesh, source=ModelConfig(path=folder), offload=offload)
 
@@ -117,17 +120,21 @@ class ReferenceModel:
         return fingerprint([local_part(parameter) for parameter in self._model.parameters()])
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-        """[L] log-probabilities of each response, from one packed forward; 0 for a token that no row predicts."""
+        """[L] log-probabilities of each response, from one packed forward; 0 for a token that no row predicts.
+
+        If a tree among them exceeds `max_tokens`, each of its parts and each other response take a forward alone.
+        """
+        parts = [part for trajectory in trajectories for part in cut_tree(trajectory, self._max_tokens)]
+        rows = [parts] if len(parts) == len(trajectories) else [[part] for part in parts]
         groups = tuple({trajectory.group_id: None for trajectory in trajectories})
         # Nothing is trained here, so any loss weights will do.
         weights = StepWeights(aggregation=Aggregation.TOKEN_MEAN, num_trajectories=1, num_trained=1, groups=groups)
-        values = _logprobs(self._model, microbatch(list(trajectories), weights))
-        found = []
-        for trajectory, placed in zip(trajectories, lay_out(trajectories).placed, strict=True):
-            of_response = np.zeros(len(trajectory.response_ids), np.float32)
-            of_response[placed.places] = values[placed.rows]
-            found.append(of_response)
-        return found
+        found = {item.id: np.zeros(len(item.response_ids), np.float32) for item in trajectories}
+        for row in rows:
+            values = _logprobs(self._model, microbatch(row, weights))
+            for part, placed in zip(row, lay_out(row).placed, strict=True):
+                found[part.id][placed.places] = values[placed.rows]
+        return list(found.values())
 
 
 def _logprobs(reference: PreTrainedModel, batch: MicroBatch) -> FloatArray:

@@ -11,6 +11,7 @@ as context (`tests/records/test_spans.py`).
 """
 
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -259,7 +260,7 @@ def _path_to(runs: Sequence[TokenRun], end: int) -> tuple[bool, list[tuple[int, 
     """Return the path from the root to token `end`: whether the prompt begins it, and its parts (start, end)."""
     parts: list[tuple[int, int]] = []
     while end > 0:
-        run = next(run for run in runs if run.start < end <= run.end)
+        run = runs[bisect_left(runs, end, key=lambda run: run.end)]
         parts.append((run.start, end))
         end = run.follows
     return end != NEW_CONVERSATION, parts[::-1]

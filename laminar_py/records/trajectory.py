@@ -7,6 +7,7 @@ of several trajectories.
 """
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -98,6 +99,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     fields_json: bytes = b"{}"  # other fields of the problem's line, for the reward alone, e.g. `b'{"level": 3}'`
 
 
+@lru_cache(maxsize=16)  # the packer asks for one part of a tree after another
+def _tree_paths(spans: tuple[Span, ...]) -> tuple[TokenPath, ...]:
+    return tuple(sequences_of(spans))
+
+
 class BaseTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that a finished sample has with its tokens (`Trajectory`) and without (`TrajectoryRef`)."""
 
@@ -122,8 +128,8 @@ class BaseTrajectory(msgspec.Struct, frozen=True, kw_only=True):
         if not is_tree(self.spans):
             end = self.spans[-1].end if self.spans else 0
             return [TokenPath(has_prompt=True, parts=((0, end, True),))]
-        found = sequences_of(self.spans)
-        return [found[place] for place in self.sequences] if self.sequences else found
+        found = _tree_paths(self.spans)
+        return [found[place] for place in self.sequences or range(len(found))]
 
     @property
     def is_first_part(self) -> bool:

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+import laminar_py.learner.reference as reference
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence, ReferencePass
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.packing.balance import fit_bins
-from laminar_py.learner.packing.packer import deal_to_ranks, step_weights
+from laminar_py.learner.packing.packer import deal_to_ranks, microbatch, step_weights
 from laminar_py.learner.reference import ReferenceModel
 from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
 from laminar_py.records.pieces import SamplingMask
+from laminar_py.records.spans import Span
 from tests.builders import make_trajectory
 from tests.learner.builders import VOCAB, make_learner, make_model_folder, referred
 from tests.stored import at_ranks
@@ -49,10 +51,12 @@ def batches_of(items, algorithm, *, ranks=1):
 def stage(tmp_path):
     """Runs the stage's model, on some trajectories a pass."""
 
-    def answer(items, *, together=2):
+    def answer(items, *, together=2, max_tokens=1000):
         mesh = join_group(str(tmp_path / "rendezvous"), rank=0, world_size=1)
         try:
-            model = ReferenceModel(folder, vocab_size=VOCAB, temperature=TEMPERATURE, mesh=mesh)
+            model = ReferenceModel(
+                folder, vocab_size=VOCAB, temperature=TEMPERATURE, max_tokens=max_tokens, mesh=mesh
+            )
             passes = [items[start : start + together] for start in range(0, len(items), together)]
             found = [logprobs for one in passes for logprobs in model.logprobs(one)]
         finally:
@@ -92,6 +96,25 @@ def test_loss_and_gradients_are_those_of_a_reference_in_the_learner(model_folder
         assert (grad - expected).norm() <= 1e-6 * max(1.0, float(expected.norm()))
     assert sent.tokens.kl_reference_k3 == pytest.approx(own.tokens.kl_reference_k3, rel=1e-5)
     assert own.reference_s > sent.reference_s
+
+
+def test_a_tree_above_a_row_is_cut_for_the_stage_as_for_the_learner(stage, monkeypatch):
+    """Two answers of 20 tokens behind the same 30, of which a row of 60 holds one; an own sequence holds 70."""
+    spans = (Span(3, 0, 30), Span(3, 30, 50, follows=30), Span(3, 50, 70, follows=30))
+    tree, long = (make_trajectory(f"{name}.0", prompt=5, response=70) for name in "ab")
+    tree, rows = replace(tree, spans=spans), []
+
+    def keep(batch):
+        rows.append(batch.num_tokens)
+        return batch
+
+    monkeypatch.setattr(reference, "microbatch", lambda *given: keep(microbatch(*given)))
+    whole, cut = stage([tree, long]), stage([tree, long], max_tokens=60)
+    assert rows == [75 + 75 + 1, 55, 55, 75]
+    for one, other in zip(whole, cut, strict=True):
+        expected, found = (item.columns[REFERENCE_LOGPROBS].array for item in (one, other))
+        assert np.count_nonzero(expected) == 70
+        assert np.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -145,6 +145,11 @@ def test_the_size_of_a_group_is_known_before_it_is_generated(prompt, lengths, sh
     assert size.squares == sum(packed.squares for packed in bins)
 
 
+def test_a_sequence_that_is_too_long_behind_a_shared_prompt_is_named_with_the_bound_of_a_row():
+    with pytest.raises(ValueError, match=r"sequence of 5000 tokens exceeds packer.max_tokens=4096; raise it"):
+        group_size([3000] * 4, prompt=2000, max_tokens=4096)
+
+
 def test_samples_of_a_prompt_stay_together_where_that_saves_tokens():
     together, alone = (fit_bins(samples(2, prompt, [20] * 4), max_tokens=150) for prompt in (60, LEAST_STEM))
     assert [packed.num_tokens for packed in together] == [59 + 4 * 21] * 2

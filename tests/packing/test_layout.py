@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+import laminar_py.learner.packing.layout as layout_module
 from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import bundle_size
 from laminar_py.learner.packing.layout import LEAST_STEM, cut_tree, lay_out, row_size
@@ -159,6 +160,48 @@ def test_a_tree_is_cut_where_it_branches_last():
     item = replace(make_trajectory("t.0", prompt=STEM, response=3500), spans=spans)
     assert [part.sequences for part in cut_tree(item, 2200)] == [(0, 1), (2, 3)]
     assert sorted(part.sequences for part in cut_tree(item, 1500)) == [(0,), (1,), (2, 3)]
+
+
+def test_a_run_that_one_sequence_owns_keeps_its_sequences_together():
+    """The first two leaves share 2,000 tokens, of which the first owns all; the third shares 1,000."""
+    spans = (Span(3, 0, 1000), Span(3, 1000, 2000, follows=1000), Span(3, 2000, 2100, follows=2000))
+    spans += (Span(3, 2100, 2200, follows=2000), Span(3, 2200, 3200, follows=1000))
+    item = replace(make_trajectory("t.0", prompt=STEM, response=3200), spans=spans)
+    assert [part.sequences for part in cut_tree(item, 2300)] == [(0, 1), (2,)]
+
+
+def side_questions(turns, *, at_once=True):
+    """A conversation of long turns, with a short side question behind each, asked at once or at the end."""
+    spans, end, asked = [], 0, []
+    for turn in range(turns):
+        start = spans[-1].end if spans else 0
+        spans.append(Span(3, start, start + 1000, follows=end if turn else None))
+        end = start + 1000
+        asked.append(end)
+        if at_once:
+            spans.append(Span(3, end, end + 200, follows=asked.pop()))
+    for last in asked:
+        spans.append(Span(3, spans[-1].end, spans[-1].end + 200, follows=last))
+    return replace(make_trajectory("t.0", prompt=100, response=turns * 1200), spans=tuple(spans))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_conversation_with_side_questions_is_repeated_in_part_alone(at_once):
+    item = side_questions(30, at_once=at_once)
+    parts = cut_tree(item, 34_000)
+    assert len(parts) == 2
+    assert sum(row_size(part).tokens for part in parts) < 1.4 * row_size(item).tokens
+
+
+def test_a_tree_is_cut_without_a_look_at_all_leaves_for_each(monkeypatch):
+    """201 leaves: both the tree and most of its sequences are longer than a row."""
+    item, looked, size = side_questions(201), [], layout_module._size
+    monkeypatch.setattr(layout_module, "_size", lambda leaves: looked.append(len(leaves)) or size(leaves))
+    for most in (20_000, 202_000, 235_000):
+        looked.clear()
+        parts = cut_tree(item, most)
+        assert sorted(place for part in parts for place in part.sequences) == list(range(201))
+        assert sum(looked) <= 5 * 201
 
 
 def test_a_prompt_that_samples_share_is_there_once():

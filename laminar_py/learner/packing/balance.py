@@ -107,7 +107,8 @@ def bundle_size(trajectories: Sequence[PackedT], *, shares: bool = True) -> RowS
 def group_size(lengths: Sequence[int], *, prompt: int, max_tokens: int, shares: bool = True) -> RowSize:
     """Return the size, over all rows, of one prompt's samples with responses of these lengths, as they are packed.
 
-    E.g. two responses of 40 tokens behind 100 tokens: `RowSize(181, 29_399)`.
+    E.g. two responses of 40 tokens behind 100 tokens: `RowSize(181, 29_399)`. Raises ValueError for a response
+    that exceeds `max_tokens` with its prompt.
     """
     sizes = [RowSize(prompt + length, (prompt + length) ** 2) for length in lengths]
     stem = prompt - 1 if shares and prompt > LEAST_STEM else 0
@@ -141,17 +142,19 @@ def _parts(family: Family[AnyT], max_tokens: int) -> list[Family[AnyT]]:
     if family.size.tokens <= max_tokens:
         return [family]
     lengths = [size.tokens - family.stem for size in family.sizes]
-    return [family.take(places) for places in best_fit(lengths, max_tokens - family.stem)]
+    return [family.take(places) for places in best_fit(lengths, max_tokens, stem=family.stem)]
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit(lengths: Sequence[int], capacity: int, *, stem: int = 0) -> list[list[int]]:
     """Pack sequences into bins of at most `capacity` tokens; returns the indices in `lengths` of each bin.
 
-    Places the longest first, each into the fullest bin with room, in O(n log n) comparisons. Raises ValueError for
-    a sequence that is longer than `capacity`.
+    The sequences of a bin share `stem` tokens, which their lengths leave out. Places the longest first, each into
+    the fullest bin with room, in O(n log n) comparisons. Raises ValueError for a sequence longer than `capacity`.
     """
-    if max(lengths, default=0) > capacity:
-        raise ValueError(f"sequence of {max(lengths)} tokens exceeds packer.max_tokens={capacity}; raise it")
+    longest = stem + max(lengths, default=0)
+    if longest > capacity:
+        raise ValueError(f"sequence of {longest} tokens exceeds packer.max_tokens={capacity}; raise it")
+    room_of_bin = capacity - stem
     bins: list[list[int]] = []
     stride = len(lengths) + 1
     rooms: list[int] = []  # ascending; room * stride + bin, one integer so that comparisons are cheap
@@ -159,7 +162,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         taken = lengths[item] * stride
         place = bisect_left(rooms, taken)
         if place == len(rooms):
-            insort(rooms, capacity * stride + len(bins) - taken)
+            insort(rooms, room_of_bin * stride + len(bins) - taken)
             bins.append([item])
         else:
             room = rooms.pop(place)

@@ -130,7 +130,8 @@ class PackQueue:
     async def next_batch(self, *, wanted: Callable[[str], bool]) -> list[TrajectoryRef]:
         """Wait for trajectories whose ids are `wanted`; remove and return the first, and more up to `max_tokens`.
 
-        The first may exceed `max_tokens` alone. Trajectories that are no longer wanted are discarded.
+        The first may exceed `max_tokens` alone; the model cuts it if it is a tree. Trajectories that are no longer
+        wanted are discarded.
         """
         while True:
             await self._filled.wait()

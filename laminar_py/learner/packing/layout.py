@@ -7,8 +7,10 @@ still predicts one token. A segment ends with the prompt, so a tree has as many 
 siblings as alone. Prompts part where recorded experts differ (`tests/packing/test_layout.py`).
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 from laminar_py.records.codec import BoolArray, IntArray
 from laminar_py.records.pieces import RoutedExperts
-from laminar_py.records.spans import TokenPath, is_tree, sequences_of
+from laminar_py.records.spans import TokenPath, is_tree
 from laminar_py.records.trajectory import BaseTrajectory, Packable, Trajectory
 
 PackedT = TypeVar("PackedT", bound=Packable)
@@ -117,7 +119,7 @@ def row_size(one: BaseTrajectory) -> RowSize:
     if not is_tree(one.spans):
         length = one.num_tokens
         return RowSize(length, length * length)
-    return _size([_path(path, len(one.prompt_ids)) for path in one.token_paths])
+    return _size([leaf for _, leaf in _leaves(one)])
 
 
 def cut_tree(one: PackedT, max_tokens: int) -> list[PackedT]:
@@ -126,25 +128,84 @@ def cut_tree(one: PackedT, max_tokens: int) -> list[PackedT]:
     Neighbours in the tree stay together, and each part repeats the stem of its sequences. A longer sequence is a
     part alone. A part keeps the trajectory's id, and trains on the tokens that its sequences own.
     """
-    if one.num_tokens <= max_tokens or not is_tree(one.spans) or row_size(one).tokens <= max_tokens:
+    if one.num_tokens <= max_tokens or not is_tree(one.spans):
         return [one]
-    sequences = sequences_of(one.spans)
-    paths = [_path(sequence, len(one.prompt_ids)) for sequence in sequences]
-    parts: list[list[int]] = []
-    for place in sorted(range(len(paths)), key=lambda place: (not paths[place].prompt, sequences[place].parts)):
-        if parts and _size([paths[other] for other in [*parts[-1], place]]).tokens <= max_tokens:
-            parts[-1].append(place)
-        else:
-            parts.append([place])
-    return [msgspec.structs.replace(one, sequences=tuple(sorted(part))) for part in parts]
+    places, leaves = zip(*_leaves(one), strict=True)
+    if _size(leaves).tokens <= max_tokens:
+        return [one]
+    distinct = list(accumulate(leaf.length - leaf.shared for leaf in leaves))  # tokens up to each leaf
+    parts, start = [], 0
+    while start < len(leaves):
+        before = distinct[start] - leaves[start].length
+        stop = max(start + 1, bisect_right(distinct, before + max_tokens))
+        while stop - start > 1 and _size(leaves[start:stop]).tokens > max_tokens:  # a row repeats a few tokens
+            stop -= 1
+        parts.append(msgspec.structs.replace(one, sequences=tuple(sorted(places[start:stop]))))
+        start = stop
+    return parts
 
 
-def _size(paths: Sequence[_Path]) -> RowSize:
-    segments = list(_segments(paths))
-    return RowSize(
-        sum(segment.last - segment.first for segment in segments),
-        sum(segment.last**2 - segment.first**2 for segment in segments),
-    )
+# ---- the size of a tree
+
+
+class _Leaf(NamedTuple):
+    """Tokens of a sequence whose neighbours in the tree stand beside it, e.g. `_Leaf(900, 640, 20)`."""
+
+    length: int
+    shared: int  # first tokens that the leaf before it has too
+    prompt: int
+
+
+def _leaves(one: BaseTrajectory) -> list[tuple[int, _Leaf]]:
+    """Return the sequences of a tree, or of its part, in the order of the tree, each with its place.
+
+    A branch with a longer sequence comes first: the parts of a tree after the first then repeat shorter stems.
+    """
+    prompt, paths = len(one.prompt_ids), one.token_paths
+    longest: dict[int, int] = {}  # tokens of the longest sequence through a run, by the run's start
+    for path in sorted(paths, key=lambda path: path.length):
+        longest |= dict.fromkeys([start for start, _, _ in path.parts], path.length)
+    branches = [[(-longest[start], start, -end) for start, end, _ in path.parts] for path in paths]
+    order = sorted(range(len(paths)), key=lambda place: (not paths[place].has_prompt, branches[place]))
+    found = []
+    for place, before in zip(order, [None, *order], strict=False):
+        path = paths[place]
+        of_prompt = prompt if path.has_prompt else 0
+        shared = 0 if before is None else _num_common(path, paths[before], prompt)
+        found.append((place, _Leaf(path.num_tokens(prompt), shared, of_prompt)))
+    return found
+
+
+def _num_common(one: TokenPath, other: TokenPath, prompt: int) -> int:
+    """Return how many first tokens two sequences of a tree share."""
+    tokens = prompt if one.has_prompt and other.has_prompt else 0
+    for (start, end, _), (other_start, other_end, _) in zip(one.parts, other.parts, strict=False):
+        if start != other_start:
+            break
+        tokens += min(end, other_end) - start
+        if end != other_end:
+            break
+    return tokens
+
+
+def _size(leaves: Sequence[_Leaf]) -> RowSize:
+    """Return the size of leaves in a row; it follows `_segments` by numbers of tokens alone."""
+    shared = [leaf.shared for leaf in leaves]
+    tokens = squares = 0
+    waiting = [(0, len(leaves), 0)]  # leaves [start, stop), and their first token
+    while waiting:
+        start, stop, first = waiting.pop()
+        alone = stop - start == 1
+        last = leaves[start].length if alone else min(shared[start + 1 : stop])
+        if first == 0 and not alone and leaves[start].prompt > LEAST_STEM:
+            last = min(last, leaves[start].prompt)
+        end = last if alone else last - 1
+        if alone or end - first >= LEAST_STEM:
+            tokens, squares, first = tokens + end - first, squares + end**2 - first**2, end
+        if not alone:
+            bounds = [start, *(place for place in range(start + 1, stop) if shared[place] == last), stop]
+            waiting += [(some, other, first) for some, other in pairwise(bounds)]
+    return RowSize(tokens, squares)
 
 
 # ---- sequences

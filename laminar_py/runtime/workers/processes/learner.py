@@ -317,6 +317,7 @@ class ReferenceActor(ComputingActor):
             config.algorithm.reference or initial_folder(config),
             vocab_size=read_sizes(config.model.path).vocab_size,
             temperature=config.rollout.sampling.temperature,
+            max_tokens=config.packer.max_tokens,
             mesh=join_group(spec.rendezvous, rank=0, world_size=1, device_type=config.learner_device.value),
             offload=config.learner.offload,
             attention=config.learner.attention,
