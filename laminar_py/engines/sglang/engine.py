@@ -356,7 +356,7 @@ class SGLangEngine:
         except RefusedError as error:
             answer = UpdateAnswer(success=False, message=str(error))
         if not answer.success:
-            refusal = f"version {version} in {paths}: {answer.message}"
+            refusal = f"version {version} in {', '.join(paths.splitlines())}: {answer.message}"
             raise self._connection.lose(refusal) if HALF_CHANGED in refusal else RefusedError(refusal)
         if recomputes:
             await self._flush_cache()
