@@ -26,7 +26,7 @@ from laminar_py.relay import SPARE, Publisher, RelayEvent, RelayKeys, RelayNode,
 CHUNK_BYTES = 4 * 2**20
 WARM_VERSIONS = 4  # the fourth is the first to be written over the pages of another
 LOCAL = "127.0.0.1"
-PATIENCE_S = 120.0  # for any one message of a process
+PATIENCE_S = 600.0  # for any one message of a process
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["safetensors.torch", __name__])  # or each process spends seconds on imports

@@ -395,15 +395,18 @@ async def test_refused_weights_leave_the_server_in_use(answer):
 @pytest.mark.parametrize("status", [200, 400])  # SGLang answers failed updates with either
 async def test_a_server_that_fails_amid_new_weights_is_lost(call, status, tmp_path):
     file = save_changes({}, tmp_path / "changes", base=1, version=2)
+    then = save_changes({}, tmp_path / "then", base=2, version=3)
     server = Server(answers={"/update_weights_from_disk": {"success": True, "message": TAKES_CHANGES}})
     async with server.client() as engine:
         server.update_status = status
         for words, expected in (("other tensors", RefusedError), (f"{HALF_CHANGED} no memory", EngineLostError)):
             server.answers["/update_weights_from_disk"] = {"success": False, "message": words}
-            with pytest.raises(expected, match=words.split("] ")[-1]):
-                await (
-                    engine.load_changes([file], 2) if call == "load_changes" else engine.load_weights(WEIGHTS, 2)
-                )
+            with pytest.raises(expected, match=words.split("] ")[-1]) as raised:
+                if call == "load_changes":
+                    await engine.load_changes([file, then], 3)
+                else:
+                    await engine.load_weights(WEIGHTS, 2)
+            assert "\n" not in str(raised.value)
 
 
 async def test_weights_with_other_tensors_never_reach_the_server(tmp_path):
