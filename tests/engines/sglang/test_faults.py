@@ -401,11 +401,10 @@ async def test_a_server_that_fails_amid_new_weights_is_lost(call, status, tmp_pa
         server.update_status = status
         for words, expected in (("other tensors", RefusedError), (f"{HALF_CHANGED} no memory", EngineLostError)):
             server.answers["/update_weights_from_disk"] = {"success": False, "message": words}
+            changes = call == "load_changes"
+            load = engine.load_changes([file, then], 3) if changes else engine.load_weights(WEIGHTS, 2)
             with pytest.raises(expected, match=words.split("] ")[-1]) as raised:
-                if call == "load_changes":
-                    await engine.load_changes([file, then], 3)
-                else:
-                    await engine.load_weights(WEIGHTS, 2)
+                await load
             assert "\n" not in str(raised.value)
 
 
