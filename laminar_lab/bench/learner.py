@@ -59,7 +59,7 @@ def rows(
     return [
         *_speed_rows(model, repeats=repeats),
         *_mixture_rows(model, repeats=repeats),
-        _offload_row(model, repeats=repeats),
+        *_offload_rows(model, repeats=repeats),
         *_packing_rows(sequences=sequences, seeds=seeds),
         *prefixes.rows(repeats=repeats, scale=prefix_scale, config=model),
         *context.rows(repeats=repeats, tokens=rank_tokens),
@@ -101,7 +101,7 @@ def _speed_rows(config: PretrainedConfig, *, repeats: int) -> list[Row]:
     ]
 
 
-def _offload_row(config: PretrainedConfig, *, repeats: int) -> Row:
+def _offload_rows(config: PretrainedConfig, *, repeats: int) -> list[Row]:
     """Compare the CPU seconds of layers whose inputs go to the host and back with layers that keep them."""
     with workplace() as folder:
         model = ModelConfig(path=write_model(folder, config))
@@ -117,7 +117,7 @@ def _offload_row(config: PretrainedConfig, *, repeats: int) -> Row:
     times = in_turn(sides, rounds=repeats, warm=1)
     over = Ratio.between(times["offloaded"], times["kept"]).median
     setting = f"learner.recompute all_offloaded over all, CPU s of a quarter of each batch; median of {repeats}"
-    return Row("offloaded_over_kept", over, "x, copies on a CPU", setting)
+    return [Row("offloaded_over_kept", over, "x, copies on a CPU", setting)]
 
 
 def _draw_batch(number: int) -> list[Trajectory]:

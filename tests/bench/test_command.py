@@ -61,12 +61,13 @@ def test_a_setting_is_a_number_above_zero(text):
 def test_a_command_with_json_prints_one_object_and_its_progress_elsewhere(monkeypatch):
     monkeypatch.setattr(learner, "_speed_rows", lambda model, repeats: [])
     monkeypatch.setattr(learner, "_mixture_rows", lambda model, repeats: [])
+    monkeypatch.setattr(learner, "_offload_rows", lambda model, repeats: [])
     monkeypatch.setattr(prefixes, "rows", lambda **_: [])
     monkeypatch.setattr(context, "rows", lambda **_: [])
     done = CliRunner().invoke(app, ["bench", "learner", "sequences=64", "seeds=1", "--json"])
     assert done.exit_code == 0, done.output
     rows = msgspec.json.decode(done.stdout, type=Report).rows
-    assert tuple(row.name for row in rows) == learner.ROWS[3:8]
+    assert tuple(row.name for row in rows) == learner.ROWS[4:8]
 
 
 def test_a_list_of_all_imports_no_heavy_library():

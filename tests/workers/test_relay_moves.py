@@ -63,8 +63,8 @@ class Relay:
         assert f"relay-{decode(RelaySpec, data).node}" == self._name
         return f"tcp://relay:{self._port}"
 
-    def ping(self, data):
-        self._pinged.put_nowait((self._name, decode(tuple[str, ...], data)))
+    def ping(self, parents, sources):
+        self._pinged.put_nowait((self._name, decode(tuple[str, ...], parents)))
         return encode([])
 
     def pid(self):
