@@ -7,6 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from laminar_py.config.engine import EngineConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section
 
 
@@ -15,6 +16,34 @@ class Device(StrEnum):
 
     CUDA = "cuda"
     CPU = "cpu"
+
+
+class LeaseSwitch(StrEnum):
+    """When replicas give shared devices to a learner that has a batch."""
+
+    READY = "ready"
+    TAIL = "tail"
+
+
+class LeaseCache(StrEnum):
+    """What becomes of the KV cache while the learner computes on shared devices."""
+
+    KEEP = "keep"
+    RELEASE = "release"
+
+
+class LeaseConfig(Section):
+    """Turns of learner and replicas on shared devices (`cluster.share`)."""
+
+    switch: LeaseSwitch = LeaseSwitch.READY
+    """When replicas give the devices to a learner that has a batch. `tail`: once they run less than half of the
+    trajectories that they can. `ready`: then, or once their turn has lasted so long that hand-overs take at most
+    `most_cost` of it."""
+    most_cost: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the replicas' turn that hand-overs may take, with the prefill that a released cache costs."""
+    cache: LeaseCache | None = None
+    """KV cache during the learner's turn. `keep`: responses go on where they were. `release`: the learner gets the
+    memory, and the replicas compute the cache again. Default: `release` on GPUs, `keep` on CPUs."""
 
 
 class ClusterConfig(Section):
@@ -27,6 +56,12 @@ class ClusterConfig(Section):
     learner_device: Device | None = None
     """Device of the learner's ranks and of a reference stage, with `cuda` one GPU each. Default: GPUs if the run
     launches SGLang servers on GPUs, else CPUs."""
+    share: bool = False
+    """Learner and replicas use the same devices, in turns. Replica 0 has the GPUs of the first learner ranks,
+    replica 1 the next ones, and so on; replicas beyond the ranks have GPUs of their own, and never stop. On CPUs
+    all replicas take turns with the learner."""
+    lease: LeaseConfig = LeaseConfig()
+    """Turns on shared devices."""
 
 
 class Seal(StrEnum):
@@ -57,6 +92,22 @@ def check_seal(seal: Seal, host: str) -> None:
         raise ConfigError(
             f"relay.seal=none: relays would send weights unencrypted from {host}, which is no private address;"
             " set relay.seal=aead, or let relays listen on one (10/8, 172.16/12, 192.168/16, 127/8, fc00::/7)"
+        )
+
+
+def check_share(engine: EngineConfig, *, ranks: int, device: Device) -> None:
+    """Raise `ConfigError` if the replicas cannot use the devices of the learner's ranks."""
+    if engine.hosts:
+        raise ConfigError(
+            f"cluster.share=true: {engine.placed_by} names servers that the run does not start, on other devices"
+            " than the learner's; set it to false"
+        )
+    if engine.gpus and engine.emulates is None and device is Device.CPU:
+        raise ConfigError("cluster.share=true: the learner is on CPUs, and replicas on GPUs; set it to false")
+    if engine.gpus > ranks:
+        raise ConfigError(
+            f"cluster.share=true: a replica has {engine.gpus} GPUs, and the learner {ranks}; raise"
+            " learner.world_size, or give a replica fewer GPUs"
         )
 
 

@@ -17,7 +17,15 @@ from laminar_py.config.algorithm import (
     check_reference,
     check_teaching,
 )
-from laminar_py.config.cluster import ClusterConfig, Device, RelayConfig, SandboxConfig, SupervisorConfig
+from laminar_py.config.cluster import (
+    ClusterConfig,
+    Device,
+    LeaseCache,
+    RelayConfig,
+    SandboxConfig,
+    SupervisorConfig,
+    check_share,
+)
 from laminar_py.config.data import DataConfig, ModelConfig
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
@@ -112,6 +120,8 @@ class RunConfig(Section):
         check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)
+        if self.cluster.share:
+            check_share(rollout.engine, ranks=self.learner_ranks, device=self.learner_device)
         check_sets(self.reward, self.eval.sets)
         kinds = {term.kind for term in self.reward.terms}
         check_environment(self.environment, kinds, in_flight=self._in_flight, sandbox=self.sandbox)
@@ -137,6 +147,20 @@ class RunConfig(Section):
         return self.cluster.learner_device or (Device.CUDA if engine.gpus and not engine.hosts else Device.CPU)
 
     @property
+    def shared_replicas(self) -> int:
+        """Replicas, from 0 on, that take turns with the learner on its devices (`cluster.share`)."""
+        gpus = self.rollout.engine.gpus
+        if not self.cluster.share:
+            return 0
+        return min(self.rollout.replicas, self.learner_ranks // gpus) if gpus else self.rollout.replicas
+
+    @property
+    def lease_cache(self) -> LeaseCache:
+        """What becomes of the KV cache of shared replicas during the learner's turn."""
+        default = LeaseCache.RELEASE if self.rollout.engine.gpus else LeaseCache.KEEP
+        return self.cluster.lease.cache or default
+
+    @property
     def row_tokens(self) -> int:
         """Most tokens of one microbatch, over all ranks that share it."""
         return self.packer.max_tokens * self.learner.context_parallel
@@ -154,7 +178,7 @@ class RunConfig(Section):
         trained = self.learner.world_size + self.algorithm.reference_in_own_process
         return (
             (trained if self.learner_device is Device.CUDA else 0)
-            + (0 if rollout.engine.hosts else rollout.replicas * rollout.engine.gpus)
+            + (0 if rollout.engine.hosts else (rollout.replicas - self.shared_replicas) * rollout.engine.gpus)
             + sum(server.gpus for server in launched)
         )
 

@@ -91,6 +91,7 @@ class RequestScheduler(ABC, Generic[JobT]):
         """Stop generating and send every token so far.
 
         IN_PLACE keeps the requests running, RETRACT puts them at the head of the queue, ABORT ends all requests.
+        RELEASE is RETRACT: these engines keep their caches in the memory of the host.
         """
         self._paused = True
         jobs = list(self._running.values())
@@ -98,7 +99,7 @@ class RequestScheduler(ABC, Generic[JobT]):
             case PauseMode.IN_PLACE:
                 for job in jobs:
                     self._send(job)
-            case PauseMode.RETRACT:
+            case PauseMode.RETRACT | PauseMode.RELEASE:
                 for job in reversed(jobs):  # the oldest comes to the head of the queue
                     self._retract(job)
             case PauseMode.ABORT:

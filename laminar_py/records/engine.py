@@ -36,11 +36,12 @@ class RefusedError(ValueError):
 
 
 class PauseMode(StrEnum):
-    """Effect of `InferenceEngine.pause` on running requests (SGLang's three modes)."""
+    """Effect of `InferenceEngine.pause` on running requests: SGLang's three modes, and `RELEASE`."""
 
     ABORT = "abort"  # end them and deliver their partial responses
     RETRACT = "retract"  # put them back into the queue and prefill them again
     IN_PLACE = "in_place"  # stop them where they are and keep their KV cache
+    RELEASE = "release"  # as RETRACT; and a GPU gets back the memory of the KV cache, until `resume`
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

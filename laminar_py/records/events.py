@@ -77,6 +77,15 @@ class PartCrashed(Event, frozen=True):
     reason: str
 
 
+class Leased(Event, frozen=True, kw_only=True):
+    """Shared devices changed hands, e.g. `Leased(holder="learner", step=7, elapsed_s=0.2, tokens=90_000)`."""
+
+    holder: str  # from now on: "learner" or "replicas"
+    step: int  # steps that the learner has made
+    elapsed_s: float  # of the hand-over, in which neither computes
+    tokens: int  # of responses under way on the shared replicas
+
+
 class SealBroken(Event, frozen=True):
     """A sealed run was resumed, so its seal is invalid, e.g. `SealBroken(digest)`."""
 
@@ -446,6 +455,7 @@ AnyEvent = (
     | Checkpointed
     | RolledBack
     | SealBroken
+    | Leased
     | PartStarted
     | PartCrashed
     | Evaluated

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, SamplingParams
+from laminar_py.records.engine import EngineLostError, EngineStatus, InferenceEngine, PauseMode, SamplingParams
 from laminar_py.records.environment import Environments
 from laminar_py.records.host import Clock
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
@@ -46,6 +46,7 @@ from laminar_py.rollout.streams import Streams
 from laminar_py.rollout.verifying import Prober
 
 log = logging.getLogger(__name__)
+GOES_ON_S, LOOK_S = 60.0, 0.02  # longest wait for responses to go on after a hold, and between two looks
 
 
 class Replica:
@@ -84,6 +85,8 @@ class Replica:
         self._newest = -1  # newest version that the relay announced
         self._weights_wanted = asyncio.Event()  # set when `serve` has to look whether weights are due
         self._weights_lock = asyncio.Lock()  # held while weights change, and while they must not
+        self._hold: PauseMode | None = None  # set from a call of `hold` to `unhold`
+        self._held_since: float | None = None  # when `hold` got the lock, which it keeps
         self._loss_raised = asyncio.Event()  # set when `next_report` has raised the engine's loss
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
@@ -99,7 +102,7 @@ class Replica:
         self._admission.received += sum(assignment.version is None for assignment in assignments)
         self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
         self._expected_passes.update(item.group_id for item in assignments if item.more_to_come)
-        serves = self._streams.serving.is_set()  # no weights are being loaded
+        serves = self._streams.serving.is_set() or self._held_since is not None  # no weights are being loaded
         for assignment in assignments:
             if not self._admission.trains and assignment.kind is Kind.TRAIN:
                 self._streams.hand_back(assignment)
@@ -143,6 +146,41 @@ class Replica:
         report = self._out.pop_report(status, admissible=admissible, received=self._admission.received)
         await self._store.synced()  # one sync for all tokens that the report names
         return report
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Stop computing until `unhold`: running requests pause by `mode`, none enters, no weights are loaded.
+
+        Waits while weights are loaded or the speed is measured. A lost engine computes nothing.
+        """
+        self._hold = mode
+        await self._weights_lock.acquire()
+        if self._hold is None:  # `unhold` was faster
+            self._weights_lock.release()
+            return
+        self._held_since = self._out.clock.now()
+        self._streams.serving.clear()
+        with self._watching_for_loss():
+            await self._engine.pause(mode)
+
+    async def unhold(self) -> None:
+        """Compute again after `hold`; return once half of the responses have gone on, with their caches."""
+        self._hold, since, self._held_since = None, self._held_since, None
+        if since is None:
+            return
+        with self._watching_for_loss():
+            await self._engine.resume()
+            self._streams.excuse(self._out.clock.now() - since)
+            if self._loader.version >= 0:
+                self._streams.serving.set()
+        before = {name: running.length for name, running in self._running.items() if running.first_token_s}
+        self._weights_lock.release()
+        self._weights_wanted.set()
+        deadline = self._out.clock.now() + GOES_ON_S
+        while self._out.clock.now() < deadline:
+            stand = sum(name in self._running and self._running[name].length == it for name, it in before.items())
+            if 2 * stand <= len(before) or self._held_since is not None:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def measure_speed(
         self, *, vocab: int, max_len: int, sampling: SamplingParams

@@ -183,6 +183,12 @@ class Streams:
                 running.cut = Cap.SECONDS
                 await self._abort(running)
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count the last `seconds`, in which the replica was held, as time of its trajectories."""
+        for running in self.running.values():
+            if running.first_token_s is not None:
+                running.first_token_s += seconds
+
     async def _abort(self, running: RunningTrajectory) -> None:
         """Abort a trajectory: in the engine, whose last delta then ends it, or here if no request runs."""
         if running.state is StreamState.ENDED:

@@ -19,6 +19,7 @@ from itertools import count
 import msgspec
 
 from laminar_py.records.codec import encode
+from laminar_py.records.engine import PauseMode
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.sockets import MAX_FRAME_BYTES, PeerServer, read_record
 from laminar_py.runtime.link.messages import (
@@ -27,9 +28,11 @@ from laminar_py.runtime.link.messages import (
     Command,
     CommandFrame,
     Expect,
+    Hold,
     Look,
     Reply,
     ReportFrame,
+    Unhold,
 )
 
 CHECK_S = 0.5  # at most, between two checks for silent connections and for commands to resend
@@ -88,6 +91,14 @@ class ReplicaConnection:
         if reply is None:
             self.send_command(CallOff(list(trajectory_ids)))
         return reply is not None and reply.promised
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Return once the replica computes nothing, or its process has ended."""
+        await self._request(Hold(next(self._ids), mode), None)
+
+    async def unhold(self) -> None:
+        """Return once the replica computes again, or its process has ended."""
+        await self._request(Unhold(next(self._ids)), None)
 
     def lose(self, reason: str) -> None:
         """Set `lost` to the first reason; the owner of the connection awaits `lost`, and replaces the process."""
@@ -160,7 +171,7 @@ class ReplicaConnection:
         self._requests.clear()
         self._unacknowledged.clear()
 
-    async def _request(self, question: Look | Expect, within_s: float | None) -> Reply | None:
+    async def _request(self, question: Look | Expect | Hold | Unhold, within_s: float | None) -> Reply | None:
         """Send a question and return the answer; None if the connection closes or `within_s` (seconds) pass."""
         if self._closed:
             return None

@@ -5,13 +5,14 @@ resends until the other acknowledges, and ignores duplicates and frames that fol
 
     ReportFrame(number, report)   -> CommandFrame(reports_received)   until acknowledged, one report at a time
     CommandFrame(first, commands) -> ReportFrame(commands_received)   until acknowledged, in order
-    Look(id), Expect(id)          -> ReportFrame(report, answers)     the report is sent at once
+    Look, Expect, Hold, Unhold    -> ReportFrame(report, answers)     the report is sent at once
 """
 
 from typing import Annotated, TypeAlias
 
 import msgspec
 
+from laminar_py.records.engine import PauseMode
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -72,11 +73,24 @@ class Expect(CommandBase, frozen=True):
     trajectory_ids: list[str]
 
 
-Command: TypeAlias = Submit | Abort | GiveUp | CallOff | Stop | Follow | Look | Expect
+class Hold(CommandBase, frozen=True):
+    """Stop computing, and pause requests by `mode`; answer once nothing computes."""
+
+    id: Count
+    mode: PauseMode
+
+
+class Unhold(CommandBase, frozen=True):
+    """Compute again; answer then."""
+
+    id: Count
+
+
+Command: TypeAlias = Submit | Abort | GiveUp | CallOff | Stop | Follow | Look | Expect | Hold | Unhold
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Answer to the `Look` or `Expect` of this id."""
+    """Answer to the `Look`, `Expect`, `Hold` or `Unhold` of this id."""
 
     id: Count
     survey: Survey | None = None  # for a `Look`

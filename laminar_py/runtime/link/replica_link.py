@@ -21,11 +21,13 @@ from laminar_py.runtime.link.messages import (
     Expect,
     Follow,
     GiveUp,
+    Hold,
     Look,
     Reply,
     ReportFrame,
     Stop,
     Submit,
+    Unhold,
 )
 
 UNSENT_S = 0.05  # before the first retry of a frame that the socket did not take
@@ -132,12 +134,21 @@ class ReplicaLink:
                 waits = replica.stop(evaluations=evaluations)
             case Look(id):
                 waits = self._survey(id)
+            case Hold(id, mode):
+                waits = self._done(id, replica.hold(mode))
+            case Unhold(id):
+                waits = self._done(id, replica.unhold())
         if waits is not None:
             tasks.create_task(waits)
             await asyncio.sleep(0)  # the task starts before the next command
 
     async def _survey(self, id: int) -> None:
         self._answer(Reply(id, survey=await self._replica.survey()))
+
+    async def _done(self, id: int, work: Coroutine[object, object, None]) -> None:
+        """Answer once `work` is done."""
+        await work
+        self._answer(Reply(id))
 
     def _answer(self, answer: Reply) -> None:
         """Put an answer into the next report, and have that report leave at once."""

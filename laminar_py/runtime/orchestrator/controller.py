@@ -75,6 +75,7 @@ from laminar_py.runtime.orchestrator.setup import (
     Handoff,
     TrainingParts,
     limit_gc_pauses,
+    make_lease,
     make_scheduler,
     record_start,
     seal,
@@ -302,6 +303,7 @@ class Controller:
             learner=learner,
             evaluator=self._evaluator,
             versions=versions,
+            lease=make_lease(incarnation, replicas),
             stop=self._stop,
             show=self._show_step,
             show_line=self.view.notice,
@@ -368,15 +370,14 @@ class Controller:
     async def _start_parts(self) -> None:
         """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
         learner = None if self._learning is None else self._learning.learner
-        parts = (self._scoring, self._environments, learner, self._replicas, self._reference)
-        for part in (part for part in parts if part is not None):
-            part.spawn()
+        for part in (self._scoring, self._environments, learner, self._replicas, self._reference):
+            if part is not None:
+                part.spawn()
         async with asyncio.TaskGroup() as tasks:
             for started in (self._relays, self._scoring, self._environments):
                 tasks.create_task(started.start())
         if self._recovered is not None and self._learning is not None:
-            # an earlier fleet may have been larger
-            self._scoring.grow(self._scoring.most + len(self._recovered.live))
+            self._scoring.grow(self._scoring.most + len(self._recovered.live))  # of an earlier, larger fleet
             await self._restore_passes(self._recovered)
             await self._restore()
             if surplus := describe_surplus(self._scheduler.state.settings, len(self._scheduler.state.groups)):

@@ -14,8 +14,9 @@ from typing import Generic, TypeVar
 import psutil
 
 from laminar_py.control.groups import Credit
+from laminar_py.control.lease import DeviceLease
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import control_settings
+from laminar_py.control.settings import control_settings, max_groups
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered, first_events
@@ -28,6 +29,7 @@ from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
+from laminar_py.runtime.workers.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +118,19 @@ def make_scheduler(
     if incarnation.number > 1:
         scheduler.await_restore()
     return scheduler
+
+
+def make_lease(incarnation: Incarnation, replicas: Replicas) -> DeviceLease:
+    """Make the lease of devices that the learner shares with replicas; most runs share none."""
+    config, rollout = incarnation.config, incarnation.config.rollout
+    replicas.shared.await_learner()
+    return DeviceLease(
+        replicas.shared if config.shared_replicas else None,
+        config.cluster.lease,
+        most=min(config.shared_replicas * rollout.max_batch, max_groups(config) * rollout.group_size),
+        clock=incarnation.clock,
+        record=incarnation.ledger.append,
+    )
 
 
 async def record_start(incarnation: Incarnation, recovered: Recovered | None) -> None:

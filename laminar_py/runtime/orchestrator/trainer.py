@@ -13,6 +13,7 @@ import msgspec
 
 from laminar_py.config.rollout import Schedule
 from laminar_py.control.consumption import StepBatch
+from laminar_py.control.lease import DeviceLease
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.state import Phase
 from laminar_py.control.steps import RefillWatch, pack_step, step_events
@@ -40,6 +41,7 @@ from laminar_py.runtime.workers.specs import StepOutcome
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+KEEP_S = 0.05  # for which the learner keeps shared devices without a batch
 MAX_SKIPPED = 3  # steps in a row without a finite gradient, after which the run ends
 
 
@@ -95,6 +97,7 @@ class Trainer:
         learner: LearnerKeeper,
         evaluator: Evaluator,
         versions: Versions,
+        lease: DeviceLease,
         stop: StopRequest,
         show: Callable[[StepRow], None],
         show_line: Callable[[str], None] = lambda line: None,
@@ -111,7 +114,7 @@ class Trainer:
         self._incarnation_number = incarnation.number
         self._scheduler, self._learner = scheduler, learner
         self._evaluator = evaluator
-        self._versions = versions
+        self._versions, self._lease = versions, lease
         self._checkpoints = Checkpoints(
             incarnation,
             save=learner.save,
@@ -148,14 +151,18 @@ class Trainer:
 
         Raises StoppedError if the run must stop before the learner has started.
         """
-        while True:
-            try:
-                await self._start_learner()
-            except PartCrashedError as error:
-                await self._stop.unless_asked(self._replace_learner(await self._kill_learner(error)))
-            else:
-                self._evaluator.note_version(self.point)
-                return
+        try:
+            await self._stop.unless_asked(self._lease.take(self.step, at_once=True))
+            while True:
+                try:
+                    await self._start_learner()
+                except PartCrashedError as error:
+                    await self._stop.unless_asked(self._replace_learner(await self._kill_learner(error)))
+                else:
+                    self._evaluator.note_version(self.point)
+                    return
+        finally:
+            await self._lease.give(self.step)
 
     async def close(self) -> None:
         """Cancel a checkpoint that is still being written."""
@@ -190,9 +197,7 @@ class Trainer:
         awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
         SIGNALS.enter(awaited, self._cost_of_end)
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
-        take = asyncio.create_task(
-            self._scheduler.next_batch(groups=groups, version=self.version), name="next-batch"
-        )
+        take = asyncio.create_task(self._take_batch(groups), name="next-batch")
         stop = asyncio.create_task(self._pause_on_stop(), name="stop")
         failures = [
             asyncio.create_task(self._versions.wait_until_lost(), name="version-lost"),
@@ -212,6 +217,27 @@ class Trainer:
         if failure is not None and not stopped:
             raise failure
         return None
+
+    async def _take_batch(self, groups: int) -> StepBatch:
+        """Take the next batch, and the devices that learner and replicas share.
+
+        The learner keeps the devices if the next batch is there already.
+        """
+        work = self._scheduler.next_batch(groups=groups, version=self.version)
+        take = asyncio.create_task(work, name="take-batch")
+        try:
+            if not (await asyncio.wait([take], timeout=KEEP_S))[0]:
+                await self._lease.give(self.step)
+            batch = await take
+            if batch.trajectories:
+                await self._lease.take(self.step)
+            return batch
+        except asyncio.CancelledError:
+            take.cancel()
+            await asyncio.wait([take])
+            if not take.cancelled():
+                await self._scheduler.consumption.put_back(take.result())
+            raise
 
     async def _pause_on_stop(self) -> None:
         """Wait until the run is to stop before the next batch, and pause the scheduler.
@@ -336,7 +362,10 @@ class Trainer:
             await self.go_back(error)
 
     async def save_last(self) -> None:
-        """Save a checkpoint at the end of the run; if the learner crashes meanwhile, keep the one before."""
+        """Save a checkpoint at the end of the run; if the learner crashes meanwhile, keep the one before.
+
+        After it shared devices are the replicas'.
+        """
         SIGNALS.enter(f"the checkpoint of step {self.step}", self._cost_of_end)
         try:
             if self._saved_step != self.step and not self._stop.unsound:
@@ -352,6 +381,8 @@ class Trainer:
                 standing.path,
             )
             self._supervisor.crashed(crash)
+        finally:
+            await self._lease.give(self.step)
 
     # ---- the learner's life
 

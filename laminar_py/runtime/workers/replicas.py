@@ -9,7 +9,7 @@ number is used again. A replica that joins and does not start leaves again, and 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 
 from laminar_py.config.run import RunConfig
@@ -32,6 +32,7 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.segments import RunSegments
+from laminar_py.runtime.workers.shared import SharedReplicas
 from laminar_py.runtime.workers.specs import ReplicaSpec, ReportPace
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,11 @@ class ReplicaKeeper(Keeper):
         self.label: str | None = None  # of the segments that the process writes
         self._fleet = fleet
 
+    @property
+    def in_flight(self) -> Collection[str]:
+        """Ids of the trajectories that the scheduler has assigned to the replica."""
+        return self._fleet.scheduler.views.by_index[self.index].in_flight
+
     def end(self) -> None:
         """Kill the process on purpose, which does not count as a crash."""
         self.is_killed = True
@@ -99,6 +105,11 @@ class ReplicaKeeper(Keeper):
         return [planned[self.index] if self.index < len(planned) else None]
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
+        """Start the replica, on shared devices in the replicas' turn."""
+        async with self._fleet.shared.starting(self.index):
+            await self._start(parts)
+
+    async def _start(self, parts: Sequence[Part]) -> None:
         """Attach the replica to a relay, open its connection, and start it with its first assignments."""
         fleet, config = self._fleet, self._fleet.config
         self._incarnation.stats.add_replica(self.index)
@@ -207,6 +218,7 @@ class Replicas:
         self._running_hub: ReplicaHub | None = None
         self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum, its replica
         self._keepers = [ReplicaKeeper(self, index) for index in range(self.config.rollout.replicas)]
+        self.shared = SharedReplicas(self._keepers, self.config, scheduler.state.live)
         self._joined: set[int] = set()  # replicas that joined the running fleet
         self._tasks: asyncio.TaskGroup | None = None  # group of the tasks that keep them
 

@@ -1,0 +1,110 @@
+"""Turns of the learner and of replicas on devices that they share (`cluster.share`). Pure but for its clock.
+
+    REPLICAS --the learner has a batch, and `DeviceLease.take` finds that its turn has come--> LEARNER
+    LEARNER  --it has none, and calls `give`-------------------------------------------------> REPLICAS
+
+A run begins with the learner's turn. During it the shared replicas hold their requests, start no process and load
+no weights. Responses lose nothing by a hand-over; a released KV cache is computed again.
+"""
+
+import asyncio
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol
+
+from laminar_py.config.cluster import LeaseConfig, LeaseSwitch
+from laminar_py.records.events import Leased
+from laminar_py.records.host import Clock
+
+LOOK_S = 0.1  # between looks whether the learner's turn has come
+TAIL = 0.5  # of the trajectories that replicas can run; with fewer a GPU decodes at less than its best
+SMOOTHING = 0.3  # weight of the newest hand-over in the mean
+
+
+class Holder(StrEnum):
+    """Who computes on shared devices."""
+
+    LEARNER = "learner"
+    REPLICAS = "replicas"
+
+
+class SharedFleet(Protocol):
+    """The replicas on shared devices."""
+
+    async def hold(self) -> None:
+        """Stop all shared replicas, also starting ones; return once none computes."""
+        ...
+
+    async def release(self) -> None:
+        """Let shared replicas compute and start; return once most responses go on."""
+        ...
+
+    def load(self) -> tuple[int, int]:
+        """Return the trajectories on shared replicas, and the tokens of these so far."""
+        ...
+
+
+class DeviceLease:
+    """The shared devices' holder; `record` gets an event for each hand-over. Without a fleet nothing is shared.
+
+    `most` is the number of trajectories that the shared replicas can run at a time.
+    """
+
+    def __init__(
+        self,
+        fleet: SharedFleet | None,
+        settings: LeaseConfig,
+        *,
+        most: int,
+        clock: Clock,
+        record: Callable[[Leased], None],
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._most = most
+        self._clock = clock
+        self._record = record
+        self._cost_s = 0.0  # of a turn's two hand-overs, in the mean
+        self._taken_s = 0.0  # of the last hand-over to the learner
+        self._since_s = clock.now()  # when the present turn began
+        self.holder = Holder.LEARNER
+
+    async def take(self, step: int, *, at_once: bool = False) -> None:
+        """Wait for the learner's turn unless it must have it `at_once`, and stop the replicas.
+
+        A cancelled wait leaves their turn as it was.
+        """
+        if self._fleet is None or self.holder is Holder.LEARNER:
+            return
+        while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - time alone may make it so
+            await asyncio.sleep(LOOK_S)
+        began, (_, tokens) = self._clock.now(), self._fleet.load()
+        try:
+            await self._fleet.hold()
+        except asyncio.CancelledError:
+            await self._fleet.release()
+            raise
+        self._taken_s = self._hand_over(Holder.LEARNER, step, began, tokens)
+
+    async def give(self, step: int) -> None:
+        """End the learner's turn, if it is."""
+        if self._fleet is None or self.holder is Holder.REPLICAS:
+            return
+        began, (_, tokens) = self._clock.now(), self._fleet.load()
+        await self._fleet.release()
+        cost_s = self._taken_s + self._hand_over(Holder.REPLICAS, step, began, tokens)
+        self._cost_s += SMOOTHING * (cost_s - self._cost_s) if self._cost_s else cost_s
+
+    def _is_due(self, running: int) -> bool:
+        """Whether replicas give up the devices for a batch that is ready."""
+        if running <= TAIL * self._most:
+            return True
+        spent_s = self._clock.now() - self._since_s
+        return self._settings.switch is LeaseSwitch.READY and self._cost_s <= self._settings.most_cost * spent_s
+
+    def _hand_over(self, holder: Holder, step: int, began: float, tokens: int) -> float:
+        """Note the new holder; return the seconds since `began`."""
+        self.holder, self._since_s = holder, self._clock.now()
+        elapsed_s = self._since_s - began
+        self._record(Leased(holder=holder.value, step=step, elapsed_s=elapsed_s, tokens=tokens))
+        return elapsed_s

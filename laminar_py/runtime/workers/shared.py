@@ -1,0 +1,80 @@
+"""Replicas on devices that they share with the learner: their turns, from the controller's side.
+
+In the learner's turn no shared replica computes, and none starts. `control.lease` decides whose turn it is.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from laminar_py.config.cluster import LeaseCache
+from laminar_py.config.run import RunConfig
+from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.engine import PauseMode
+from laminar_py.runtime.link.hub import ReplicaConnection
+
+
+class SharedKeeper(Protocol):
+    """What `SharedReplicas` reads of the keeper of a replica."""
+
+    connection: ReplicaConnection | None
+
+    @property
+    def in_flight(self) -> Collection[str]:
+        """Ids of the trajectories that the replica has."""
+        ...
+
+
+class SharedReplicas:
+    """The replicas among `keepers` that share devices with the learner; see `control.lease.SharedFleet`."""
+
+    def __init__(
+        self, keepers: Sequence["SharedKeeper"], config: RunConfig, live: Mapping[str, LiveTrajectory]
+    ) -> None:
+        self._keepers = keepers[: config.shared_replicas]
+        self._mode = PauseMode.IN_PLACE if config.lease_cache is LeaseCache.KEEP else PauseMode.RELEASE
+        self._live = live
+        self._ours = asyncio.Event()  # set in the replicas' turn
+        self._ours.set()
+        self._num_starting = 0
+        self._started = asyncio.Event()  # set, and replaced, after each start
+
+    def await_learner(self) -> None:
+        """Begin with the learner's turn: shared replicas start after it."""
+        self._ours.clear()
+
+    @asynccontextmanager
+    async def starting(self, index: int) -> AsyncIterator[None]:
+        """Start a replica in the body, once it is the replicas' turn, which does not end meanwhile."""
+        if index >= len(self._keepers):  # on devices of its own
+            yield
+            return
+        await self._ours.wait()
+        self._num_starting += 1
+        try:
+            yield
+        finally:
+            self._num_starting -= 1
+            self._started.set()
+            self._started = asyncio.Event()
+
+    async def hold(self) -> None:
+        """Stop all shared replicas, after a start that is under way; return once none computes."""
+        self._ours.clear()
+        while self._num_starting:
+            await self._started.wait()
+        await asyncio.gather(*(one.hold(self._mode) for one in self._connections()))
+
+    async def release(self) -> None:
+        """Let shared replicas compute and start; return once most responses go on."""
+        self._ours.set()
+        await asyncio.gather(*(one.unhold() for one in self._connections()))
+
+    def load(self) -> tuple[int, int]:
+        """Return the trajectories on shared replicas, and the tokens of these so far."""
+        names = [name for keeper in self._keepers for name in keeper.in_flight]
+        return len(names), sum(self._live[name].length for name in names if name in self._live)
+
+    def _connections(self) -> list[ReplicaConnection]:
+        return [keeper.connection for keeper in self._keepers if keeper.connection is not None]
