@@ -36,7 +36,7 @@ class SharedFleet(Protocol):
         ...
 
     async def release(self) -> None:
-        """Let shared replicas compute and start; return once most responses go on."""
+        """Let shared replicas compute and start; return once most responses continue."""
         ...
 
     def load(self) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class DeviceLease:
         """
         if self._fleet is None or self.holder is Holder.LEARNER:
             return
-        while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - time alone may make it so
+        while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - it looks at the time
             await asyncio.sleep(LOOK_S)
         began, (_, tokens) = self._clock.now(), self._fleet.load()
         try:
