@@ -36,7 +36,7 @@ class SharedFleet(Protocol):
         ...
 
     async def release(self) -> None:
-        """Let shared replicas compute and start; return once most responses continue."""
+        """Let shared replicas compute and start; return once most released caches are complete."""
         ...
 
     def load(self) -> tuple[int, int]:

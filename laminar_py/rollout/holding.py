@@ -20,6 +20,7 @@ class Holding:
         self._lock = weights_lock
         self._clock = clock
         self._is_wanted = False
+        self._mode = PauseMode.IN_PLACE
         self._served = False  # when it was held
         self._since_s: float | None = None
 
@@ -38,12 +39,12 @@ class Holding:
         if not self._is_wanted:  # `release` was faster
             self._lock.release()
             return
-        self._since_s, self._served = self._clock.now(), self._streams.serving.is_set()
+        self._mode, self._since_s, self._served = mode, self._clock.now(), self._streams.serving.is_set()
         self._streams.serving.clear()
         await self._engine.pause(mode)
 
     async def release(self) -> None:
-        """Compute again; return once half of the responses have new tokens, so that their caches are complete.
+        """Compute again. After a pause that gave up the caches return once half of the responses have new tokens.
 
         Raises `EngineLostError`.
         """
@@ -59,6 +60,8 @@ class Holding:
                 self._streams.serving.set()
         finally:
             self._lock.release()
+        if self._mode is PauseMode.IN_PLACE:
+            return
         deadline = self._clock.now() + CONTINUE_S
         while not self.is_held and self._clock.now() < deadline:
             standing = sum(name in running and running[name].length == length for name, length in before.items())

@@ -151,7 +151,7 @@ class Replica:
             await self._holding.hold(mode)
 
     async def unhold(self) -> None:
-        """Compute again after `hold`; return once most responses continue."""
+        """Compute again after `hold`; return once released caches are complete."""
         with self._watching_for_loss():
             await self._holding.release()
         self._weights_wanted.set()

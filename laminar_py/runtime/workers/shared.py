@@ -67,7 +67,7 @@ class SharedReplicas:
         await asyncio.gather(*(one.hold(self._mode) for one in self._connections()))
 
     async def release(self) -> None:
-        """Let shared replicas compute and start; return once most responses continue."""
+        """Let shared replicas compute and start; return once most released caches are complete."""
         self._ours.set()
         await asyncio.gather(*(one.unhold() for one in self._connections()))
 
