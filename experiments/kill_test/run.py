@@ -94,7 +94,7 @@ class Run:
             time.sleep(0.001)
 
     def wait_for_turn(self, moment: str) -> None:
-        """Return at the next `moment` of shared devices that the controller's log tells, or when the run has ended."""
+        """Return at the next `moment` of shared devices in the controller's log, or when the run has ended."""
         path = self.folder / "logs" / "controller.log"
         deadline = time.monotonic() + START_S
         with path.open() as file:
@@ -174,7 +174,7 @@ def campaign(
 ) -> dict[str, int]:
     """Kill so many times, `pause_s` or more apart; every victim comes before any comes again.
 
-    `over_checkpoints`: each time while a checkpoint is being written; `over_turns`: as shared devices change hands.
+    `over_checkpoints`: each while a checkpoint is being written; `over_turns`: as shared devices change hands.
     Returns the kills of each victim.
     """
     done: dict[str, int] = dict.fromkeys(victims, 0)
