@@ -155,6 +155,11 @@ class RunConfig(Section):
         return min(self.rollout.replicas, self.learner_ranks // gpus) if gpus else self.rollout.replicas
 
     @property
+    def all_shared(self) -> bool:
+        """True where every replica takes turns with the learner."""
+        return self.cluster.share and self.shared_replicas == self.rollout.replicas
+
+    @property
     def lease_cache(self) -> LeaseCache:
         """Use of the KV cache of shared replicas during the learner's turn."""
         default = LeaseCache.RELEASE if self.rollout.engine.gpus else LeaseCache.KEEP
