@@ -412,7 +412,7 @@ class EvaluationCheck:
         return (Alarm("evaluation", f"pass {of_pass}", words),)
 
     def _key(self, row: LiveTrajectory) -> bytes:
-        """What identifies the problem of a group's first sample; b"" for another sample or an unknown prompt."""
+        """The problem of a group's first sample; b"" for another sample or an unknown prompt."""
         if row.sample_index or (prompt := self.prompt_of(row)) is None or not len(prompt.ids):
             return b""
         return b"\0".join((prompt.ids.tobytes(), prompt.answer.encode(), prompt.fields_json))
