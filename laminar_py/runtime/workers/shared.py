@@ -46,7 +46,8 @@ class SharedReplicas:
     def __init__(
         self, keepers: Sequence["SharedKeeper"], config: RunConfig, live: Mapping[str, LiveTrajectory]
     ) -> None:
-        self._keepers = keepers[: config.shared_replicas]
+        on_cpus = config.cluster.share and not config.rollout.engine.gpus
+        self._keepers = keepers if on_cpus else keepers[: config.shared_replicas]  # cores: also replicas that join
         self._mode = PauseMode.IN_PLACE if config.lease_cache is LeaseCache.KEEP else PauseMode.RELEASE
         self._live = live
         self._num_gpus = config.rollout.engine.gpus  # of a replica
