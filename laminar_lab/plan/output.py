@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from laminar_lab.doctor.memory import Parts
+from laminar_lab.doctor.gpu_formula import Parts
 from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
 from laminar_lab.plan.request import P99, PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate

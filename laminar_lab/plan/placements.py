@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from laminar_lab.doctor.memory import MARGIN, Parts, cache_tokens, has_margin, learner_memory, with_spare
+from laminar_lab.doctor.gpu_formula import MARGIN, Parts, cache_tokens, has_margin, learner_memory, with_spare
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.step_time import RankTraffic, rank_traffic
 from laminar_py.config import ConfigError

@@ -13,7 +13,7 @@ from math import inf, log2
 from statistics import median
 from typing import Protocol
 
-from laminar_lab.doctor.memory import Parts, engine_memory, host_inputs
+from laminar_lab.doctor.gpu_formula import Parts, engine_memory, host_inputs
 from laminar_lab.plan.judge import Judgement, judge, mean_judgement
 from laminar_lab.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, learner_bytes, placements
 from laminar_lab.plan.request import PlanRequest

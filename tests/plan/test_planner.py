@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_lab.doctor.checks import fit_pretended, pretended_cluster
-from laminar_lab.doctor.memory import has_margin, memory_faults
+from laminar_lab.doctor.gpu_formula import has_margin
+from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.inputs import lengths_by_task, read_subject
