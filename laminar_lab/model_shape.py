@@ -139,7 +139,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if not experts:
             return self._dense_mlp
         gates = hidden * experts + (hidden if gated else 0)
-        return gates + 3 * hidden * (experts * self._expert_width + self._shared_width)
+        return gates + 3 * hidden * (experts * self._expert_width + self.shared_width)
 
     @property
     def _dense_mlp(self) -> int:
@@ -150,7 +150,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.first_k_dense_replace, self.num_hidden_layers) if self.experts else 0
 
     @property
-    def _shared_width(self) -> int:
+    def shared_width(self) -> int:
         """Width of the experts that every token goes through."""
         return (self.shared_expert_intermediate_size or 0) + (self.n_shared_experts or 0) * self._expert_width
 
@@ -164,7 +164,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if not self.experts:
             return self.intermediate_size
         chosen = (self.num_experts_per_tok or 1) * self._expert_width
-        return chosen + self._shared_width
+        return chosen + self.shared_width
 
     @property
     def total(self) -> int:
@@ -174,7 +174,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def active(self) -> int:
         """Parameters that multiply a token: only the chosen experts count, and the input embedding does not."""
-        width = self.experts * self._expert_width + self._shared_width
+        width = self.experts * self._expert_width + self.shared_width
         idle = 3 * self.hidden_size * (width - self.used_width) if self.experts else 0
         return self.embedding + self.total - self.root - (self.num_hidden_layers - self._num_dense) * idle
 

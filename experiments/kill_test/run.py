@@ -43,6 +43,7 @@ VICTIMS = (
     CONTROLLER,
     EVERYTHING,
 )
+MOMENTS = ("learner asks for", "learner has", "learner gives", "replicas has")  # of shared devices, in the log
 TARGET = 0.9  # runs without a kill end between 0.94 and 1.00, and begin at 0.25
 START_S, END_S = 180.0, 600.0
 
@@ -91,6 +92,16 @@ class Run:
         while self.running and not list((self.folder / "checkpoints").glob("*.tmp")):
             check(time.monotonic() < deadline, f"no checkpoint in {START_S:.0f} s")
             time.sleep(0.001)
+
+    def wait_for_turn(self, moment: str) -> None:
+        """Return at the next `moment` of shared devices in the controller's log, or when the run has ended."""
+        path = self.folder / "logs" / "controller.log"
+        deadline = time.monotonic() + START_S
+        with path.open() as file:
+            file.seek(0, os.SEEK_END)
+            while self.running and moment not in file.readline():
+                check(time.monotonic() < deadline, f"the log does not tell '{moment}' in {START_S:.0f} s")
+                time.sleep(0.001)
 
     def kill(self, victim: str) -> bool:
         """Kill a part now; return False if it is not there at this moment (it is being revived)."""
@@ -152,11 +163,19 @@ def check(condition: bool, message: str) -> None:
 
 
 def campaign(
-    run: Run, victims: list[str], kills: int, pause_s: float, rng: random.Random, *, over_checkpoints: bool = False
+    run: Run,
+    victims: list[str],
+    kills: int,
+    pause_s: float,
+    rng: random.Random,
+    *,
+    over_checkpoints: bool = False,
+    over_turns: bool = False,
 ) -> dict[str, int]:
     """Kill so many times, `pause_s` or more apart; every victim comes before any comes again.
 
-    `over_checkpoints`: each time while a checkpoint is being written. Returns the kills of each victim.
+    `over_checkpoints`: each while a checkpoint is being written; `over_turns`: as shared devices change hands.
+    Returns the kills of each victim.
     """
     done: dict[str, int] = dict.fromkeys(victims, 0)
     deck: list[str] = []
@@ -165,6 +184,9 @@ def campaign(
         time.sleep(pause_s + rng.uniform(0.2, 3.0))
         if over_checkpoints:
             run.wait_for_checkpoint()
+        if over_turns:
+            run.wait_for_turn(rng.choice(MOMENTS))
+            time.sleep(rng.uniform(0.0, 0.05))
         check(run.running, f"the run ended after {sum(done.values())} of {kills} kills; raise --steps")
         deck = deck or rng.sample(victims, len(victims))
         victim = deck.pop()
@@ -217,6 +239,7 @@ def make_arguments(about: str | None, *, victims: Sequence[str], steps: int) -> 
     parser.add_argument("--only", nargs="+", default=list(victims), metavar="VICTIM", help="parts to kill")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each kill, for revivals to end")
     parser.add_argument("--over-checkpoints", action="store_true", help="kill while a checkpoint is being written")
+    parser.add_argument("--over-turns", action="store_true", help="kill as shared devices change hands")
     parser.add_argument("settings", nargs="*", help="key=value for laminar train")
     return parser
 
@@ -234,7 +257,8 @@ def kill_and_prove(
     Exits with code 1 unless every law holds, the accounting closes, and `judge` finds all as it should be.
     """
     rng = random.Random(args.seed)
-    done = campaign(run, args.only, args.kills, args.pause, rng, over_checkpoints=args.over_checkpoints)
+    over = {"over_checkpoints": args.over_checkpoints, "over_turns": args.over_turns}
+    done = campaign(run, args.only, args.kills, args.pause, rng, **over)
     check(run.finish() == 0, "the last incarnation did not finish")
     rows, holds = proof(run, done)
     more, right = judge(run)

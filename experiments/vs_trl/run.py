@@ -58,7 +58,10 @@ class Measured:
         return next((seconds for _, seconds, accuracy in self.accuracy if accuracy >= target), None)
 
 
-def run_ours(seed: int, steps: int) -> FinishedRun:
+ON_ONE_CORE = ["rollout.replicas=1", "relay.nodes=1"]
+
+
+def run_ours(seed: int, steps: int, *settings: str) -> FinishedRun:
     """Train with laminar_py."""
     return train(
         Path(CONFIG),
@@ -69,6 +72,7 @@ def run_ours(seed: int, steps: int) -> FinishedRun:
             "rollout.without_signal=train",  # as TRL does
             f"eval.every_steps={EVAL_EVERY}",
             "eval.deferred=true",
+            *settings,
         ],
         limit_s=OURS_LIMIT_S,
     )
@@ -92,12 +96,12 @@ def warm_started_model(run: FinishedRun) -> Path:
     return initial_folder(config)
 
 
-def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float) -> Measured:
+def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float, threads: int) -> Measured:
     """Train with TRL from the same weights."""
     with tempfile.TemporaryDirectory(prefix="laminar-trl-") as folder:
         out = Path(folder, "measured.json")
         files = [model, DATA / "train.jsonl", DATA / "heldout.jsonl", out]
-        options = ["--seed", seed, "--steps", steps, "--target", target]
+        options = ["--seed", seed, "--steps", steps, "--target", target, "--threads", threads]
         run_command(
             [python, HERE / "trl_side.py", *files, *options], limit_s=TRL_LIMIT_S, environment=TRL_ALLOCATOR
         )
@@ -133,7 +137,8 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
     speeds = [[run.tokens_per_s for run in side] for side in (ours, trl)]
     ratio = Ratio.between(*speeds)
     conditions = (
-        f"{setting}, 32 prompts x 8, lr 1e-3, {os.cpu_count()} cores each; {ratio}; ours {spread(speeds[0])},"
+        f"{setting}, 32 prompts x 8, lr 1e-3, {len(os.sched_getaffinity(0))} cores each; {ratio};"
+        f" ours {spread(speeds[0])},"
         f" TRL {spread(speeds[1])} response tokens/s over steps {FIRST_STEP} to {LAST_STEP}"
     )
     rows: list[Row] = [Row("trained_tokens_over_trl", ratio.median, "x", conditions)]
@@ -151,11 +156,24 @@ def rows_of(ours: list[Measured], trl: list[Measured], *, target: float) -> list
     return [*rows, Row("time_to_accuracy_trl_over_ours", ratio.median, "x", conditions)]
 
 
+def turns_row(in_turns: list[Measured], beside: list[Measured]) -> Row:
+    """The figure of one core: learner and replica in turns over both beside each other."""
+    speeds = [[run.tokens_per_s for run in side] for side in (in_turns, beside)]
+    ratio = Ratio.between(*speeds)
+    conditions = (
+        f"quickstart, one core, {len(beside)} seeds; {ratio}; in turns {spread(speeds[0])}, beside each other"
+        f" {spread(speeds[1])} response tokens/s over steps {FIRST_STEP} to {LAST_STEP}"
+    )
+    return Row("shared_over_split", ratio.median, "x", conditions)
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each side, with seeds 0, 1, ...")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, help="of a run, if it does not reach the target")
+    parser.add_argument("--trl-seeds", type=int, help="runs of TRL (--seeds)")
+    parser.add_argument("--core", type=int, help="run on this core alone, learner and replica in turns and beside")
     parser.add_argument("--target", type=float, default=0.9, help="held-out accuracy that ends the race")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-trl", help="TRL's virtual environment")
     return parser.parse_args()
@@ -166,16 +184,33 @@ def main() -> None:
     args = parse()
     python = ensure_venv(args.venv.absolute())
     sources = [HERE, ROOT / CONFIG, CONSTRAINTS]
-    kept = KeptResults(KEPT, sources=sources, settings=f"{args.steps} steps, target {args.target}")
-    ours, trl = [], []
+    where = "" if args.core is None else f", core {args.core}"
+    if args.core is not None:
+        os.sched_setaffinity(0, {args.core})
+    threads = min(2, len(os.sched_getaffinity(0)))
+    kept = KeptResults(KEPT, sources=sources, settings=f"{args.steps} steps, target {args.target}{where}")
+    few = [] if args.core is None else ON_ONE_CORE
+    ours, in_turns, trl = [], [], []
     for seed in range(args.seeds):
-        run = kept.run(f"ours-{seed}", partial(run_ours, seed, args.steps))
+        run = kept.run(f"ours-{seed}", partial(run_ours, seed, args.steps, *few))
         ours.append(measure(run))
-        side = partial(
-            run_trl, python, model=warm_started_model(run), seed=seed, steps=args.steps, target=args.target
-        )
-        trl.append(kept.get(f"trl-{seed}", Measured, side))
-    show("vs_trl", rows_of(ours, trl, target=args.target), as_json=args.json)
+        if args.core is not None:
+            turns = partial(run_ours, seed, args.steps, *few, "cluster.share=true")
+            in_turns.append(measure(kept.run(f"turns-{seed}", turns)))
+        if seed < (args.seeds if args.trl_seeds is None else args.trl_seeds):
+            side = partial(
+                run_trl,
+                python,
+                model=warm_started_model(run),
+                seed=seed,
+                steps=args.steps,
+                target=args.target,
+                threads=threads,
+            )
+            trl.append(kept.get(f"trl-{seed}", Measured, side))
+    rows = [] if args.core is None else [turns_row(in_turns, ours)]
+    compared = (in_turns or ours)[: len(trl)]
+    show("vs_trl", rows + (rows_of(compared, trl, target=args.target) if trl else []), as_json=args.json)
 
 
 if __name__ == "__main__":

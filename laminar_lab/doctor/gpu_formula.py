@@ -102,8 +102,9 @@ def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> floa
         each = _of_layer(shape)
     elif recompute is Recompute.ALL:
         each = entry
-    else:  # attention's result, and every second of the seven products
-        products = shape.key_width + shape.hidden_size + shape.used_width
+    else:  # attention's result, and every second of the seven products; grouped ones are computed again
+        wide = shape.shared_width if shape.experts else shape.used_width
+        products = shape.key_width + shape.hidden_size + wide
         each = entry + 2.0 * (shape.query_width + products)
     return tokens * shape.num_hidden_layers * each
 
@@ -122,7 +123,11 @@ def _of_layer(shape: ModelShape) -> float:
     attention = 4.0 * queries + 4.0 * keys  # queries, keys, values, result
     if shape.normalises_heads:
         attention += 6.0 * (queries + keys)
-    routed = 4.0 * shape.hidden_size * (shape.num_experts_per_tok or 0)  # sorted by expert, and back
+    routed = 0.0
+    if shape.experts:  # rows sorted by expert, weighted products, four tables of places, probabilities
+        chosen = shape.num_experts_per_tok or 1
+        weighted = 2.0 * (shape.used_width - shape.shared_width)
+        routed = 2.0 * shape.hidden_size * chosen + weighted + 32.0 * chosen + 4.0 * shape.experts
     return norms + attention + routed + 8.0 * shape.used_width  # gate, its activation, up, their product
 
 

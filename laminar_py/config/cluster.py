@@ -26,7 +26,7 @@ class LeaseSwitch(StrEnum):
 
 
 class LeaseCache(StrEnum):
-    """What becomes of the KV cache while the learner computes on shared devices."""
+    """Use of the KV cache of shared replicas while the learner computes."""
 
     KEEP = "keep"
     RELEASE = "release"
@@ -42,8 +42,8 @@ class LeaseConfig(Section):
     most_cost: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the replicas' turn that hand-overs may take, with the prefill that a released cache costs."""
     cache: LeaseCache | None = None
-    """KV cache during the learner's turn. `keep`: responses go on where they were. `release`: the learner gets the
-    memory, and the replicas compute the cache again. Default: `release` on GPUs, `keep` on CPUs."""
+    """KV cache during the learner's turn. `keep`: responses continue where they were. `release`: the learner gets
+    the memory, and the replicas compute the cache again. Default: `release` on GPUs, `keep` on CPUs."""
 
 
 class ClusterConfig(Section):

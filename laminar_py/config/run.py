@@ -156,7 +156,7 @@ class RunConfig(Section):
 
     @property
     def lease_cache(self) -> LeaseCache:
-        """What becomes of the KV cache of shared replicas during the learner's turn."""
+        """Use of the KV cache of shared replicas during the learner's turn."""
         default = LeaseCache.RELEASE if self.rollout.engine.gpus else LeaseCache.KEEP
         return self.cluster.lease.cache or default
 

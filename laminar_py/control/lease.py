@@ -8,6 +8,7 @@ no weights. Responses lose nothing by a hand-over; a released KV cache is comput
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
@@ -15,6 +16,8 @@ from typing import Protocol
 from laminar_py.config.cluster import LeaseConfig, LeaseSwitch
 from laminar_py.records.events import Leased
 from laminar_py.records.host import Clock
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between looks whether the learner's turn has come
 TAIL = 0.5  # of the trajectories that replicas can run; with fewer a GPU decodes at less than its best
@@ -36,7 +39,7 @@ class SharedFleet(Protocol):
         ...
 
     async def release(self) -> None:
-        """Let shared replicas compute and start; return once most responses go on."""
+        """Let shared replicas compute and start; return once most released caches are complete."""
         ...
 
     def load(self) -> tuple[int, int]:
@@ -76,9 +79,10 @@ class DeviceLease:
         """
         if self._fleet is None or self.holder is Holder.LEARNER:
             return
-        while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - time alone may make it so
+        while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - it looks at the time
             await asyncio.sleep(LOOK_S)
         began, (_, tokens) = self._clock.now(), self._fleet.load()
+        log.info("shared devices: the learner asks for them")
         try:
             await self._fleet.hold()
         except asyncio.CancelledError:
@@ -91,6 +95,7 @@ class DeviceLease:
         if self._fleet is None or self.holder is Holder.REPLICAS:
             return
         began, (_, tokens) = self._clock.now(), self._fleet.load()
+        log.info("shared devices: the learner gives them back")
         await self._fleet.release()
         cost_s = self._taken_s + self._hand_over(Holder.REPLICAS, step, began, tokens)
         self._cost_s += SMOOTHING * (cost_s - self._cost_s) if self._cost_s else cost_s
@@ -106,5 +111,6 @@ class DeviceLease:
         """Note the new holder; return the seconds since `began`."""
         self.holder, self._since_s = holder, self._clock.now()
         elapsed_s = self._since_s - began
+        log.info("shared devices: %s has them after %.3f s", holder, elapsed_s)
         self._record(Leased(holder=holder.value, step=step, elapsed_s=elapsed_s, tokens=tokens))
         return elapsed_s

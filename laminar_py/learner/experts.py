@@ -14,6 +14,7 @@ from torch.autograd import Function
 from transformers.integrations import moe
 
 NAME = "packed"  # in transformers
+SIDE_BYTES = 16  # torch's grouped product takes matrices whose rows and columns are multiples of these
 
 
 class Experts(Protocol):
@@ -46,17 +47,32 @@ def packed_experts(experts: Experts, hidden: Tensor, chosen: Tensor, weights: Te
     """Return [T, H], for each token the weighted sum of its experts' results.
 
     `hidden` is [T, H], `chosen` and `weights` are [T, k]. transformers' own function computes experts that have
-    biases, transposed weights, no gate, or a norm of their results.
+    biases, transposed weights, no gate, or a norm of their results; with sides that torch's grouped product does
+    not take, their own loop does.
     """
     if experts.has_bias or experts.is_transposed or experts.has_post_expert_norm or not experts.has_gate:
-        return moe.grouped_mm_experts_forward(experts, hidden, chosen, weights)  # type: ignore[no-any-return]
+        if _suits_torch(experts.down_proj):
+            return moe.grouped_mm_experts_forward(experts, hidden, chosen, weights)  # type: ignore[no-any-return]
+        return type(experts).forward.__wrapped__(experts, hidden, chosen, weights)  # type: ignore[attr-defined, no-any-return]
     order = sort_by_expert(chosen, num_experts=experts.num_experts)
     rows = _Spread.apply(hidden, order.tokens, order.places)  # type: ignore[no-untyped-call]
-    inner = experts._apply_gate(moe._grouped_linear(rows, experts.gate_up_proj, order.ends))
+    inner = experts._apply_gate(_grouped_product(rows, experts.gate_up_proj, order.ends))
     # The last product is linear, so its input has the weights: W numbers a row instead of H.
     scale = _Permute.apply(weights.reshape(-1, 1), order.copies, order.places.view(-1))  # type: ignore[no-untyped-call]
-    results = moe._grouped_linear(inner * scale, experts.down_proj, order.ends)
+    results = _grouped_product(inner * scale, experts.down_proj, order.ends)
     return _Collect.apply(results, order.tokens, order.places).to(hidden.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """[S, O]: `rows` [S, I] times the weights [E, O, I] of their experts, by torch or one expert after another."""
+    if _suits_torch(weights):
+        return moe._grouped_linear(rows, weights, ends)  # type: ignore[no-any-return]
+    return torch.ops.transformers.grouped_mm_fallback(rows.to(weights.dtype), weights.transpose(1, 2), ends)  # type: ignore[no-any-return]
+
+
+def _suits_torch(weights: Tensor) -> bool:
+    """Return whether torch's grouped product takes weights [E, O, I] in both passes."""
+    return all(size * weights.element_size() % SIDE_BYTES == 0 for size in weights.shape[1:])
 
 
 class Order(NamedTuple):

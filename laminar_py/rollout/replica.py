@@ -38,6 +38,7 @@ from laminar_py.records.weights import VersionLostError, WeightSource
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.admission import ReplicaAdmission, ReplicaState, is_new
 from laminar_py.rollout.calibration import EngineBounds, measure_speed
+from laminar_py.rollout.holding import Holding
 from laminar_py.rollout.loader import WeightLoader
 from laminar_py.rollout.outbox import GATHER_S, Outbox
 from laminar_py.rollout.running import RunningTrajectory
@@ -46,7 +47,6 @@ from laminar_py.rollout.streams import Streams
 from laminar_py.rollout.verifying import Prober
 
 log = logging.getLogger(__name__)
-GOES_ON_S, LOOK_S = 60.0, 0.02  # longest wait for responses to go on after a hold, and between two looks
 
 
 class Replica:
@@ -75,8 +75,7 @@ class Replica:
         self.index = index
         self._engine = engine
         self._weights = weights
-        self._policy = on_new_weights
-        self._max_batch, self._store = max_batch, store
+        self._policy, self._max_batch, self._store = on_new_weights, max_batch, store
         self._partial_interval_s = partial_interval_s
         self._max_seconds, self._initial = max_seconds, initial
         self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
@@ -85,8 +84,6 @@ class Replica:
         self._newest = -1  # newest version that the relay announced
         self._weights_wanted = asyncio.Event()  # set when `serve` has to look whether weights are due
         self._weights_lock = asyncio.Lock()  # held while weights change, and while they must not
-        self._hold: PauseMode | None = None  # set from a call of `hold` to `unhold`
-        self._held_since: float | None = None  # when `hold` got the lock, which it keeps
         self._loss_raised = asyncio.Event()  # set when `next_report` has raised the engine's loss
         self._admission = ReplicaAdmission(on_new_weights, batch=batch, max_batch=max_batch)
         self._out = Outbox(index=index, clock=clock, gather_s=gather_s)
@@ -94,6 +91,7 @@ class Replica:
             engine, self._out, store, environments, decode, on_ended=self._on_ended, on_lost=self._lose
         )
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every, prober)
+        self._holding = Holding(engine, self._streams, weights_lock=self._weights_lock, clock=clock)
 
     # ---- called by the controller
 
@@ -102,7 +100,7 @@ class Replica:
         self._admission.received += sum(assignment.version is None for assignment in assignments)
         self._expected.difference_update(assignment.trajectory_id for assignment in assignments)
         self._expected_passes.update(item.group_id for item in assignments if item.more_to_come)
-        serves = self._streams.serving.is_set() or self._held_since is not None  # no weights are being loaded
+        serves = self._streams.serving.is_set() or self._holding.is_held  # no weights are being loaded
         for assignment in assignments:
             if not self._admission.trains and assignment.kind is Kind.TRAIN:
                 self._streams.hand_back(assignment)
@@ -148,39 +146,15 @@ class Replica:
         return report
 
     async def hold(self, mode: PauseMode) -> None:
-        """Stop computing until `unhold`: running requests pause by `mode`, none enters, no weights are loaded.
-
-        Waits while weights are loaded or the speed is measured. A lost engine computes nothing.
-        """
-        self._hold = mode
-        await self._weights_lock.acquire()
-        if self._hold is None:  # `unhold` was faster
-            self._weights_lock.release()
-            return
-        self._held_since = self._out.clock.now()
-        self._streams.serving.clear()
+        """Stop computing until `unhold`: running requests pause by `mode`, none enters, no weights are loaded."""
         with self._watching_for_loss():
-            await self._engine.pause(mode)
+            await self._holding.hold(mode)
 
     async def unhold(self) -> None:
-        """Compute again after `hold`; return once half of the responses have gone on, with their caches."""
-        self._hold, since, self._held_since = None, self._held_since, None
-        if since is None:
-            return
+        """Compute again after `hold`; return once released caches are complete."""
         with self._watching_for_loss():
-            await self._engine.resume()
-            self._streams.excuse(self._out.clock.now() - since)
-            if self._loader.version >= 0:
-                self._streams.serving.set()
-        before = {name: running.length for name, running in self._running.items() if running.first_token_s}
-        self._weights_lock.release()
+            await self._holding.release()
         self._weights_wanted.set()
-        deadline = self._out.clock.now() + GOES_ON_S
-        while self._out.clock.now() < deadline:
-            stand = sum(name in self._running and self._running[name].length == it for name, it in before.items())
-            if 2 * stand <= len(before) or self._held_since is not None:
-                return
-            await asyncio.sleep(LOOK_S)
 
     async def measure_speed(
         self, *, vocab: int, max_len: int, sampling: SamplingParams
@@ -315,7 +289,7 @@ class Replica:
         """Journal new tokens and abort overdue trajectories every `_partial_interval_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._partial_interval_s)
-            if self._max_seconds is not None:
+            if self._max_seconds is not None and not self._holding.is_held:
                 with self._watching_for_loss():
                     await self._streams.cut_overdue(self._max_seconds)
             with self._watching_for_loss():

@@ -47,9 +47,9 @@ def test_each_copy_is_in_the_range_of_its_expert_and_finds_its_token_again():
     assert torch.equal(order.tokens[order.places], torch.arange(500)[:, None].expand(500, 8))
 
 
-def made_experts(dtype: torch.dtype) -> Qwen3MoeExperts:
+def made_experts(dtype: torch.dtype, *, hidden: int = 16, width: int = 24) -> Qwen3MoeExperts:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(num_experts=6, hidden_size=16, moe_intermediate_size=24, hidden_act="silu")
+    config = Qwen3MoeConfig(num_experts=6, hidden_size=hidden, moe_intermediate_size=width, hidden_act="silu")
     config._experts_implementation = "eager"  # transformers' own loop over experts
     experts = Qwen3MoeExperts(config).to(dtype)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def made_experts(dtype: torch.dtype) -> Qwen3MoeExperts:
 def passed(forward, experts, chosen, *, dtype) -> dict[str, torch.Tensor]:
     """Result and all gradients."""
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(len(chosen), 16, generator=generator).to(dtype).requires_grad_()
+    hidden = torch.randn(len(chosen), experts.hidden_dim, generator=generator).to(dtype).requires_grad_()
     weights = torch.rand(chosen.shape, generator=generator).to(dtype).requires_grad_()
     experts.zero_grad()
     output = forward(hidden, chosen, weights)
@@ -82,6 +82,14 @@ def test_results_and_gradients_are_a_loop_over_experts(choice, dtype, rel):
     assert_near(found, passed(experts, experts, chosen, dtype=dtype), rel=rel)
 
 
+@pytest.mark.parametrize(("hidden", "width"), [(16, 22), (18, 24), (16, 7), (32, 4), (9, 5)])
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_experts_of_any_width_are_computed_though_torch_takes_multiples_of_16_bytes(hidden, width, dtype, rel):
+    experts, chosen = made_experts(dtype, hidden=hidden, width=width), torch.tensor(CHOICES["some experts idle"])
+    found = passed(lambda *given: packed_experts(experts, *given), experts, chosen, dtype=dtype)
+    assert_near(found, passed(experts, experts, chosen, dtype=dtype), rel=rel)
+
+
 def test_experts_with_biases_are_computed_with_them():
     experts, chosen = made_experts(torch.float32), torch.tensor(CHOICES["spread"])
     experts.has_bias = True
@@ -89,6 +97,13 @@ def test_experts_with_biases_are_computed_with_them():
     hidden, weights = torch.randn(5, 16), torch.ones(5, 2)
     without = experts(hidden, chosen, weights)
     torch.testing.assert_close(packed_experts(experts, hidden, chosen, weights), without + 2.0)
+
+
+def test_experts_without_a_gate_of_any_width_are_computed_by_their_own_loop():
+    experts, chosen = made_experts(torch.float32, width=22), torch.tensor(CHOICES["spread"])
+    experts.has_gate = False  # which the class's own loop does not ask
+    hidden, weights = torch.randn(5, 16), torch.ones(5, 2)
+    assert torch.equal(packed_experts(experts, hidden, chosen, weights), experts(hidden, chosen, weights))
 
 
 def backward(learner, batch) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=24, norm_topk_prob=True),
     "not renormalised": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=24, norm_topk_prob=False),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=8),
+    "of odd width": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=7, norm_topk_prob=True),
 }
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 

@@ -4,13 +4,16 @@ import asyncio
 import re
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from laminar_lab.audit.verify import verify
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import WithoutSignal
+from laminar_py.control.lease import DeviceLease, Holder
 from laminar_py.control.settings import control_settings
 from laminar_py.control.steps import MIN_EMPTY
 from laminar_py.learner.marker import read_marker
@@ -60,6 +63,7 @@ class Learner:
         self.disk = asyncio.Event()  # cleared where it writes no checkpoint for now
         self.disk.set()
         self.on_save = lambda: None
+        self.on_call = lambda name: None  # before each call that computes
 
     def spawn(self):
         pass
@@ -68,6 +72,7 @@ class Learner:
         pass
 
     async def start(self, checkpoint):
+        self.on_call("start")
         self._taken = 0 if checkpoint is None else read_marker(checkpoint).step
         return LearnerStarted(num_parameters=1, attention="eager", attention_share=0.0, steps_taken=self._taken)
 
@@ -81,6 +86,7 @@ class Learner:
         return lost | {id: why for id, why in self.lost.items() if id in complete}
 
     async def step(self, terms, *, version):
+        self.on_call("step")
         self.steps += 1
         self._taken += 1
         self.trained.append(self.fetched)
@@ -88,6 +94,7 @@ class Learner:
         return StepOutcome(StepMetrics(loss=0.1, grad_norm=0.2, elapsed_s=0.0), version, 0.0)
 
     async def publish(self, version):
+        self.on_call("publish")
         self._published[version] = self._taken
 
     async def completed(self, version):
@@ -97,6 +104,7 @@ class Learner:
         return []
 
     async def save(self, folder):
+        self.on_call("save")
         self.saves += 1
         self._folder, self._saved = folder, self._taken
         self.on_save()
@@ -110,7 +118,7 @@ class Learner:
 
 
 @asynccontextmanager
-async def training(path, *settings, fails, admission, **options):
+async def training(path, *settings, fails, admission, shared=None, **options):
     """A trainer that has started, its learner and the fleet."""
     config = load_config(REPO / "configs/quickstart.yaml", [*SMALL, *settings])
     run, clock = RunFolder(path), SystemClock()
@@ -151,6 +159,10 @@ async def training(path, *settings, fails, admission, **options):
         )
         versions = Versions(incarnation, completed=learner.completed, stored=learner.stored)
         stop = StopRequest()
+        record = ledger.append
+        lease = DeviceLease(shared, config.cluster.lease, most=16, clock=clock, record=record)
+        if shared is not None:
+            learner.on_call = partial(shared.learner_computes, lease)
         trainer = Trainer(
             incarnation,
             scheduler=fleet.scheduler,
@@ -165,6 +177,7 @@ async def training(path, *settings, fails, admission, **options):
                 show_line=None,
             ),
             versions=versions,
+            lease=lease,
             stop=stop,
             show=lambda row: None,
             on_fault=pytest.fail,
@@ -180,13 +193,42 @@ async def training(path, *settings, fails, admission, **options):
             await trainer.close()
 
 
+class Shared:
+    """Replicas on the learner's devices; the learner dies in the `dies_in`-th of its calls that compute."""
+
+    def __init__(self, dies_in=None):
+        self.computes = False
+        self.calls = []
+        self._dies_in = dies_in
+
+    async def hold(self):
+        await asyncio.sleep(0.01)
+        self.computes = False
+
+    async def release(self):
+        self.computes = True
+
+    def load(self):
+        return 0, 0
+
+    def learner_computes(self, lease, name):
+        assert not self.computes
+        assert lease.holder is Holder.LEARNER
+        self.calls.append(name)
+        if len(self.calls) == self._dies_in:
+            raise PartCrashedError("learner-0", "killed by the test")
+
+
 def by_place(group, index):
     return float(index % 2)
 
 
-async def generate(fleet, wanted=lambda: True, reward=by_place):
+async def generate(fleet, wanted=lambda: True, reward=by_place, may=lambda: True):
     """What is handed out is finished and scored at once, by group and place, as long as that is wanted."""
     while wanted():
+        if not may():
+            await asyncio.sleep(0.001)
+            continue
         fleet.versions[0] = fleet.scheduler.state.newest_version
         await fleet.report(0)
         await fleet.finish_all(0)
@@ -215,6 +257,42 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_pat
             await train(trainer, scheduler=fleet.scheduler)
         assert (trainer.step, learner.steps, learner.saves) == (2, 3, 4)
     assert recover(tmp_path, exists=RunFolder(tmp_path).has).checkpoint.step == 2
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("dies_in", [None, 4, 5, 6, 7, 8])  # 1 to 3: start, publish, save
+async def test_on_shared_devices_learner_and_replicas_compute_in_turns_also_over_a_death(tmp_path, dies_in):
+    shared = Shared(dies_in)
+    async with training(tmp_path, "steps=3", fails={}, admission="async", shared=shared) as (trainer, _, fleet):
+        async with generating(fleet, may=lambda: shared.computes), asyncio.timeout(PATIENCE_S):
+            await train(trainer, scheduler=fleet.scheduler)
+        assert trainer.step == 3
+        assert shared.computes, "after the last step the devices are the replicas'"
+    assert shared.calls[:4] == ["start", "publish", "save", "step"]
+    assert shared.calls.count("start") == (1 if dies_in is None else 2)
+    with reading(tmp_path) as connection:
+        rows = connection.execute("SELECT body FROM event WHERE kind = 'leased' ORDER BY seq").fetchall()
+    holders = [msgspec.json.decode(body)["holder"] for (body,) in rows]
+    assert holders[::2] == ["replicas"] * len(holders[::2])
+    assert holders[1::2] == ["learner"] * len(holders[1::2])
+    assert verify(tmp_path) == []
+
+
+async def test_a_stop_while_the_learner_waits_for_shared_devices_puts_its_batch_back(tmp_path):
+    shared = Shared()
+    settings = ("steps=9", "schedule=async", "cluster.lease.switch=tail")
+    async with training(tmp_path, *settings, fails={}, admission="async", shared=shared) as (trainer, _, fleet):
+        shared.load = lambda: (16, 0)
+        async with generating(fleet, may=lambda: shared.computes):
+            running = asyncio.create_task(train(trainer, scheduler=fleet.scheduler))
+            async with asyncio.timeout(PATIENCE_S):
+                while not fleet.scheduler.state.num_in_step:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                trainer._stop.asked.set()
+                await running
+        assert trainer.step == 0
+        assert fleet.scheduler.state.num_in_step == 0, "the batch is ready again"
+        assert shared.computes
     assert verify(tmp_path) == []
 
 

@@ -13,7 +13,7 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
-from laminar_py.records.engine import EngineLostError, SamplingParams
+from laminar_py.records.engine import EngineLostError, PauseMode, SamplingParams
 from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import Piece
 from laminar_py.records.replica import Assignment
@@ -679,3 +679,84 @@ async def test_what_ends_by_itself_while_it_is_aborted_is_reported_once(folders)
         await aborting
         await story.until(lambda story: "a" in story.ended)
         assert story.ended["a"].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RELEASE])
+@pytest.mark.parametrize("policy", OnNewWeights)
+async def test_a_held_replica_computes_nothing_and_then_goes_on_as_if_nothing_had_been(folders, policy, mode):
+    async with serving(folders, policy=policy) as (story, weights):
+        await story.until(lambda s: s.admissible > 0)
+        work = [assignment(name, length=1200, temperature=0.0) for name in ("a", "gone")]
+        story.replica.start_assignments(work)
+        await story.until(lambda s: len(s.ids["a"]) > 0 and len(s.ids["gone"]) > 0)
+        await story.replica.hold(mode)
+        story.replica.start_assignments([assignment("late")])
+        await weights.publish(1)
+        await story.replica.abort(["gone"])
+        await story.until(lambda s: "gone" in s.ended)
+        await story.take()
+        before = dict(story.ids)
+        for _ in range(3):
+            await story.take()
+        assert story.ids == before, "nothing was generated"
+        assert story.loads == [0], "no weights were loaded"
+        assert not story.replica.expect(0, ["moved"]), "it promises nothing"
+        await story.replica.unhold()
+        await story.until(lambda s: {"a", "late"} <= s.ended.keys() and 1 in s.loads)
+        assert story.ended["gone"].finish_reason is FinishReason.ABORT
+        assert len(story.ids["a"]) == 1200
+        assert story.versions("a") == ({0} if policy is OnNewWeights.DRAIN else {0, 1})
+        if policy is OnNewWeights.DRAIN:
+            assert story.versions("late") == {0}, "it was admitted under this version"
+
+
+async def test_tokens_of_a_trajectory_that_was_held_are_those_of_one_that_was_not(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 1)
+        story.replica.start_assignments([assignment("a", length=600, temperature=0.0)])
+        for mode in (PauseMode.IN_PLACE, PauseMode.RELEASE, PauseMode.RELEASE):
+            await story.take()
+            await story.replica.hold(mode)
+            await story.replica.unhold()
+        story.replica.start_assignments([assignment("b", length=600, temperature=0.0)])
+        await story.until(lambda s: {"a", "b"} <= s.ended.keys())
+        assert story.ids["a"] == story.ids["b"]
+
+
+async def test_a_hold_that_is_called_off_while_it_waits_holds_nothing(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        async with story.replica._weights_lock:  # as while weights are loaded
+            hold = asyncio.create_task(story.replica.hold(PauseMode.IN_PLACE))
+            await asyncio.sleep(0)
+            await story.replica.unhold()
+        await hold
+        story.replica.start_assignments([assignment("a")])
+        await story.until(lambda s: "a" in s.ended)
+
+
+async def test_time_in_which_a_replica_is_held_does_not_count_against_its_trajectories(folders):
+    async with serving(folders, max_seconds=3600.0) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.start_assignments([assignment("a", length=4000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        await story.replica.hold(PauseMode.IN_PLACE)
+        story.replica._max_seconds = 0.0  # far too few
+        await asyncio.sleep(0.5)
+        running, clock = story.replica._running["a"], story.replica._out.clock
+        used_s, story.replica._max_seconds = running.used_s(clock.now()), 3600.0
+        await story.replica.unhold()
+        assert used_s > 0.5
+        assert running.used_s(clock.now()) < used_s
+
+
+async def test_an_engine_that_is_lost_while_it_is_held_is_told_as_any_other(folders):
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        story.replica.start_assignments([assignment("a", length=4000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        story.replica._engine.pause = gone
+        await story.replica.hold(PauseMode.IN_PLACE)
+        await story.replica.unhold()
+        with pytest.raises(EngineLostError):
+            await story.until(lambda s: False)

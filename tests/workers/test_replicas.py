@@ -16,7 +16,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.salvage import Salvaged
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.codec import decode
-from laminar_py.records.engine import EngineStatus
+from laminar_py.records.engine import EngineStatus, PauseMode
 from laminar_py.records.events import PartCrashed, ReplicaLeft, VersionLoaded
 from laminar_py.records.host import SystemClock
 from laminar_py.records.replica import ReplicaReport
@@ -50,6 +50,9 @@ class Replica:
         self.spec = asyncio.get_running_loop().create_future()
         self.reports = asyncio.Queue()  # joined once all were told
         self.did = asyncio.Queue()  # names of orders, and what they name
+        self.held = None  # by which mode
+        self.may_stop = asyncio.Event()  # cleared where it computes on although it is to hold
+        self.may_stop.set()
         self.outlives = False  # its process is dead for Ray, and still speaks
         self.life = None
         self._given = False
@@ -99,6 +102,16 @@ class Replica:
 
     def call_off(self, names):
         self.did.put_nowait(("call_off", names))
+
+    async def hold(self, mode):
+        await self.may_stop.wait()
+        self.held = mode
+
+    async def unhold(self):
+        self.held = None
+
+    def report_soon(self):
+        self.report()
 
     def attach(self, relay):
         self.did.put_nowait(("attach", relay))
@@ -535,3 +548,60 @@ async def test_a_replica_that_joins_and_does_not_start_leaves_again_and_ends_no_
         await world.left.wait()
         assert world.scheduler.views.num_placed == 2
     assert world.replicas.left == {2: "replica-2 does not start: no such engine; see logs/replica-2.log"}
+
+
+SHARED = "cluster.share=true"
+
+
+async def test_shared_replicas_are_held_together_and_go_on_together(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, SHARED)
+    async with kept(world) as both:
+        await world.replicas.shared.hold()
+        assert [process.actor.held for process in both] == [PauseMode.IN_PLACE] * 2
+        assert world.replicas.shared.load()[0] == 16
+        await world.replicas.shared.release()
+        assert [process.actor.held for process in both] == [None] * 2
+
+
+async def test_a_replica_that_dies_before_it_has_stopped_holds_nobody_up_and_starts_in_the_replicas_turn(
+    monkeypatch, tmp_path
+):
+    world = World(monkeypatch, tmp_path, SHARED)
+    async with kept(world) as (first, second):
+        first.actor.may_stop.clear()
+        hold = asyncio.create_task(world.replicas.shared.hold())
+        while second.actor.held is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not hold.done(), "replica 0 computes"
+        first.die()
+        await hold
+        third = await world.processes.next()
+        await asyncio.sleep(0.1)
+        assert not third.actor.spec.done(), "it starts no engine in the learner's turn"
+        await world.replicas.shared.release()
+        await third.actor.spec
+
+
+async def test_the_learner_s_turn_waits_for_a_replica_that_is_starting(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, SHARED)
+    async with kept(world) as (first, second):
+        world.may_start.clear()
+        first.die()
+        third = await world.next()
+        hold = asyncio.create_task(world.replicas.shared.hold())
+        await asyncio.sleep(0.1)
+        assert not hold.done()
+        world.may_start.set()
+        third.actor.report()
+        await hold
+        assert third.actor.held is second.actor.held is PauseMode.IN_PLACE
+
+
+async def test_an_order_to_hold_that_is_late_for_a_release_holds_nothing(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, SHARED)
+    async with kept(world) as both:
+        hold = asyncio.create_task(world.replicas.shared.hold())
+        await asyncio.sleep(0)
+        hold.cancel()
+        await world.replicas.shared.release()
+        assert [process.actor.held for process in both] == [None] * 2

@@ -108,9 +108,8 @@ class Trainer:
         self._check_step = check_step
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
-        self._stream = incarnation.inputs.stream
+        self._stream, self._supervisor = incarnation.inputs.stream, incarnation.supervisor
         self._ledger, self._stats = incarnation.ledger, incarnation.stats
-        self._supervisor = incarnation.supervisor
         self._incarnation_number = incarnation.number
         self._scheduler, self._learner = scheduler, learner
         self._evaluator = evaluator

@@ -16,7 +16,7 @@ from laminar_py.runtime.link.hub import ReplicaConnection
 
 
 class SharedKeeper(Protocol):
-    """What `SharedReplicas` reads of the keeper of a replica."""
+    """The part of a replica's keeper that `SharedReplicas` reads."""
 
     connection: ReplicaConnection | None
 
@@ -67,7 +67,7 @@ class SharedReplicas:
         await asyncio.gather(*(one.hold(self._mode) for one in self._connections()))
 
     async def release(self) -> None:
-        """Let shared replicas compute and start; return once most responses go on."""
+        """Let shared replicas compute and start; return once most released caches are complete."""
         self._ours.set()
         await asyncio.gather(*(one.unhold() for one in self._connections()))
 

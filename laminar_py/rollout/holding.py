@@ -1,0 +1,70 @@
+"""A stop of a replica while the learner computes on its device (`cluster.share`). Its requests wait meanwhile."""
+
+import asyncio
+
+from laminar_py.records.engine import InferenceEngine, PauseMode
+from laminar_py.records.host import Clock
+from laminar_py.rollout.streams import Streams
+
+CONTINUE_S, LOOK_S = 60.0, 0.02  # longest wait until responses continue after a hold, and time between two looks
+
+
+class Holding:
+    """Holds and releases one replica; it keeps `weights_lock` in between, so that no weights are loaded."""
+
+    def __init__(
+        self, engine: InferenceEngine, streams: Streams, *, weights_lock: asyncio.Lock, clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._streams = streams
+        self._lock = weights_lock
+        self._clock = clock
+        self._is_wanted = False
+        self._mode = PauseMode.IN_PLACE
+        self._served = False  # when it was held
+        self._since_s: float | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the replica stands."""
+        return self._since_s is not None
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Pause running requests by `mode`, and let none enter; wait first while weights are loaded.
+
+        Raises `EngineLostError`; a lost engine computes nothing, and counts as held.
+        """
+        self._is_wanted = True
+        await self._lock.acquire()
+        if not self._is_wanted:  # `release` was faster
+            self._lock.release()
+            return
+        self._mode, self._since_s, self._served = mode, self._clock.now(), self._streams.serving.is_set()
+        self._streams.serving.clear()
+        await self._engine.pause(mode)
+
+    async def release(self) -> None:
+        """Compute again. After a pause that gave up the caches return once half of the responses have new tokens.
+
+        Raises `EngineLostError`.
+        """
+        since_s, self._is_wanted, self._since_s = self._since_s, False, None
+        if since_s is None:
+            return
+        running = self._streams.running
+        before = {name: one.length for name, one in running.items() if one.first_token_s is not None}
+        try:
+            await self._engine.resume()
+            self._streams.excuse(self._clock.now() - since_s)
+            if self._served:
+                self._streams.serving.set()
+        finally:
+            self._lock.release()
+        if self._mode is PauseMode.IN_PLACE:
+            return
+        deadline = self._clock.now() + CONTINUE_S
+        while not self.is_held and self._clock.now() < deadline:
+            standing = sum(name in running and running[name].length == length for name, length in before.items())
+            if 2 * standing <= len(before):
+                return
+            await asyncio.sleep(LOOK_S)
