@@ -868,17 +868,6 @@ def _without_checks(module: ModuleType) -> None:
 spent: Counter[str] = Counter()  # CPU seconds in this process, by check, and when they were written
 
 
-def _clock_seconds() -> float:
-    """CPU seconds of reading the clock twice, which each measurement contains once."""
-    began = time.thread_time()
-    for _ in range(2000):
-        time.thread_time()
-    return (time.thread_time() - began) / 2000
-
-
-CLOCK_S = _clock_seconds()
-
-
 def _timed(module: ModuleType) -> None:
     """Add up the CPU seconds of each check; a file for each process in `SILENT_COST` has them."""
     for holder, name, function, _ in _each_check(module):
@@ -886,11 +875,12 @@ def _timed(module: ModuleType) -> None:
             continue  # it waits for the engine, whose time is measured apart
 
         def timed(*arguments, function=function, name=f"{module.__name__}:{name}", **options):
-            began = time.thread_time()
+            before = time.thread_time()
+            began = time.thread_time()  # a measurement contains one read of the clock, as long as this one took
             try:
                 return function(*arguments, **options)
             finally:
-                spent[name] += time.thread_time() - began - CLOCK_S
+                spent[name] += time.thread_time() - began - (began - before)
                 if time.monotonic() > spent["written"] + 1:
                     spent["written"] = time.monotonic()
                     Path(os.environ["SILENT_COST"], str(os.getpid())).write_text(json.dumps(spent))

@@ -59,5 +59,5 @@ def _what_ifs(step: "MeanStep") -> Iterator[tuple[str, float]]:
         if step.times.seconds_of(StepStage(stage)) >= LEAST_S:
             yield f"twice {name}", what_if(step, StepStage(stage))
     for schedule, (step_s, stage) in steps_under(step).items():
-        if schedule is not step.schedule:
+        if schedule is not step.schedule and not step.in_turns:
             yield f"schedule={schedule} (most of it {stage})", step_s

@@ -200,7 +200,7 @@ def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
 
 def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
     """Return lines on GPUs that the plan leaves idle, or that Ray may give away twice."""
-    learner, rollout = needs.ranks * needs.rank_gpus, needs.replicas * needs.replica_gpus
+    learner, rollout = needs.ranks * needs.rank_gpus, (needs.replicas - needs.shared) * needs.replica_gpus
     idle = (
         sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus - needs.server_gpus
     )

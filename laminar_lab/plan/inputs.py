@@ -57,7 +57,8 @@ def read_subject(model: str) -> Subject:
     config = parse_config(tree)
     if config.rollout.engine.emulates is not None:
         raise ConfigError(f"model={model}: its engines emulate the model; name a config whose engines compute")
-    others = config.gpus - config.learner.world_size - config.rollout.replicas * config.rollout.engine.gpus
+    own = config.rollout.replicas - config.shared_replicas  # with GPUs that the learner does not use
+    others = config.gpus - config.learner.world_size - own * config.rollout.engine.gpus
     if config.learner_device is Device.CUDA and others > 0:
         raise ConfigError(
             f"model={model}: a plan cannot place the {others} GPUs of its reference stage and reward servers;"

@@ -240,7 +240,8 @@ def describe_diagnosis(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         use = step.use
         engines = f"{use.slots:.0%} of the engines' slots, {use.kv:.0%} of their KV caches"
         yield "in use", f"{engines}, {use.cpu:.0%} of {use.cores} cores" if use.cores else engines
-    stages = f"its stages, {HOW[step.schedule]} (schedule={step.schedule}): {_describe_stages(step)}"
+    why = "cluster.share=true" if step.in_turns else f"schedule={step.schedule}"
+    stages = f"its stages, {HOW[step.schedule]} ({why}): {_describe_stages(step)}"
     yield "a step", f"takes {step.measured_s:.2f} s; {stages}"
 
 

@@ -9,7 +9,7 @@ from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
-from laminar_py.records.events import Alarmed, RunStarted, VersionLoaded
+from laminar_py.records.events import Alarmed, Leased, RunStarted, VersionLoaded
 from laminar_py.records.host import counted
 from laminar_py.records.trajectory import Status
 
@@ -86,6 +86,20 @@ def _note_first_answer(report: RunReport) -> str:
     return f"from the command: {checks} of checks, {served} until a replica has weights, {answered} more"
 
 
+def _hand_overs(report: RunReport) -> float | None:
+    """Return the share of RL for which shared devices were handed over; None without any."""
+    leases = [lease for _, lease in report.snapshot.history.of_kind(Leased)]
+    return sum(lease.elapsed_s for lease in leases) / report.rl_s if leases and report.rl_s else None
+
+
+def _note_hand_overs(report: RunReport) -> str:
+    turns = report.snapshot.history.learner_turns
+    share = sum(seconds for _, seconds in turns) / report.rl_s
+    return (
+        f"of RL, with the prefill of released caches; the learner had {counted(len(turns), 'turn')}, {share:.0%}"
+    )
+
+
 FIGURES = (
     Figure(
         name="goodput",
@@ -123,6 +137,7 @@ FIGURES = (
         format="{:.2f}".format,
         note=_note_turns,
     ),
+    Figure(name="hand-overs", value=_hand_overs, format="{:.1%}".format, note=_note_hand_overs),
     Figure(
         name="staleness",
         value=lambda r: None if r.staleness is None else r.staleness.mean,

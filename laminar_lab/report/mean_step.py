@@ -185,7 +185,8 @@ BACKGROUND = 0.3  # most cores that a run keeps busy beside its steps; 0.16 to 0
 class MeanStep:
     """Times of a mean step in seconds, and shares over the run."""
 
-    schedule: Schedule
+    schedule: Schedule  # by which the stages wait for each other
+    in_turns: bool = False  # learner and all replicas share devices, whatever the schedule of the run
     steps: int
     measured_s: float
     times: StageTimes
@@ -235,7 +236,8 @@ def mean_step(
     use = measure_use(samples.fleet, max_batch=config.rollout.max_batch)
     times = _stage_times(pipeline, first, in_learner=in_learner)
     return MeanStep(
-        schedule=config.schedule,
+        schedule=Schedule.SYNC if config.all_shared else config.schedule,
+        in_turns=config.all_shared,
         steps=len(pipeline) - first,
         measured_s=mean(pipeline.measured_s),
         times=times,

@@ -4,7 +4,8 @@
 the run's clock. Undone steps, and steps in which a controller started, do not count.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,9 @@ class Pipeline:
     """Columns [S] in seconds, with one entry for each step that counts; columns of replicas are means over them.
 
     `measured_s = generation_s + environment_s + late_s + held_s = waited_s + learner_s`, e.g. 0.90 = 0.50 + 0.20 +
-    0.05 + 0.15. A replica's busy time is divided between generation and environment: generation is the share of
-    filled slots among the slots that its trajectories could fill if none were away in an environment.
+    0.05 + 0.15. On shared devices replicas are held in the learner's turns. A replica's busy time is divided
+    between generation and environment: generation is the share of filled slots among the slots that its
+    trajectories could fill if none were away in an environment.
     """
 
     step: Ints
@@ -40,7 +42,7 @@ class Pipeline:
     crowded_s: Times  # part of generation with more trajectories than decode slots
     tail_s: Times  # part of generation with less than `TAIL_SHARE` of the usual batch
     late_s: Times  # empty replicas wait for published weights, or load them
-    held_s: Times  # empty replicas may start nothing
+    held_s: Times  # empty replicas may start nothing, or replicas stand in the learner's turn
     reward_s: Times  # scorers are busy, mean over scorers
     reference_s: Times  # of the reference model, as a stage or in the learner
     waited_s: Times  # the learner has no batch
@@ -65,13 +67,20 @@ def measure_pipeline(
     versions = _read_versions(history)
     scored = trajectories.scored_s
     known = ~np.isnan(scored)
+    works = _working_clock(history.learner_turns if config.all_shared else [])
+    stands_s = end - begin - (works(end) - works(begin))
+    presence_s = _presence_s(config, history, begin, end)
     away_s = area_of(residences.start_s, residences.end_s, residences.away, begin, end)
     columns: dict[str, npt.NDArray[Any]] = {
         "step": step.astype(np.int32),
         "end_s": end,
         "measured_s": end - begin,
         **_replica_columns(
-            config, residences, versions, _presence_s(config, history, begin, end), (begin, end, counts)
+            config,
+            replace(residences, start_s=works(residences.start_s), end_s=works(residences.end_s)),
+            replace(versions, load_at_s=works(versions.load_at_s), load_since_s=works(versions.load_since_s)),
+            {replica: there_s - stands_s for replica, there_s in presence_s.items()},
+            (works(begin), works(end), counts),
         ),
         "away": away_s / np.maximum(end - begin, 1e-12),
         "reward_s": _sums_by_step(scored[known], trajectories.scorer_s[known] / config.reward.workers, begin, end),
@@ -82,7 +91,18 @@ def measure_pipeline(
         "transfer_s": covered_s(versions.published_s, versions.spread_s, begin, end),
         "load_s": _means_by_step(versions.load_at_s, versions.load_s, begin, end),
     }
+    columns["held_s"] = columns["held_s"] + stands_s
     return Pipeline(**{name: column[counts] for name, column in columns.items()})
+
+
+def _working_clock(turns: Sequence[tuple[float, float]]) -> Callable[[Times], Times]:
+    """Return a function of times [N] that stands still in the learner's turns, each with begin and seconds."""
+    if not turns:
+        return lambda times: times
+    begin, length = np.array(turns, np.float64).T
+    edges = np.column_stack([begin, begin + length]).ravel()
+    stood = np.repeat(np.cumsum(length), 2) - np.column_stack([length, np.zeros_like(length)]).ravel()
+    return lambda times: times - np.interp(times, edges, stood)
 
 
 def _is_whole(step: Times, begin: Times, end: Times, starts_s: Times) -> BoolArray:

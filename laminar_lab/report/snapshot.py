@@ -38,6 +38,7 @@ from laminar_py.records.evaluations import pass_number
 from laminar_py.records.events import (
     AnyEvent,
     Evaluated,
+    Leased,
     PartStarted,
     ReplicaLeft,
     RolledBack,
@@ -162,6 +163,18 @@ class History:
             for begin_s, (at_s, started) in zip(self.stops_s.tolist(), starts, strict=True)
             if at_s > begin_s
         ]
+
+    @cached_property
+    def learner_turns(self) -> list[tuple[float, float]]:
+        """The learner's turns on shared devices, hand-overs included: begin and seconds of each whole turn."""
+        turns, begin_s = list[tuple[float, float]](), math.nan
+        for at_s, event in self.of_kind(Leased):
+            if event.holder == "learner":
+                begin_s = at_s - event.elapsed_s
+            elif not math.isnan(begin_s):
+                turns.append((begin_s, at_s - begin_s))
+                begin_s = math.nan
+        return turns
 
     @cached_property
     def skipped(self) -> tuple[int, ...]:

@@ -95,8 +95,11 @@ def check_seal(seal: Seal, host: str) -> None:
         )
 
 
-def check_share(engine: EngineConfig, *, ranks: int, device: Device) -> None:
-    """Raise `ConfigError` if the replicas cannot use the devices of the learner's ranks."""
+def check_share(engine: EngineConfig, *, ranks: int, device: Device, kv_capacity: int | None) -> None:
+    """Raise `ConfigError` if the replicas cannot use the devices of the learner's ranks.
+
+    `kv_capacity` is `rollout.kv_capacity`: an engine starts before the learner has all its memory.
+    """
     if engine.hosts:
         raise ConfigError(
             f"cluster.share=true: {engine.placed_by} names servers that the run does not start, on other devices"
@@ -108,6 +111,11 @@ def check_share(engine: EngineConfig, *, ranks: int, device: Device) -> None:
         raise ConfigError(
             f"cluster.share=true: a replica has {engine.gpus} GPUs, and the learner {ranks}; raise"
             " learner.world_size, or give a replica fewer GPUs"
+        )
+    if engine.gpus and engine.emulates is None and kv_capacity is None:
+        raise ConfigError(
+            "rollout.kv_capacity=None: with cluster.share=true an engine would take the memory that the learner"
+            " needs on its GPUs; set the tokens that fit beside it (`laminar doctor` says how many)"
         )
 
 

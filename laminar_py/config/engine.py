@@ -113,6 +113,11 @@ class EngineLaunch:
     index: int  # of the replica
     secret: str | None  # `EngineConfig.secret()` in the controller
     server: str = ""  # the server of this replica, from `EngineConfig.servers`
+    shared_gpus: str = ""
+    """GPUs of learner ranks that the engine uses in its turns (`cluster.share`), as CUDA_VISIBLE_DEVICES has them.
+
+    This process sees no GPU then. Empty: the engine has GPUs of its own, which this process sees, or none.
+    """
 
 
 class LearnerStandIn(Protocol):

@@ -121,7 +121,12 @@ class RunConfig(Section):
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)
         if self.cluster.share:
-            check_share(rollout.engine, ranks=self.learner_ranks, device=self.learner_device)
+            check_share(
+                rollout.engine,
+                ranks=self.learner_ranks,
+                device=self.learner_device,
+                kv_capacity=rollout.kv_capacity,
+            )
         check_sets(self.reward, self.eval.sets)
         kinds = {term.kind for term in self.reward.terms}
         check_environment(self.environment, kinds, in_flight=self._in_flight, sandbox=self.sandbox)
@@ -153,6 +158,11 @@ class RunConfig(Section):
         if not self.cluster.share:
             return 0
         return min(self.rollout.replicas, self.learner_ranks // gpus) if gpus else self.rollout.replicas
+
+    @property
+    def all_shared(self) -> bool:
+        """True where every replica takes turns with the learner."""
+        return self.cluster.share and self.shared_replicas == self.rollout.replicas
 
     @property
     def lease_cache(self) -> LeaseCache:

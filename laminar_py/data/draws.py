@@ -131,6 +131,7 @@ class Draws:
         self._num_open = num_open
         total = sum(source.weight for source in settings.train)
         self._slots = [max(1, round(SLOTS * source.weight / total)) for source in settings.train]
+        self._block = sum(self._slots)  # places
         self._in_block = [0] * len(sources)  # draws of each source
         self._next = 0  # place
         self._drawn = [0] * len(sources)  # draws of each source, since the start of the run
@@ -186,7 +187,7 @@ class Draws:
 
     def _place_fault(self, group: str, place: int) -> str:
         expected, self._next = self._next, self._next + 1
-        if (group, place) == (f"g{expected}", expected):
+        if place == expected and group == f"g{place}":
             return ""
         lost = (
             f"places {expected} to {place - 1} are skipped" if place > expected else f"place {place} comes again"
@@ -196,15 +197,14 @@ class Draws:
 
     def _share_fault(self, source: int, place: int) -> str:
         """Count a draw of a source; more than its share of a block is a fault."""
-        size = sum(self._slots)
-        if place % size == 0:
+        if place % self._block == 0:
             self._in_block = [0] * len(self._slots)
         self._in_block[source] += 1
         if self._in_block[source] <= self._slots[source]:
             return ""
         return (
-            f"data.train.{source} has more than its {self._slots[source]} of {size} draws at place {place}, so"
-            " another source has fewer"
+            f"data.train.{source} has more than its {self._slots[source]} of {self._block} draws at place {place},"
+            " so another source has fewer"
         )
 
     def _row_fault(self, source: int, row: int, prompt: str, place: int, *, on_record: bool) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,6 +28,7 @@ from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof
 from laminar_py.records.trajectory import MicroBatch
 
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
+SPREAD = 4096  # values of a tensor among which the largest gradient is looked for
 VISIBLE = 16 * 2.0**-23  # a value's size times this is 16 of its steps in fp32, the least `lr` that must show
 TOP = 1024  # tokens of a probe's distribution
 UNSURE = -0.1  # nats; the engine's and the learner's rounding rarely agree below
@@ -52,9 +54,9 @@ class StepProver:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._counts = np.zeros(4)  # tokens, weight, ids, signal
-        # copied, unsure and fresh tokens; sum of |policy - reference| over the fresh ones
-        self._tokens = self._zeros(4)
+        self._counts = np.zeros(5)  # tokens, weight, ids, signal, fresh tokens
+        # copied and unsure tokens; sum of |policy - reference| over the fresh ones
+        self._tokens = self._zeros(3)
         self._not_finite = self._zeros(1)  # numbers in updates that were not skipped
         self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
         self._sums: list[list[float]] = []  # of each update that was not skipped: see `_update`
@@ -62,67 +64,70 @@ class StepProver:
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._update = self._zeros(5)  # expected, its squares, sizes, products with -w A, (w A)^2
-        self._faulty = self._zeros(1)  # numbers that are not finite
+        self._recorded: list[npt.NDArray[np.float64]] = []  # [3, N] by microbatch, see `add`
+        self._computed: list[Tensor] = []  # [3, N], likewise
 
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.float64, device=self._ranks.device)
 
     def add(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, *, share: float) -> None:
-        """Add a microbatch after its backward pass; `logprobs`, which has its gradient, and `entropy` are [N].
+        """Note a microbatch after its backward pass; `logprobs`, which has its gradient, and `entropy` are [N].
 
         The loss was divided by the update's `share` of the step. The proof reads the batch itself,
         not the inputs of the loss.
         """
         rows = np.flatnonzero(batch.loss_weights)
-        weights, advantages = batch.loss_weights[rows].astype(np.float64), batch.advantages[rows]
-        self._counts += np.array([len(rows), weights.sum(), batch.id_sum, np.dot(weights, advantages)])
-        now, device = logprobs.detach(), logprobs.device
-        behaviour = torch.from_numpy(batch.behaviour_logprobs[rows]).to(device)
-        surplus = (now + entropy.detach()).double()
-        is_fresh = torch.from_numpy(batch.staleness[rows] == 0).to(device)
-        unsure = now < UNSURE
+        recorded = (batch.loss_weights, batch.advantages, batch.behaviour_logprobs)
+        weights, advantages, behaviour = (values[rows].astype(np.float64) for values in recorded)
+        signal, is_fresh = weights * advantages, batch.staleness[rows] == 0
         reference = batch.columns.get(REFERENCE_LOGPROBS)
-        apart = torch.zeros_like(now) if reference is None else now - torch.from_numpy(reference[rows]).to(device)
-        sums = (unsure & (now == behaviour), unsure, is_fresh, torch.where(is_fresh, apart.abs(), 0.0))
-        self._tokens += torch.stack([values.sum().double() for values in sums])
-        is_recorded = np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(advantages)
-        self._faulty += int((~is_recorded).sum()) + (~torch.isfinite(surplus)).sum()
-        if logprobs.grad is not None:
-            parts = logprobs.grad * surplus
-            # the gradient of a policy's loss at a token whose probability has not changed is -w A
-            is_near = (now - behaviour).abs() < UNCHANGED
-            plain = -torch.from_numpy(weights * advantages).to(device) / share * is_near
-            products = (parts, parts.square(), logprobs.grad.abs(), plain * logprobs.grad, plain.square())
-            self._update += torch.stack([values.sum() for values in products])
+        refers = np.full(len(rows), np.nan) if reference is None else np.where(is_fresh, reference[rows], np.nan)
+        self._counts += (len(rows), weights.sum(), batch.id_sum, signal.sum(), is_fresh.sum())
+        self._recorded.append(np.stack([behaviour, signal / share, refers]))
+        gradient = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
+        self._computed.append(torch.stack([logprobs.detach(), entropy.detach(), gradient]))
 
     def check_gradients(self) -> None:
-        """Note the gradient's side of the identity for an update, before gradients are clipped."""
+        """Note both sides of the identity for an update, before gradients are clipped."""
+        self._update, self._faulty = self._zeros(5), self._zeros(1)
+        if self._computed:
+            self._add_up()
         gradient = None if self._scale is None else self._scale.grad
         self._gradient = 0.0
         if self._scale is not None and gradient is not None:
             product = (local_part(gradient) * local_part(self._scale.detach())).double().sum()
             self._gradient = float(product) / self._ranks.num_copies  # each copy of a shard adds it
 
+    def _add_up(self) -> None:
+        """Sum over the tokens of an update."""
+        now, entropy, gradient = torch.cat(self._computed, dim=1).double()
+        recorded = np.concatenate(self._recorded, axis=1)
+        behaviour, signal, reference = torch.from_numpy(recorded).to(now.device)
+        unsure, surplus = now < UNSURE, now + entropy
+        copied, apart = unsure & (now == behaviour), (now - reference).abs().nansum()
+        self._tokens += torch.stack([copied.sum(), unsure.sum(), apart])
+        is_recorded = np.isfinite(recorded[:2]).all(axis=0)
+        self._faulty += int((~is_recorded).sum()) + (~torch.isfinite(surplus)).sum()
+        parts = gradient * surplus
+        # the gradient of a policy's loss at a token whose probability has not changed is -w A
+        plain = -signal * ((now - behaviour).abs() < UNCHANGED)
+        self._update = torch.stack([parts, parts * parts, gradient.abs(), plain * gradient, plain * plain]).sum(1)
+
     def mark(self) -> None:
-        """Remember, before an update, the value of each tensor where its gradient is largest."""
-        self._places: list[Tensor | None] = []  # [1] each; None where this rank has no gradient
-        slopes = []
-        for _, parameter in self._trained:
-            gradient = parameter.grad
-            flat = None if gradient is None else local_part(gradient).flatten()
-            place = flat.abs().argmax(dim=0, keepdim=True) if flat is not None and flat.numel() else None
-            self._places.append(place)
-            slopes.append(None if flat is None or place is None else flat.take(place))
-        self._slopes = self._stack(slopes)
-        self._before = self._values()
+        """Remember, before an update, one value of each tensor: where the gradient is largest among `SPREAD`."""
+        gradients = [None if item.grad is None else _spread(item.grad) for _, item in self._trained]
+        self._places = [  # [1] each; None where this rank has no gradient
+            None if one is None or not one.numel() else one.abs().argmax(dim=0, keepdim=True) for one in gradients
+        ]
+        self._slopes = self._values(gradients)
+        self._before = self._values([_spread(item) for _, item in self._trained])
 
     def check_moved(self, *, lr: float) -> None:
         """Count, after an update with rate `lr` that was not skipped, which tensors moved, and which uphill.
 
         Keeps the sums of the update. A value so large that fp32 may not show an update of `lr` does not count.
         """
-        by = self._values() - self._before
+        by = self._values([_spread(item) for _, item in self._trained]) - self._before
         has_gradient = (self._slopes != 0).float()
         could_move = has_gradient * (self._before.abs() * VISIBLE < lr)
         counts = torch.stack([could_move, (by != 0) * has_gradient, (by * self._slopes > 0).float()])
@@ -139,19 +144,14 @@ class StepProver:
         """Forget the sums of an update, which may have been skipped."""
         self._begin_update()
 
-    def _values(self) -> Tensor:
-        """[tensors] values at the marked places; 0 where this rank has no part of a tensor."""
-        return self._stack(
-            [
-                None if place is None else local_part(parameter).detach().flatten().take(place)
-                for (_, parameter), place in zip(self._trained, self._places, strict=True)
-            ]
-        )
-
-    def _stack(self, values: Sequence[Tensor | None]) -> Tensor:
-        """[tensors] single values [1], which may be on the host; 0 for None."""
-        zero = torch.zeros(1, device=next((one.device for one in values if one is not None), self._ranks.device))
-        return torch.cat([zero if one is None else one.float() for one in values]).to(self._ranks.device)
+    def _values(self, spread: Sequence[Tensor | None]) -> Tensor:
+        """[tensors] values at the marked places, which may be on the host; 0 where this rank has no part."""
+        found = [
+            None if one is None or place is None else one.take(place).float()
+            for one, place in zip(spread, self._places, strict=True)
+        ]
+        zero = torch.zeros(1, device=next((one.device for one in found if one is not None), self._ranks.device))
+        return torch.cat([zero if one is None else one for one in found]).to(self._ranks.device)
 
     def finish(self) -> StepProof:
         """Add the proofs of all ranks; the hash of the reference is of this rank's part."""
@@ -159,7 +159,7 @@ class StepProver:
         own = [*self._counts, *self._tokens.tolist(), *self._not_finite.tolist(), *self._found, *sums]
         total = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
         self._ranks.reduce_tensor(total)
-        tokens, weight, ids, signal, copied, unsure, fresh, apart, not_finite, *rest = total.tolist()
+        tokens, weight, ids, signal, fresh, copied, unsure, apart, not_finite, *rest = total.tolist()
         count = len(self._found)
         found, sums = rest[:count], np.reshape(rest[count:], (count, 5)).tolist()
         moved, uphill = (int(count) for count in self._moved.tolist())
@@ -189,6 +189,12 @@ class StepProver:
             uphill=uphill,
             reference=fingerprint(self._reference) if self._reference else "",
         )
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """Up to `SPREAD` values of this rank's part of a tensor, at even distances."""
+    flat = local_part(tensor).detach().flatten()
+    return flat[:: len(flat) // SPREAD + 1]
 
 
 def _final_scale(model: PreTrainedModel) -> nn.Parameter | None:
@@ -226,6 +232,6 @@ def probe_batch(prompts: Sequence[IntArray]) -> MicroBatch:
 def next_tokens(logprobs: Tensor) -> list[NextToken]:
     """Describe distributions `logprobs [K, V]`, by their most probable tokens and the sums of their powers."""
     best = logprobs.topk(min(TOP, logprobs.shape[1]))
-    sums = torch.stack([(logprobs * power).logsumexp(-1) for power in POWERS], dim=1)
+    sums = (logprobs[:, None] * torch.tensor(POWERS, device=logprobs.device)[:, None]).logsumexp(-1)
     rows = zip(best.indices.cpu().numpy(), best.values.cpu().numpy(), sums.cpu().numpy(), strict=True)
     return [NextToken(ids.astype(np.int32), values, normalizers) for ids, values, normalizers in rows]

@@ -222,6 +222,7 @@ class LearnerStarted(msgspec.Struct, frozen=True, kw_only=True):
     attention_share: float  # FLOPs of two tokens in attention, over a token's other FLOPs
     steps_taken: int = 0  # by the checkpoint that was loaded
     fault: str = ""  # how a rank differs from that checkpoint; "" if none does
+    gpus: str = ""  # of this rank, as CUDA_VISIBLE_DEVICES names them
 
 
 class LearnerProgress(msgspec.Struct, frozen=True):

@@ -90,7 +90,7 @@ def scored(check: RewardsCheck, reward_of, *, count: int, task: str = "") -> lis
     for number in range(count):
         live = row(number // SIZE, number % SIZE, length=int(rng.integers(5, 300)), task=task)
         event = Scored(trajectory_id=live.id, reward=reward_of(rng, live), elapsed_s=0.1)
-        alarms += check.observe(event, live)
+        alarms += check.scored(event, live)
     return alarms
 
 
@@ -120,8 +120,10 @@ def ended(check: CoverageCheck, dropped, *, count: int = 5000, reason: DropReaso
     rng, alarms = np.random.default_rng(0), []
     for number in range(count):
         live = row(number, length=int(rng.integers(5, 300)), task="ab"[number % 2])
-        event = Dropped(live.id, reason) if rng.random() < dropped(live) else consumed(live)
-        alarms += check.observe(event, live)
+        if rng.random() < dropped(live):
+            alarms += check.dropped(Dropped(live.id, reason), live)
+        else:
+            alarms += check.consumed(consumed(live), live)
     return alarms
 
 
@@ -149,12 +151,12 @@ def issue(check: BatchCheck, group: int, members: int) -> list[LiveTrajectory]:
             sample_index=live.sample_index,
             kind=Kind.TRAIN,
         )
-        assert not list(check.observe(event, live))
+        assert not list(check.opened(event, live))
     return rows
 
 
 def consume(check: BatchCheck, live: LiveTrajectory) -> list:
-    return list(check.observe(consumed(live), live))
+    return list(check.consumed(consumed(live), live))
 
 
 def stepped() -> Stepped:
@@ -167,25 +169,25 @@ def test_a_step_on_part_of_a_group_is_named_and_drops_and_rollbacks_are_not() ->
     check = BatchCheck()
     first, second, third = issue(check, 1, 3)
     assert not consume(check, first) + consume(check, second)
-    assert not list(check.observe(Dropped(third.id, DropReason.REWARD_FAILED), third))
-    assert not list(check.observe(stepped(), None))
+    assert not list(check.dropped(Dropped(third.id, DropReason.REWARD_FAILED), third))
+    assert not list(check.stepped(stepped(), None))
     for live in (first, second):  # a rollback, and the step again
-        assert not list(check.observe(Undone(live.id, 1), live))
+        assert not list(check.opened(Undone(live.id, 1), live))
     assert not consume(check, first) + consume(check, second)
-    assert not list(check.observe(stepped(), None))
+    assert not list(check.stepped(stepped(), None))
     first, *_ = issue(check, 2, 2)
     assert not consume(check, first)
-    (alarm,) = check.observe(stepped(), None)
+    (alarm,) = check.stepped(stepped(), None)
     assert "trained on a part of group g2" in alarm.message
 
 
 def test_a_resumed_run_knows_the_members_that_are_under_way() -> None:
     check, rows = BatchCheck(), [row(1, sample) for sample in range(2)]
     check.restore(rows)
-    assert not consume(check, rows[0]) + consume(check, rows[1]) + list(check.observe(stepped(), None))
+    assert not consume(check, rows[0]) + consume(check, rows[1]) + list(check.stepped(stepped(), None))
     check.restore(rows)
     assert not consume(check, rows[0])
-    assert list(check.observe(stepped(), None))
+    assert list(check.stepped(stepped(), None))
 
 
 def test_a_failed_reward_with_a_value_is_named() -> None:
@@ -217,9 +219,9 @@ def test_advantages_that_do_not_follow_from_rewards_are_named(kind: Advantage, o
         advantages, unit = group_advantages(kind)(net)
         found = []
         for member, advantage in zip(members, change(advantages).tolist(), strict=True):
-            found += check.observe(Ready(member.id, advantage, scale * unit), member)
+            found += check.ready(Ready(member.id, advantage, scale * unit), member)
         (first, *_) = members
-        return found + list(check.observe(consumed(first), first))
+        return found + list(check.ended(consumed(first), first))
 
     assert not alarms()
     assert alarms(lambda advantages: -3 * advantages)
@@ -234,16 +236,16 @@ def test_a_trajectory_beyond_the_bound_is_named() -> None:
     member = row(1)
     for policy, named in ((StalePolicy.DROP, 1), (StalePolicy.REWEIGHT, 0)):
         check = StalenessCheck(StalenessConfig(max_staleness=2, policies=(policy,)))
-        assert not list(check.observe(consumed(member, staleness=2), member))
-        assert len(list(check.observe(consumed(member, staleness=3), member))) == named
+        assert not list(check.consumed(consumed(member, staleness=2), member))
+        assert len(list(check.consumed(consumed(member, staleness=3), member))) == named
 
 
 def test_a_problem_of_an_evaluation_that_is_trained_on_is_named_once() -> None:
     check = EvaluationCheck(lambda live: live.prompt)
     held_out, other = row(1, kind=Kind.EVAL, ids=(7, 8)), row(2, ids=(7, 9))
-    for live in (held_out, other):
-        assert not list(check.observe(Assigned(live.id, 0, 1, 0), live))
+    assert not list(check.assigned(Assigned(held_out.id, 0, 1, 0), held_out))
+    assert not list(check.trained(Assigned(other.id, 0, 1, 0), other))
     leaked = row(3, ids=(7, 8))
-    (alarm,) = check.observe(Assigned(leaked.id, 0, 1, 0), leaked)
+    (alarm,) = check.trained(Assigned(leaked.id, 0, 1, 0), leaked)
     assert alarm.part == "pass g1"
-    assert not list(check.observe(Assigned(leaked.id, 0, 2, 0), leaked))
+    assert not list(check.trained(Assigned(leaked.id, 0, 2, 0), leaked))

@@ -182,6 +182,11 @@ def test_servers_of_the_reward_have_devices_of_their_own_where_they_cost_least(g
             r"reward\.servers\.prm\.gpus=2: .* no node has more than 1 left beside the learner's 1",
         ),
         (
+            (3, 3),
+            Needs(ranks=6, rank_gpus=1, replicas=3, replica_gpus=2, shared=3, placed_by="dice.size"),
+            r"cluster\.share=true: replica 1 uses .* ranks 2 to 3, which are on 2 nodes \(dice\.size=2\); lower",
+        ),
+        (
             (0, 0),
             Needs(ranks=1, rank_gpus=0, replicas=1, replica_gpus=0, hosts=("10.9.9.9",), placed_by="dice.hosts"),
             r"dice\.hosts\[0\]: no Ray node .* 10\.9\.9\.9",
@@ -193,6 +198,43 @@ def test_what_cannot_be_placed_is_one_line_with_a_remedy(gpus, needs, message):
         make_plan(needs, hosts(*gpus))
     assert "\n" not in str(caught.value)
     assert ";" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "needs", "learner", "replicas", "own"),
+    [
+        ((1,), Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=1, shared=1), "a", "a", 0),  # one GPU for all
+        ((8,), Needs(ranks=4, rank_gpus=1, replicas=6, replica_gpus=1, shared=4), "aaaa", "aaaaaa", 2),  # mixed
+        ((8,), Needs(ranks=8, rank_gpus=1, replicas=2, replica_gpus=4, shared=2), "a" * 8, "aa", 0),
+        ((4, 4), Needs(ranks=8, rank_gpus=1, replicas=4, replica_gpus=2, shared=4), "aaaabbbb", "aabb", 0),
+        ((3, 5), Needs(ranks=2, rank_gpus=1, replicas=3, replica_gpus=2, shared=1), "aa", "abb", 2),
+    ],
+)
+def test_a_replica_that_shares_has_the_node_of_its_ranks_and_no_gpu_of_its_own(
+    gpus, needs, learner, replicas, own
+):
+    plan = make_plan(needs, hosts(*gpus))
+    assert (on(plan.learner), on(plan.replicas)) == (learner, replicas)
+    assert [place.gpus for place in plan.replicas] == [0] * needs.shared + [needs.replica_gpus] * own
+    assert_laws(plan, needs, hosts(*gpus))
+
+
+def test_replicas_that_share_follow_a_learner_that_moves():
+    needs = Needs(ranks=2, rank_gpus=1, replicas=3, replica_gpus=1, shared=2)
+    first = make_plan(needs, hosts(2, 3))
+    assert (on(first.learner), on(first.replicas)) == ("aa", "aab")
+    second = make_plan(needs, hosts(2, 3)[1:], keep=first)
+    assert (on(second.learner), on(second.replicas)) == ("bb", "bbb")
+    assert second.replicas[2] == first.replicas[2]
+
+
+def test_a_replica_that_shares_has_no_place_once_its_ranks_are_on_two_nodes():
+    needs = Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=2, shared=1)
+    nodes = hosts(2, 1, 3)
+    first = make_plan(needs, nodes)
+    assert (on(first.learner), on(first.replicas)) == ("aa", "ac")
+    second = make_plan(needs, nodes[1:], keep=first)
+    assert (on(second.learner), second.replicas) == ("bc", (None, first.replicas[1]))
 
 
 CLUSTERS = st.lists(st.integers(0, 8), min_size=1, max_size=6).map(lambda gpus: hosts(*gpus))
@@ -210,6 +252,15 @@ SERVERS = st.lists(st.tuples(st.sampled_from(["prm", "judge"]), st.integers(0, 2
 REFERRING = st.builds(replace, NEEDS, reference=st.booleans(), servers=SERVERS)
 
 
+def sharing(needs: Needs) -> Needs:
+    """Needs of a run in which as many replicas share as the ranks have GPUs for."""
+    room = needs.ranks * needs.rank_gpus // needs.replica_gpus if needs.replica_gpus else 0
+    return replace(needs, shared=min(needs.replicas, room))
+
+
+ANY = st.one_of(REFERRING, REFERRING.map(sharing))
+
+
 def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Plan | None:
     try:
         return make_plan(needs, found, keep=keep)
@@ -225,7 +276,11 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
         assert promised[node.id] <= node.gpus, f"{node} promises {promised[node.id]}"
     assert set(promised) <= {node.id for node in found}, "a part is on a node that does not live"
     assert [place.gpus for place in plan.learner] == [needs.rank_gpus] * needs.ranks
-    assert {place.gpus for place in plan.replicas if place} <= {needs.replica_gpus}
+    assert {place.gpus for place in plan.replicas[needs.shared :] if place} <= {needs.replica_gpus}
+    for index, place in enumerate(plan.replicas[: needs.shared]):
+        ranks = plan.learner[index * needs.replica_gpus : (index + 1) * needs.replica_gpus]
+        assert place is None or {place.node} == {rank.node for rank in ranks}
+        assert place is None or not place.gpus
     assert len(plan.replicas) == needs.replicas
     assert [gpus for _, gpus in needs.servers] == [
         gpus if place is None else place.gpus for (_, gpus), place in zip(needs.servers, plan.servers, strict=True)
@@ -241,7 +296,7 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
             assert plan.relays[plan.relay_of(index, tree)] == place.node, "a replica's relay is on its host"
 
 
-@given(needs=REFERRING, found=CLUSTERS)
+@given(needs=ANY, found=CLUSTERS)
 def test_a_plan_keeps_its_laws(needs, found):
     plan = planned(needs, found)
     if plan is None:
@@ -284,7 +339,7 @@ def test_a_learner_of_one_node_never_takes_the_room_that_replicas_need(needs, fo
         assert (planned(needs, found) is not None) == any(map(fits, found))
 
 
-@given(needs=REFERRING, found=CLUSTERS, data=st.data())
+@given(needs=ANY, found=CLUSTERS, data=st.data())
 def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
     """One node dies after the other."""
     plan = planned(needs, found)
@@ -296,12 +351,14 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
         assert_laws(plan, needs, alive)
         assert len(plan.relays) >= len(before.relays)
         living = {node.id for node in alive}
-        for old, new in zip(before.replicas, plan.replicas, strict=True):
+        own = slice(needs.shared, None)
+        for old, new in zip(before.replicas[own], plan.replicas[own], strict=True):
             assert new == old or old is None or old.node not in living
         for old, new in zip(before.servers, plan.servers, strict=True):
             assert new == old or old is None or old.node not in living
         if {place.node for place in before.learner} <= living:
             assert plan.learner == before.learner
+            assert plan.replicas[: needs.shared] == before.replicas[: needs.shared]
         if before.reference and before.reference.node in living:
             assert plan.reference == before.reference
 

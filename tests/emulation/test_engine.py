@@ -37,6 +37,7 @@ NEED_A_MODEL = {  # law: what of it cannot hold here
     conformance.every_token_has_the_version_that_made_it: "log-probabilities of a forward, other ones per version",
     conformance.log_probabilities_are_those_of_a_full_forward: "log-probabilities of a forward",
     conformance.a_retracted_token_is_of_the_version_that_it_names: "log-probabilities of a forward",
+    conformance.a_released_token_is_of_the_version_that_it_names: "log-probabilities of a forward",
     conformance.a_token_on_an_old_kv_cache_says_so: "log-probabilities of a forward",
     conformance.a_request_that_comes_during_a_load_is_of_the_new_version: "log-probabilities of a forward",
     conformance.a_stop_id_ends_a_response_and_belongs_to_it: "a response ends where its seed says, not at a token",

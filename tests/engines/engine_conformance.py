@@ -376,13 +376,57 @@ async def a_pause_by_abort_ends_running_and_waiting_requests(make: Factory) -> N
 
 async def a_pause_by_abort_ends_what_another_pause_holds(make: Factory) -> None:
     async with make() as rig:
-        for held in (PauseMode.RETRACT, PauseMode.IN_PLACE):
+        for held in (PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.RELEASE):
             request = await caught(rig.engine, make_request(length=1900))
             await rig.engine.pause(held)
             await rig.engine.pause(PauseMode.ABORT)
             assert (await request.response()).reason is FinishReason.ABORT
             await rig.engine.resume()
             assert len((await collect(rig.engine, make_request())).ids) == 20
+
+
+async def a_released_response_is_the_one_that_nothing_paused(make: Factory) -> None:
+    async with make() as rig:
+        whole = await collect(rig.engine, make_request(length=400))
+        request = await caught(rig.engine, make_request(length=400))
+        before = (await rig.engine.checksum()).total
+        for mode in (PauseMode.RELEASE, PauseMode.RELEASE, PauseMode.IN_PLACE):  # the last changes nothing
+            await rig.engine.pause(mode)
+        assert (await rig.engine.checksum()).total == before, "the weights stay"
+        waiting = asyncio.create_task(collect(rig.engine, make_request("waiting")))
+        await until(lambda: rig.engine.status().waiting >= 1)
+        await rig.engine.resume()
+        await rig.engine.resume()
+        response = await request.response()
+        assert response.ids == whole.ids
+        assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        assert (await waiting).ids == whole.ids[:20]
+        assert set(response.kv_versions) == {None}
+
+
+async def a_released_engine_releases_again_under_load(make: Factory) -> None:
+    async with make() as rig:
+        whole = await collect(rig.engine, make_request(length=200))
+        streams = [Caught(rig.engine, make_request(f"r{i}", length=200)) for i in range(rig.max_batch)]
+        await streams[0].running()
+        for _ in range(5):
+            await rig.engine.pause(PauseMode.RELEASE)
+            await rig.engine.resume()
+        for response in [await stream.response() for stream in streams]:
+            assert response.ids == whole.ids
+
+
+async def an_abort_ends_a_released_request_with_its_partial(make: Factory) -> None:
+    async with make() as rig:
+        request = await caught(rig.engine, make_request(length=1900))
+        await rig.engine.pause(PauseMode.RELEASE)
+        await rig.engine.abort("r")
+        partial = await request.response()
+        await rig.engine.resume()
+        whole = await collect(rig.engine, make_request(length=len(partial.ids)))
+        assert partial.reason is FinishReason.ABORT
+        assert 0 < len(partial.ids) < 1900
+        assert partial.ids == whole.ids
 
 
 async def a_retracted_response_goes_on_under_the_new_weights(make: Factory) -> None:
@@ -416,8 +460,16 @@ async def log_probabilities_are_those_of_a_full_forward(make: Factory) -> None:
 
 
 async def a_retracted_token_is_of_the_version_that_it_names(make: Factory) -> None:
+    await _is_of_the_version_that_it_names(PauseMode.RETRACT, make)
+
+
+async def a_released_token_is_of_the_version_that_it_names(make: Factory) -> None:
+    await _is_of_the_version_that_it_names(PauseMode.RELEASE, make)
+
+
+async def _is_of_the_version_that_it_names(mode: PauseMode, make: Factory) -> None:
     async with make() as rig:
-        response = await _changed_under_way(rig, PauseMode.RETRACT)
+        response = await _changed_under_way(rig, mode)
         assert set(response.versions) == {1, 2}
         assert set(response.kv_versions) == {None}
         for version, folder in enumerate(rig.weights, 1):
@@ -620,6 +672,7 @@ async def a_lost_engine_says_so_in_every_method(make: Factory, kill: Callable[[I
             engine.abort("r"),
             engine.pause(PauseMode.ABORT),
             engine.pause(PauseMode.IN_PLACE),
+            engine.pause(PauseMode.RELEASE),
             engine.resume(),
             engine.load_weights(rig.weights[1], 2),
             engine.load_changes([rig.weights[1] / "model.safetensors"], 2),
@@ -655,6 +708,10 @@ LAWS = (
     weights_do_not_change_under_a_running_request,
     a_pause_by_abort_ends_running_and_waiting_requests,
     a_pause_by_abort_ends_what_another_pause_holds,
+    a_released_response_is_the_one_that_nothing_paused,
+    a_released_engine_releases_again_under_load,
+    an_abort_ends_a_released_request_with_its_partial,
+    a_released_token_is_of_the_version_that_it_names,
     a_retracted_response_goes_on_under_the_new_weights,
     a_response_paused_in_place_goes_on_under_the_new_weights,
     log_probabilities_are_those_of_a_full_forward,

@@ -156,3 +156,17 @@ def test_masked_trajectories_take_part_and_teach_nothing(rank, tmp_path):
     assert fetch(rank, step) == {}
     metrics = take(rank, step.weights).metrics
     assert np.isnan([metrics.loss, metrics.grad_norm]).all()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_rank_that_shares_its_gpu_gives_unused_memory_back_after_each_call(rank, tmp_path, monkeypatch, shares):
+    given = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(rank.position().activity))
+    rank._shares_gpus = shares
+    step = packed(stored(tmp_path, items()))
+    fetch(rank, step)
+    take(rank, step.weights, version=1)
+    rank.publish(2)
+    rank.save(str(tmp_path / "checkpoint"))
+    assert rank.saved() == ""
+    assert given == ["idle"] * (3 if shares else 0)

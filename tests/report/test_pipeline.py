@@ -10,7 +10,7 @@ import pytest
 from laminar_lab.report.pipeline import measure_pipeline
 from laminar_lab.report.snapshot import read_snapshot
 from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
-from laminar_py.records.events import RolledBack, RunStarted, Undone
+from laminar_py.records.events import Leased, RolledBack, RunStarted, Undone
 from tests.report.scripted import TURNS, WITH_ENVIRONMENT, scripted
 
 
@@ -41,6 +41,23 @@ async def test_a_step_is_generation_and_idle_replicas_or_learner_and_waiting(tmp
     assert found.learner_s.tolist() == pytest.approx([4.0])
     assert np.allclose(found.measured_s, found.generation_s + found.late_s + found.held_s)
     assert np.allclose(found.measured_s, found.waited_s + found.learner_s)
+
+
+async def test_replicas_on_shared_devices_do_not_generate_in_the_learner_s_turns(tmp_path):
+    async with scripted(tmp_path, "cluster.share=true") as script:
+        script.issue(0.0, "g0.0", replica=0)
+        script.issue(0.0, "g0.1", replica=1)
+        script.at(3.5, Leased(holder="learner", step=0, elapsed_s=0.5, tokens=0))
+        script.at(6.0, Leased(holder="replicas", step=0, elapsed_s=1.0, tokens=0))
+        script.finish(2.0, "g0.1")
+        script.finish(8.0, "g0.0")
+        for id in ("g0.1", "g0.0"):
+            script.score(8.0, id)
+        script.at(8.5, Leased(holder="learner", step=0, elapsed_s=0.0, tokens=0))  # a turn that does not end
+        script.step(10.0, 1, "g0.0", "g0.1", waited_s=6.0)
+    found = pipeline_of(tmp_path)
+    assert found.generation_s.tolist() == pytest.approx([3.5])  # mean of 5 and 2: a turn from 3 to 6
+    assert np.allclose(found.measured_s, found.generation_s + found.late_s + found.held_s)
 
 
 async def turns_of(run, *overrides, count=2, away=(0, 1)):

@@ -4,30 +4,17 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig
 from laminar_py.config.rollout import StalenessConfig, StalePolicy
 from laminar_py.learner.losses.advantages import STD_FLOOR
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import (
-    AnyEvent,
-    Assigned,
-    Consumed,
-    Dropped,
-    Evaluated,
-    Issued,
-    Ready,
-    Scored,
-    Stepped,
-    Undone,
-)
+from laminar_py.records.events import Assigned, Consumed, Dropped, Evaluated, Ready, Scored, Stepped
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import DropReason, Kind, Prompt
 
 ODDS = 1e9  # at which a test decides: in a sound run it errs after a billion observations or more
-ENDED, OPENED = (Consumed, Dropped), (Issued, Undone)
 LIVE_GROUPS = 8192  # most groups whose responses are compared
 
 
@@ -59,10 +46,10 @@ class GroupCheck:
         if len(group) < self._size:
             return ()
         del self._open[row.group_id]
-        (digest, logprob), *others = (group[sample] for sample in sorted(group))
-        copies = sum(other == digest for other, _ in others)
+        digest, logprob = group[min(group)]
+        copies = [other for other, _ in group.values()].count(digest) - 1
         of_copy = math.log(0.5 + 0.5 * math.exp(logprob)) - logprob
-        self._odds = max(0.0, self._odds + copies * of_copy + (len(others) - copies) * math.log(0.5))
+        self._odds = max(0.0, self._odds + copies * of_copy + (self._size - 1 - copies) * math.log(0.5))
         if self._odds <= math.log(ODDS):
             return ()
         self._odds = 0.0
@@ -91,48 +78,66 @@ DIFFERS = 3  # of a group: rewards (1) and lengths (2)
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """Means over the members of a group so far; they begin with the values of the first member."""
+    """Means over the members of a group so far."""
 
-    reward: float
-    length: float
-    count: int = 1
+    task: str
+    reward: float = 0.0
+    length: float = 0.0
+    count: int = 0
     differs: int = 0
-    counted: bool = False  # among `_Rewards.groups`
 
 
 class RewardsCheck:
     """Names a task whose reward never varied, or that follows the length of responses alone."""
 
-    takes: ClassVar[tuple[type, ...]] = (Scored,)
-
     LEAST = 256  # responses of a task
     LEAST_GROUPS = 32
-    EVERY = 32  # responses of a task between tests
+    EVERY = 32  # responses between tests
     ALONE = 0.98  # correlation with length within groups
 
     def __init__(self, task_of: Callable[[LiveTrajectory], str]) -> None:
         self._task_of = task_of
         self._by_task: defaultdict[str, _Rewards] = defaultdict(_Rewards)
         self._open: OrderedDict[str, _Group] = OrderedDict()
+        self._last: list[tuple[LiveTrajectory, float]] = []  # responses and rewards that are not added yet
         self._varied = False  # before the run was resumed
 
     def restore(self, rewards: tuple[float, float]) -> None:
         """Take the worst and the best training reward of a run that resumes."""
         self._varied = rewards[0] < rewards[1]
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
-        """Take an event in the order of the log."""
-        if not isinstance(event, Scored) or row is None or row.kind is not Kind.TRAIN:
-            return ()
-        task, reward = self._task_of(row), event.reward
-        seen = self._by_task[task]
-        seen.count += 1
-        if reward < seen.least:
-            seen.least = reward
-        if reward > seen.largest:
-            seen.largest = reward
-        self._group(seen, row, reward)
-        return self._test(task, seen) if seen.count % self.EVERY == 0 else ()
+    def scored(self, event: Scored, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take the reward of a training response."""
+        self._last.append((row, event.reward))
+        return self._add() if len(self._last) >= self.EVERY else ()
+
+    def _add(self) -> list[Alarm]:
+        """Add the last responses to the sums of their tasks, by Welford's update, and test these tasks."""
+        tasks = set()
+        for row, reward in self._last:
+            if (group := self._open.get(row.group_id)) is None:
+                group = self._open[row.group_id] = _Group(task=self._task_of(row))
+                if len(self._open) > LIVE_GROUPS:
+                    self._open.popitem(last=False)
+            tasks.add(group.task)
+            seen = self._by_task[group.task]
+            seen.count += 1
+            if not seen.least <= reward <= seen.largest:
+                seen.least, seen.largest = min(seen.least, reward), max(seen.largest, reward)
+            by_reward, by_length = reward - group.reward, row.length - group.length
+            count = group.count + 1
+            share = group.count / count
+            seen.products += share * by_reward * by_length
+            seen.rewards += share * by_reward * by_reward
+            seen.lengths += share * by_length * by_length
+            group.count = count
+            group.reward += by_reward / count
+            group.length += by_length / count
+            if group.differs < DIFFERS and share:
+                group.differs |= (by_reward != 0) + 2 * (by_length != 0)
+                seen.groups += group.differs == DIFFERS
+        self._last.clear()
+        return [alarm for task in sorted(tasks) for alarm in self._test(task, self._by_task[task])]
 
     def _test(self, task: str, seen: _Rewards) -> Iterable[Alarm]:
         words = ""
@@ -145,28 +150,6 @@ class RewardsCheck:
                 within = f"(correlation {correlation:.3f} within {seen.groups} groups)"
                 words = f"{ways} with the length of responses alone {within}; look at it"
         return (Alarm("rewards", f"task {task!r}" if task else "run", f"the reward {words}"),) if words else ()
-
-    def _group(self, seen: _Rewards, row: LiveTrajectory, reward: float) -> None:
-        """Add the newest pair of a group to the sums within groups, by Welford's update."""
-        if (group := self._open.get(row.group_id)) is None:
-            self._open[row.group_id] = _Group(reward=reward, length=row.length)
-            if len(self._open) > LIVE_GROUPS:
-                self._open.popitem(last=False)
-            return
-        by_reward, by_length = reward - group.reward, row.length - group.length
-        count = group.count + 1
-        share = group.count / count
-        seen.products += share * by_reward * by_length
-        seen.rewards += share * by_reward * by_reward
-        seen.lengths += share * by_length * by_length
-        group.count = count
-        group.reward += by_reward / count
-        group.length += by_length / count
-        if not group.counted:
-            group.differs |= (by_reward != 0) + 2 * (by_length != 0)
-            if group.differs == DIFFERS:
-                group.counted = True
-                seen.groups += 1
 
 
 # VERSION_LOST takes the responses under way at a stop, mostly long ones, and their prompts are issued again
@@ -182,8 +165,6 @@ class CoverageCheck:
     median length, with a normal test of two shares at `SIGMAS`. A difference must also be large (`FACTOR`).
     """
 
-    takes: ClassVar[tuple[type, ...]] = (Consumed, Dropped)
-
     EVERY = 256
     SIGMAS = 7.0
     FACTOR = 2.0
@@ -192,22 +173,22 @@ class CoverageCheck:
     def __init__(self, task_of: Callable[[LiveTrajectory], str]) -> None:
         self._task_of = task_of
         self._ended: Counter[tuple[str, bool]] = Counter()  # (task, dropped) -> trajectories
-        self._lengths: list[tuple[int, bool]] = []  # since the last test
+        self._last: list[tuple[LiveTrajectory, Consumed | Dropped]] = []  # since the last test
         self._reasons: Counter[DropReason] = Counter()
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
-        """Take an event in the order of the log."""
-        if row is None or row.kind is not Kind.TRAIN:
-            return ()
-        if dropped := isinstance(event, Dropped):
-            if event.reason in NOT_COUNTED:
-                return ()
-            self._reasons[event.reason] += 1
-        self._ended[self._task_of(row), dropped] += 1
-        self._lengths.append((row.length, dropped))
-        return self._test() if len(self._lengths) >= self.EVERY else ()
+    def consumed(self, event: Consumed | Dropped, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take the end of a training trajectory."""
+        self._last.append((row, event))
+        return self._test() if len(self._last) >= self.EVERY else ()
+
+    def dropped(self, event: Dropped, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take a drop of a training trajectory."""
+        return () if event.reason in NOT_COUNTED else self.consumed(event, row)
 
     def _test(self) -> Iterator[Alarm]:
+        last, self._last = self._last, []
+        self._reasons.update(event.reason for _, event in last if isinstance(event, Dropped))
+        self._ended.update((self._task_of(row), isinstance(event, Dropped)) for row, event in last)
         tasks = {task for task, _ in self._ended}
         all_kept = sum(number for (_, dropped), number in self._ended.items() if not dropped)
         all_dropped = sum(self._ended.values()) - all_kept
@@ -216,7 +197,7 @@ class CoverageCheck:
             others = (all_dropped - mine[0], all_kept - mine[1])
             if self._differs(mine, others):
                 yield self._alarm(f"task {task!r}", "", mine, others)
-        lengths, self._lengths = sorted(self._lengths), []
+        lengths = sorted((row.length, isinstance(event, Dropped)) for row, event in last)
         middle = lengths[len(lengths) // 2][0]
         longer = [dropped for length, dropped in lengths if length > middle]
         shorter = [dropped for length, dropped in lengths if length <= middle]
@@ -253,8 +234,6 @@ class AdvantageCheck:
     a group's advantages add up to 0.
     """
 
-    takes: ClassVar[tuple[type, ...]] = (Ready, Consumed, Dropped)
-
     AGREES = 1e-3
 
     def __init__(self, algorithm: AlgorithmConfig | None) -> None:
@@ -262,41 +241,41 @@ class AdvantageCheck:
         self._leaves_out = algorithm is None or algorithm.advantage is Advantage.LEAVE_ONE_OUT
         self._divides = algorithm is not None and algorithm.advantage is Advantage.GROUP_STD
         self._is_centred = algorithm is not None and algorithm.advantage in CENTRED
-        self._open: dict[str, list[tuple[float, Ready]]] = {}  # group -> rewards and advantages
-        self._by_token: set[str] = set()  # groups with rewards by token or role, which are not compared
+        # group -> members with their advantages
+        self._open: defaultdict[str, list[tuple[LiveTrajectory, Ready]]] = defaultdict(list)
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
-        """Take an event in the order of the log."""
-        if row is None or row.kind is not Kind.TRAIN:
-            return ()
-        if isinstance(event, Ready):
-            self._open.setdefault(row.group_id, []).append((row.reward or 0.0, event))
-            if event.roles or row.earned is not None:
-                self._by_token.add(row.group_id)
-        elif members := self._open.pop(row.group_id, None):
-            if row.group_id in self._by_token:
-                self._by_token.discard(row.group_id)
-            elif fault := self._fault(members, row.group_id):
-                who, what = fault
-                words = f"the advantage of {who} is {what}; look at algorithm.advantage"
-                return (Alarm("scores", "controller", words),)
+    def ready(self, event: Ready, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take the advantage of a training trajectory."""
+        self._open[row.group_id].append((row, event))
         return ()
 
-    def _fault(self, members: Sequence[tuple[float, Ready]], group: str) -> tuple[str, str] | None:
+    def ended(self, event: Consumed | Dropped, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take the end of a training trajectory; the first of a group tests the group."""
+        members = self._open.pop(row.group_id, ())
+        if not members or any(ready.roles or member.earned is not None for member, ready in members):
+            return ()  # rewards by token or role are not compared
+        if (fault := self._fault(members, row.group_id)) is None:
+            return ()
+        who, what = fault
+        return (Alarm("scores", "controller", f"the advantage of {who} is {what}; look at algorithm.advantage"),)
+
+    def _fault(self, members: Sequence[tuple[LiveTrajectory, Ready]], group: str) -> tuple[str, str] | None:
         """Return a member or group whose advantage does not follow from the rewards, and words on it."""
-        (least, first), *others = sorted(members, key=lambda member: member[0])
-        noise = self.AGREES * max(1.0, *(abs(ready.advantage) for _, ready in members))
-        for reward, ready in others:
+        rewards = [member.reward or 0.0 for member, _ in members]
+        least = min(rewards)
+        first = members[rewards.index(least)][1]
+        noise = self.AGREES * max(1.0, *[abs(ready.advantage) for _, ready in members])
+        ratio = len(members) / max(1, len(members) - 1) if self._leaves_out else 1.0
+        for reward, (_, ready) in zip(rewards, members, strict=True):
             gap, expected = ready.advantage - first.advantage, ready.advantage_scale * (reward - least)
-            most = expected * len(members) / len(others) if self._leaves_out else expected
             margin = ready.advantage_scale * self._costs + noise
-            if not expected - margin <= gap <= most + margin:
+            if not expected - margin <= gap <= expected * ratio + margin:
                 words = f"{gap:.3g} above {first.trajectory_id}'s, and their rewards make it {expected:.3g}"
                 return ready.trajectory_id, words
-        unit, scale = self._unit([reward for reward, _ in members]), first.advantage_scale
+        unit, scale = self._unit(rewards), first.advantage_scale
         if unit is not None and scale and abs(scale / unit - 1) > self.AGREES:
             return group, f"{scale:.4g} times its reward, and not {unit:.4g}"
-        total = sum(ready.advantage for _, ready in members)
+        total = sum([ready.advantage for _, ready in members])
         if self._is_centred and abs(total) > noise * len(members):
             return group, f"{total:.3g} in the sum over the group, and not 0"
         return None
@@ -308,7 +287,7 @@ class AdvantageCheck:
         if not self._divides:
             return 1.0
         mean = sum(rewards) / len(rewards)
-        squares = sum((reward - mean) ** 2 for reward in rewards)
+        squares = sum([(reward - mean) ** 2 for reward in rewards])
         return 1 / (math.sqrt(squares / (len(rewards) - 1)) + STD_FLOOR)
 
 
@@ -318,15 +297,13 @@ CENTRED = (Advantage.GROUP_STD, Advantage.GROUP_MEAN, Advantage.LEAVE_ONE_OUT)
 class StalenessCheck:
     """Names a consumed trajectory beyond the bound that `staleness` enforces by `drop`."""
 
-    takes: ClassVar[tuple[type, ...]] = (Consumed,)
-
     def __init__(self, staleness: StalenessConfig | None) -> None:
         drops = staleness is not None and StalePolicy.DROP in staleness.policies
         self._bound = staleness.max_staleness if staleness is not None and drops else None
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
-        """Take an event in the order of the log."""
-        if not isinstance(event, Consumed) or self._bound is None or event.staleness <= self._bound:
+    def consumed(self, event: Consumed, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take a training trajectory that was trained on."""
+        if self._bound is None or event.staleness <= self._bound:
             return ()
         words = (
             f"step {event.step} trained on {event.trajectory_id}, whose staleness is {event.staleness} and the"
@@ -338,8 +315,6 @@ class StalenessCheck:
 class BatchCheck:
     """Names a step that consumed a group with members still under way, or a failed reward that counts."""
 
-    takes: ClassVar[tuple[type, ...]] = (Issued, Undone, Consumed, Dropped, Stepped)
-
     def __init__(self) -> None:
         self._open: defaultdict[str, set[str]] = defaultdict(set)  # group -> members neither consumed nor dropped
         self._step: set[str] = set()  # groups of the present step
@@ -350,24 +325,26 @@ class BatchCheck:
             if row.kind is Kind.TRAIN:
                 self._open[row.group_id].add(row.id)
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
-        """Take an event in the order of the log."""
-        if isinstance(event, Stepped):
-            return self._stepped(event.step)
-        if row is None or row.kind is not Kind.TRAIN:
-            return ()
+    def opened(self, event: object, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take a training trajectory that was issued, or is ready again."""
+        self._open[row.group_id].add(row.id)
+        return ()
+
+    def consumed(self, event: Consumed, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take a training trajectory that was trained on."""
+        self._open[row.group_id].discard(row.id)
+        self._step.add(row.group_id)
+        return ()
+
+    def dropped(self, event: Dropped, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take a drop of a training trajectory."""
         members = self._open[row.group_id]
-        if isinstance(event, OPENED):
-            members.add(row.id)
-            return ()
         members.discard(row.id)
-        if isinstance(event, Consumed):
-            self._step.add(row.group_id)
-        elif not members and row.group_id not in self._step:
+        if not members and row.group_id not in self._step:
             del self._open[row.group_id]
         return ()
 
-    def _stepped(self, step: int) -> Iterable[Alarm]:
+    def stepped(self, event: Stepped, row: None) -> Iterable[Alarm]:
         """End a step."""
         parts = sorted(group for group in self._step if self._open[group])
         for group in self._step:
@@ -376,8 +353,8 @@ class BatchCheck:
         if not parts:
             return ()
         words = (
-            f"step {step} trained on a part of group {parts[0]} and of {len(parts) - 1} more, as if they were"
-            " whole; --resume"
+            f"step {event.step} trained on a part of group {parts[0]} and of {len(parts) - 1} more, as if they"
+            " were whole; --resume"
         )
         return (Alarm("scores", "controller", words),)
 
@@ -398,26 +375,23 @@ def score_alarms(score: Score, row: LiveTrajectory) -> list[Alarm]:
 class EvaluationCheck:
     """Names an evaluation whose answers have another version than it says, or whose problem is trained on."""
 
-    takes: ClassVar[tuple[type, ...]] = (Assigned, Consumed, Evaluated)
-
     prompt_of: Callable[[LiveTrajectory], Prompt | None]
     _held_out: dict[bytes, str] = field(default_factory=dict)  # ids of evaluated prompts -> pass
     _versions: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by pass
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
-        """Take an event in the order of the log."""
-        if isinstance(event, Evaluated):
-            return self._evaluated(event)
-        if row is None:
-            return ()
-        if isinstance(event, Consumed):
-            if row.kind is Kind.EVAL:
-                self._versions[row.group_id].add(event.version)
-        elif row.sample_index == 0 and (prompt := self.prompt_of(row)) is not None and len(prompt.ids):
-            return self._assigned(row, prompt)
+    def assigned(self, event: Assigned, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take an assignment in an evaluation, and note its problem."""
+        if key := self._key(row):
+            self._held_out.setdefault(key, row.group_id)
         return ()
 
-    def _evaluated(self, event: Evaluated) -> Iterable[Alarm]:
+    def consumed(self, event: Consumed, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take an answer in an evaluation."""
+        self._versions[row.group_id].add(event.version)
+        return ()
+
+    def evaluated(self, event: Evaluated, row: None) -> Iterable[Alarm]:
+        """End an evaluation."""
         versions = self._versions.pop(event.pass_id, set())
         if not versions - {event.version}:
             return ()
@@ -427,15 +401,18 @@ class EvaluationCheck:
         )
         return (Alarm("evaluation", f"pass {event.pass_id}", words),)
 
-    def _assigned(self, row: LiveTrajectory, prompt: Prompt) -> Iterable[Alarm]:
-        """Note a prompt of an evaluation or of training, and name a prompt of both."""
-        key = b"\0".join((prompt.ids.tobytes(), prompt.answer.encode(), prompt.fields_json))
-        if row.kind is Kind.EVAL:
-            self._held_out.setdefault(key, row.group_id)
-        elif of_pass := self._held_out.get(key):
-            self._held_out[key] = ""
-            words = (
-                f"its problem {prompt.id} is trained on, too (group {row.group_id}); take it out of one of them"
-            )
-            return (Alarm("evaluation", f"pass {of_pass}", words),)
-        return ()
+    def trained(self, event: Assigned, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take an assignment for training, and name a problem of an evaluation."""
+        if not self._held_out or not (key := self._key(row)) or not (of_pass := self._held_out.get(key)):
+            return ()
+        self._held_out[key] = ""
+        words = (
+            f"its problem {row.prompt_id} is trained on, too (group {row.group_id}); take it out of one of them"
+        )
+        return (Alarm("evaluation", f"pass {of_pass}", words),)
+
+    def _key(self, row: LiveTrajectory) -> bytes:
+        """The problem of a group's first sample; b"" for another sample or an unknown prompt."""
+        if row.sample_index or (prompt := self.prompt_of(row)) is None or not len(prompt.ids):
+            return b""
+        return b"\0".join((prompt.ids.tobytes(), prompt.answer.encode(), prompt.fields_json))

@@ -1,7 +1,7 @@
 """All checks of events, for a running run and for the audit."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from laminar_py.config.run import RunConfig
 from laminar_py.control.alarms.data import (
@@ -14,19 +14,26 @@ from laminar_py.control.alarms.data import (
 )
 from laminar_py.control.alarms.weights import WeightsCheck
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import AnyEvent
+from laminar_py.records.events import (
+    AnyEvent,
+    Assigned,
+    Consumed,
+    Dropped,
+    Evaluated,
+    Issued,
+    Ready,
+    RolledBack,
+    Scored,
+    Stepped,
+    Undone,
+    VersionLoaded,
+    VersionPublished,
+)
 from laminar_py.records.proofs import Alarm
-from laminar_py.records.trajectory import Prompt
+from laminar_py.records.trajectory import Kind, Prompt
 
-
-class EventCheck(Protocol):
-    """A check that reads events of the types `takes`."""
-
-    takes: ClassVar[tuple[type, ...]]
-
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
-        """Take an event in the order of the log, with the row that it changed."""
-        ...
+# type of event -> what observes it, with the row that it changed
+Routes: TypeAlias = Mapping[type, Sequence[Callable[[Any, Any], Iterable[Alarm]]]]
 
 
 class EventChecks:
@@ -42,27 +49,35 @@ class EventChecks:
             prompt = prompt_of(row)
             return "" if prompt is None else prompt.task
 
-        self.batches, self.rewards = BatchCheck(), RewardsCheck(task_of)
-        checks: tuple[EventCheck, ...] = (
-            WeightsCheck(),
-            self.batches,
-            AdvantageCheck(None if config is None else config.algorithm),
-            StalenessCheck(None if config is None else config.staleness),
-            self.rewards,
-            CoverageCheck(task_of),
-            EvaluationCheck(prompt_of),
-        )
-
-        self._by_type: dict[type, list[Callable[[AnyEvent, LiveTrajectory | None], Iterable[Alarm]]]] = {}
-        for check in checks:
-            for kind in check.takes:
-                self._by_type.setdefault(kind, []).append(check.observe)
+        self.batches, self.rewards, weights = BatchCheck(), RewardsCheck(task_of), WeightsCheck()
+        advantages = AdvantageCheck(None if config is None else config.algorithm)
+        staleness = StalenessCheck(None if config is None else config.staleness)
+        coverage, evaluation = CoverageCheck(task_of), EvaluationCheck(prompt_of)
+        self._training: Routes = {
+            Issued: (self.batches.opened,),
+            Undone: (self.batches.opened,),
+            Assigned: (evaluation.trained,),
+            Scored: (self.rewards.scored,),
+            Ready: (advantages.ready,),
+            Consumed: (self.batches.consumed, advantages.ended, staleness.consumed, coverage.consumed),
+            Dropped: (self.batches.dropped, advantages.ended, coverage.dropped),
+        }
+        self._evaluating: Routes = {Assigned: (evaluation.assigned,), Consumed: (evaluation.consumed,)}
+        self._of_run: Routes = {
+            Evaluated: (evaluation.evaluated,),
+            Stepped: (weights.stepped, self.batches.stepped),
+            RolledBack: (weights.rolled_back,),
+            VersionPublished: (weights.published,),
+            VersionLoaded: (weights.loaded,),
+        }
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Sequence[Alarm]:
         """Take an event in the order of the log, with the row that it changed; return its alarms."""
-        if (observers := self._by_type.get(type(event))) is None:
+        routes = self._of_run if row is None else self._training if row.kind is Kind.TRAIN else self._evaluating
+        if (observers := routes.get(type(event))) is None:
             return ()
         found: list[Alarm] = []
         for observe in observers:
-            found += observe(event, row)
+            if alarms := observe(event, row):
+                found += alarms
         return found

@@ -2,15 +2,14 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import AnyEvent, RolledBack, Stepped, VersionLoaded, VersionPublished
+from laminar_py.records.events import RolledBack, Stepped, VersionLoaded, VersionPublished
 from laminar_py.records.proofs import POWERS, Alarm, NextToken, ProbeAnswer
 
 Odds: TypeAlias = npt.NDArray[np.float64]  # [len(WRONG)] in logs
@@ -21,33 +20,39 @@ RESTART = "restart the engine's server, or set rollout.engine otherwise, and --r
 class WeightsCheck:
     """Compares digests of published versions with the hashes of the tensors that engines then serve."""
 
-    takes: ClassVar[tuple[type, ...]] = (Stepped, RolledBack, VersionPublished, VersionLoaded)
-
     def __init__(self) -> None:
         self._published: VersionPublished | None = None
         self._learned: set[int] = set()  # steps with gradients since the step of the last version
         self._loaded: dict[int, VersionLoaded] = {}  # replica -> last load with a hash
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterator[Alarm]:
-        """Take an event in the order of the log."""
-        if isinstance(event, Stepped):
-            if event.grad_norm:
-                self._learned.add(event.step)
-        elif isinstance(event, RolledBack):
-            self._learned = {step for step in self._learned if step <= event.step}
-        elif isinstance(event, VersionPublished):
-            before, self._published = self._published, event
-            learned = sum(step <= event.step for step in self._learned)
-            self._learned = {step for step in self._learned if step > event.step}
-            if before is not None and before.step < event.step and before.digest == event.digest and learned:
-                yield Alarm(
-                    "weights",
-                    "learner",
-                    f"version {event.version} has the bytes of version {before.version}, after {learned} steps"
-                    " with gradients: the updates are lost, or smaller than the published type can hold; raise"
-                    " learner.lr",
-                )
-        elif isinstance(event, VersionLoaded) and event.checksum is not None:
+    def stepped(self, event: Stepped, row: None) -> Iterable[Alarm]:
+        """Take a step of the learner."""
+        if event.grad_norm:
+            self._learned.add(event.step)
+        return ()
+
+    def rolled_back(self, event: RolledBack, row: None) -> Iterable[Alarm]:
+        """Forget the steps that a rollback undid."""
+        self._learned = {step for step in self._learned if step <= event.step}
+        return ()
+
+    def published(self, event: VersionPublished, row: None) -> Iterator[Alarm]:
+        """Take a version."""
+        before, self._published = self._published, event
+        learned = sum(step <= event.step for step in self._learned)
+        self._learned = {step for step in self._learned if step > event.step}
+        if before is not None and before.step < event.step and before.digest == event.digest and learned:
+            yield Alarm(
+                "weights",
+                "learner",
+                f"version {event.version} has the bytes of version {before.version}, after {learned} steps"
+                " with gradients: the updates are lost, or smaller than the published type can hold; raise"
+                " learner.lr",
+            )
+
+    def loaded(self, event: VersionLoaded, row: None) -> Iterator[Alarm]:
+        """Take a load of an engine."""
+        if event.checksum is not None:
             earlier, self._loaded[event.replica] = self._loaded.get(event.replica), event
             yield from _compare(event, earlier)
 

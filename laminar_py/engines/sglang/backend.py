@@ -10,14 +10,20 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from laminar_py.config.cluster import Device
+from laminar_py.config.cluster import Device, LeaseCache
 from laminar_py.config.engine import Backend, EngineLaunch
 from laminar_py.config.learner import LoraConfig, LoraTarget
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
-from laminar_py.engines.sglang.launch import ServerSpec, check_flags, check_interpreter, replica_server
+from laminar_py.engines.sglang.launch import (
+    ServerSpec,
+    check_flags,
+    check_interpreter,
+    replica_server,
+    sharing_flags,
+)
 from laminar_py.engines.sglang.settings import Flag, SGLangConfig, section_of
 from laminar_py.records.engine import EngineLostError, InferenceEngine
 
@@ -167,6 +173,9 @@ def _server_of(config: RunConfig, launch: EngineLaunch) -> ServerSpec:
     # with overlap a token is in the pipeline during an in-place load, and gets the new version
     in_place = rollout.on_new_weights is OnNewWeights.IN_PLACE
     exact: dict[str, Flag] = {"disable-overlap-schedule": True} if in_place else {}
+    if launch.index < config.shared_replicas:
+        releases = section.device is Device.CUDA and config.lease_cache is LeaseCache.RELEASE
+        exact |= sharing_flags(releases=releases)
     return replica_server(
         section.interpreter,
         launch.model_dir,
@@ -183,6 +192,7 @@ def _server_of(config: RunConfig, launch: EngineLaunch) -> ServerSpec:
         mask_tokens=rollout.sampling.top_k,
         flags={**exact, **section.flags},
         start_timeout_s=section.start_timeout_s,
+        shared_gpus=launch.shared_gpus,
     )
 
 

@@ -51,6 +51,7 @@ LOAD_S = 600.0
 START_S = 900.0
 CHANGES, TAKES_CHANGES = "laminar_changes", "[laminar: takes changes]"  # as in `plugin/laminar_changes.py`
 HALF_CHANGED = "[laminar: half changed]"  # as there
+CACHE = ["kv_cache"]  # the tag of the memory that a release gives back
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -86,6 +87,7 @@ class SGLangEngine:
         self._takes_changes = False  # the server's plugin knows the places of the loaded weights
         self._paused: PauseMode | None = None  # mode of the caller's last `pause`, None after `resume`
         self._server_paused = False  # the server itself is paused
+        self._released = False  # the memory of its KV cache is given back
         self._gate = asyncio.Event()
         self._client = secrets.token_hex(4)
         self._adapters = ServerAdapters(
@@ -248,15 +250,18 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating, by `mode`; new requests wait at the gate.
 
-        ABORT closes the gate and aborts the streams one by one, in one round trip. The server's own pause by abort
-        sleeps for a second between two checks.
+        RELEASE is RETRACT where the server has no memory saver, as on CPUs. ABORT closes the gate and aborts the
+        streams one by one, in one round trip. The server's own pause by abort sleeps for a second between checks.
         """
         self._connection.raise_if_lost()
         self._gate.clear()
         self._paused = mode
         if mode is not PauseMode.ABORT:
             self._server_paused = True
-            await self._connection.post("pause_generation", mode=mode.value)
+            releases = mode is PauseMode.RELEASE
+            await self._connection.post("pause_generation", mode=PauseMode.RETRACT if releases else mode)
+            if releases:
+                await self._release()
             return
         streams = list(self._by_rid.values())
         self._by_rid.clear()
@@ -271,8 +276,25 @@ class SGLangEngine:
         self._paused = None
         self._open_gate()
 
+    async def _release(self) -> None:
+        """Have the paused server give the memory of its KV cache back; return once all its ranks have.
+
+        A server would die of a release before the end of its last step; until then it refuses to flush its cache.
+        Only the first rank answers. A weight update for drafts loads nothing, and all ranks meet in it.
+        """
+        if self._released:
+            return
+        await self._flush_cache()
+        await self._connection.post("release_memory_occupation", tags=CACHE)
+        self._released = True
+        await self._connection.post("begin_weight_update", selector="draft")
+        await self._connection.post("end_weight_update")
+
     async def _continue(self) -> None:
         """Resume the server if it is paused, and count its silence from now."""
+        if self._released:
+            await self._connection.post("resume_memory_occupation", tags=CACHE)
+            self._released = False
         if self._server_paused:
             await self._connection.post("continue_generation")
             self._server_paused = False
@@ -342,7 +364,7 @@ class SGLangEngine:
 
         Raises `RefusedError` if the server cannot read it. A server that failed after the first value is lost.
         """
-        recomputes = self._paused is PauseMode.RETRACT
+        recomputes = self._paused in (PauseMode.RETRACT, PauseMode.RELEASE)
         try:
             answer = await self._connection.post_and_decode(
                 "update_weights_from_disk",

@@ -26,6 +26,8 @@ MIN_VERSION = (0, 5, 23)  # the oldest that the client was tested with
 SPARE_TOKENS = 8
 MAX_LORAS = 2  # in one batch: the adapter of new requests, and the adapter of older requests
 MASK_TOKENS = 4096  # tokens of a recorded mask by default
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+HELD_S = 10**9  # beyond any learner's turn
 _ALONE = "a server is one replica on one node; set rollout.replicas or rollout.engine.tensor_parallel"
 _CHOSEN = "the run chooses it; leave it out"
 _THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
@@ -70,6 +72,7 @@ class ServerSpec:
     flags: Flags
     start_limit: tuple[str, float]  # the setting that limits its start, and the seconds
     host: str = LOOPBACK
+    shared_gpus: str = ""  # that it sees, as CUDA_VISIBLE_DEVICES names them; empty: this process's
 
     def command(self, port: int) -> list[str]:
         """Command line of the server on `port`, without the key. False removes a flag."""
@@ -87,7 +90,12 @@ class ServerSpec:
         special = _CPU_ENVIRONMENT if self.device is Device.CPU else compiler_environment(self.python)
         modules = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
         own = {"PATH": own_path(self.python), "PYTHONPATH": modules}
-        return {**os.environ, **own, **_ENVIRONMENT, **special}
+        inherited = dict(os.environ)
+        if self.shared_gpus:
+            own["CUDA_VISIBLE_DEVICES"] = self.shared_gpus
+            for name in ALLOCATOR:  # settings for the learner's rank on this GPU; the memory saver refuses some
+                inherited.pop(name, None)
+        return {**inherited, **own, **_ENVIRONMENT, **special}
 
 
 def replica_server(
@@ -107,6 +115,7 @@ def replica_server(
     mask_tokens: int = 0,
     flags: Flags | None = None,
     start_timeout_s: float = 900.0,
+    shared_gpus: str = "",
 ) -> ServerSpec:
     """Describe a server of one replica, for trajectories of `max_len` tokens.
 
@@ -137,7 +146,16 @@ def replica_server(
         device=device,
         flags=_with_users_flags(defaults, flags or {}, device, field="rollout.engine.flags", reserved=_RESERVED),
         start_limit=("rollout.engine.start_timeout_s", start_timeout_s),
+        shared_gpus=shared_gpus,
     )
+
+
+def sharing_flags(*, releases: bool) -> dict[str, Flag]:
+    """Flags of a server that takes turns with the learner, and then `releases` the memory of its KV cache or not.
+
+    SGLang's own watchdog ends a server whose batch stands still for 5 minutes, also while it is paused.
+    """
+    return {"watchdog-timeout": HELD_S, "sleep-on-idle": True, "enable-memory-saver": releases}
 
 
 def check_flags(flags: Flags, device: Device, record: tuple[Recording, ...]) -> None:

@@ -4,7 +4,8 @@ Called by the owners of the parts (relays, replicas, learner, reference, servers
 by `laminar doctor`. In a plan no GPU is promised twice, all GPUs of a part are on one node, the root relay is
 beside learner rank 0, and every host with replicas has a relay (`tests/cluster/test_placement.py`). The cluster
 chooses which GPUs of its node a part gets: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing if it
-has none.
+has none. A replica that shares devices with the learner (`cluster.share`) has no GPU in the plan: it is on the
+node of the learner ranks whose GPUs it uses.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ class Needs:
     rank_gpus: int
     replicas: int  # present and past ones; their numbers are below this
     replica_gpus: int  # tensor-parallel, on one node
+    shared: int = 0  # replicas, from 0 on, that use the GPUs of learner ranks
     relays: int = 1  # nodes of the tree if all parts are on one host
     hosts: tuple[str, ...] = ()  # [replicas] host of the server that a replica attaches to; empty: it starts one
     reference: bool = False  # the reference model has a process, with as many GPUs as a rank
@@ -68,6 +70,7 @@ class Needs:
             rank_gpus=1 if config.learner_device is Device.CUDA else 0,
             replicas=rollout.replicas,
             replica_gpus=0 if engine.hosts else engine.gpus,
+            shared=config.shared_replicas if engine.gpus else 0,
             relays=config.relay.nodes,
             hosts=engine.hosts,
             placed_by=engine.placed_by,
@@ -115,8 +118,9 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     """Place all parts on `nodes`, which include the controller's.
 
     `keep` is an earlier plan, from which parts on live nodes keep their places. If a node of the learner is gone,
-    all ranks get new places. In a first plan every part needs room. In a later plan replicas may have no place,
-    and a server may have none if another of its pool has a place. Raises `ConfigError` if there are too few GPUs.
+    all ranks get new places, and so do the replicas that share their GPUs. In a first plan every part needs room.
+    In a later plan replicas may have no place, and a server may have none if another of its pool has a place.
+    Raises `ConfigError` if there are too few GPUs.
     """
     alive = {node.id for node in nodes}
 
@@ -130,7 +134,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     reference: NodeSlot | None = None
     if keep is not None:
         for index, place in enumerate(keep.replicas):
-            replicas[index] = None if index in needs.gone else if_alive(place)
+            replicas[index] = None if index in needs.gone or index < needs.shared else if_alive(place)
         servers = [if_alive(place) for place in keep.servers] or servers
         learner = keep.learner if all(map(if_alive, keep.learner)) else None
         reference = if_alive(keep.reference)
@@ -138,7 +142,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     room.reserve([*replicas, *servers, reference])
     learner = room.place_learner() if learner is None else learner
     room.reserve(learner)
-    room.learner_nodes = {place.node for place in learner}
+    room.learner = learner
     if needs.reference and reference is None:
         reference = room.place_beside_replicas(
             needs.rank_gpus, "algorithm.reference_pass=stage: it", "set it to learner, lower learner.world_size"
@@ -165,7 +169,7 @@ class _FreeGpus:
     """Counts the free GPUs of each node while `make_plan` places one part after the other."""
 
     def __init__(self, needs: Needs, nodes: Sequence[Node]) -> None:
-        self.learner_nodes: Collection[str | None] = ()
+        self.learner: Sequence[NodeSlot] = ()  # places of the ranks, once they have some
         self._needs = needs
         self._nodes = nodes
         self._free = Counter({node.id: node.gpus for node in nodes})
@@ -242,11 +246,12 @@ class _FreeGpus:
         fitting = [node for node in self._nodes if self._free[node.id] >= gpus]
         if not fitting:
             raise self._no_room(setting, gpus, remedy)
+        homes = {place.node for place in self.learner}
         node = min(
             fitting,
             key=lambda node: (
                 self._lost_replicas(node, gpus),
-                node.id not in self.learner_nodes,
+                node.id not in homes,
                 self._free[node.id],
             ),
         )
@@ -255,6 +260,8 @@ class _FreeGpus:
     def _place_replica(self, index: int) -> NodeSlot:
         """Place a replica: with GPUs on as few nodes as possible, else on the idlest. Raises `ConfigError`."""
         needs = self._needs
+        if index < needs.shared:
+            return self._place_beside_ranks(index)
         nodes = self._nodes_of_server(index) if needs.hosts and len(self._nodes) > 1 else self._nodes
         size = needs.replica_gpus
         if not size:
@@ -267,6 +274,18 @@ class _FreeGpus:
             raise self._no_room(setting, size, "lower one of these")
         used = max(fitting, key=lambda node: (self._residents[node.id] > 0, self._free[node.id] // size))
         return NodeSlot(used.id, size)
+
+    def _place_beside_ranks(self, index: int) -> NodeSlot:
+        """Place a replica on the GPUs of learner ranks. Raises `ConfigError` if these are on several nodes."""
+        size = self._needs.replica_gpus
+        homes = {place.node for place in self.learner[index * size : (index + 1) * size]}
+        if len(homes) > 1:
+            raise ConfigError(
+                f"cluster.share=true: replica {index} uses the GPUs of learner ranks {index * size} to"
+                f" {(index + 1) * size - 1}, which are on {len(homes)} nodes ({self._needs.placed_by}={size});"
+                " lower it or learner.world_size, or set cluster.share to false"
+            )
+        return NodeSlot(homes.pop())
 
     def _lost_replicas(self, node: Node, gpus: int) -> int:
         """Return how many replicas lose their room on a node if another part takes `gpus` GPUs there."""

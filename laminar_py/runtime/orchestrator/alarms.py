@@ -86,7 +86,8 @@ class Alarms:
 
     def scored(self, score: Score, row: LiveTrajectory) -> None:
         """Check a score before it is recorded."""
-        self._tell((*score_alarms(score, row), *self._groups.observe(score, row)))
+        self._tell(score_alarms(score, row))
+        self._tell(self._groups.observe(score, row))
 
     def referred(self, fingerprint: str) -> None:
         """Compare the weights of a reference model in a process of its own with its first."""

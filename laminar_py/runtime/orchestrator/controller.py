@@ -303,7 +303,7 @@ class Controller:
             learner=learner,
             evaluator=self._evaluator,
             versions=versions,
-            lease=make_lease(incarnation, replicas),
+            lease=make_lease(incarnation, replicas, learner),
             stop=self._stop,
             show=self._show_step,
             show_line=self.view.notice,

@@ -120,10 +120,10 @@ def make_scheduler(
     return scheduler
 
 
-def make_lease(incarnation: Incarnation, replicas: Replicas) -> DeviceLease:
+def make_lease(incarnation: Incarnation, replicas: Replicas, learner: LearnerKeeper) -> DeviceLease:
     """Make the lease of devices that the learner shares with replicas; most runs share none."""
     config, rollout = incarnation.config, incarnation.config.rollout
-    replicas.shared.await_learner()
+    replicas.shared.await_learner(lambda: learner.gpus)
     return DeviceLease(
         replicas.shared if config.shared_replicas else None,
         config.cluster.lease,

@@ -33,6 +33,7 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import WATCH_S, Keeper
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.segments import RunSegments
+from laminar_py.runtime.workers.shared import RankGpus
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
     LearnerSpec,
@@ -73,6 +74,7 @@ class LearnerKeeper(Keeper):
         self._starts = 0
         self._hangs = HangWatch(incarnation.config.learner.world_size)
         self._started: LearnerStarted | None = None
+        self.gpus: tuple[RankGpus, ...] = ()  # [ranks] of the processes that started last
         self._checkpoint: Path | None = None
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
@@ -113,6 +115,7 @@ class LearnerKeeper(Keeper):
         ]
         answers = await self._call_all("start", requests)
         started = [decode(LearnerStarted, answer) for answer in answers if isinstance(answer, bytes)]
+        self.gpus = tuple(RankGpus(part.place.node, rank.gpus) for part, rank in zip(parts, started, strict=True))
         fault = _first_fault([answer.fault for answer in started])
         self._started = msgspec.structs.replace(started[0], fault=fault)
 

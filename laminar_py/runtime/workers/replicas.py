@@ -32,7 +32,7 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.keeper import RETRY_S, Keeper
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.segments import RunSegments
-from laminar_py.runtime.workers.shared import SharedReplicas
+from laminar_py.runtime.workers.shared import RankGpus, SharedReplicas
 from laminar_py.runtime.workers.specs import ReplicaSpec, ReportPace
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class ReplicaKeeper(Keeper):
         self.is_killed = False  # the process was ended on purpose, and is not replaced yet
         self.is_ending = False  # the replica leaves, and gets no other process
         self.label: str | None = None  # of the segments that the process writes
+        self.shared_gpus: Sequence[RankGpus] = ()  # of learner ranks, which the started process uses
         self._fleet = fleet
 
     @property
@@ -116,6 +117,9 @@ class ReplicaKeeper(Keeper):
         self.relay = await fleet.relays.attach(self.index, parts[0].place)
         self.label = label = fleet.segments.new_label(f"replica-{self.index}")
         await self._close_connection()  # a failed start left it
+        self.shared_gpus = fleet.shared.gpus_of(self.index)
+        if any(rank.node != parts[0].place.node for rank in self.shared_gpus):  # a node died as it was spawned
+            raise PartCrashedError(parts[0].name, "the learner has moved to other nodes")
         self.connection = fleet.hub.open(label, self.index)
         fleet.update_places()
         spec = ReplicaSpec(
@@ -132,6 +136,7 @@ class ReplicaKeeper(Keeper):
             probes=list(self._incarnation.inputs.probes),
             secret=config.rollout.engine.secret(),
             server=fleet.servers.get(self.index, ""),
+            shared_gpus=",".join(rank.visible for rank in self.shared_gpus),
         )
         await parts[0].call("start", spec, timeout_s=START_S + config.rollout.engine.start_limit_s)
 

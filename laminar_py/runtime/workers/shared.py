@@ -1,12 +1,14 @@
 """Replicas on devices that they share with the learner: their turns, from the controller's side.
 
 In the learner's turn no shared replica computes, and none starts. `control.lease` decides whose turn it is.
+Shared GPUs belong to the learner's ranks: the cluster gives each rank its own, and the ranks say which. A learner
+that restarts may get others; its replicas then get new processes, before the learner's turn ends.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from laminar_py.config.cluster import LeaseCache
 from laminar_py.config.run import RunConfig
@@ -15,14 +17,26 @@ from laminar_py.records.engine import PauseMode
 from laminar_py.runtime.link.hub import ReplicaConnection
 
 
+class RankGpus(NamedTuple):
+    """The GPUs of a learner rank, e.g. `RankGpus("5a97e58a", "3")`."""
+
+    node: str | None
+    visible: str  # as CUDA_VISIBLE_DEVICES names them
+
+
 class SharedKeeper(Protocol):
-    """The part of a replica's keeper that `SharedReplicas` reads."""
+    """The part of a replica's keeper that `SharedReplicas` uses."""
 
     connection: ReplicaConnection | None
+    shared_gpus: Sequence[RankGpus]  # that its process started with
 
     @property
     def in_flight(self) -> Collection[str]:
         """Ids of the trajectories that the replica has."""
+        ...
+
+    def end(self) -> None:
+        """Kill the process on purpose; another one starts in its place."""
         ...
 
 
@@ -35,14 +49,23 @@ class SharedReplicas:
         self._keepers = keepers[: config.shared_replicas]
         self._mode = PauseMode.IN_PLACE if config.lease_cache is LeaseCache.KEEP else PauseMode.RELEASE
         self._live = live
+        self._num_gpus = config.rollout.engine.gpus  # of a replica
+        self._rank_gpus: Callable[[], Sequence[RankGpus]] = tuple
         self._ours = asyncio.Event()  # set in the replicas' turn
         self._ours.set()
         self._num_starting = 0
         self._started = asyncio.Event()  # set, and replaced, after each start
 
-    def await_learner(self) -> None:
-        """Begin with the learner's turn: shared replicas start after it."""
+    def await_learner(self, rank_gpus: Callable[[], Sequence[RankGpus]]) -> None:
+        """Begin with the learner's turn: shared replicas start after it, on the GPUs of its ranks."""
+        self._rank_gpus = rank_gpus
         self._ours.clear()
+
+    def gpus_of(self, index: int) -> Sequence[RankGpus]:
+        """Return the present GPUs of the learner ranks that a replica uses; none if it shares no GPU."""
+        if index >= len(self._keepers):
+            return ()
+        return self._rank_gpus()[index * self._num_gpus : (index + 1) * self._num_gpus]
 
     @asynccontextmanager
     async def starting(self, index: int) -> AsyncIterator[None]:
@@ -67,7 +90,13 @@ class SharedReplicas:
         await asyncio.gather(*(one.hold(self._mode) for one in self._connections()))
 
     async def release(self) -> None:
-        """Let shared replicas compute and start; return once most released caches are complete."""
+        """Let shared replicas compute and start; return once most released caches are complete.
+
+        A replica whose learner ranks have other GPUs now gets a new process.
+        """
+        for index, keeper in enumerate(self._keepers):
+            if keeper.connection is not None and keeper.shared_gpus != self.gpus_of(index):
+                keeper.end()
         self._ours.set()
         await asyncio.gather(*(one.unhold() for one in self._connections()))
 

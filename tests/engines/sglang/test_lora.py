@@ -28,6 +28,7 @@ CHANGING = (
     laws.a_retracted_response_goes_on_under_the_new_weights,
     laws.a_response_paused_in_place_goes_on_under_the_new_weights,
     laws.a_retracted_token_is_of_the_version_that_it_names,
+    laws.a_released_token_is_of_the_version_that_it_names,
     laws.a_token_on_an_old_kv_cache_says_so,
     laws.an_update_under_many_streams_loses_no_token,
     laws.twenty_updates_under_load_leave_the_same_weights,

@@ -30,6 +30,7 @@ TAKES_CHANGES = "[laminar: takes changes]"  # in the answer to a whole load
 HALF_CHANGED = "[laminar: half changed]"  # in an answer that ends the server's use
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
 CHECK = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
+PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 ADAPTERS = "laminar.adapters/"
 PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 PIECE_BYTES = 64 * 2**20  # of page-locked memory, two of them
@@ -47,6 +48,12 @@ def register() -> None:
 
     HookRegistry.register(UPDATE, update, HookType.AROUND)
     HookRegistry.register(CHECK, add_adapters, HookType.AFTER)
+    HookRegistry.register(PAUSED, sleep_while_paused, HookType.AFTER)
+
+
+def sleep_while_paused(_: None, scheduler: Any) -> None:
+    """Have a paused scheduler wait for its next request, if it sleeps when idle; else it keeps a core busy."""
+    scheduler.maybe_sleep_on_idle()
 
 
 def add_adapters(found: dict[str, Any] | None, runner: Any, *_: object, **__: object) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 
+from laminar_py.config.cluster import Device
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
@@ -80,6 +81,7 @@ class LearnerActor(ComputingActor):
         self._adapter: bytes | None = None  # config of adapters
         self._probes: list[IntArray] = []
         self._next_tokens: dict[int, list[NextToken]] = {}  # of the newest version
+        self._shares_gpus = False  # with replicas, which compute once the learner's turn ends
 
     def progress(self) -> LearnerProgress:
         """Return how far `start` is."""
@@ -93,13 +95,22 @@ class LearnerActor(ComputingActor):
         if isinstance(self._learner, Learner):
             self._learner.ranks.begin(activity, limit_s=limit_s)
 
+    def _rest(self) -> None:
+        """Note that this rank does nothing; give unused memory of a shared GPU back, for the replicas' turn."""
+        self._begin(IDLE)
+        if self._shares_gpus:
+            torch.cuda.empty_cache()
+
     @on_compute_thread
     def start(self, spec: LearnerSpec) -> LearnerStarted:
         """Read the config, then `load` the model; return the sizes of the model."""
         config = read_run_config(spec, f"learner-{spec.rank}")
         compute_on(learner_threads(config, num_cores=len(os.sched_getaffinity(0)), ranks_here=spec.ranks_here))
         allow_many_files()
-        return self.load(config, spec, open_reader(spec, config))
+        self._shares_gpus = config.cluster.share and config.learner_device is Device.CUDA
+        started = self.load(config, spec, open_reader(spec, config))
+        self._rest()
+        return msgspec.structs.replace(started, gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def load(self, config: RunConfig, spec: LearnerSpec, reader: PayloadReader) -> LearnerStarted:
         """Make learner and publisher, restore the checkpoint if any; `reader` reads the tokens of each step."""
@@ -162,14 +173,14 @@ class LearnerActor(ComputingActor):
         self._begin(f"start of step {self._learner.steps_taken + 1}", limit_s=COMPUTES_S)
         metrics = self._learner.step(microbatches(bundles, request.terms))
         stall_s = 0.0 if request.version is None else self._publish(request.version)
-        self._begin(IDLE)
+        self._rest()
         return StepOutcome(metrics, request.version, stall_s)
 
     @on_compute_thread
     def publish(self, version: int) -> float:
         """Publish the weights as `version`; return the seconds that the learner stood still for it."""
         stall_s = self._publish(version)
-        self._begin(IDLE)
+        self._rest()
         return stall_s
 
     def _publish(self, version: int) -> float:
@@ -212,6 +223,7 @@ class LearnerActor(ComputingActor):
     def save(self, path: str) -> None:
         """Begin a checkpoint in the folder `path`; return when the state is copied and the next step may begin."""
         self._learner.begin_save(Path(path))
+        self._rest()
 
     def saved(self) -> str:
         """Return when the checkpoint is complete on disk and read back: its fault, or ""."""

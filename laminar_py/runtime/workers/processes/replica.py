@@ -59,10 +59,8 @@ class ReplicaActor(PartActor):
         rollout = config.rollout
         if rollout.engine.yields_cpus:
             os.nice(REPLICA_NICENESS)
-        model, logs = Path(spec.model_dir), Path(spec.run_dir) / "logs"
-        launch = EngineLaunch(model_dir=model, logs=logs, index=spec.index, secret=spec.secret, server=spec.server)
         with _unwrapping_bugs(config):
-            engine = await BACKENDS.get(rollout.engine.kind).open(config, launch)
+            engine = await BACKENDS.get(rollout.engine.kind).open(config, _launch_of(spec))
         prober = Prober(engine, spec.probes, rollout.sampling.params(), replica=spec.index)
         wire = peer_sockets(spec.keys)
 
@@ -131,6 +129,18 @@ class ReplicaActor(PartActor):
                 if task.done():
                     log.error("%s ended", task.get_name(), exc_info=task.exception())
                     task.result()
+
+
+def _launch_of(spec: ReplicaSpec) -> EngineLaunch:
+    """Return how the replica opens its engine."""
+    return EngineLaunch(
+        model_dir=Path(spec.model_dir),
+        logs=Path(spec.run_dir) / "logs",
+        index=spec.index,
+        secret=spec.secret,
+        server=spec.server,
+        shared_gpus=spec.shared_gpus,
+    )
 
 
 def _environments(config: RunConfig, spec: ReplicaSpec, wire: SocketFactory) -> Environments | None:
