@@ -1,4 +1,4 @@
-"""Placements whose learner and replicas share GPUs: which ones there are, their formulas, and the written config."""
+"""Placements whose learner and replicas share GPUs: which there are, their formulas, and the written config."""
 
 from dataclasses import replace
 from pathlib import Path
