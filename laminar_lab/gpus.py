@@ -20,7 +20,7 @@ class Gpu:
     memory_bytes: float
     bf16_flops: float  # a second, dense
     hbm_bytes_per_s: float
-    link_bytes_per_s: float  # NVLink to the other GPUs of its node, each direction
+    link_bytes_per_s: float  # NVLink, or else PCIe, to the other GPUs of its node, each direction
     source: str
 
 
@@ -65,6 +65,14 @@ GPUS = (
         link_bytes_per_s=900e9,
         source=f"{_DATASHEET} DGX B200, an eighth of it; FLOP/s are half of those with sparsity",
     ),
+    Gpu(
+        name="RTX4090",
+        memory_bytes=24e9,
+        bf16_flops=165e12,
+        hbm_bytes_per_s=1.01e12,
+        link_bytes_per_s=32e9,
+        source="NVIDIA Ada whitepaper: FLOP/s with sums in fp32; without NVLink, so PCIe 4.0 of 16 lanes",
+    ),
 )
 
 
@@ -79,7 +87,7 @@ def gpu_named(name: str) -> Gpu:
 
 def gpu_of_device(device: str) -> Gpu | None:
     """Return the GPU of a device's name, e.g. of "NVIDIA H100 80GB HBM3"; None if the catalog lacks it."""
-    return next((gpu for gpu in GPUS if gpu.name in device.upper()), None)
+    return next((gpu for gpu in GPUS if gpu.name in device.upper().replace(" ", "")), None)
 
 
 CPU = "cpu"  # the kind of nodes that have none

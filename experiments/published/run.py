@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from laminar_lab.doctor.memory import cache_tokens
+from laminar_lab.doctor.gpu_formula import cache_tokens
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.known_models import model_named

@@ -23,6 +23,7 @@ SHOWN = 8  # placements in a ranking
 LINE_S = 10.0  # between lines of progress without a terminal
 LEGEND = """
 learner + replicas x TP: GPUs that train; replicas that generate, GPUs of each
+s8: 8 of the replicas share the learner's GPUs, in turns (cluster.share)
 admits: responses that a replica begins under one weight version
 tokens/s: trained response tokens; step: seconds of a learner step
 stale, most: age of trained data in learner steps, the mean and the most
@@ -213,7 +214,8 @@ def _ranking(plan: "RankedPlan") -> tuple[str, Table]:
             alive = f"{figures.versions_alive_max}"
         cells = (
             str(place),
-            f"{where.schedule} {where.learner_gpus}+{where.replicas}x{where.tensor_parallel}",
+            f"{where.schedule} {where.learner_gpus}+{where.replicas}x{where.tensor_parallel}"
+            + (f" s{where.shared}" if where.shared else ""),
             f"{where.batch_per_replica}",
             f"{one.tokens_per_s:,.0f}",
             f"{one.step_s:.1f}",
@@ -228,10 +230,13 @@ def _ranking(plan: "RankedPlan") -> tuple[str, Table]:
 
 
 def _memory(plan: "RankedPlan") -> Table:
-    """Make the table of peak GB by part for a learner GPU and an engine GPU of the first choice."""
+    """Make the table of peak GB by part of the first choice: a learner GPU and an engine GPU, or turns on one."""
+    from laminar_lab.doctor.memory import KINDS, LEARNERS_TURN, REPLICAS_TURN
+
     learner, engine = plan.learner_memory(plan.best), plan.engine_memory(plan.best)
-    table = Table("GB of a GPU, by formula", "learner", "engine")
-    for name in (*learner, *engine):
+    titles = (LEARNERS_TURN, REPLICAS_TURN) if plan.best.placement.shared else KINDS
+    table = Table("GB of a GPU, by formula", *titles)
+    for name in dict.fromkeys((*learner, *engine)):
         row = [f"{parts[name] / 1e9:.1f}" if name in parts else "-" for parts in (learner, engine)]
         if set(row) - {"-", "0.0"}:
             table.add_row(name, *row)

@@ -7,7 +7,7 @@ Called by `laminar doctor`. Everything is in fp32. The formula is within 20 % of
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from laminar_lab.doctor.memory import Parts, activations, state_parts
+from laminar_lab.doctor.gpu_formula import Parts, activations, state_parts
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.known_models import shape_at
 from laminar_lab.step_time import version_bytes

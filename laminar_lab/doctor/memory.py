@@ -1,15 +1,10 @@
-"""Memory of a run's GPUs, by use: a formula over a config and a model's shape.
+"""Memory of a run's GPUs, by use: `doctor.gpu_formula` over a config and its model's shape.
 
-Called by `laminar doctor`, `laminar plan` and, before processes start, `laminar train`. The learner's memory is
-its peak, the largest of three moments of a step: the backward pass of the output embedding, of a layer, and the
-reduction of the embeddings' gradients at the end. Sizes of activations follow transformers' layers: bf16, with
-norms in fp32; a norm that `learner.layers` has fused takes less. States of the learner, weights and KV cache of an
-engine are exact; activations and the memory that CUDA and its allocator keep are estimates
-(`tests/doctor/test_memory.py`).
+Called by `laminar doctor`, `laminar simulate --gpu` and, before processes start, `laminar train`. A config that
+does not fit gets one line with the settings that would.
 """
 
 import itertools
-import math
 import subprocess
 from bisect import bisect_right
 from collections import Counter
@@ -19,32 +14,38 @@ from pathlib import Path
 
 import psutil
 
-from laminar_lab.model_shape import ModelShape, kv_token_bytes
+from laminar_lab.doctor.gpu_formula import (
+    MARGIN,
+    Parts,
+    cache_tokens,
+    engine_memory,
+    has_margin,
+    host_inputs,
+    learner_memory,
+    shared_cache_tokens,
+    turn_parts,
+    with_spare,
+)
+from laminar_lab.model_shape import ModelShape
 from laminar_lab.plan.known_models import shape_at
-from laminar_py.config.cluster import Device
-from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute, ReduceDtype
+from laminar_py.config.cluster import Device, LeaseCache
+from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import encode
 
 GPU_BYTES = 80e9  # assumed size of a GPU
-HEAD_TOKENS = 2048  # tokens with logits at the same time: `learner.losses.logprob.FUSED_CHUNK`
-SPARE_SHARE = 0.05  # of a GPU, for CUDA, NCCL and what the allocator cannot use
-MARGIN = 0.02  # share of a GPU that a plan leaves free, and without which doctor warns
 MOST_TOKENS = 1 << 24  # of a microbatch
 MOST_RANKS = 1024
-INPUTS_HERE = 2  # inputs of layers on a GPU at the same time, the others being on the host: in use, and copied
 KINDS = ("learner", "engine")  # of GPUs
+LEARNERS_TURN, REPLICAS_TURN = "learner's turn", "replicas' turn"  # of a learner's GPU that replicas share
 COMMAND_TIMEOUT_S = 10.0  # for `nvidia-smi`
-
-Parts = dict[str, float]
-"""Bytes by use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
     """One kind of GPU: `GpuMemory(kind="engine", parts=parts, host=0.0, asked=850_000, fitting=920_000)`."""
 
-    kind: str  # one of `KINDS`; the column's title
+    kind: str  # one of `KINDS`, or a turn on a shared GPU of the learner; the column's title
     parts: Parts
     host: float  # bytes beside it in pinned host memory, for each GPU: the inputs of a learner's layers
     asked: int | None  # tokens of a microbatch or of an engine's KV cache; None: an engine takes all that fit
@@ -59,45 +60,43 @@ class GpuMemory:
 def gpu_memory(
     config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
 ) -> list[GpuMemory]:
-    """Return columns for learner and engine, if they have GPUs; none if no formula knows the model's shape."""
+    """Return columns for learner and engine, if they have GPUs; none if no formula knows the model's shape.
+
+    With `cluster.share` the learner's GPU has a column for each turn, and the engine's is of other replicas.
+    """
     shape = shape_at(config.model.path)
     if shape is None:
         return []
     columns, engine = [], config.rollout.engine
-    if config.learner_device is Device.CUDA:
-        columns.append(_learner_column(shape, config, gpu_bytes))
-    if engine.gpus and not engine.hosts:
+    shared = config.shared_replicas if engine.gpus else 0
+    if config.learner_device is Device.CUDA and "learner" in kinds:
+        make = _turn_columns if shared else _learner_columns
+        columns += make(shape, config, gpu_bytes)
+    if engine.gpus and not engine.hosts and "engine" in kinds and shared < config.rollout.replicas:
         parts, room = engine_parts(shape, config, gpu_bytes=gpu_bytes), _cache_room(config, shape, gpu_bytes)
         columns.append(
             GpuMemory(
                 kind="engine", parts=parts, host=0.0, asked=config.rollout.kv_capacity, fitting=room(engine.gpus)
             )
         )
-    return [column for column in columns if column.kind in kinds]
-
-
-def with_spare(parts: Parts, gpu_bytes: float) -> Parts:
-    """Return the bytes of a learner's GPU by part, with the share that CUDA, NCCL and the allocator keep."""
-    return parts | {"CUDA, NCCL, fragmentation": SPARE_SHARE * gpu_bytes}
-
-
-def has_margin(parts: Parts, gpu_bytes: float) -> bool:
-    """Return whether a GPU with these parts has `MARGIN` left, since activations are estimates."""
-    return sum(parts.values()) <= (1.0 - MARGIN) * gpu_bytes
+    return columns
 
 
 def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS) -> list[str]:
     """Return an error line for each kind of GPU that the run does not fit, with a setting that would fit."""
     faults = {"learner": _learner_fault, "engine": _engine_fault}
     columns = gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
-    return list(filter(None, (faults[column.kind](config, column, gpu_bytes) for column in columns)))
+    found = [faults[column.kind](config, column, gpu_bytes) for column in columns if column.kind in faults]
+    return list(filter(None, (_turn_fault(config, columns, gpu_bytes), *found)))
 
 
 def memory_warnings(config: RunConfig, *, gpu_bytes: float, kinds: Collection[str] = KINDS) -> list[str]:
     """Return a line for each kind of GPU that the run fits without a margin."""
-    settings = {"learner": "raise learner.world_size", "engine": "lower rollout.kv_capacity"}
+    lower = "lower rollout.kv_capacity"
+    settings = {"learner": "raise learner.world_size", "engine": lower}
+    settings |= {LEARNERS_TURN: "raise learner.world_size, or set cluster.share=false", REPLICAS_TURN: lower}
     return [
-        f"a GPU of the {column.kind} holds {column.total / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB by formula, which"
+        f"{_gpu_of(column)} holds {column.total / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB by formula, which"
         f" leaves less than {MARGIN:.0%}; {settings[column.kind]}"
         for column in gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
         if column.asked is not None and column.total <= gpu_bytes and not has_margin(column.parts, gpu_bytes)
@@ -144,7 +143,8 @@ def shard_advice(config: RunConfig, nodes: Sequence[str | None], *, gpu_bytes: f
         return [line] if spans else []
     size, *others = set(ranks_on.values())
     changed = config.model_copy(update={"learner": learner.model_copy(update={"shard_ranks": size})})
-    parts = _learner_gpu(shape, changed, gpu_bytes)
+    (column, *_) = gpu_memory(changed, gpu_bytes=gpu_bytes, kinds=["learner"])
+    parts = column.parts
     if others or size == 1 or not has_margin(parts, gpu_bytes):
         return []
     return [
@@ -169,20 +169,25 @@ def smallest_gpu() -> bytes:
 # ---- the learner
 
 
-def _learner_column(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> GpuMemory:
+def _learner_columns(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> list[GpuMemory]:
+    parts = _learner_gpu(shape, config, gpu_bytes)
+    return [_column_of_learner("learner", parts, shape, config, _most_packed(shape, config, gpu_bytes))]
+
+
+def _column_of_learner(kind: str, parts: Parts, shape: ModelShape, config: RunConfig, fitting: int) -> GpuMemory:
+    tokens = config.packer.max_tokens
+    host = host_inputs(shape, config.learner.recompute, tokens=tokens)
+    return GpuMemory(kind=kind, parts=parts, host=host, asked=tokens, fitting=fitting)
+
+
+def _most_packed(shape: ModelShape, config: RunConfig, gpu_bytes: float, *, beside: float = 0.0) -> int:
+    """Return the most tokens of a microbatch that fit a learner's GPU `beside` so many bytes of an engine."""
+
     def total(tokens: int) -> float:
         packer = config.packer.model_copy(update={"max_tokens": tokens})
-        return sum(_learner_gpu(shape, config.model_copy(update={"packer": packer}), gpu_bytes).values())
+        return beside + sum(_learner_gpu(shape, config.model_copy(update={"packer": packer}), gpu_bytes).values())
 
-    fitting = bisect_right(range(1, MOST_TOKENS), gpu_bytes, key=total)
-    tokens = config.packer.max_tokens
-    return GpuMemory(
-        kind="learner",
-        parts=_learner_gpu(shape, config, gpu_bytes),
-        host=host_inputs(shape, config.learner.recompute, tokens=tokens),
-        asked=tokens,
-        fitting=fitting,
-    )
+    return bisect_right(range(1, MOST_TOKENS), gpu_bytes, key=total)
 
 
 def _learner_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> Parts:
@@ -197,97 +202,6 @@ def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape
         held = 0.0 if learner.offload else 4.0 * reference.total / learner.shard_size
         beside = {"reference model": held + 2.0 * reference.root}
     return learner_memory(shape, learner, tokens=config.packer.max_tokens) | beside
-
-
-def learner_memory(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Parts:
-    """Return the bytes of a learner's GPU at its peak, with microbatches of `tokens`, without a reference."""
-    peaks = _peaks(shape, learner, tokens=tokens)
-    return state_parts(shape, learner) | max(peaks, key=lambda parts: sum(parts.values()))
-
-
-def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
-    """Return the bytes of fp32 masters, gradients and AdamW's moments on a rank's GPU."""
-    trained = shape.total if learner.lora is None else shape.adapters(learner.lora)
-    weights = shape.total + (0 if learner.lora is None else trained)
-    ranks, host = learner.shard_size, learner.offload
-    gradients = 0.0 if host else 4.0 * trained / ranks
-    if learner.accumulate is Accumulate.WHOLE and (learner.world_size > 1 or host):
-        gradients = 4.0 * trained
-    return {
-        "masters (fp32)": 0.0 if host else 4.0 * weights / ranks,
-        "gradients (fp32)": gradients,
-        "moments (fp32)": 0.0 if host else 8.0 * trained / ranks,
-    }
-
-
-def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterator[Parts]:
-    """Yield the bytes beside the states at each moment of a step that may be its peak."""
-    root, layer = 2.0 * shape.root, 2.0 * shape.layer  # in bf16, gathered
-    head = 2.0 * shape.embedding
-    trains = learner.lora is None
-    summed = 1.0 if learner.reduce_dtype is ReduceDtype.BFLOAT16 else 2.0  # bytes of a sum's number over bf16's
-    kept = activations(shape, learner.recompute, tokens=tokens)
-    logits = 4.0 * HEAD_TOKENS * shape.vocab_size  # with their gradient, bf16
-    yield {
-        "embedding and head (bf16)": root,
-        "layers (bf16)": 0.0,
-        "activations": kept + 6.0 * tokens * shape.hidden_size,
-        "head: logits and gradient": logits + 3 * head,  # summed up in fp32, and once in bf16
-    }
-    again = 0.0 if learner.recompute is Recompute.NONE else _of_layer(shape)
-    if learner.context_parallel > 1:  # queries, keys, values and result, sent and received
-        again += 8.0 * (shape.query_width + shape.key_width)
-    reduced = summed * (layer + layer / learner.shard_size) if trains else 0.0
-    yield {
-        "embedding and head (bf16)": root,
-        "layers (bf16)": 2 * layer + (layer + reduced if trains else 0.0),  # the next one, gradient, reduction
-        "activations": kept + tokens * (again + _of_layer(shape) / 2),  # half: gradients of its results
-        "head: logits and gradient": head if trains else 0.0,
-    }
-    yield {
-        "embedding and head (bf16)": root + (summed * (root + root / learner.shard_size) if trains else 0.0),
-        "layers (bf16)": 0.0,
-        "activations": 0.0,
-        "head: logits and gradient": 0.0,
-    }
-
-
-def activations(shape: ModelShape, recompute: Recompute, *, tokens: int) -> float:
-    """Return the bytes of activations that the layers keep of a microbatch for its backward pass."""
-    entry = 2.0 * shape.hidden_size
-    if recompute is Recompute.ALL_OFFLOADED:
-        return tokens * INPUTS_HERE * entry
-    if recompute is Recompute.NONE:
-        each = _of_layer(shape)
-    elif recompute is Recompute.ALL:
-        each = entry
-    else:  # attention's result, and every second of the seven products; grouped ones are computed again
-        wide = shape.shared_width if shape.experts else shape.used_width
-        products = shape.key_width + shape.hidden_size + wide
-        each = entry + 2.0 * (shape.query_width + products)
-    return tokens * shape.num_hidden_layers * each
-
-
-def host_inputs(shape: ModelShape, recompute: Recompute, *, tokens: int) -> float:
-    """Return the bytes of a rank's inputs of layers in pinned host memory; torch rounds each to a power of two."""
-    if recompute is not Recompute.ALL_OFFLOADED:
-        return 0.0
-    return shape.num_hidden_layers * 2.0 ** math.ceil(math.log2(tokens * 2 * shape.hidden_size))
-
-
-def _of_layer(shape: ModelShape) -> float:
-    """Return the bytes for each token that a layer computes and its backward pass needs."""
-    norms = 16.0 * shape.hidden_size  # two, each its input in fp32, the same normalised, and its result
-    queries, keys = shape.query_width, shape.key_width
-    attention = 4.0 * queries + 4.0 * keys  # queries, keys, values, result
-    if shape.normalises_heads:
-        attention += 6.0 * (queries + keys)
-    routed = 0.0
-    if shape.experts:  # rows sorted by expert, weighted products, four tables of places, probabilities
-        chosen = shape.num_experts_per_tok or 1
-        weighted = 2.0 * (shape.used_width - shape.shared_width)
-        routed = 2.0 * shape.hidden_size * chosen + weighted + 32.0 * chosen + 4.0 * shape.experts
-    return norms + attention + routed + 8.0 * shape.used_width  # gate, its activation, up, their product
 
 
 def _reference_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
@@ -361,7 +275,13 @@ def _written(value: object) -> str:
 
 
 def _needs(column: GpuMemory, gpu_bytes: float) -> str:
-    return f"a GPU of the {column.kind} needs {column.total / 1e9:.1f} GB and has {gpu_bytes / 1e9:.1f}"
+    return f"{_gpu_of(column)} needs {column.total / 1e9:.1f} GB and has {gpu_bytes / 1e9:.1f}"
+
+
+def _gpu_of(column: GpuMemory) -> str:
+    """Name the GPU of a column."""
+    in_turn = column.kind in (LEARNERS_TURN, REPLICAS_TURN)
+    return f"a shared GPU in the {column.kind}" if in_turn else f"a GPU of the {column.kind}"
 
 
 # ---- engines
@@ -378,34 +298,6 @@ def engine_parts(shape: ModelShape, config: RunConfig, *, gpu_bytes: float) -> P
         static_bytes=engine.static_share * gpu_bytes,
         gpu_bytes=gpu_bytes,
     )
-
-
-def engine_memory(
-    shape: ModelShape,
-    *,
-    gpus: int,
-    kv_tokens: int | None,
-    static_bytes: float,
-    gpu_bytes: float,
-    width: float | None = None,
-) -> Parts:
-    """Return the bytes on each GPU of an engine; a cache of None takes the rest of `static_bytes`.
-
-    A number has `width` bytes, by default as many as engines serve.
-    """
-    width = width or shape.served_bytes
-    weights = width * shape.total / gpus
-    cache = max(0.0, static_bytes - weights)
-    if kv_tokens is not None:
-        cache = kv_token_bytes(shape, gpus, width=width) * kv_tokens
-    rest = gpu_bytes - static_bytes
-    return {"engine's weights": weights, "KV cache": cache, "engine's activations, CUDA graphs": rest}
-
-
-def cache_tokens(shape: ModelShape, *, gpus: int, static_bytes: float) -> int:
-    """Return the tokens of KV cache that fit beside the weights into `static_bytes` of each GPU."""
-    left = static_bytes - shape.served_bytes * shape.total / gpus
-    return max(0, int(left / kv_token_bytes(shape, gpus)))
 
 
 def _cache_room(config: RunConfig, shape: ModelShape, gpu_bytes: float) -> Callable[[int], int]:
@@ -450,3 +342,94 @@ def _cache_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float, *, room
 def _rounded(room: int, least: int) -> int:
     """Tokens of a cache, in thousands, that fit in a room for `least` or more."""
     return max(room // 1000 * 1000, least)
+
+
+# ---- GPUs that learner and replicas share
+
+
+def _turn_columns(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> list[GpuMemory]:
+    learner = _learner_gpu(shape, config, gpu_bytes)
+    learners, replicas = _turns(shape, config, gpu_bytes)
+    beside = sum(learners.values()) - sum(learner.values())
+    packed = _most_packed(shape, config, gpu_bytes, beside=beside)
+    cached = _shared_room(shape, config, gpu_bytes)
+    return [
+        _column_of_learner(LEARNERS_TURN, learners, shape, config, packed),
+        GpuMemory(kind=REPLICAS_TURN, parts=replicas, host=0.0, asked=config.rollout.kv_capacity, fitting=cached),
+    ]
+
+
+def _turns(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> tuple[Parts, Parts]:
+    return turn_parts(
+        _learner_gpu(shape, config, gpu_bytes),
+        lambda left: engine_parts(shape, config, gpu_bytes=left),
+        gpu_bytes=gpu_bytes,
+        keeps_cache=config.lease_cache is LeaseCache.KEEP,
+    )
+
+
+def _shared_room(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> int:
+    engine = config.rollout.engine
+    return shared_cache_tokens(
+        shape,
+        _learner_gpu(shape, config, gpu_bytes),
+        gpus=engine.gpus,
+        static_share=engine.static_share,
+        gpu_bytes=gpu_bytes,
+        keeps_cache=config.lease_cache is LeaseCache.KEEP,
+    )
+
+
+def _turn_fault(config: RunConfig, columns: Sequence[GpuMemory], gpu_bytes: float) -> str | None:
+    """Return an error line if learner and engine cannot share a GPU, with the part to give up; else None."""
+    shape, longest = shape_at(config.model.path), config.rollout.max_len
+    for column in columns:
+        why = _needs(column, gpu_bytes)
+        if column.kind == REPLICAS_TURN and column.fitting < longest:
+            why = f"{_gpu_of(column)} has room for {column.fitting} tokens of KV cache, less than {longest}"
+        elif column.kind not in (LEARNERS_TURN, REPLICAS_TURN) or column.total <= gpu_bytes:
+            continue
+        assert shape is not None, "a column has a shape"
+        return f"cluster.share=true: {why}; {_turn_remedy(shape, config, gpu_bytes)}"
+    return None
+
+
+def _turn_remedy(shape: ModelShape, config: RunConfig, gpu_bytes: float) -> str:
+    """Return the part to give up so that learner and engine share a GPU, the cheapest first."""
+    asked, longest = config.rollout.kv_capacity, config.rollout.max_len
+    for changed, words in _turn_changes(config):
+        room = _shared_room(shape, changed, gpu_bytes)
+        if room < longest:
+            continue
+        if asked is None or asked > room:
+            lowered = _rounded(room, longest)
+            rollout = changed.rollout.model_copy(update={"kv_capacity": lowered})
+            changed = changed.model_copy(update={"rollout": rollout})
+            words = [*words, f"lower rollout.kv_capacity to {lowered}"]
+        if words and all(sum(parts.values()) <= gpu_bytes for parts in _turns(shape, changed, gpu_bytes)):
+            return ", and ".join(words)
+    return "set it to false, and give replicas GPUs of their own"
+
+
+def _turn_changes(config: RunConfig) -> Iterator[tuple[RunConfig, list[str]]]:
+    """Yield configs that need less memory on a shared GPU, with the words for each; the first is as it is."""
+    cluster, learner, words = config.cluster, config.learner, list[str]()
+    yield config, words
+    if config.lease_cache is LeaseCache.KEEP:
+        lease = cluster.lease.model_copy(update={"cache": LeaseCache.RELEASE})
+        config = config.model_copy(update={"cluster": cluster.model_copy(update={"lease": lease})})
+        words = ["set cluster.lease.cache=release"]
+        yield config, words
+    if learner.recompute in (Recompute.NONE, Recompute.SELECTIVE):
+        learner = learner.model_copy(update={"recompute": Recompute.ALL})
+        words = [*words, "set learner.recompute=all"]
+        yield config.model_copy(update={"learner": learner}), words
+    changes: list[tuple[dict[str, object], str]] = []
+    if learner.lora is None:
+        changes.append(({"lora": LoraConfig()}, "train by adapter (learner.lora)"))
+    whole = "" if learner.shard_ranks is None else " with learner.shard_ranks=null"
+    for ranks in range(learner.world_size + 1, MOST_RANKS + 1):
+        more: dict[str, object] = {"world_size": ranks, "shard_ranks": None}
+        changes.append((more, f"raise learner.world_size to {ranks}{whole}"))
+    for change, what in changes:
+        yield config.model_copy(update={"learner": learner.model_copy(update=change)}), [*words, what]

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from laminar_lab.doctor.cpu_memory import CPU_ACTIVATIONS
-from laminar_lab.doctor.memory import engine_memory, host_memory, learner_memory, with_spare
+from laminar_lab.doctor.gpu_formula import engine_memory, learner_memory, with_spare
+from laminar_lab.doctor.memory import host_memory
 from laminar_lab.gpus import read_group
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.inputs import MAX_STALENESS

@@ -16,7 +16,7 @@ from multiprocessing.pool import AsyncResult
 from statistics import mean
 
 from laminar_lab.emulation.settings import EmulationProfile
-from laminar_lab.plan.placements import FleetPlacement
+from laminar_lab.plan.placements import FleetPlacement, lease_settings, on_new_weights
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import estimate, traffic_slowdown
 from laminar_lab.simulate.figures import SimulatedFigures
@@ -117,12 +117,14 @@ def shrunk_fleet(
     wanted = min(1.0, replicas / placement.replicas)
     groups = max(1, round(wanted * request.prompts_per_step))
     ratio = groups / request.prompts_per_step  # whole groups round the wanted ratio
-    devices = max(1, round(ratio * placement.learner_gpus / placement.context_parallel))
+    each = placement.tensor_parallel if placement.shared else placement.context_parallel
+    devices = max(1, round(ratio * placement.learner_gpus / each)) * (each if placement.shared else 1)
     profile = request.profile(placement.tensor_parallel)
     rate = profile.learner.train_tokens_per_s * ratio * placement.learner_gpus / devices
     rate /= traffic_slowdown(request, placement)
     lengths, is_async = request.lengths, placement.schedule is Schedule.ASYNC
-    spread_s = estimate(request, placement).step_s if is_async else 0.0
+    spread_s = estimate(request, placement).step_s if is_async and not placement.shared else 0.0
+    engine = request.emulated_engine(learner_devices=devices, start_spread_s=spread_s)
     config = parse_config(
         {
             "name": "plan",
@@ -133,7 +135,7 @@ def shrunk_fleet(
             "data": {"train": "train.jsonl"},
             "reward": {"use": ["math"]},
             "rollout": {
-                "engine": request.emulated_engine(learner_devices=devices, start_spread_s=spread_s),
+                "engine": engine | {"engine_devices": placement.tensor_parallel},
                 "replicas": max(1, round(ratio * placement.replicas)),
                 "max_batch": placement.max_batch,
                 "max_len": lengths.most,
@@ -142,10 +144,12 @@ def shrunk_fleet(
                 "prompts_per_step": groups,
                 "group_size": request.group_size,
                 "without_signal": "train",
+                "on_new_weights": str(on_new_weights(placement, request.learner)),
                 "sampling": {"max_new_tokens": lengths.cap},
             },
             "staleness": {"max_staleness": request.max_staleness if is_async else None},
             "packer": {"max_tokens": placement.pack_tokens},
+            "cluster": lease_settings(placement),
         }
     )
     learner = profile.learner.model_copy(update={"train_tokens_per_s": rate})

@@ -34,6 +34,18 @@ def _dense(
 
 
 KNOWN_MODELS = {
+    "SmolLM2-135M-Instruct": _dense(576, 30, 9, 3, 1536, vocab=49_152, tied=True, kind="llama"),
+    "Qwen3-0.6B": ModelShape(
+        vocab_size=151_936,
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+        model_type="qwen3",
+    ),
     "Qwen2.5-0.5B": _dense(896, 24, 14, 2, 4864, vocab=151_936, tied=True),
     "Qwen2.5-1.5B": _dense(1536, 28, 12, 2, 8960, vocab=151_936, tied=True),
     "Qwen2.5-3B": _dense(2048, 36, 16, 2, 11_008, vocab=151_936, tied=True),

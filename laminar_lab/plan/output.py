@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from laminar_lab.doctor.memory import Parts
+from laminar_lab.doctor.gpu_formula import Parts
 from laminar_lab.plan.planner import TIED, Ranked, RankedPlan
 from laminar_lab.plan.request import P99, PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate
@@ -25,6 +25,8 @@ class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
     batch_per_replica: int
     pack_tokens: int
     recompute: str
+    shared: int  # replicas that take turns with the learner on its GPUs
+    keeps_cache: bool  # in the learner's turn
     tokens_per_s: float
     step_s: float
     staleness_mean: float | None
@@ -85,6 +87,8 @@ def _row(plan: RankedPlan, ranked: Ranked) -> PlacementRow:
         batch_per_replica=placement.batch_per_replica,
         pack_tokens=placement.pack_tokens,
         recompute=str(placement.recompute),
+        shared=placement.shared,
+        keeps_cache=placement.keeps_cache,
         tokens_per_s=ranked.tokens_per_s,
         step_s=ranked.step_s,
         staleness_mean=None if figures is None else figures.staleness_mean,
@@ -186,4 +190,5 @@ def _seconds_by_bottleneck(estimate: PlacementEstimate) -> dict[Bottleneck, floa
 def _name(ranked: Ranked) -> str:
     placement = ranked.placement
     trained = f"{placement.schedule}, {counted(placement.learner_gpus, 'GPU')} to train"
-    return f"{trained}, {counted(placement.replicas, 'replica')} of {placement.tensor_parallel} to generate"
+    generate = f"{counted(placement.replicas, 'replica')} of {placement.tensor_parallel} to generate"
+    return f"{trained}, {generate}" + (f", {placement.shared} on the learner's GPUs" if placement.shared else "")

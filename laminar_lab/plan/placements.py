@@ -1,6 +1,7 @@
 """Every placement of a run on a fleet that fits the memory of its GPUs. Pure.
 
 The planner ranks the placements. A placement says how many GPUs train, how many generate, and their batch sizes.
+On shared GPUs learner and replicas take turns (`cluster.share`); replicas on other GPUs never stop.
 """
 
 import itertools
@@ -8,12 +9,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from laminar_lab.doctor.memory import MARGIN, Parts, cache_tokens, has_margin, learner_memory, with_spare
+from laminar_lab.doctor.gpu_formula import (
+    MARGIN,
+    Parts,
+    cache_tokens,
+    engine_memory,
+    has_margin,
+    learner_memory,
+    shared_cache_tokens,
+    turn_parts,
+    with_spare,
+)
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.step_time import RankTraffic, rank_traffic
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig, Recompute
-from laminar_py.config.rollout import Schedule
+from laminar_py.config.rollout import OnNewWeights, Schedule
 
 STATIC_SHARE = 0.85  # of an engine's GPU memory, for weights and KV cache
 MOST_RUNNING = 256  # sequences of an engine, the usual limit of CUDA graphs
@@ -21,6 +32,7 @@ MOST_CACHED = 4_000_000  # tokens; no engine keeps an index of more
 RESERVE_SHARE = 0.95  # of a KV cache; with more in use an engine retracts sequences
 LEARNER_SIZES = 16  # numbers of learner GPUs to try
 DEPTHS = (1, 2, 4)  # a draining replica admits so many times its share of a step under one version
+SHARED_DEPTH = 2  # the same of a replica on shared GPUs, whose responses go through new versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +54,8 @@ class FleetPlacement:
     recompute: Recompute
     shard_ranks: int | None = None  # that share a copy of the weights; None: all
     context_parallel: int = 1  # ranks that share a microbatch
+    shared: int = 0  # replicas, of all, that take turns with the learner on its GPUs
+    keeps_cache: bool = False  # these keep their KV cache in the learner's turn
 
     def of_learner(self, learner: LearnerConfig) -> LearnerConfig:
         """Return a learner's settings with the sizes of this placement."""
@@ -58,18 +72,25 @@ def placements(request: PlanRequest) -> list[FleetPlacement]:
     """Return every placement that fits. Raises `ConfigError` if none fits."""
     degrees = tensor_parallel_degrees(request)
     least = _least_learner(request)
-    every = (
+    split = (
         placement
         for size in _learner_sizes(least, request.fleet)
         for degree in degrees
         for placement in _under_all_schedules(request, size, degree)
     )
-    found = list(dict.fromkeys(every))  # several learner sizes can leave the same number of replicas
+    shared = (
+        placement
+        for size in [*_learner_sizes(least, request.fleet), request.fleet.gpus]
+        for degree in degrees
+        for placement in _on_shared_gpus(request, size, degree)
+    )
+    found = list(dict.fromkeys([*split, *shared]))  # several learner sizes can leave the same number of replicas
     if not found:
         needs, has = least + min(degrees), request.fleet.gpus
         raise ConfigError(
             f"gpus={has}: {request.model} needs {needs} {request.fleet.gpu.name}, {least} to train and"
-            f" {min(degrees)} to generate; give more, or GPUs with more memory"
+            f" {min(degrees)} to generate, or more memory to share one; give more, or train by adapter"
+            " (learner.lora)"
         )
     return found
 
@@ -96,9 +117,41 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
     return fitting
 
 
-def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
-    """Return the peak bytes of a learner GPU by part."""
-    return _learner_bytes(request, placement.of_learner(request.learner))
+def on_new_weights(placement: FleetPlacement, learner: LearnerConfig) -> OnNewWeights:
+    """Return how replicas get new weights: on shared GPUs without draining, since the learner's turn stops them.
+
+    SGLang keeps a running request on its adapter, so such a request starts again.
+    """
+    if not placement.shared or placement.schedule is not Schedule.ASYNC:
+        return OnNewWeights.DRAIN
+    if learner.lora is not None:
+        return OnNewWeights.RESUME
+    return OnNewWeights.IN_PLACE if placement.keeps_cache else OnNewWeights.RETRACT
+
+
+def lease_settings(placement: FleetPlacement) -> dict[str, object]:
+    """Return settings of `cluster` for the turns on shared GPUs; nothing where all GPUs are separate."""
+    if not placement.shared:
+        return {}
+    return {"share": True, "lease": {"cache": "keep" if placement.keeps_cache else "release"}}
+
+
+def gpu_bytes(request: PlanRequest, placement: FleetPlacement) -> tuple[Parts, Parts]:
+    """Return the peak bytes by part of a learner's GPU and a replica's; of a shared GPU in the turns of both."""
+    learner, size = _learner_bytes(request, placement.of_learner(request.learner)), request.fleet.gpu.memory_bytes
+
+    def engine(within: float) -> Parts:
+        return engine_memory(
+            request.shape,
+            gpus=placement.tensor_parallel,
+            kv_tokens=placement.kv_tokens,
+            static_bytes=STATIC_SHARE * within,
+            gpu_bytes=within,
+        )
+
+    if not placement.shared:
+        return learner, engine(size)
+    return turn_parts(learner, engine, gpu_bytes=size, keeps_cache=placement.keeps_cache)
 
 
 def learner_traffic(request: PlanRequest, placement: FleetPlacement) -> RankTraffic:
@@ -213,6 +266,82 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
                 shard_ranks=_shard_ranks(request, learner),
                 context_parallel=learner.context_parallel,
             )
+
+
+def _on_shared_gpus(request: PlanRequest, learner_gpus: int, degree: int) -> Iterator[FleetPlacement]:
+    """Yield the placements of a learner on so many GPUs, with replicas on all GPUs.
+
+    Under `async` replicas keep the KV cache in the learner's turn, or compute it again. Nothing is worth keeping
+    under `sync`, and where a new adapter makes requests start again.
+    """
+    if learner_gpus % degree or request.fleet.gpus % degree:
+        return
+    replicas, lengths = request.fleet.gpus // degree, request.lengths
+    kept = [] if request.learner.lora is not None else [(Schedule.ASYNC, True)]
+    for schedule, keeps in ((Schedule.ASYNC, False), *kept, (Schedule.SYNC, False)):
+        found = _fitting_beside_replicas(request, learner_gpus, degree, keeps_cache=keeps)
+        if found is None:
+            continue
+        learner, cache = found
+        admitted = SHARED_DEPTH * math.ceil(request.trajectories_per_step / replicas)
+        yield FleetPlacement(
+            schedule=schedule,
+            learner_gpus=learner_gpus,
+            tensor_parallel=degree,
+            replicas=replicas,
+            max_batch=max(most_running(cache, lengths), request.group_size),
+            batch_per_replica=max(admitted, request.group_size),
+            kv_tokens=cache,
+            pack_tokens=lengths.most,
+            recompute=learner.recompute,
+            shard_ranks=learner.shard_ranks,
+            shared=learner_gpus // degree,
+            keeps_cache=keeps,
+        )
+
+
+def _fitting_beside_replicas(
+    request: PlanRequest, ranks: int, degree: int, *, keeps_cache: bool
+) -> tuple[LearnerConfig, int] | None:
+    """Return the settings of a learner whose GPUs replicas share, and the tokens of a replica's KV cache.
+
+    Most sequences run at a time, then recomputation is least. None if both do not fit.
+    """
+    fitting, lengths = [], request.lengths
+    *on_gpus, _ = Recompute
+    for recompute in on_gpus:
+        changes = {"world_size": ranks, "shard_ranks": None, "context_parallel": 1, "recompute": recompute}
+        learner = request.learner.model_copy(update=changes)
+        for shard_ranks in dict.fromkeys((_shard_ranks(request, learner), None)):
+            sharded = learner.model_copy(update={"shard_ranks": shard_ranks})
+            tokens = _shared_kv_tokens(request, sharded, degree, keeps_cache=keeps_cache)
+            if tokens >= lengths.most:
+                fitting.append((sharded, tokens))
+                break
+    return max(fitting, key=lambda one: most_running(one[1], lengths), default=None)
+
+
+def _shared_kv_tokens(request: PlanRequest, learner: LearnerConfig, degree: int, *, keeps_cache: bool) -> int:
+    """Return the tokens of KV cache of a replica on GPUs of the learner; 0 if its peak has no room beside them."""
+    size, parts = request.fleet.gpu.memory_bytes, _learner_bytes(request, learner)
+
+    def without_cache(within: float) -> Parts:
+        static = STATIC_SHARE * within
+        return engine_memory(request.shape, gpus=degree, kv_tokens=0, static_bytes=static, gpu_bytes=within)
+
+    peak, _ = turn_parts(parts, without_cache, gpu_bytes=size, keeps_cache=False)
+    if not has_margin(peak, size):
+        return 0
+    room = shared_cache_tokens(
+        request.shape,
+        parts,
+        gpus=degree,
+        static_share=STATIC_SHARE,
+        gpu_bytes=size,
+        keeps_cache=keeps_cache,
+        margin=MARGIN,
+    )
+    return min(room, MOST_CACHED)
 
 
 def most_running(cache: int, lengths: Lengths) -> int:

@@ -1,9 +1,10 @@
 """Ranking of placements: formulas choose which placements to simulate, and simulations rank them.
 
-Called by `laminar plan`. A formula class is a schedule, and under `async` also the depth of admission. The
-simulated placements of a class correct the formula for the whole class. Each round then simulates the best
-placements by corrected formula, and neighbours of the best so far. Close placements are simulated with more seeds.
-Unless the time for simulations is over earlier, a plan depends on its request alone
+Called by `laminar plan`. A formula class is a schedule, on shared GPUs or on separate ones, and under `async` on
+separate ones also the depth of admission. The simulated placements of a class correct the formula for the whole
+class. Each round then simulates the best placements by corrected formula, and neighbours of the best so far. Close
+placements are simulated with more seeds. Unless the time for simulations is over earlier, a plan depends on its
+request alone
 (`tests/plan/test_planner.py::test_a_plan_depends_on_its_request_alone`).
 """
 
@@ -13,9 +14,9 @@ from math import inf, log2
 from statistics import median
 from typing import Protocol
 
-from laminar_lab.doctor.memory import Parts, engine_memory, host_inputs
+from laminar_lab.doctor.gpu_formula import Parts, host_inputs
 from laminar_lab.plan.judge import Judgement, judge, mean_judgement
-from laminar_lab.plan.placements import DEPTHS, STATIC_SHARE, FleetPlacement, learner_bytes, placements
+from laminar_lab.plan.placements import DEPTHS, FleetPlacement, gpu_bytes, placements
 from laminar_lab.plan.request import PlanRequest
 from laminar_lab.plan.stages import PlacementEstimate, estimate
 from laminar_py.config.rollout import Schedule
@@ -27,6 +28,7 @@ TIED = 0.03  # share of tokens/s within which one simulation cannot separate two
 ALIKE = 0.01  # share of tokens/s within which the placement with the fewest learner GPUs comes first
 MOST_TIED = 3
 SEEDS = (1, 2)  # for tied placements
+SHARED = -1  # stands for the depth, where GPUs are shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
-    """Placements from the best on, one for each schedule, learner size and tensor parallelism."""
+    """Placements from the best on, one for each schedule, learner size, tensor parallelism and use of its GPUs."""
 
     request: PlanRequest
     ranked: tuple[Ranked, ...]
@@ -69,8 +71,8 @@ class RankedPlan:
         return None if price is None else hours * self.request.fleet.gpus * price
 
     def learner_memory(self, ranked: Ranked) -> Parts:
-        """Return the peak bytes of a learner GPU by part."""
-        return learner_bytes(self.request, ranked.placement)
+        """Return the peak bytes of a learner GPU by part; of a shared GPU in the learner's turn."""
+        return gpu_bytes(self.request, ranked.placement)[0]
 
     def learner_host(self, ranked: Ranked) -> float:
         """Return the bytes that a learner GPU has in the host's memory."""
@@ -79,15 +81,8 @@ class RankedPlan:
         return host_inputs(self.request.shape, where.recompute, tokens=tokens)
 
     def engine_memory(self, ranked: Ranked) -> Parts:
-        """Return the bytes of a replica's GPU by part."""
-        placement, gpu_bytes = ranked.placement, self.request.fleet.gpu.memory_bytes
-        return engine_memory(
-            self.request.shape,
-            gpus=placement.tensor_parallel,
-            kv_tokens=placement.kv_tokens,
-            static_bytes=STATIC_SHARE * gpu_bytes,
-            gpu_bytes=gpu_bytes,
-        )
+        """Return the bytes of a replica's GPU by part; of a shared GPU in the replicas' turn."""
+        return gpu_bytes(self.request, ranked.placement)[1]
 
 
 class JudgeAll(Protocol):
@@ -102,7 +97,7 @@ class JudgeAll(Protocol):
 
 Estimates = dict[FleetPlacement, PlacementEstimate]
 Judged = dict[FleetPlacement, Judgement]
-FormulaClass = tuple[Schedule, int]  # schedule and depth of admission; one factor corrects the class's formula
+FormulaClass = tuple[Schedule, int]  # schedule and depth of admission, or `SHARED`; one factor corrects a class
 FormulaClasses = dict[FleetPlacement, FormulaClass]
 
 
@@ -172,7 +167,9 @@ def _tied_gpus(candidate: Ranked, best: float) -> float:
 
 
 def _formula_class(request: PlanRequest, placement: FleetPlacement) -> FormulaClass:
-    """Return a placement's schedule, and under `async` the nearest depth of admission (0 otherwise)."""
+    """Return a placement's schedule, and `SHARED`, or under `async` the nearest depth of admission, else 0."""
+    if placement.shared:
+        return placement.schedule, SHARED
     if placement.schedule is not Schedule.ASYNC:
         return placement.schedule, 0
     shares = placement.batch_per_replica * placement.replicas / request.trajectories_per_step
@@ -225,7 +222,8 @@ def _judge_ties(judged: Judged, judge_all: JudgeAll) -> Judged:
 
 def _neighbours(best: FleetPlacement, estimates: Estimates) -> set[FleetPlacement]:
     """Return placements one learner size or replica size from the best, with about as many live trajectories."""
-    same = [placement for placement in estimates if placement.schedule is best.schedule]
+    alike = (best.schedule, bool(best.shared))
+    same = [placement for placement in estimates if (placement.schedule, bool(placement.shared)) == alike]
     sizes = sorted({placement.learner_gpus for placement in same})
     degrees = sorted({placement.tensor_parallel for placement in same})
 
@@ -240,12 +238,12 @@ def _neighbours(best: FleetPlacement, estimates: Estimates) -> set[FleetPlacemen
 
 
 def _first_of_each_split(ranked: Iterable[Ranked]) -> list[Ranked]:
-    """Keep the first placement of each schedule, learner size and tensor parallelism."""
-    seen: set[tuple[Schedule, int, int]] = set()
+    """Keep the first placement of each schedule, learner size, tensor parallelism and number of shared GPUs."""
+    seen: set[tuple[Schedule, int, int, int]] = set()
     kept = []
     for candidate in ranked:
         placement = candidate.placement
-        split = (placement.schedule, placement.learner_gpus, placement.tensor_parallel)
+        split = (placement.schedule, placement.learner_gpus, placement.tensor_parallel, placement.shared)
         if split not in seen:
             seen.add(split)
             kept.append(candidate)

@@ -12,6 +12,7 @@ from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.step_time import LEARNER_MFU, with_passes
 from laminar_py.config import ConfigError, RunConfig, parse_config
 from laminar_py.config.algorithm import Proximal
+from laminar_py.config.cluster import LeaseCache
 from laminar_py.config.learner import Recompute
 
 PER_NODE = 8  # GPUs
@@ -48,7 +49,10 @@ def pretend(
         raise ConfigError(faults[0])
     tree = config.model_dump(mode="json")
     # ranks that share rows are one device of their joint speed
-    tree["rollout"]["engine"] = request.emulated_engine(learner_devices=learner.num_rows)
+    devices = {"engine_devices": max(1, engine.gpus)}
+    tree["rollout"]["engine"] = request.emulated_engine(learner_devices=learner.num_rows) | devices
+    tree["cluster"]["learner_device"] = None
+    tree["cluster"]["lease"]["cache"] = str(config.lease_cache)
     del tree["rollout"]["record"]
     tree["packer"]["max_tokens"] = config.row_tokens
     tree["learner"] |= {"world_size": 1, "context_parallel": 1, "lora": None}
@@ -121,6 +125,8 @@ def placement_of(config: RunConfig) -> FleetPlacement:
         recompute=learner.recompute,
         shard_ranks=learner.shard_ranks,
         context_parallel=learner.context_parallel,
+        shared=config.shared_replicas,
+        keeps_cache=config.shared_replicas > 0 and config.lease_cache is LeaseCache.KEEP,
     )
 
 

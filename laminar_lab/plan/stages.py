@@ -22,11 +22,14 @@ from laminar_lab.step_time import (
     recovered_share,
     token_cost,
 )
+from laminar_py.config.cluster import LeaseConfig
 from laminar_py.config.rollout import Schedule
 from laminar_py.learner.packing import RowSize
+from laminar_py.records.host import counted
 
 NORM = 6  # order of the norm over an asynchronous step's stages
 GRID = 400  # points of an integral over lengths
+BATCHES_A_TURN = 4  # most steps of a learner's turn on shared GPUs, without a bound on staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +50,21 @@ class PlacementEstimate:
     freshness_s: float  # shortest step in which the groups that the bound on staleness admits end
     tokens: float  # response tokens of a step
     formulas: tuple[Formula, ...]
+    waiting_share: float = 0.0  # of the replicas, which share GPUs with the learner and stop while it computes
 
     @property
     def step_s(self) -> float:
         """Seconds of a step.
 
+        Generation takes the learner's time longer, for the replicas that stop meanwhile (`sync` has no others).
         Under `async` it is longer than its longest stage where others are nearly as long, since each waits for
         another at times: by a norm whose order fits simulations (experiments/plan), 12 % for two equal stages.
         """
         if self.schedule is not Schedule.ASYNC:
             return compose(self.schedule, self.times)
         times = self.times
-        stages = np.array([times.generation_s + times.weights_s, times.learner_s, self.freshness_s])
+        generation_s = times.generation_s + times.weights_s + self.waiting_share * times.learner_s
+        stages = np.array([generation_s, times.learner_s, self.freshness_s])
         return float(np.linalg.norm(stages, ord=NORM))
 
     @property
@@ -131,14 +137,20 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
     aged: tuple[Formula, ...] = ()
     if placement.schedule is Schedule.ASYNC:
         cycle = _drain_cycle(request, placement, rates)
-        generation_s, generated = _generate_async(request, placement, rates, cycle)
-        weights_s, moved = _load_between_batches(request, placement, rates, cycle)
+        if placement.shared:
+            generation_s, generated = _generate_in_turns(request, placement, rates, cycle)
+            weights_s, moved = _hand_over(request, placement, rates, cycle, generation_s=generation_s)
+        else:
+            generation_s, generated = _generate_async(request, placement, rates, cycle)
+            weights_s, moved = _load_between_batches(request, placement, rates, cycle)
         freshness_s, aged = _freshness(request, rates, cycle, learner_s=learner_s)
     else:
         generation_s, generated = _generate_batch(request, placement, rates)
         weights_s, moved = _wait_for_weights(
             request, placement.schedule, rates, generation_s=generation_s, learner_s=learner_s
         )
+        if placement.shared:  # with no response under way, a hand-over takes its own time alone
+            weights_s += 2 * profile.engine.hand_over_s
     times = StageTimes(generation_s=generation_s, learner_s=learner_s, weights_s=weights_s)
     estimated = PlacementEstimate(
         schedule=placement.schedule,
@@ -146,6 +158,7 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
         freshness_s=freshness_s,
         tokens=request.trajectories_per_step * request.lengths.mean,
         formulas=(*generated, *trained, *moved, *aged),
+        waiting_share=placement.shared / placement.replicas,
     )
     goodput = Formula(
         name="goodput",
@@ -216,6 +229,54 @@ def _generate_async(
             result=f"{seconds:.1f} s",
         ),
     )
+
+
+def _generate_in_turns(
+    request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
+) -> _Stage:
+    """Replicas generate without a pause, in the time that the learner leaves the shared GPUs.
+
+    Responses continue under new weights, so nothing drains.
+    """
+    lengths, per_step = request.lengths, request.trajectories_per_step
+    rate = rates.full_tokens_per_s(cycle.running)
+    seconds = per_step * lengths.mean / (placement.replicas * rate)
+    return seconds, (
+        _decode_formula(rates, cycle.running),
+        Formula(
+            name="generation",
+            text=f"{per_step:,} x {lengths.mean:,.0f} tokens / ({placement.replicas} x {rate:,.0f}), beside the"
+            f" learner's turn for {counted(placement.shared, 'replica')}",
+            result=f"{seconds:.1f} s",
+        ),
+    )
+
+
+def _hand_over(
+    request: PlanRequest,
+    placement: FleetPlacement,
+    rates: ReplicaRates,
+    cycle: ReplicaCycle,
+    *,
+    generation_s: float,
+) -> _Stage:
+    """Shared GPUs change hands twice in a turn of the learner, and replicas load the new weights.
+
+    A released cache is computed again. Several steps share a turn where one costs more than the policy allows
+    (`cluster.lease.most_cost`), and as far as staleness allows.
+    """
+    engine = rates.times
+    prefill_s = cycle.running * request.lengths.mean_context / engine.prefill_tokens_per_s
+    seconds = engine.load_s + (0.0 if placement.keeps_cache else 2 * engine.hand_over_s + prefill_s)
+    most = BATCHES_A_TURN if request.max_staleness is None else max(1, request.max_staleness - 1)
+    steps = min(max(1.0, seconds / (LeaseConfig().most_cost * generation_s)), float(most))
+    text = f"load {engine.load_s:.2f} s, caches kept; {steps:.1f} steps a turn"
+    if not placement.keeps_cache:
+        text = (
+            f"load {engine.load_s:.2f} s + 2 x {engine.hand_over_s:g} s + {cycle.running:.0f} caches again"
+            f" {prefill_s:.1f} s; {steps:.1f} steps a turn"
+        )
+    return seconds / steps, (Formula(name="hand-overs", text=text, result=f"{seconds / steps:.2f} s"),)
 
 
 def _generate_batch(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from laminar_lab.plan.placements import STATIC_SHARE, FleetPlacement
+from laminar_lab.plan.placements import STATIC_SHARE, FleetPlacement, lease_settings, on_new_weights
 from laminar_lab.plan.planner import Ranked, RankedPlan
 from laminar_lab.plan.request import PlanRequest
 from laminar_py.config import ConfigError, parse_config
@@ -75,6 +75,7 @@ def placement_settings(request: PlanRequest, place: FleetPlacement, *, model: Pa
             "prompts_per_step": request.prompts_per_step,
             "group_size": request.group_size,
             "sampling": {"max_new_tokens": request.lengths.cap},
+            **({"on_new_weights": str(on_new_weights(place, request.learner))} if place.shared else {}),
         },
         "staleness": {"max_staleness": request.max_staleness if bounded else None},
         "packer": {"max_tokens": math.ceil(place.pack_tokens / place.context_parallel)},
@@ -84,7 +85,7 @@ def placement_settings(request: PlanRequest, place: FleetPlacement, *, model: Pa
             **({"context_parallel": place.context_parallel} if place.context_parallel > 1 else {}),
             "recompute": str(place.recompute),
         },
-        "cluster": {"address": "auto" if request.fleet.nodes > 1 else None},
+        "cluster": {"address": "auto" if request.fleet.nodes > 1 else None} | lease_settings(place),
         "supervisor": {"heartbeat_timeout_s": HEARTBEAT_S},
     }
 

@@ -11,7 +11,7 @@ def test_every_gpu_is_found_by_its_name_in_any_case():
 
 
 def test_an_unknown_gpu_is_told_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"^gpu=V100: unknown; choose A100, H100, H800, H200, B200$"):
+    with pytest.raises(ConfigError, match=r"^gpu=V100: unknown; choose A100, H100, H800, H200, B200, RTX4090$"):
         gpu_named("V100")
 
 

@@ -13,19 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laminar_lab.doctor.memory import (
+from laminar_lab.doctor.gpu_formula import (
     HEAD_TOKENS,
     _peaks,
     activations,
-    gpu_memory,
     host_inputs,
-    host_memory,
     learner_memory,
-    memory_faults,
-    memory_warnings,
-    shard_advice,
     state_parts,
 )
+from laminar_lab.doctor.memory import gpu_memory, host_memory, memory_faults, memory_warnings, shard_advice
 from laminar_lab.model_shape import ModelShape, read_shape
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute, ReduceDtype

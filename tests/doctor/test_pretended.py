@@ -105,7 +105,7 @@ def test_what_is_wrong_wherever_it_runs_is_said_here_too(settings, words, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--pretend", "3x8xV100"], "no such GPU is known; choose A100, H100, H800, H200, B200, or cpu"),
+        (["--pretend", "3x8xV100"], "no such GPU is known; choose A100, H100, H800, H200, B200, RTX4090, or cpu"),
         (["--pretend", "8xH100"], "not nodes x GPUs x kind"),
         (["--pretend", "3x8xH100,"], "not nodes x GPUs x kind"),
         (["--pretend", "0x8xH100"], "not nodes x GPUs x kind"),

@@ -12,7 +12,7 @@ import pytest
 
 from laminar_lab.doctor import checks
 from laminar_lab.doctor.checks import fit
-from laminar_lab.doctor.memory import gpu_memory, memory_faults
+from laminar_lab.doctor.memory import LEARNERS_TURN, REPLICAS_TURN, gpu_memory, memory_faults
 from laminar_lab.model_shape import read_shape
 from laminar_py.config.loading import load_config
 from laminar_py.relay.tree import versions_at_peak
@@ -61,7 +61,34 @@ QWEN_MIXTURE = QWEN_7B | {  # Qwen3-30B-A3B
     "num_experts_per_tok": 8,
     "max_position_embeddings": 40960,
 }
+SMOLLM2 = {  # SmolLM2-135M-Instruct
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN_600M = SMOLLM2 | {  # Qwen3-0.6B
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+}
+SMALL_GPU = {"smollm2_135m_1gpu", "qwen3_600m_1gpu"}  # recipes for 24 GB; the others' GPUs have 80
 RECIPES = {  # config -> model, GPUs of each node
+    "one_gpu/smollm2_135m_1gpu.yaml": (SMOLLM2, (1,)),
+    "one_gpu/qwen3_600m_1gpu.yaml": (QWEN_600M, (1,)),
+    "one_gpu/7b_lora_1gpu.yaml": (QWEN_7B, (1,)),
     "math_long_cot/7b_8gpu.yaml": (QWEN_7B, (8,)),
     "math_long_cot/14b_8gpu.yaml": (QWEN_14B, (8,)),
     "math_long_cot/7b_24gpu.yaml": (QWEN_7B, (8, 8, 8)),
@@ -72,6 +99,11 @@ RECIPES = {  # config -> model, GPUs of each node
     "lora/32b_8gpu.yaml": (QWEN_32B, (8,)),
     "mixture_30b_a3b/32gpu.yaml": (QWEN_MIXTURE, (8,) * 4),
 }
+
+
+def gpu_bytes(name):
+    """Bytes of the GPUs that a recipe is for."""
+    return 24e9 if name.partition("/")[2].removesuffix(".yaml") in SMALL_GPU else 80e9
 
 
 def hosts(*gpus):
@@ -101,11 +133,17 @@ def sglang_python(tmp_path, monkeypatch):
     return python
 
 
+def kinds_of(config):
+    """Columns of the doctor's table of memory."""
+    return [LEARNERS_TURN, REPLICAS_TURN] if config.cluster.share else ["learner", "engine"]
+
+
 def accept(name, folder, python, *settings):
     """Have the doctor look at a recipe on the cluster that there is."""
-    found = fit(recipe(name, folder, f"runs={folder / 'runs'}", f"rollout.engine.python={python}", *settings))
+    config = recipe(name, folder, f"runs={folder / 'runs'}", f"rollout.engine.python={python}", *settings)
+    found = fit(config, gpu_bytes=gpu_bytes(name))
     assert (found.unplaced, found.faults, found.warnings) == (None, [], [])
-    assert [column.kind for column in found.memory] == ["learner", "engine"]
+    assert [column.kind for column in found.memory] == kinds_of(config)
     assert [node.gpus for node in found.nodes] == list(RECIPES[name][1])
 
 
@@ -148,13 +186,14 @@ def shm_bytes(config, *gpus):
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_readme_of_a_recipe_has_the_figures_of_the_formulas(name, tmp_path):
     config, (_, gpus) = recipe(name, tmp_path), RECIPES[name]
-    assert memory_faults(config) == []
+    size = gpu_bytes(name)
+    assert memory_faults(config, gpu_bytes=size) == []
     folder, _, file = name.partition("/")
     row = re.search(rf"^\| `{file}` \|(.+)\|$", (REPO / "experiments" / folder / "README.md").read_text(), re.M)
     cluster, learner, engines, learner_gb, engine_gb, shm_gb = map(str.strip, row[1].split("|"))
-    columns = {column.kind: f"{column.total / 1e9:.0f}" for column in gpu_memory(config)}
+    columns = {column.kind: f"{column.total / 1e9:.0f}" for column in gpu_memory(config, gpu_bytes=size)}
     replicas, tensor_parallel = config.rollout.replicas, config.rollout.engine.tensor_parallel
     assert cluster == f"{len(gpus)} x {gpus[0]}"
     assert (learner, engines) == (str(config.learner.world_size), f"{replicas} x {tensor_parallel}")
-    assert (learner_gb, engine_gb) == (columns["learner"], columns["engine"])
+    assert [learner_gb, engine_gb] == [columns[kind] for kind in kinds_of(config)]
     assert shm_gb == f"{shm_bytes(config, *gpus) / 1e9:.0f}"

@@ -10,13 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from laminar_lab.doctor.checks import fit_pretended, pretended_cluster
-from laminar_lab.doctor.memory import has_margin, memory_faults
+from laminar_lab.doctor.gpu_formula import has_margin
+from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import emulation_of, read_profile
 from laminar_lab.gpus import gpu_named
 from laminar_lab.plan.inputs import lengths_by_task, read_subject
 from laminar_lab.plan.judge import Judges, judge, shrunk_fleet
 from laminar_lab.plan.output import describe_plan
-from laminar_lab.plan.placements import learner_bytes, placements
+from laminar_lab.plan.placements import gpu_bytes, placements
 from laminar_lab.plan.planner import MOST, TIED, make_plan, plan_by_formula
 from laminar_lab.plan.pretend import request_of
 from laminar_lab.plan.request import Lengths
@@ -88,8 +89,9 @@ def test_the_ranking_is_printed_once_where_no_simulation_ends():
 def test_all_placements_use_the_fleet_and_fit_its_memory():
     request = make_request()
     for one in placements(request):
-        assert one.learner_gpus + one.replicas * one.tensor_parallel == request.fleet.gpus
-        assert has_margin(learner_bytes(request, one), request.fleet.gpu.memory_bytes)
+        generating = (one.replicas - one.shared) * one.tensor_parallel
+        assert one.learner_gpus + generating == request.fleet.gpus
+        assert all(has_margin(parts, request.fleet.gpu.memory_bytes) for parts in gpu_bytes(request, one))
         assert one.kv_tokens >= request.lengths.most
 
 
@@ -105,7 +107,7 @@ def test_doctor_has_no_warning_for_the_first_choice_of_a_plan(nodes, size, lora,
     write_config(plan, plan.best, path, model=folder, base=tree)
     fit = fit_pretended(load_config(path, []), pretended_cluster([f"{nodes}x8xH100"]))
     assert (fit.faults, fit.warnings, fit.unplaced) == ([], [], None)
-    assert [column.parts for column in fit.memory] == [
+    assert [column.parts for column in fit.memory][:2] == [
         plan.learner_memory(plan.best),
         plan.engine_memory(plan.best),
     ]
@@ -246,8 +248,9 @@ def test_a_simulation_agrees_with_the_formula_where_a_batch_ahead_hides_half_the
 
 def test_a_learner_on_whole_nodes_is_sharded_within_a_node_where_it_fits():
     found = placements(make_request(nodes=4, **SMALL))
-    assert {one.shard_ranks for one in found if one.learner_gpus in (16, 24)} == {8}
-    assert {one.shard_ranks for one in found if one.learner_gpus not in (16, 24)} == {None}
+    split = [one for one in found if not one.shared]
+    assert {one.shard_ranks for one in split if one.learner_gpus in (16, 24)} == {8}
+    assert {one.shard_ranks for one in split if one.learner_gpus not in (16, 24)} == {None}
     large = placements(make_request(size="72B", nodes=8, **SMALL))
     assert any(one.learner_gpus % 8 == 0 for one in large)
     assert {one.shard_ranks for one in large} == {None}, "eight GPUs do not hold 72B"
