@@ -163,13 +163,17 @@ class Replica:
             await self._engine.pause(mode)
 
     async def unhold(self) -> None:
-        """Compute again after `hold`; return once half of the responses have gone on, with their caches."""
+        """Load weights that are due, and compute again after `hold`.
+
+        Returns once half of the responses have gone on, with their caches.
+        """
         self._hold, since, self._held_since = None, self._held_since, None
         if since is None:
             return
+        self._streams.excuse(self._out.clock.now() - since)
         with self._watching_for_loss():
+            await self._load_due()  # before caches are computed again
             await self._engine.resume()
-            self._streams.excuse(self._out.clock.now() - since)
             if self._loader.version >= 0:
                 self._streams.serving.set()
         before = {name: running.length for name, running in self._running.items() if running.first_token_s}
@@ -276,14 +280,7 @@ class Replica:
             self._weights_wanted.clear()
             async with self._weights_lock:
                 with self._watching_for_loss():
-                    if self._running and not self._pinned and self._may_swap():
-                        await self._loader.swap(self._policy, may_swap=self._may_swap)
-                    elif self._running or self._expects_more:
-                        continue  # running trajectories, or trajectories on their way here, need this version
-                    elif self._pinned:
-                        await self._load_pinned()
-                    else:
-                        await self._begin_batch()
+                    await self._load_due()
 
     async def run(self) -> None:
         """Start the initial assignments, then run `serve` and the tasks beside it until cancelled."""
@@ -330,6 +327,17 @@ class Replica:
             self._weights_wanted.set()
 
     # ---- weights
+
+    async def _load_due(self) -> None:
+        """Load weights if the state of the replica allows it. The caller holds `_weights_lock`."""
+        if self._running and not self._pinned and self._may_swap():
+            await self._loader.swap(self._policy, may_swap=self._may_swap)
+        elif self._running or self._expects_more:
+            return  # running trajectories, or trajectories on their way here, need this version
+        elif self._pinned:
+            await self._load_pinned()
+        else:
+            await self._begin_batch()
 
     async def _begin_batch(self) -> None:
         """Load the newest weights, if they are newer, and admit a batch under them; no batch without weights."""
