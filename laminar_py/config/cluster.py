@@ -104,9 +104,9 @@ def check_share(engine: EngineConfig, *, ranks: int, device: Device) -> None:
         )
     if engine.gpus and engine.emulates is None and device is Device.CPU:
         raise ConfigError("cluster.share=true: the learner is on CPUs, and replicas on GPUs; set it to false")
-    if engine.gpus > ranks:
+    if engine.devices > ranks:
         raise ConfigError(
-            f"cluster.share=true: a replica has {engine.gpus} GPUs, and the learner {ranks}; raise"
+            f"cluster.share=true: a replica has {engine.devices} GPUs, and the learner {ranks}; raise"
             " learner.world_size, or give a replica fewer GPUs"
         )
 

@@ -13,10 +13,18 @@ from enum import StrEnum
 from typing import Protocol
 
 from laminar_py.config.cluster import LeaseConfig, LeaseSwitch
+from laminar_py.config.run import RunConfig
+from laminar_py.control.consumption import StepBatch
+from laminar_py.control.scheduler import TrajectoryScheduler
+from laminar_py.control.settings import max_groups
 from laminar_py.records.events import Leased
 from laminar_py.records.host import Clock
 
-LOOK_S = 0.1  # between looks whether the learner's turn has come
+KEEP_S = 0.05  # for which the learner keeps shared devices without a batch
+LOOK_S, LOOK_SHARE = (
+    0.1,
+    0.005,
+)  # between looks whether the learner's turn has come: seconds, or of the turn so far
 TAIL = 0.5  # of the trajectories that replicas can run; with fewer a GPU decodes at less than its best
 SMOOTHING = 0.3  # weight of the newest hand-over in the mean
 
@@ -77,7 +85,7 @@ class DeviceLease:
         if self._fleet is None or self.holder is Holder.LEARNER:
             return
         while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - time alone may make it so
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (self._clock.now() - self._since_s)))
         began, (_, tokens) = self._clock.now(), self._fleet.load()
         try:
             await self._fleet.hold()
@@ -108,3 +116,40 @@ class DeviceLease:
         elapsed_s = self._since_s - began
         self._record(Leased(holder=holder.value, step=step, elapsed_s=elapsed_s, tokens=tokens))
         return elapsed_s
+
+
+def make_lease(
+    config: RunConfig, fleet: SharedFleet, *, clock: Clock, record: Callable[[Leased], None]
+) -> DeviceLease:
+    """Make the lease of devices that the learner shares with replicas; most runs share none."""
+    rollout = config.rollout
+    return DeviceLease(
+        fleet if config.shared_replicas else None,
+        config.cluster.lease,
+        most=min(config.shared_replicas * rollout.max_batch, max_groups(config) * rollout.group_size),
+        clock=clock,
+        record=record,
+    )
+
+
+async def leased_batch(
+    lease: DeviceLease, scheduler: TrajectoryScheduler, *, groups: int, version: int, step: int
+) -> StepBatch:
+    """Take the next batch, and the devices that learner and replicas share.
+
+    The learner keeps the devices if the next batch is there already. A cancelled call puts the batch back.
+    """
+    take = asyncio.create_task(scheduler.next_batch(groups=groups, version=version), name="take-batch")
+    try:
+        if not (await asyncio.wait([take], timeout=KEEP_S))[0]:
+            await lease.give(step)
+        batch = await take
+        if batch.trajectories:
+            await lease.take(step)
+        return batch
+    except asyncio.CancelledError:
+        take.cancel()
+        await asyncio.wait([take])
+        if not take.cancelled():
+            await scheduler.consumption.put_back(take.result())
+        raise

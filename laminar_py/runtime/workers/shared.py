@@ -12,13 +12,27 @@ from laminar_py.config.cluster import LeaseCache
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.engine import PauseMode
-from laminar_py.runtime.link.hub import ReplicaConnection
+
+
+class HeldConnection(Protocol):
+    """A way to a replica; both calls return at once if its process ends."""
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Return once the replica computes nothing."""
+        ...
+
+    async def unhold(self) -> None:
+        """Return once the replica computes again."""
+        ...
 
 
 class SharedKeeper(Protocol):
     """What `SharedReplicas` reads of the keeper of a replica."""
 
-    connection: ReplicaConnection | None
+    @property
+    def connection(self) -> HeldConnection | None:
+        """None: the replica has no process, or none that has connected."""
+        ...
 
     @property
     def in_flight(self) -> Collection[str]:
@@ -76,5 +90,5 @@ class SharedReplicas:
         names = [name for keeper in self._keepers for name in keeper.in_flight]
         return len(names), sum(self._live[name].length for name in names if name in self._live)
 
-    def _connections(self) -> list[ReplicaConnection]:
+    def _connections(self) -> list[HeldConnection]:
         return [keeper.connection for keeper in self._keepers if keeper.connection is not None]
