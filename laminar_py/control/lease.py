@@ -16,7 +16,6 @@ from laminar_py.config.cluster import LeaseConfig, LeaseSwitch
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import max_groups
 from laminar_py.records.events import Leased
 from laminar_py.records.host import Clock
 
@@ -25,7 +24,7 @@ LOOK_S, LOOK_SHARE = (
     0.1,
     0.005,
 )  # between looks whether the learner's turn has come: seconds, or of the turn so far
-TAIL = 0.5  # of the trajectories that replicas can run; with fewer a GPU decodes at less than its best
+TAIL = 0.5  # of the most trajectories that replicas ran in a turn; with fewer a GPU decodes at less than its best
 SMOOTHING = 0.3  # weight of the newest hand-over in the mean
 
 
@@ -53,23 +52,19 @@ class SharedFleet(Protocol):
 
 
 class DeviceLease:
-    """The shared devices' holder; `record` gets an event for each hand-over. Without a fleet nothing is shared.
-
-    `most` is the number of trajectories that the shared replicas can run at a time.
-    """
+    """The shared devices' holder; `record` gets an event for each hand-over. Without a fleet nothing is shared."""
 
     def __init__(
         self,
         fleet: SharedFleet | None,
         settings: LeaseConfig,
         *,
-        most: int,
         clock: Clock,
         record: Callable[[Leased], None],
     ) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._most = most
+        self._most = 0  # trajectories on shared replicas in the present turn
         self._clock = clock
         self._record = record
         self._cost_s = 0.0  # of a turn's two hand-overs, in the mean
@@ -98,13 +93,14 @@ class DeviceLease:
         """End the learner's turn, if it is."""
         if self._fleet is None or self.holder is Holder.REPLICAS:
             return
-        began, (_, tokens) = self._clock.now(), self._fleet.load()
+        began, (self._most, tokens) = self._clock.now(), self._fleet.load()
         await self._fleet.release()
         cost_s = self._taken_s + self._hand_over(Holder.REPLICAS, step, began, tokens)
         self._cost_s += SMOOTHING * (cost_s - self._cost_s) if self._cost_s else cost_s
 
     def _is_due(self, running: int) -> bool:
         """Whether replicas give up the devices for a batch that is ready."""
+        self._most = max(self._most, running)
         if running <= TAIL * self._most:
             return True
         spent_s = self._clock.now() - self._since_s
@@ -122,14 +118,8 @@ def make_lease(
     config: RunConfig, fleet: SharedFleet, *, clock: Clock, record: Callable[[Leased], None]
 ) -> DeviceLease:
     """Make the lease of devices that the learner shares with replicas; most runs share none."""
-    rollout = config.rollout
-    return DeviceLease(
-        fleet if config.shared_replicas else None,
-        config.cluster.lease,
-        most=min(config.shared_replicas * rollout.max_batch, max_groups(config) * rollout.group_size),
-        clock=clock,
-        record=record,
-    )
+    shared = fleet if config.shared_replicas else None
+    return DeviceLease(shared, config.cluster.lease, clock=clock, record=record)
 
 
 async def leased_batch(
