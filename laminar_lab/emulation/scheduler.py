@@ -165,7 +165,7 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
         self._max_batch = max_batch
         self._batch = Batch(self._running, reserve=times.reserve_tokens)
         self._cache = PrefixCache()
-        self._newcomers: list[EmulatedJob] = []  # requests before the end of their first step
+        self._newcomers: list[EmulatedJob] = []  # before the end of their first step, or of one after a pause
         self._logprobs: FloatArray = np.full(max_len, LOGPROB, np.float32)
         self._logprobs.flags.writeable = False  # deltas are views of it
         self._boundary_s = 0.0  # when the current step began, or will begin after a prefill
@@ -327,10 +327,10 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
 
     def _work_between_steps(self) -> None:
         """Do the work between two steps: send first tokens, end finished requests, retract and admit."""
-        for job in self._newcomers:
-            if self._running.get(job.ticket) is job:
-                self._send(job)
-        self._newcomers = [job for job in self._newcomers if job.since == self._num_steps]
+        newcomers = [job for job in self._newcomers if self._running.get(job.ticket) is job]
+        self._newcomers = [job for job in newcomers if self._length(job) == job.sent]  # without a step yet
+        for job in newcomers:
+            self._send(job)
         while (ended := self._batch.ends_at(self._num_steps)) is not None:
             self._end(ended, ended.response.reason)
         while len(self._running) > 1 and self._kv_used + len(self._running) > self._kv_capacity:
