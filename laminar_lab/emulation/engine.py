@@ -68,6 +68,7 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         self._late_s = late_s
         self._hash = checksum
         self._checksum = "unloaded"
+        self._released = False  # the KV cache has no memory
         self._due_s: float | None = None  # emulated time of the event timer
         self._event_timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -82,6 +83,24 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         if self._loss is None:
             await self.pause(PauseMode.ABORT)
             self._stop_with_error("closed")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `PushEngine.pause`; with RELEASE it takes `hand_over_s`."""
+        await super().pause(mode)
+        if mode is PauseMode.RELEASE:
+            self._released = True
+            await self._hand_over_memory()
+
+    async def resume(self) -> None:
+        """See `PushEngine.resume`; after RELEASE it takes `hand_over_s`."""
+        if self._released:
+            await self._hand_over_memory()
+            self._released = False
+        await super().resume()
+
+    async def _hand_over_memory(self) -> None:
+        await asyncio.sleep(self._times.hand_over_s / self._compression)
+        self._raise_if_lost()
 
     async def load_weights(self, path: Path, version: int) -> None:
         """See `InferenceEngine.load_weights`. `RuntimeError` while requests run, `RefusedError` for bad files."""
@@ -141,6 +160,11 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
     def busy_s(self) -> float:
         """Emulated seconds of its prefills and steps so far, as of the last `status`."""
         return self._scheduler.busy_s
+
+    @property
+    def recomputed_s(self) -> float:
+        """Emulated seconds of prefills so far of caches that a pause dropped, as of the last `status`."""
+        return self._scheduler.recomputed_s
 
     def _now(self) -> float:
         """Emulated seconds since the start."""

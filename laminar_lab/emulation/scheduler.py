@@ -34,6 +34,7 @@ class EmulatedJob(EngineJob):
     since: int = 0  # engine steps before its admission
     stay: int = -1  # number of its admission, -1 while it waits
     is_young: bool = False  # True while its growth reserve counts
+    was_cached: bool = False  # a pause dropped its cache
 
     @property
     def context(self) -> int:
@@ -164,7 +165,7 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
         self._max_batch = max_batch
         self._batch = Batch(self._running, reserve=times.reserve_tokens)
         self._cache = PrefixCache()
-        self._newcomers: list[EmulatedJob] = []  # requests before the end of their first step
+        self._newcomers: list[EmulatedJob] = []  # before the end of their first step, or of one after a pause
         self._logprobs: FloatArray = np.full(max_len, LOGPROB, np.float32)
         self._logprobs.flags.writeable = False  # deltas are views of it
         self._boundary_s = 0.0  # when the current step began, or will begin after a prefill
@@ -172,6 +173,7 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
         self._owed_s = 0.0  # rest of a prefill that a pause or load interrupted
         self.num_tokens = 0  # generated so far
         self.busy_s = 0.0  # time of steps so far, and of prefills from their start
+        self.recomputed_s = 0.0  # of these, prefills of caches that a pause dropped
         self._num_steps = 0
         self._kv_used = 0
         self._loading = False
@@ -223,12 +225,19 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
         self._called_s, self._is_known = now, False
 
     def pause(self, mode: PauseMode) -> None:
-        """See `RequestScheduler.pause`."""
+        """See `RequestScheduler.pause`. RELEASE drops all caches, also caches of finished requests."""
         self._hold(paused=True, loading=self._loading)
+        if mode in (PauseMode.RETRACT, PauseMode.RELEASE):
+            for job in self._running.values():
+                job.was_cached = True
         super().pause(mode)
+        if mode is PauseMode.RELEASE:
+            self._cache.clear()
 
     def resume(self) -> None:
-        """See `RequestScheduler.resume`."""
+        """See `RequestScheduler.resume`. Each running request sends its next token at once."""
+        if self._paused:
+            self._newcomers = list(self._running.values())
         self._hold(paused=False, loading=self._loading)
 
     def begin_load(self, version: int) -> None:
@@ -318,10 +327,10 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
 
     def _work_between_steps(self) -> None:
         """Do the work between two steps: send first tokens, end finished requests, retract and admit."""
-        for job in self._newcomers:
-            if self._running.get(job.ticket) is job:
-                self._send(job)
-        self._newcomers = [job for job in self._newcomers if job.since == self._num_steps]
+        newcomers = [job for job in self._newcomers if self._running.get(job.ticket) is job]
+        self._newcomers = [job for job in newcomers if self._length(job) == job.sent]  # without a step yet
+        for job in newcomers:
+            self._send(job)
         while (ended := self._batch.ends_at(self._num_steps)) is not None:
             self._end(ended, ended.response.reason)
         while len(self._running) > 1 and self._kv_used + len(self._running) > self._kv_capacity:
@@ -331,15 +340,19 @@ class EmulatedScheduler(RequestScheduler[EmulatedJob]):
 
     def _admit(self) -> None:
         """Start as many waiting requests as slots and cache allow, and compute their prefills at once."""
-        num_tokens = 0
+        num_tokens = num_recomputed = 0
         while self._has_room():
             job = self._waiting.popleft()
             self._cache.shrink(self._kv_capacity - self._kv_used)
-            num_tokens += self._prefill_tokens(job)
+            prefilled = self._prefill_tokens(job)
+            num_tokens += prefilled
+            num_recomputed += prefilled * job.was_cached
+            job.was_cached = False
             self._batch.add(job, step=self._num_steps, version=self._version)
             self._newcomers.append(job)
             self._kv_used += job.context
         self._compute(num_tokens / self._times.prefill_tokens_per_s)
+        self.recomputed_s += num_recomputed / self._times.prefill_tokens_per_s
 
     def _has_room(self) -> bool:
         """True if the next waiting request can be admitted. A request always fits alone."""

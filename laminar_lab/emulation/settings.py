@@ -36,6 +36,9 @@ class EngineTimes(Section):
     """Tokens prefilled in a second; no decoding step runs meanwhile."""
     load_s: Extra
     """Seconds to load new weights from this host's memory."""
+    hand_over_s: Extra = 0.3
+    """Seconds until an engine on shared GPUs has given the memory of its KV cache back, and again until it has the
+    memory. With it the learner frees what it can. The default is a guess, not a measurement."""
     reserve_tokens: Size
     """Tokens that must be free for the growth of a request when it is admitted."""
     gpus: Size = 1
@@ -228,6 +231,8 @@ class EmulationConfig(EngineConfig):
     """Emulated seconds over which replicas start one after another; 0: all start at once."""
     learner_devices: Count = 1
     """GPUs that share a learner step."""
+    engine_devices: Count = 1
+    """GPUs of each replica. With `cluster.share` replicas have the learner's GPUs as far as these go."""
     median_tokens: Count = 1500
     """Median of response lengths, which are log-normal and cut at `rollout.sampling.max_new_tokens`."""
     sigma: Annotated[float, Field(ge=0)] = 0.99
@@ -253,7 +258,10 @@ class EmulationConfig(EngineConfig):
     def emulates(self) -> EmulatedFleet:
         """See `EngineConfig.emulates`."""
         return EmulatedFleet(
-            learner_devices=self.learner_devices, compression=self.compression, has_turns=self.turns is not None
+            learner_devices=self.learner_devices,
+            engine_devices=self.engine_devices,
+            compression=self.compression,
+            has_turns=self.turns is not None,
         )
 
 

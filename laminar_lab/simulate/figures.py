@@ -8,7 +8,9 @@ import numpy as np
 
 from laminar_lab.emulation.settings import emulation_of
 from laminar_py.config import RunConfig
+from laminar_py.control.lease import Holder
 from laminar_py.records import StepRow
+from laminar_py.records.events import Leased
 
 WARM_SHARE = 0.25  # of the steps, at the start, which no figure counts
 
@@ -23,6 +25,15 @@ class FleetSample:
     engine_s: float  # emulated compute time of all engines so far
     away: int = 0  # trajectories that wait for their environment
     slots_held: int = 0  # engine slots of waiting trajectories
+    recomputed_s: float = 0.0  # emulated compute time of all engines so far, for caches that a pause dropped
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Shared devices changed hands."""
+
+    at_s: float  # of RL, at the end
+    event: Leased
 
 
 class EndedResponse(msgspec.Struct, frozen=True, gc=False):
@@ -62,6 +73,9 @@ class SimulatedFigures(msgspec.Struct, frozen=True, kw_only=True):
     failures: int  # of replicas
     away: float  # trajectories that wait for their environment, mean over time
     slots_held_waiting: int  # most engine slots of waiting trajectories
+    turns: int = 0  # of the learner on shared devices
+    handed_over_share: float = 0.0  # of the time, in hand-overs of shared devices, with loads and prefills in them
+    recomputed_share: float = 0.0  # of the time, in which a replica fills caches that a pause dropped, the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +88,7 @@ class SimulatedRun:
     ended: Sequence[EndedResponse]
     traffic: Sequence[ControlTraffic]  # [steps]
     failed_s: Sequence[float]  # crashes of replicas, in seconds of RL
+    handed_over: Sequence[HandOver] = ()
 
     @property
     def latencies_s(self) -> list[float]:
@@ -91,6 +106,7 @@ class SimulatedRun:
         elapsed_s = fast * (last.rl_s - first.rl_s)
         samples = [sample for sample in self.samples if first.rl_s <= sample.at_s <= last.rl_s]
         latencies = self.latencies_s
+        handed_over = [one.event for one in self.handed_over if first.rl_s <= one.at_s <= last.rl_s]
         return SimulatedFigures(
             steps=len(counted),
             step_s=elapsed_s / len(counted),
@@ -110,6 +126,9 @@ class SimulatedRun:
             failures=sum(first.rl_s <= at_s <= last.rl_s for at_s in self.failed_s),
             away=_mean(samples, lambda sample: sample.away),
             slots_held_waiting=max(sample.slots_held for sample in samples),
+            turns=sum(event.holder == Holder.LEARNER for event in handed_over),
+            handed_over_share=fast * sum(event.elapsed_s for event in handed_over) / elapsed_s,
+            recomputed_share=_recomputed_s(samples) / self.config.rollout.replicas / elapsed_s,
         )
 
     @property
@@ -131,6 +150,11 @@ def _engine_s_per_token(samples: Sequence[FleetSample]) -> float:
     """Return compute seconds per token, from the first sample to the last."""
     first, last = samples[0], samples[-1]
     return (last.engine_s - first.engine_s) / (last.generated_tokens - first.generated_tokens)
+
+
+def _recomputed_s(samples: Sequence[FleetSample]) -> float:
+    """Return compute seconds for caches that a pause dropped, from the first sample to the last."""
+    return samples[-1].recomputed_s - samples[0].recomputed_s
 
 
 def _mean(samples: Sequence[FleetSample], value: Callable[[FleetSample], float]) -> float:

@@ -6,15 +6,16 @@ orders, surveys and their answers take the time of the link (`DelayedChannel`). 
     LIVES -> CRASHED   the replica crashes: the scheduler learns of the loss as in a run, with the journal's tokens
     CRASHED -> LIVES `rollout.engine.simulation.restart_s` later a new replica has the same index
 
-A crashed replica sends and receives no message.
+A crashed replica sends and receives no message. On devices that it shares with the learner it starts in the
+replicas' turn (`runtime.workers.shared`).
 """
 
 import asyncio
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -29,13 +30,14 @@ from laminar_py.config import RunConfig
 from laminar_py.control import DISPATCH_S, Throttle, TrajectoryScheduler
 from laminar_py.ledger.segments import Payload, RecordedProgress, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
-from laminar_py.records import GenerateRequest
+from laminar_py.records import GenerateRequest, PauseMode
 from laminar_py.records.events import PartCrashed, PartStarted
 from laminar_py.records.host import Clock
 from laminar_py.records.pieces import COUNTED, Piece, TokensRef
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.repack import EngineSpeed
 from laminar_py.rollout import Replica
+from laminar_py.runtime.workers.shared import SharedReplicas
 
 T = TypeVar("T")
 SAMPLE_S = 5.0  # emulated, between two samples of the fleet
@@ -134,7 +136,41 @@ class ReplicaLife:
     replica: Replica
     engine: EmulatedEngine
     store: CountedTokens
-    lives: bool = True
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not crashed."""
+        return not self.ended.is_set()
+
+
+class SimulatedKeeper:
+    """A replica that shares devices with the learner, as `SharedReplicas` sees its keeper."""
+
+    def __init__(self, fleet: "SimulatedFleet", index: int) -> None:
+        self._fleet = fleet
+        self._index = index
+
+    @property
+    def connection(self) -> "SimulatedKeeper | None":
+        """None while the replica is down."""
+        return self if self._fleet.is_up(self._index) else None
+
+    @property
+    def in_flight(self) -> Collection[str]:
+        """See `SharedKeeper.in_flight`."""
+        return self._fleet.in_flight(self._index)
+
+    def follow_gpus(self) -> None:
+        """See `SharedKeeper.follow_gpus`: the simulated learner stays on its GPUs."""
+
+    async def hold(self, mode: PauseMode) -> None:
+        """See `HeldConnection.hold`."""
+        await self._fleet.have_done(self._index, lambda replica: replica.hold(mode))
+
+    async def unhold(self) -> None:
+        """See `HeldConnection.unhold`."""
+        await self._fleet.have_done(self._index, lambda replica: replica.unhold())
 
 
 class SimulatedFleet:
@@ -157,7 +193,7 @@ class SimulatedFleet:
         self._clock = clock
         self._tick = Throttle(self._send_orders, every_s=DISPATCH_S)
         self._lives: list[ReplicaLife] = []
-        self._ended_tokens, self._ended_s = 0, 0.0  # of crashed replicas' engines
+        self._ended_tokens, self._ended_s, self._ended_recomputed_s = 0, 0.0, 0.0  # of crashed replicas' engines
         self.samples: list[FleetSample] = []
         self.num_reports = 0  # that the scheduler has received
         self.failures: list[tuple[float, int]] = []  # seconds of RL, and the replica
@@ -166,6 +202,8 @@ class SimulatedFleet:
         self._reports = DelayedChannel(self._emulation.simulation.hop_s)
         self._orders = DelayedChannel(self._emulation.simulation.order_s)
         self._opened, self._rl = asyncio.Event(), asyncio.Event()
+        keepers = [SimulatedKeeper(self, index) for index in range(config.rollout.replicas)]
+        self.shared = SharedReplicas(keepers, config, scheduler.state.live)
 
     async def run(self) -> None:
         """Run all replicas until cancelled."""
@@ -218,6 +256,11 @@ class SimulatedFleet:
         return self._ended_s + sum(life.engine.busy_s for life in self._lives if life.lives)
 
     @property
+    def recomputed_s(self) -> float:
+        """Emulated seconds of all engines for caches that a pause dropped, as of the last sample."""
+        return self._ended_recomputed_s + sum(life.engine.recomputed_s for life in self._lives if life.lives)
+
+    @property
     def is_short(self) -> bool:
         """Whether a crashed replica will come back."""
         return any(not life.lives for life in self._lives)
@@ -245,6 +288,36 @@ class SimulatedFleet:
         """See `migration.ReplicaFleet.give_up`."""
         life = self._lives[replica]
         self._send_order(life, partial(self._start_task, partial(life.replica.give_up, list(trajectory_ids))))
+
+    # ---- turns on shared devices, called by `SimulatedKeeper`
+
+    def is_up(self, index: int) -> bool:
+        """Return whether a replica has a process."""
+        return index < len(self._lives) and self._lives[index].lives
+
+    def in_flight(self, index: int) -> Collection[str]:
+        """Return the ids of the trajectories that the scheduler has assigned to a replica."""
+        return self._scheduler.views.by_index[index].in_flight
+
+    async def have_done(self, index: int, work: Callable[[Replica], Coroutine[object, object, None]]) -> None:
+        """Have a replica do `work`; return when its answer is here, or the replica has crashed."""
+        life, answered = self._lives[index], asyncio.Event()
+
+        async def answer() -> None:
+            answered.set()
+
+        async def obey() -> None:
+            await work(life.replica)
+            if life.lives:
+                self._reports.send(answer)
+
+        self._send_order(life, partial(self._start_task, obey))
+        ends = [asyncio.create_task(event.wait()) for event in (answered, life.ended)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
 
     # ---- start and crash
 
@@ -293,14 +366,16 @@ class SimulatedFleet:
             serving = self._tasks.create_task(self._serve(life), name=f"replica-{index}")
             await self._until_failure(life, draw)
             life.engine.status()  # counts the tokens up to this moment
-            life.lives = False
+            life.ended.set()
             self._ended_tokens += life.engine.num_tokens
             self._ended_s += life.engine.busy_s
+            self._ended_recomputed_s += life.engine.recomputed_s
             serving.cancel()
             await asyncio.wait([serving])
             await self._recover_trajectories(index, life)
-            await asyncio.sleep(max(0.0, down_s))
-            self._lives[index] = await self._start_replica(index, late_s=0.0)
+            async with self.shared.starting(index):
+                await asyncio.sleep(max(0.0, down_s))
+                self._lives[index] = await self._start_replica(index, late_s=0.0)
 
     async def _serve(self, life: ReplicaLife) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -419,6 +494,7 @@ class SimulatedFleet:
                 engine_s=self._engine_s,
                 away=sum(len(names) for _, names in away),
                 slots_held=sum(len(names & engine.lengths().keys()) for engine, names in away),
+                recomputed_s=self.recomputed_s,
             )
         )
 

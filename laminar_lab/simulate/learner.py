@@ -13,6 +13,7 @@ from laminar_lab.simulate.weights import ModelledWeights, weights_digest
 from laminar_lab.step_time import version_bytes
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import RefillWatch, StepBatch, TrajectoryScheduler, pack_step, step_events
+from laminar_py.control.lease import DeviceLease, leased_batch
 from laminar_py.learner.packing import bundle_size
 from laminar_py.observe import Stats
 from laminar_py.records import StepRow
@@ -28,6 +29,7 @@ class LearnerParts:
     recorder: ObservedRecorder
     weights: ModelledWeights
     stats: Stats
+    lease: DeviceLease
     show: Callable[[StepRow], None]
 
 
@@ -39,7 +41,7 @@ class SimulatedLearner:
         self._scheduler = parts.scheduler
         self._recorder = parts.recorder
         self._weights = parts.weights
-        self._stats = parts.stats
+        self._stats, self._lease = parts.stats, parts.lease
         self._show = parts.show
         self._attention_share = times.attention_share
         self._stall_s = times.publish_s / self._emulation.compression
@@ -91,7 +93,9 @@ class SimulatedLearner:
             return None  # a timeout of 0 would still take a complete batch
         try:
             async with asyncio.timeout(left_s):
-                return await self._scheduler.next_batch(groups=groups, version=self.version)
+                return await leased_batch(
+                    self._lease, self._scheduler, groups=groups, version=self.version, step=self.step
+                )
         except TimeoutError:
             return None
 

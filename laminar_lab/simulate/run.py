@@ -18,7 +18,7 @@ from laminar_lab.emulation.settings import (
     emulation_of,
     read_profile,
 )
-from laminar_lab.simulate.figures import ControlTraffic, SimulatedRun
+from laminar_lab.simulate.figures import ControlTraffic, HandOver, SimulatedRun
 from laminar_lab.simulate.fleet import END, SimulatedFleet
 from laminar_lab.simulate.learner import LearnerParts, SimulatedLearner
 from laminar_lab.simulate.record import ObservedRecorder, SimulatedRecord
@@ -28,10 +28,12 @@ from laminar_lab.simulate.weights import ModelledWeights
 from laminar_lab.step_time import host_arrivals_s, simulated_publish_s
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import HOUSEKEEPING_S, Credit, TrajectoryScheduler, control_settings
+from laminar_py.control.lease import make_lease
 from laminar_py.learner.losses import group_advantages, overlong_cost
 from laminar_py.ledger import RunFolder
 from laminar_py.observe import Stats, Totals
 from laminar_py.records import Prompt, StepRow
+from laminar_py.records.events import Leased
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.repack import Migration, MigrationSettings
 
@@ -173,6 +175,7 @@ class _Simulation:
         self._loop = asyncio.get_running_loop()
         self._rows: list[StepRow] = []
         self._traffic: list[ControlTraffic] = []  # [steps]
+        self._handed_over: list[HandOver] = []
         clock = LoopClock()
         self._stats = stats = Stats(clock, replicas=config.rollout.replicas, totals=Totals())
         self._record = None if run is None else SimulatedRecord(config, run, clock=clock, stats=stats)
@@ -185,11 +188,13 @@ class _Simulation:
         self._fleet = SimulatedFleet(
             config, profile.engine, scheduler=scheduler, weights=weights, stats=stats, clock=clock
         )
+        self._lease = make_lease(config, self._fleet.shared, clock=clock, record=self._on_hand_over)
         parts = LearnerParts(
             scheduler=scheduler,
             recorder=self._recorder,
             weights=weights,
             stats=stats,
+            lease=self._lease,
             show=self._on_step,
         )
         self._learner = learner(config, profile.learner, parts)
@@ -235,6 +240,7 @@ class _Simulation:
                     rows = record.watch_fleet(generated_tokens=lambda: self._scheduler.state.generated_tokens)
                     background.append(tasks.create_task(rows, name="rows"))
                 self._learner.publish_version()
+                await self._lease.give(self._learner.step)
                 if self._config.repacks:
                     speed = await self._fleet.speed()
                     background.append(tasks.create_task(self._migration.run(speed), name="repack"))
@@ -259,11 +265,13 @@ class _Simulation:
             ended=tuple(self._rewards.ended),
             traffic=tuple(self._traffic),
             failed_s=tuple(at_s for at_s, _ in self._fleet.failures),
+            handed_over=tuple(self._handed_over),
         )
 
     async def _stop_fleet(self) -> None:
         """Stop the fleet; with a record, record the tokens of running trajectories."""
         self._stats.set_rl_phase(False)
+        await self._lease.give(self._learner.step)
         self._scheduler.pause()
         self._rewards.close()
         if self._record is not None:
@@ -271,6 +279,10 @@ class _Simulation:
             await self._record.end(restarts=self._fleet.restarts)
 
     # ---- between the parts
+
+    def _on_hand_over(self, event: Leased) -> None:
+        self._recorder.append(event)
+        self._handed_over.append(HandOver(self._stats.rl_s, event))
 
     def _on_response(self, trajectory: TrajectoryRef, prompt: Prompt) -> None:
         """Receive an ended response, and start to score it."""

@@ -36,9 +36,9 @@ class LeaseConfig(Section):
     """Turns of learner and replicas on shared devices (`cluster.share`)."""
 
     switch: LeaseSwitch = LeaseSwitch.READY
-    """When replicas give the devices to a learner that has a batch. `tail`: once they run less than half of the
-    trajectories that they can. `ready`: then, or once their turn has lasted so long that hand-overs take at most
-    `most_cost` of it."""
+    """When replicas give the devices to a learner that has a batch. `tail`: once they run at most half of the
+    trajectories that they have run in this turn. `ready`: then, or once their turn has lasted so long that
+    hand-overs take at most `most_cost` of it."""
     most_cost: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the replicas' turn that hand-overs may take, with the prefill that a released cache costs."""
     cache: LeaseCache | None = None
@@ -107,9 +107,9 @@ def check_share(engine: EngineConfig, *, ranks: int, device: Device, kv_capacity
         )
     if engine.gpus and engine.emulates is None and device is Device.CPU:
         raise ConfigError("cluster.share=true: the learner is on CPUs, and replicas on GPUs; set it to false")
-    if engine.gpus > ranks:
+    if engine.devices > ranks:
         raise ConfigError(
-            f"cluster.share=true: a replica has {engine.gpus} GPUs, and the learner {ranks}; raise"
+            f"cluster.share=true: a replica has {engine.devices} GPUs, and the learner {ranks}; raise"
             " learner.world_size, or give a replica fewer GPUs"
         )
     if engine.gpus and engine.emulates is None and kv_capacity is None:

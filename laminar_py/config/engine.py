@@ -28,10 +28,11 @@ from laminar_py.records.trajectory import MicroBatch
 class EmulatedFleet:
     """GPUs that a backend emulates: their time passes although nothing computes on them.
 
-    E.g. `EmulatedFleet(learner_devices=8, compression=20.0, has_turns=False)`.
+    E.g. `EmulatedFleet(learner_devices=8, engine_devices=1, compression=20.0, has_turns=False)`.
     """
 
     learner_devices: int
+    engine_devices: int  # of each replica
     compression: float  # seconds of the GPUs in one second of the run
     has_turns: bool  # the backend's environments answer the turns of each trajectory
 
@@ -51,6 +52,11 @@ class EngineConfig(Section):
     def gpus(self) -> int:
         """GPUs that one engine needs."""
         return 0
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one engine, also if it only emulates them; 0: it computes on CPUs."""
+        return self.gpus if self.emulates is None else self.emulates.engine_devices
 
     @property
     def static_share(self) -> float:

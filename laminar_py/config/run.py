@@ -154,7 +154,7 @@ class RunConfig(Section):
     @property
     def shared_replicas(self) -> int:
         """Replicas, from 0 on, that take turns with the learner on its devices (`cluster.share`)."""
-        gpus = self.rollout.engine.gpus
+        gpus = self.rollout.engine.devices
         if not self.cluster.share:
             return 0
         return min(self.rollout.replicas, self.learner_ranks // gpus) if gpus else self.rollout.replicas
@@ -167,7 +167,7 @@ class RunConfig(Section):
     @property
     def lease_cache(self) -> LeaseCache:
         """Use of the KV cache of shared replicas during the learner's turn."""
-        default = LeaseCache.RELEASE if self.rollout.engine.gpus else LeaseCache.KEEP
+        default = LeaseCache.RELEASE if self.rollout.engine.devices else LeaseCache.KEEP
         return self.cluster.lease.cache or default
 
     @property

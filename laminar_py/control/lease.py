@@ -14,13 +14,17 @@ from enum import StrEnum
 from typing import Protocol
 
 from laminar_py.config.cluster import LeaseConfig, LeaseSwitch
+from laminar_py.config.run import RunConfig
+from laminar_py.control.consumption import StepBatch
+from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.records.events import Leased
 from laminar_py.records.host import Clock
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # between looks whether the learner's turn has come
-TAIL = 0.5  # of the trajectories that replicas can run; with fewer a GPU decodes at less than its best
+KEEP_S = 0.05  # for which the learner keeps shared devices without a batch
+LOOK_S, LOOK_SHARE = 0.1, 0.005  # between looks for the learner's turn: seconds, or a share of the present turn
+TAIL = 0.5  # of the most trajectories that replicas ran in a turn; with fewer a GPU decodes at less than its best
 SMOOTHING = 0.3  # weight of the newest hand-over in the mean
 
 
@@ -48,23 +52,19 @@ class SharedFleet(Protocol):
 
 
 class DeviceLease:
-    """The shared devices' holder; `record` gets an event for each hand-over. Without a fleet nothing is shared.
-
-    `most` is the number of trajectories that the shared replicas can run at a time.
-    """
+    """The shared devices' holder; `record` gets an event for each hand-over. Without a fleet nothing is shared."""
 
     def __init__(
         self,
         fleet: SharedFleet | None,
         settings: LeaseConfig,
         *,
-        most: int,
         clock: Clock,
         record: Callable[[Leased], None],
     ) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._most = most
+        self._most = 0  # trajectories on shared replicas in the present turn
         self._clock = clock
         self._record = record
         self._cost_s = 0.0  # of a turn's two hand-overs, in the mean
@@ -80,7 +80,7 @@ class DeviceLease:
         if self._fleet is None or self.holder is Holder.LEARNER:
             return
         while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - it looks at the time
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (self._clock.now() - self._since_s)))
         began, (_, tokens) = self._clock.now(), self._fleet.load()
         log.info("shared devices: the learner asks for them")
         try:
@@ -94,7 +94,7 @@ class DeviceLease:
         """End the learner's turn, if it is."""
         if self._fleet is None or self.holder is Holder.REPLICAS:
             return
-        began, (_, tokens) = self._clock.now(), self._fleet.load()
+        began, (self._most, tokens) = self._clock.now(), self._fleet.load()
         log.info("shared devices: the learner gives them back")
         await self._fleet.release()
         cost_s = self._taken_s + self._hand_over(Holder.REPLICAS, step, began, tokens)
@@ -102,6 +102,7 @@ class DeviceLease:
 
     def _is_due(self, running: int) -> bool:
         """Whether replicas give up the devices for a batch that is ready."""
+        self._most = max(self._most, running)
         if running <= TAIL * self._most:
             return True
         spent_s = self._clock.now() - self._since_s
@@ -114,3 +115,34 @@ class DeviceLease:
         log.info("shared devices: %s has them after %.3f s", holder, elapsed_s)
         self._record(Leased(holder=holder.value, step=step, elapsed_s=elapsed_s, tokens=tokens))
         return elapsed_s
+
+
+def make_lease(
+    config: RunConfig, fleet: SharedFleet, *, clock: Clock, record: Callable[[Leased], None]
+) -> DeviceLease:
+    """Make the lease of devices that the learner shares with replicas; most runs share none."""
+    shared = fleet if config.shared_replicas else None
+    return DeviceLease(shared, config.cluster.lease, clock=clock, record=record)
+
+
+async def leased_batch(
+    lease: DeviceLease, scheduler: TrajectoryScheduler, *, groups: int, version: int, step: int
+) -> StepBatch:
+    """Take the next batch, and the devices that learner and replicas share.
+
+    The learner keeps the devices if the next batch is there already. A cancelled call puts the batch back.
+    """
+    take = asyncio.create_task(scheduler.next_batch(groups=groups, version=version), name="take-batch")
+    try:
+        if not (await asyncio.wait([take], timeout=KEEP_S))[0]:
+            await lease.give(step)
+        batch = await take
+        if batch.trajectories:
+            await lease.take(step)
+        return batch
+    except asyncio.CancelledError:
+        take.cancel()
+        await asyncio.wait([take])
+        if not take.cancelled():
+            await scheduler.consumption.put_back(take.result())
+        raise

@@ -1,6 +1,7 @@
 """A stop of a replica while the learner computes on its device (`cluster.share`). Its requests wait meanwhile."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from laminar_py.records.engine import InferenceEngine, PauseMode
 from laminar_py.records.host import Clock
@@ -13,11 +14,17 @@ class Holding:
     """Holds and releases one replica; it keeps `weights_lock` in between, so that no weights are loaded."""
 
     def __init__(
-        self, engine: InferenceEngine, streams: Streams, *, weights_lock: asyncio.Lock, clock: Clock
+        self,
+        engine: InferenceEngine,
+        streams: Streams,
+        *,
+        weights_lock: asyncio.Lock,
+        load_due: Callable[[], Awaitable[None]],  # called with the lock
+        clock: Clock,
     ) -> None:
         self._engine = engine
         self._streams = streams
-        self._lock = weights_lock
+        self._lock, self._load_due = weights_lock, load_due
         self._clock = clock
         self._is_wanted = False
         self._mode = PauseMode.IN_PLACE
@@ -44,7 +51,9 @@ class Holding:
         await self._engine.pause(mode)
 
     async def release(self) -> None:
-        """Compute again. After a pause that gave up the caches return once half of the responses have new tokens.
+        """Load weights that are due, before caches are computed again, and compute.
+
+        After a pause that gave up the caches return once half of the responses have new tokens.
 
         Raises `EngineLostError`.
         """
@@ -54,8 +63,9 @@ class Holding:
         running = self._streams.running
         before = {name: one.length for name, one in running.items() if one.first_token_s is not None}
         try:
-            await self._engine.resume()
             self._streams.excuse(self._clock.now() - since_s)
+            await self._load_due()
+            await self._engine.resume()
             if self._served:
                 self._streams.serving.set()
         finally:

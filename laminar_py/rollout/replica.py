@@ -91,7 +91,9 @@ class Replica:
             engine, self._out, store, environments, decode, on_ended=self._on_ended, on_lost=self._lose
         )
         self._loader = WeightLoader(engine, weights, self._streams, self._out, verify_every, prober)
-        self._holding = Holding(engine, self._streams, weights_lock=self._weights_lock, clock=clock)
+        self._holding = Holding(
+            engine, self._streams, weights_lock=self._weights_lock, load_due=self._load_due, clock=clock
+        )
 
     # ---- called by the controller
 
@@ -151,7 +153,7 @@ class Replica:
             await self._holding.hold(mode)
 
     async def unhold(self) -> None:
-        """Compute again after `hold`; return once released caches are complete."""
+        """Load weights that are due, and compute again after `hold`; return once released caches are complete."""
         with self._watching_for_loss():
             await self._holding.release()
         self._weights_wanted.set()
@@ -250,14 +252,7 @@ class Replica:
             self._weights_wanted.clear()
             async with self._weights_lock:
                 with self._watching_for_loss():
-                    if self._running and not self._pinned and self._may_swap():
-                        await self._loader.swap(self._policy, may_swap=self._may_swap)
-                    elif self._running or self._expects_more:
-                        continue  # running trajectories, or trajectories on their way here, need this version
-                    elif self._pinned:
-                        await self._load_pinned()
-                    else:
-                        await self._begin_batch()
+                    await self._load_due()
 
     async def run(self) -> None:
         """Start the initial assignments, then run `serve` and the tasks beside it until cancelled."""
@@ -304,6 +299,17 @@ class Replica:
             self._weights_wanted.set()
 
     # ---- weights
+
+    async def _load_due(self) -> None:
+        """Load weights if the state of the replica allows it. The caller holds `_weights_lock`."""
+        if self._running and not self._pinned and self._may_swap():
+            await self._loader.swap(self._policy, may_swap=self._may_swap)
+        elif self._running or self._expects_more:
+            return  # running trajectories, or trajectories on their way here, need this version
+        elif self._pinned:
+            await self._load_pinned()
+        else:
+            await self._begin_batch()
 
     async def _begin_batch(self) -> None:
         """Load the newest weights, if they are newer, and admit a batch under them; no batch without weights."""

@@ -28,9 +28,9 @@ class Fleet:
         return self.running, 100 * self.running
 
 
-def lease_of(fleet, *, most=64, **settings):
+def lease_of(fleet, **settings):
     record = []
-    made = DeviceLease(fleet, LeaseConfig(**settings), most=most, clock=LoopClock(), record=record.append)
+    made = DeviceLease(fleet, LeaseConfig(**settings), clock=LoopClock(), record=record.append)
     return made, record
 
 

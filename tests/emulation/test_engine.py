@@ -464,3 +464,71 @@ def test_profiles_of_published_tables_decode_at_their_speed(name, gpus, batch, t
 def test_a_missing_profile_is_named():
     with pytest.raises(ConfigError, match=r"rollout\.engine\.profile=nowhere\.yaml: no such file"):
         read_profile(Path("nowhere.yaml"))
+
+
+# ---- memory that a learner on the same GPU takes
+
+
+def pause_and_go_on(mode, *, queued=0) -> EmulatedScheduler:
+    """Run two requests, pause them after 5 s, and resume them 5 s later, with other requests then."""
+    scheduler = make_scheduler()
+    for index in range(2):
+        submit(scheduler, 0.0, f"r{index}", prefix=[7] * 100, length=900)
+    scheduler.begin_call(5.0)
+    scheduler.pause(mode)
+    scheduler.take_deltas()
+    for index in range(queued):
+        submit(scheduler, 7.0, f"queued{index}", length=900)
+    scheduler.begin_call(10.0)
+    scheduler.resume()
+    return scheduler
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.RELEASE])
+def test_a_dropped_cache_costs_the_prefill_of_all_of_its_tokens(mode):
+    scheduler = pause_and_go_on(mode)
+    cached = scheduler.kv_used
+    assert cached > 2 * (3 + 100 + 200), "prompts, prefixes, and about 240 tokens of each"
+    assert scheduler.recomputed_s == pytest.approx(cached / TIMES.prefill_tokens_per_s, rel=0.02)
+    assert pause_and_go_on(PauseMode.IN_PLACE).recomputed_s == 0.0
+
+
+def test_released_memory_held_the_caches_of_ended_turns_too():
+    def tokens_prefilled(mode):
+        scheduler = make_scheduler()
+        submit(scheduler, 0.0, "a", length=300)
+        run_out(scheduler)
+        scheduler.begin_call(50.0)
+        scheduler.pause(mode)
+        scheduler.resume()
+        before = scheduler.busy_s
+        submit(scheduler, 60.0, "a", length=300)
+        run_out(scheduler)
+        return scheduler.busy_s - before
+
+    assert tokens_prefilled(PauseMode.RELEASE) > tokens_prefilled(PauseMode.IN_PLACE)
+
+
+def test_memory_takes_its_time_to_go_and_to_come_back(folders):
+    async def seconds(mode):
+        async with serving(folders[0], compression=2.0) as engine:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await engine.pause(mode)
+            paused = loop.time()
+            await engine.resume()
+            return paused - began, loop.time() - paused
+
+    assert virtually(seconds(PauseMode.RELEASE)) == pytest.approx((TIMES.hand_over_s / 2,) * 2)
+    assert virtually(seconds(PauseMode.RETRACT)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RELEASE])
+@pytest.mark.parametrize("others", [0, 1])  # that were queued in the pause, and are admitted first
+def test_resumed_requests_send_their_next_tokens_at_once(mode, others):
+    scheduler = pause_and_go_on(mode, queued=others)
+    told = set()
+    while scheduler.next_event_s < 10.1:
+        scheduler.advance(scheduler.next_event_s)
+        told |= {delta.rid for _, delta in scheduler.take_deltas()}
+    assert told >= {"r0", "r1"}

@@ -160,7 +160,7 @@ async def training(path, *settings, fails, admission, shared=None, **options):
         versions = Versions(incarnation, completed=learner.completed, stored=learner.stored)
         stop = StopRequest()
         record = ledger.append
-        lease = DeviceLease(shared, config.cluster.lease, most=16, clock=clock, record=record)
+        lease = DeviceLease(shared, config.cluster.lease, clock=clock, record=record)
         if shared is not None:
             learner.on_call = partial(shared.learner_computes, lease)
         trainer = Trainer(

@@ -74,8 +74,8 @@ from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
     Handoff,
     TrainingParts,
+    lease_devices,
     limit_gc_pauses,
-    make_lease,
     make_scheduler,
     record_start,
     seal,
@@ -303,7 +303,7 @@ class Controller:
             learner=learner,
             evaluator=self._evaluator,
             versions=versions,
-            lease=make_lease(incarnation, replicas, learner),
+            lease=lease_devices(incarnation, replicas, learner),
             stop=self._stop,
             show=self._show_step,
             show_line=self.view.notice,

@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 import psutil
 
 from laminar_py.control.groups import Credit
-from laminar_py.control.lease import DeviceLease
+from laminar_py.control.lease import DeviceLease, make_lease
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import control_settings, max_groups
+from laminar_py.control.settings import control_settings
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered, first_events
@@ -120,16 +120,11 @@ def make_scheduler(
     return scheduler
 
 
-def make_lease(incarnation: Incarnation, replicas: Replicas, learner: LearnerKeeper) -> DeviceLease:
-    """Make the lease of devices that the learner shares with replicas; most runs share none."""
-    config, rollout = incarnation.config, incarnation.config.rollout
+def lease_devices(incarnation: Incarnation, replicas: Replicas, learner: LearnerKeeper) -> DeviceLease:
+    """Make the lease of devices that the learner shares with replicas, which begins with the learner's turn."""
     replicas.shared.await_learner(lambda: learner.gpus)
-    return DeviceLease(
-        replicas.shared if config.shared_replicas else None,
-        config.cluster.lease,
-        most=min(config.shared_replicas * rollout.max_batch, max_groups(config) * rollout.group_size),
-        clock=incarnation.clock,
-        record=incarnation.ledger.append,
+    return make_lease(
+        incarnation.config, replicas.shared, clock=incarnation.clock, record=incarnation.ledger.append
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from laminar_py.config.rollout import Schedule
 from laminar_py.control.consumption import StepBatch
-from laminar_py.control.lease import DeviceLease
+from laminar_py.control.lease import DeviceLease, leased_batch
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.state import Phase
 from laminar_py.control.steps import RefillWatch, pack_step, step_events
@@ -41,7 +41,6 @@ from laminar_py.runtime.workers.specs import StepOutcome
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-KEEP_S = 0.05  # for which the learner keeps shared devices without a batch
 MAX_SKIPPED = 3  # steps in a row without a finite gradient, after which the run ends
 
 
@@ -196,7 +195,8 @@ class Trainer:
         awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
         SIGNALS.enter(awaited, self._cost_of_end)
         groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
-        take = asyncio.create_task(self._take_batch(groups), name="next-batch")
+        work = leased_batch(self._lease, self._scheduler, groups=groups, version=self.version, step=self.step)
+        take = asyncio.create_task(work, name="next-batch")
         stop = asyncio.create_task(self._pause_on_stop(), name="stop")
         failures = [
             asyncio.create_task(self._versions.wait_until_lost(), name="version-lost"),
@@ -216,27 +216,6 @@ class Trainer:
         if failure is not None and not stopped:
             raise failure
         return None
-
-    async def _take_batch(self, groups: int) -> StepBatch:
-        """Take the next batch, and the devices that learner and replicas share.
-
-        The learner keeps the devices if the next batch is there already.
-        """
-        work = self._scheduler.next_batch(groups=groups, version=self.version)
-        take = asyncio.create_task(work, name="take-batch")
-        try:
-            if not (await asyncio.wait([take], timeout=KEEP_S))[0]:
-                await self._lease.give(self.step)
-            batch = await take
-            if batch.trajectories:
-                await self._lease.take(self.step)
-            return batch
-        except asyncio.CancelledError:
-            take.cancel()
-            await asyncio.wait([take])
-            if not take.cancelled():
-                await self._scheduler.consumption.put_back(take.result())
-            raise
 
     async def _pause_on_stop(self) -> None:
         """Wait until the run is to stop before the next batch, and pause the scheduler.

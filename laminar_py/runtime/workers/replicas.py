@@ -93,6 +93,11 @@ class ReplicaKeeper(Keeper):
         """Ids of the trajectories that the scheduler has assigned to the replica."""
         return self._fleet.scheduler.views.by_index[self.index].in_flight
 
+    def follow_gpus(self) -> None:
+        """End the process on purpose if the replica's learner ranks have other GPUs than at its start."""
+        if self.connection is not None and self.shared_gpus != self._fleet.shared.gpus_of(self.index):
+            self.end()
+
     def end(self) -> None:
         """Kill the process on purpose, which does not count as a crash."""
         self.is_killed = True

@@ -14,7 +14,18 @@ from laminar_py.config.cluster import LeaseCache
 from laminar_py.config.run import RunConfig
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.engine import PauseMode
-from laminar_py.runtime.link.hub import ReplicaConnection
+
+
+class HeldConnection(Protocol):
+    """A way to a replica; both calls return at once if its process ends."""
+
+    async def hold(self, mode: PauseMode) -> None:
+        """Return once the replica computes nothing."""
+        ...
+
+    async def unhold(self) -> None:
+        """Return once the replica computes again."""
+        ...
 
 
 class RankGpus(NamedTuple):
@@ -27,16 +38,18 @@ class RankGpus(NamedTuple):
 class SharedKeeper(Protocol):
     """The part of a replica's keeper that `SharedReplicas` uses."""
 
-    connection: ReplicaConnection | None
-    shared_gpus: Sequence[RankGpus]  # that its process started with
+    @property
+    def connection(self) -> HeldConnection | None:
+        """None: the replica has no process, or none that has connected."""
+        ...
 
     @property
     def in_flight(self) -> Collection[str]:
         """Ids of the trajectories that the replica has."""
         ...
 
-    def end(self) -> None:
-        """Kill the process on purpose; another one starts in its place."""
+    def follow_gpus(self) -> None:
+        """End the process on purpose if the replica's learner ranks have other GPUs than at its start."""
         ...
 
 
@@ -46,7 +59,7 @@ class SharedReplicas:
     def __init__(
         self, keepers: Sequence["SharedKeeper"], config: RunConfig, live: Mapping[str, LiveTrajectory]
     ) -> None:
-        on_cpus = config.cluster.share and not config.rollout.engine.gpus
+        on_cpus = config.cluster.share and not config.rollout.engine.devices
         self._keepers = keepers if on_cpus else keepers[: config.shared_replicas]  # cores: also replicas that join
         self._mode = PauseMode.IN_PLACE if config.lease_cache is LeaseCache.KEEP else PauseMode.RELEASE
         self._live = live
@@ -95,9 +108,8 @@ class SharedReplicas:
 
         A replica whose learner ranks have other GPUs now gets a new process.
         """
-        for index, keeper in enumerate(self._keepers):
-            if keeper.connection is not None and keeper.shared_gpus != self.gpus_of(index):
-                keeper.end()
+        for keeper in self._keepers:
+            keeper.follow_gpus()
         self._ours.set()
         await asyncio.gather(*(one.unhold() for one in self._connections()))
 
@@ -106,5 +118,5 @@ class SharedReplicas:
         names = [name for keeper in self._keepers for name in keeper.in_flight]
         return len(names), sum(self._live[name].length for name in names if name in self._live)
 
-    def _connections(self) -> list[ReplicaConnection]:
+    def _connections(self) -> list[HeldConnection]:
         return [keeper.connection for keeper in self._keepers if keeper.connection is not None]
