@@ -123,4 +123,4 @@ def test_a_failed_trial_has_no_profile_and_imagined_nodes_have_none(tmp_path):
 
 def test_a_driver_s_name_finds_its_gpu_in_the_catalog():
     assert gpu_of_device(H100) is gpu_named("H100")
-    assert gpu_of_device("NVIDIA GeForce RTX 4090") is None
+    assert gpu_of_device("NVIDIA GeForce RTX 3090") is None
