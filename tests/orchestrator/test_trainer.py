@@ -480,6 +480,6 @@ async def test_a_stop_says_what_a_second_signal_would_lose(tmp_path):
         await asyncio.gather(running, return_exceptions=True)
         trainer._stats.begin_step()
         assert trainer._cost_of_end() == (
-            f"steps 1 to {trainer.step} and 0 s of work on step {trainer.step + 1} would be lost, and a resume goes"
-            " on from the checkpoint of step 0"
+            f"steps 1 to {trainer.step} and 0 s of work on step {trainer.step + 1} would be lost, and a resume"
+            " goes on from the checkpoint of step 0"
         )
