@@ -73,11 +73,9 @@ class Replica:
         decode: Decode = None,  # for stop strings of environments
     ) -> None:
         self.index = index
-        self._engine = engine
-        self._weights = weights
+        self._engine, self._weights = engine, weights
         self._policy, self._max_batch, self._store = on_new_weights, max_batch, store
-        self._partial_interval_s = partial_interval_s
-        self._max_seconds, self._initial = max_seconds, initial
+        self._max_seconds, self._initial, self._partial_interval_s = max_seconds, initial, partial_interval_s
         self._pinned: deque[Assignment] = deque()  # wait for their version; the controller bounds them
         self._expected: set[str] = set()  # trajectories on their way here, under the current version
         self._expected_passes: set[str] = set()  # passes with further members to come, under the current version
