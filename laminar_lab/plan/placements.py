@@ -96,6 +96,17 @@ def tensor_parallel_degrees(request: PlanRequest) -> list[int]:
     return fitting
 
 
+def learner_shapes(request: PlanRequest, *, recompute: Recompute) -> list[LearnerConfig]:
+    """Return learners that fit with `recompute` and a rank a microbatch, from the fewest ranks to all GPUs."""
+    every, found = max(1, request.fleet.gpus // LEARNER_SIZES), []
+    for ranks in {*range(1, request.fleet.gpus, every), request.fleet.gpus}:
+        changes = {"world_size": ranks, "shard_ranks": None, "context_parallel": 1, "recompute": recompute}
+        learner = request.learner.model_copy(update=changes)
+        if _fits(request, learner):
+            found.append(learner.model_copy(update={"shard_ranks": _shard_ranks(request, learner)}))
+    return found
+
+
 def learner_bytes(request: PlanRequest, placement: FleetPlacement) -> Parts:
     """Return the peak bytes of a learner GPU by part."""
     return _learner_bytes(request, placement.of_learner(request.learner))

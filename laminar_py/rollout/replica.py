@@ -165,7 +165,7 @@ class Replica:
     async def unhold(self) -> None:
         """Load weights that are due, and compute again after `hold`.
 
-        Returns once half of the responses have gone on, with their caches.
+        Returns once half of the responses have continued, with their caches.
         """
         self._hold, since, self._held_since = None, self._held_since, None
         if since is None:
