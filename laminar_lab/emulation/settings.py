@@ -38,7 +38,7 @@ class EngineTimes(Section):
     """Seconds to load new weights from this host's memory."""
     hand_over_s: Extra = 0.3
     """Seconds until an engine on shared GPUs has given the memory of its KV cache back, and again until it has the
-    memory. With it the learner frees what it can. The default is a guess, not a measurement."""
+    memory. The learner frees its memory meanwhile. The default is a guess, not a measurement."""
     reserve_tokens: Size
     """Tokens that must be free for the growth of a request when it is admitted."""
     gpus: Size = 1

@@ -344,6 +344,12 @@ def _learner_step_s(
     )
 
 
+def train_step_s(request: PlanRequest, placement: FleetPlacement) -> float:
+    """Return the seconds of a learner step, with its collectives and its publish."""
+    times, size = request.profile(placement.tensor_parallel).learner, request.learner_size(placement.pack_tokens)
+    return _learner_step_s(placement, times, size, traffic=learner_traffic(request, placement))
+
+
 def traffic_slowdown(request: PlanRequest, placement: FleetPlacement) -> float:
     """Return how many times as long microbatches take with their collectives as without."""
     times = request.profile(placement.tensor_parallel).learner

@@ -8,7 +8,7 @@ import numpy as np
 
 from laminar_lab.emulation.settings import emulation_of
 from laminar_py.config import RunConfig
-from laminar_py.control.lease import Holder
+from laminar_py.control import Holder
 from laminar_py.records import StepRow
 from laminar_py.records.events import Leased
 

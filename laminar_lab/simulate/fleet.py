@@ -37,7 +37,7 @@ from laminar_py.records.pieces import COUNTED, Piece, TokensRef
 from laminar_py.records.replica import Assignment, ReplicaReport, Survey
 from laminar_py.repack import EngineSpeed
 from laminar_py.rollout import Replica
-from laminar_py.runtime.workers.shared import SharedReplicas
+from laminar_py.runtime.workers import SharedReplicas
 
 T = TypeVar("T")
 SAMPLE_S = 5.0  # emulated, between two samples of the fleet

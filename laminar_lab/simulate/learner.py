@@ -12,8 +12,15 @@ from laminar_lab.simulate.record import INCARNATION, ObservedRecorder
 from laminar_lab.simulate.weights import ModelledWeights, weights_digest
 from laminar_lab.step_time import version_bytes
 from laminar_py.config import ConfigError, RunConfig
-from laminar_py.control import RefillWatch, StepBatch, TrajectoryScheduler, pack_step, step_events
-from laminar_py.control.lease import DeviceLease, leased_batch
+from laminar_py.control import (
+    DeviceLease,
+    RefillWatch,
+    StepBatch,
+    TrajectoryScheduler,
+    leased_batch,
+    pack_step,
+    step_events,
+)
 from laminar_py.learner.packing import bundle_size
 from laminar_py.observe import Stats
 from laminar_py.records import StepRow

@@ -27,8 +27,7 @@ from laminar_lab.simulate.virtual_loop import LoopClock, virtually
 from laminar_lab.simulate.weights import ModelledWeights
 from laminar_lab.step_time import host_arrivals_s, simulated_publish_s
 from laminar_py.config import ConfigError, RunConfig
-from laminar_py.control import HOUSEKEEPING_S, Credit, TrajectoryScheduler, control_settings
-from laminar_py.control.lease import make_lease
+from laminar_py.control import HOUSEKEEPING_S, Credit, TrajectoryScheduler, control_settings, make_lease
 from laminar_py.learner.losses import group_advantages, overlong_cost
 from laminar_py.ledger import RunFolder
 from laminar_py.observe import Stats, Totals

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from laminar_py.control.dispatcher import Throttle as Throttle
     from laminar_py.control.groups import Credit as Credit
     from laminar_py.control.incoming import HOUSEKEEPING_S as HOUSEKEEPING_S
+    from laminar_py.control.lease import DeviceLease as DeviceLease
+    from laminar_py.control.lease import Holder as Holder
+    from laminar_py.control.lease import leased_batch as leased_batch
+    from laminar_py.control.lease import make_lease as make_lease
     from laminar_py.control.scheduler import TrajectoryScheduler as TrajectoryScheduler
     from laminar_py.control.settings import control_settings as control_settings
     from laminar_py.control.steps import RefillWatch as RefillWatch

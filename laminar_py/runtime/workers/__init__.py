@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from laminar_py.runtime.workers.processes.base import read_run_config as read_run_config
     from laminar_py.runtime.workers.processes.base import segments_folder as segments_folder
     from laminar_py.runtime.workers.processes.environment import EnvironmentActor as EnvironmentActor
+    from laminar_py.runtime.workers.shared import SharedReplicas as SharedReplicas
     from laminar_py.runtime.workers.specs import EnvironmentSpec as EnvironmentSpec
     from laminar_py.runtime.workers.specs import ReplicaSpec as ReplicaSpec
     from laminar_py.runtime.workers.specs import ScorerSpec as ScorerSpec
