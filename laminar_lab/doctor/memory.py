@@ -30,6 +30,7 @@ from laminar_lab.model_shape import ModelShape
 from laminar_lab.plan.known_models import shape_at
 from laminar_py.config.cluster import Device, LeaseCache
 from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute
+from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import encode
 
@@ -431,5 +432,9 @@ def _turn_changes(config: RunConfig) -> Iterator[tuple[RunConfig, list[str]]]:
     for ranks in range(learner.world_size + 1, MOST_RANKS + 1):
         more: dict[str, object] = {"world_size": ranks, "shard_ranks": None}
         changes.append((more, f"raise learner.world_size to {ranks}{whole}"))
+    policy = config.rollout.on_new_weights
     for change, what in changes:
-        yield config.model_copy(update={"learner": learner.model_copy(update=change)}), [*words, what]
+        # SGLang keeps a running request on its adapter
+        resumes = "lora" in change and policy in (OnNewWeights.RETRACT, OnNewWeights.IN_PLACE)
+        more_words = ["set rollout.on_new_weights=resume"] if resumes else []
+        yield config.model_copy(update={"learner": learner.model_copy(update=change)}), [*words, what, *more_words]

@@ -107,6 +107,8 @@ def check_share(engine: EngineConfig, *, ranks: int, device: Device, kv_capacity
         )
     if engine.gpus and engine.emulates is None and device is Device.CPU:
         raise ConfigError("cluster.share=true: the learner is on CPUs, and replicas on GPUs; set it to false")
+    if not engine.devices and device is Device.CUDA:
+        raise ConfigError("cluster.share=true: the learner is on GPUs, and replicas on CPUs; set it to false")
     if engine.devices > ranks:
         raise ConfigError(
             f"cluster.share=true: a replica has {engine.devices} GPUs, and the learner {ranks}; raise"

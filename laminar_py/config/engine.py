@@ -119,6 +119,7 @@ class EngineLaunch:
     index: int  # of the replica
     secret: str | None  # `EngineConfig.secret()` in the controller
     server: str = ""  # the server of this replica, from `EngineConfig.servers`
+    shared: bool = False  # the replica takes turns with the learner (`cluster.share`)
     shared_gpus: str = ""
     """GPUs of learner ranks that the engine uses in its turns (`cluster.share`), as CUDA_VISIBLE_DEVICES has them.
 

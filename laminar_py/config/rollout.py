@@ -192,7 +192,7 @@ class RolloutConfig(Section):
     more; 1,000 groups in a row without signal end the run."""
     group_deadline_s: Seconds | None = None
     """Close a group this many seconds after its first member finished. Stragglers are dropped with an event, and
-    so is a group with fewer than two members left."""
+    so is a group with fewer than two members left. The learner's turns on shared devices count."""
     partial_interval_s: Seconds = 1.0
     """Seconds between two writes of partial responses to a replica's journal. A crash of a replica loses the
     tokens since the last write."""

@@ -22,9 +22,10 @@ from laminar_py.records.host import Clock
 
 log = logging.getLogger(__name__)
 
-KEEP_S = 0.05  # for which the learner keeps shared devices without a batch
+# guesses, but `TAIL`, with which simulated fleets were fastest (experiments/shared)
+GRACE_S = 0.05  # for which the learner keeps shared devices without a batch
 LOOK_S, LOOK_SHARE = 0.1, 0.005  # between looks for the learner's turn: seconds, or a share of the present turn
-TAIL = 0.5  # of the most trajectories that replicas ran in a turn; with fewer a GPU decodes at less than its best
+TAIL = 0.5  # of the most trajectories that replicas ran in a turn
 SMOOTHING = 0.3  # weight of the newest hand-over in the mean
 
 
@@ -64,7 +65,7 @@ class DeviceLease:
     ) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._most = 0  # trajectories on shared replicas in the present turn
+        self._peak = 0  # most trajectories on shared replicas that were seen in the present turn
         self._clock = clock
         self._record = record
         self._cost_s = 0.0  # of a turn's two hand-overs, in the mean
@@ -79,8 +80,8 @@ class DeviceLease:
         """
         if self._fleet is None or self.holder is Holder.LEARNER:
             return
-        while not at_once and not self._is_due(self._fleet.load()[0]):  # noqa: ASYNC110 - it looks at the time
-            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (self._clock.now() - self._since_s)))
+        if not at_once:
+            await self._await_turn(self._fleet)
         began, (_, tokens) = self._clock.now(), self._fleet.load()
         log.info("shared devices: the learner asks for them")
         try:
@@ -94,16 +95,26 @@ class DeviceLease:
         """End the learner's turn, if it is."""
         if self._fleet is None or self.holder is Holder.REPLICAS:
             return
-        began, (self._most, tokens) = self._clock.now(), self._fleet.load()
+        began, (self._peak, tokens) = self._clock.now(), self._fleet.load()
         log.info("shared devices: the learner gives them back")
-        await self._fleet.release()
-        cost_s = self._taken_s + self._hand_over(Holder.REPLICAS, step, began, tokens)
-        self._cost_s += SMOOTHING * (cost_s - self._cost_s) if self._cost_s else cost_s
+        self.holder = Holder.REPLICAS  # also if the wait below is cancelled
+        try:
+            await self._fleet.release()
+        finally:
+            cost_s = self._taken_s + self._hand_over(Holder.REPLICAS, step, began, tokens)
+            self._cost_s += SMOOTHING * (cost_s - self._cost_s) if self._cost_s else cost_s
+
+    async def _await_turn(self, fleet: SharedFleet) -> None:
+        """Wait until the replicas give up the devices for a batch that is ready."""
+        while True:
+            running, _ = fleet.load()
+            self._peak = max(self._peak, running)
+            if self._is_due(running):
+                return
+            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (self._clock.now() - self._since_s)))
 
     def _is_due(self, running: int) -> bool:
-        """Whether replicas give up the devices for a batch that is ready."""
-        self._most = max(self._most, running)
-        if running <= TAIL * self._most:
+        if running <= TAIL * self._peak:
             return True
         spent_s = self._clock.now() - self._since_s
         return self._settings.switch is LeaseSwitch.READY and self._cost_s <= self._settings.most_cost * spent_s
@@ -112,7 +123,7 @@ class DeviceLease:
         """Note the new holder; return the seconds since `began`."""
         self.holder, self._since_s = holder, self._clock.now()
         elapsed_s = self._since_s - began
-        log.info("shared devices: %s has them after %.3f s", holder, elapsed_s)
+        log.info("shared devices: now of the %s, after %.3f s", holder, elapsed_s)
         self._record(Leased(holder=holder.value, step=step, elapsed_s=elapsed_s, tokens=tokens))
         return elapsed_s
 
@@ -134,7 +145,7 @@ async def leased_batch(
     """
     take = asyncio.create_task(scheduler.next_batch(groups=groups, version=version), name="take-batch")
     try:
-        if not (await asyncio.wait([take], timeout=KEEP_S))[0]:
+        if not (await asyncio.wait([take], timeout=GRACE_S))[0]:
             await lease.give(step)
         batch = await take
         if batch.trajectories:

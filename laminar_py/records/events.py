@@ -82,7 +82,7 @@ class Leased(Event, frozen=True, kw_only=True):
 
     holder: str  # from now on: "learner" or "replicas"
     step: int  # steps that the learner has made
-    elapsed_s: float  # of the hand-over, in which neither computes
+    elapsed_s: float  # until all shared replicas stood, or until released caches were complete again
     tokens: int  # of responses under way on the shared replicas
 
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from laminar_py.records.engine import InferenceEngine, PauseMode
 from laminar_py.records.host import Clock
+from laminar_py.rollout.running import StreamState
 from laminar_py.rollout.streams import Streams
 
 CONTINUE_S, LOOK_S = 60.0, 0.02  # longest wait until responses continue after a hold, and time between two looks
@@ -26,9 +27,9 @@ class Holding:
         self._streams = streams
         self._lock, self._load_due = weights_lock, load_due
         self._clock = clock
-        self._is_wanted = False
+        self._number = 0  # of calls so far; a hold that waits is void once there is a later one
         self._mode = PauseMode.IN_PLACE
-        self._served = False  # when it was held
+        self._served_before = False
         self._since_s: float | None = None
 
     @property
@@ -41,12 +42,13 @@ class Holding:
 
         Raises `EngineLostError`; a lost engine computes nothing, and counts as held.
         """
-        self._is_wanted = True
+        self._number += 1
+        number = self._number
         await self._lock.acquire()
-        if not self._is_wanted:  # `release` was faster
+        if number != self._number:
             self._lock.release()
             return
-        self._mode, self._since_s, self._served = mode, self._clock.now(), self._streams.serving.is_set()
+        self._mode, self._since_s, self._served_before = mode, self._clock.now(), self._streams.serving.is_set()
         self._streams.serving.clear()
         await self._engine.pause(mode)
 
@@ -57,16 +59,18 @@ class Holding:
 
         Raises `EngineLostError`.
         """
-        since_s, self._is_wanted, self._since_s = self._since_s, False, None
+        self._number += 1
+        since_s, self._since_s = self._since_s, None
         if since_s is None:
             return
         running = self._streams.running
-        before = {name: one.length for name, one in running.items() if one.first_token_s is not None}
+        begun = {name: one for name, one in running.items() if one.first_token_s is not None}
+        before = {name: one.length for name, one in begun.items() if one.state is StreamState.IN_ENGINE}
         try:
             self._streams.excuse(self._clock.now() - since_s)
             await self._load_due()
             await self._engine.resume()
-            if self._served:
+            if self._served_before:
                 self._streams.serving.set()
         finally:
             self._lock.release()

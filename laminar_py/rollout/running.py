@@ -112,6 +112,7 @@ class RunningTrajectory:
     experts: list[RoutedExperts] = field(default_factory=list)
     journaled: int = 0  # leading unreported deltas that are in the journal
     first_token_s: float | None = None
+    excused_s: float = 0.0  # since the first token, that does not count as time of generation
     state: StreamState = StreamState.OUTSIDE
     is_aborted: bool = False  # it ends here even if its stream ends a turn
     cut: Cap | None = None  # the cap on seconds or on turns, if it ends the response
@@ -185,7 +186,7 @@ class RunningTrajectory:
 
     def used_s(self, now: float) -> float:
         """Return seconds of generation on this and earlier replicas, with waits for environments and weights."""
-        here = 0.0 if self.first_token_s is None else now - self.first_token_s
+        here = 0.0 if self.first_token_s is None else now - self.first_token_s - self.excused_s
         return self.assignment.used_s + here
 
     def append_delta(self, delta: Delta, now: float) -> None:

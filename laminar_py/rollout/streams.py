@@ -187,7 +187,7 @@ class Streams:
         """Do not count the last `seconds`, in which the replica was held, as time of its trajectories."""
         for running in self.running.values():
             if running.first_token_s is not None:
-                running.first_token_s += seconds
+                running.excused_s += seconds
 
     async def _abort(self, running: RunningTrajectory) -> None:
         """Abort a trajectory: in the engine, whose last delta then ends it, or here if no request runs."""

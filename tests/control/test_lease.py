@@ -15,13 +15,15 @@ class Fleet:
     def __init__(self, *, takes_s=0.0, running=0):
         self.takes_s, self.running = takes_s, running
         self.computes = True
+        self.stopping = False
 
     async def hold(self):
+        self.stopping = True
         await asyncio.sleep(self.takes_s)
         self.computes = False
 
     async def release(self):
-        self.computes = True
+        self.computes, self.stopping = True, False
         await asyncio.sleep(self.takes_s)
 
     def load(self):
@@ -110,19 +112,37 @@ def test_tail_waits_as_long_as_most_trajectories_run():
     virtually(story())
 
 
-@pytest.mark.parametrize("after_s", [0.05, 0.3])  # while it waits for its turn, and while replicas stop
-def test_a_take_that_is_cancelled_leaves_the_replicas_their_turn(after_s):
+@pytest.mark.parametrize("moment", ["it waits for its turn", "replicas stop"])
+def test_a_take_that_is_cancelled_leaves_the_replicas_their_turn(moment):
     async def story():
         fleet = Fleet(takes_s=0.5, running=10)
         lease, record = lease_of(fleet)
         await lease.give(0)
-        take = asyncio.create_task(lease.take(1))
-        await asyncio.sleep(after_s)
+        take = asyncio.create_task(lease.take(1, at_once=moment == "replicas stop"))
+        await asyncio.sleep(0.3)
+        assert fleet.stopping == (moment == "replicas stop")
         take.cancel()
         await asyncio.wait([take])
         assert take.cancelled()
         assert fleet.computes
+        assert not fleet.stopping
         assert lease.holder is Holder.REPLICAS
         assert len(record) == 1
+
+    virtually(story())
+
+
+def test_a_learner_that_dies_as_it_gives_the_devices_back_asks_for_them_again():
+    async def story():
+        fleet = Fleet(takes_s=5.0, running=10)
+        lease, record = lease_of(fleet)
+        give = asyncio.create_task(lease.give(1))
+        await asyncio.sleep(1.0)
+        give.cancel()
+        await asyncio.wait([give])
+        assert fleet.computes
+        await lease.take(1, at_once=True)
+        assert not fleet.computes
+        assert [event.holder for event in record] == ["replicas", "learner"]
 
     virtually(story())

@@ -31,7 +31,7 @@ from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.orchestrator.controller import train
 from laminar_py.runtime.orchestrator.evaluator import Evaluator
 from laminar_py.runtime.orchestrator.signals import SIGNALS
-from laminar_py.runtime.orchestrator.trainer import StopRequest, Trainer
+from laminar_py.runtime.orchestrator.trainer import StoppedError, StopRequest, Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.specs import StepOutcome
@@ -276,6 +276,25 @@ async def test_on_shared_devices_learner_and_replicas_compute_in_turns_also_over
     assert holders[::2] == ["replicas"] * len(holders[::2])
     assert holders[1::2] == ["learner"] * len(holders[1::2])
     assert verify(tmp_path) == []
+
+
+async def test_a_stop_while_a_dead_learner_is_replaced_gives_shared_devices_to_the_replicas(tmp_path):
+    shared = Shared(dies_in=4)  # in its first step
+    async with training(tmp_path, "steps=9", fails={}, admission="async", shared=shared) as (
+        trainer,
+        learner,
+        fleet,
+    ):
+
+        async def stop(death):
+            trainer._stop.asked.set()
+            await asyncio.sleep(PATIENCE_S)
+
+        learner.replace = stop
+        async with generating(fleet, may=lambda: shared.computes), asyncio.timeout(PATIENCE_S):
+            with pytest.raises(StoppedError):
+                await train(trainer, scheduler=fleet.scheduler)
+        assert shared.computes
 
 
 async def test_a_stop_while_the_learner_waits_for_shared_devices_puts_its_batch_back(tmp_path):

@@ -735,6 +735,23 @@ async def test_a_hold_that_is_called_off_while_it_waits_holds_nothing(folders):
         await story.until(lambda s: "a" in s.ended)
 
 
+async def test_a_hold_after_one_that_was_called_off_is_the_only_one(folders):
+    """A learner that dies as it asks for the devices is followed by one that asks again."""
+    async with serving(folders) as (story, _):
+        await story.until(lambda s: s.admissible > 0)
+        async with story.replica._weights_lock:  # as while weights are loaded
+            first = asyncio.create_task(story.replica.hold(PauseMode.IN_PLACE))
+            await asyncio.sleep(0)
+            await story.replica.unhold()
+            second = asyncio.create_task(story.replica.hold(PauseMode.IN_PLACE))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(first, second), PATIENCE_S)
+        assert story.replica._holding.is_held
+        await story.replica.unhold()
+        story.replica.start_assignments([assignment("a")])
+        await story.until(lambda s: "a" in s.ended)
+
+
 async def test_time_in_which_a_replica_is_held_does_not_count_against_its_trajectories(folders):
     async with serving(folders, max_seconds=3600.0) as (story, _):
         await story.until(lambda s: s.admissible > 0)

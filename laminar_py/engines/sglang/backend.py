@@ -173,7 +173,7 @@ def _server_of(config: RunConfig, launch: EngineLaunch) -> ServerSpec:
     # with overlap a token is in the pipeline during an in-place load, and gets the new version
     in_place = rollout.on_new_weights is OnNewWeights.IN_PLACE
     exact: dict[str, Flag] = {"disable-overlap-schedule": True} if in_place else {}
-    if launch.index < config.shared_replicas:
+    if launch.shared:
         releases = section.device is Device.CUDA and config.lease_cache is LeaseCache.RELEASE
         exact |= sharing_flags(releases=releases)
     return replica_server(

@@ -364,7 +364,7 @@ class SGLangEngine:
 
         Raises `RefusedError` if the server cannot read it. A server that failed after the first value is lost.
         """
-        recomputes = self._paused in (PauseMode.RETRACT, PauseMode.RELEASE)
+        recomputes = self._released or self._paused in (PauseMode.RETRACT, PauseMode.RELEASE)
         try:
             answer = await self._connection.post_and_decode(
                 "update_weights_from_disk",

@@ -322,6 +322,7 @@ class Trainer:
     async def _save(self) -> None:
         """Begin a checkpoint of this step, and return once the learner may continue. Raises PartCrashedError."""
         SIGNALS.enter(f"the checkpoint of step {self.step}", self._cost_of_end)
+        await self._lease.take(self.step, at_once=True)
         restarts = self._supervisor.total_restarts
         name = checkpoint_name(self.step, incarnation=self._incarnation_number, restarts=restarts)
         self._saved_step = self.step
@@ -415,7 +416,11 @@ class Trainer:
         line = f"the learner goes back to step {checkpoint.step}; {undone} trajectories are ready again ({crash})"
         log.warning(line)
         self._show_line(line)
-        await self._stop.unless_asked(self._replace_learner(crash))
+        try:
+            await self._stop.unless_asked(self._replace_learner(crash))
+        except StoppedError:
+            await self._lease.give(self.step)
+            raise
         await self.start()
         self._scheduler.admit()
 

@@ -121,7 +121,7 @@ class ReplicaKeeper(Keeper):
         self._incarnation.stats.add_replica(self.index)
         self.relay = await fleet.relays.attach(self.index, parts[0].place)
         self.label = label = fleet.segments.new_label(f"replica-{self.index}")
-        await self._close_connection()  # a failed start left it
+        await self.close_connection()  # a failed start left it
         self.shared_gpus = fleet.shared.gpus_of(self.index)
         if any(rank.node != parts[0].place.node for rank in self.shared_gpus):  # a node died as it was spawned
             raise PartCrashedError(parts[0].name, "the learner has moved to other nodes")
@@ -141,6 +141,7 @@ class ReplicaKeeper(Keeper):
             probes=list(self._incarnation.inputs.probes),
             secret=config.rollout.engine.secret(),
             server=fleet.servers.get(self.index, ""),
+            shared=self.index in fleet.shared,
             shared_gpus=",".join(rank.visible for rank in self.shared_gpus),
         )
         await parts[0].call("start", spec, timeout_s=START_S + config.rollout.engine.start_limit_s)
@@ -154,7 +155,7 @@ class ReplicaKeeper(Keeper):
 
         A kill on purpose or a crash over a full disk does not count. Raises `_LeftError` if the replica leaves.
         """
-        await self._close_connection()
+        await self.close_connection()
         await self.take_over()
         self._incarnation.stats.next_report.set()  # `stop` may wait for the replica's trajectories
         on_purpose, leaves = self.is_killed, self._fleet.scheduler.views.by_index[self.index].leaving
@@ -190,7 +191,7 @@ class ReplicaKeeper(Keeper):
         self._fleet.hub.mark_started(self.connection)
         raise PartCrashedError(f"replica-{self.index}", await self.connection.lost)
 
-    async def _close_connection(self) -> None:
+    async def close_connection(self) -> None:
         """Close the connection, if any, after its last reports are processed."""
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -352,6 +353,7 @@ class Replicas:
             log.error("replica %d did not start and is removed: %s", keeper.index, error)
             self.scheduler.leave(keeper.index)
             keeper.kill()
+            await keeper.close_connection()
             await keeper.take_over()
             reason = str(error)
         self._stats.remove_replica(keeper.index)

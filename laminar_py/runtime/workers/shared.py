@@ -57,7 +57,7 @@ class SharedReplicas:
     """The replicas among `keepers` that share devices with the learner; see `control.lease.SharedFleet`."""
 
     def __init__(
-        self, keepers: Sequence["SharedKeeper"], config: RunConfig, live: Mapping[str, LiveTrajectory]
+        self, keepers: Sequence[SharedKeeper], config: RunConfig, live: Mapping[str, LiveTrajectory]
     ) -> None:
         on_cpus = config.cluster.share and not config.rollout.engine.devices
         self._keepers = keepers if on_cpus else keepers[: config.shared_replicas]  # cores: also replicas that join
@@ -65,29 +65,34 @@ class SharedReplicas:
         self._live = live
         self._num_gpus = config.rollout.engine.gpus  # of a replica
         self._rank_gpus: Callable[[], Sequence[RankGpus]] = tuple
-        self._ours = asyncio.Event()  # set in the replicas' turn
-        self._ours.set()
+        self._replicas_turn = asyncio.Event()  # set in the replicas' turn
+        self._replicas_turn.set()
         self._num_starting = 0
         self._started = asyncio.Event()  # set, and replaced, after each start
 
     def await_learner(self, rank_gpus: Callable[[], Sequence[RankGpus]]) -> None:
         """Begin with the learner's turn: shared replicas start after it, on the GPUs of its ranks."""
         self._rank_gpus = rank_gpus
-        self._ours.clear()
+        self._replicas_turn.clear()
+
+    def __contains__(self, index: int) -> bool:
+        """Whether a replica shares devices."""
+        return index < len(self._keepers)
 
     def gpus_of(self, index: int) -> Sequence[RankGpus]:
         """Return the present GPUs of the learner ranks that a replica uses; none if it shares no GPU."""
-        if index >= len(self._keepers):
+        if index not in self:
             return ()
         return self._rank_gpus()[index * self._num_gpus : (index + 1) * self._num_gpus]
 
     @asynccontextmanager
     async def starting(self, index: int) -> AsyncIterator[None]:
         """Start a replica in the body, once it is the replicas' turn, which does not end meanwhile."""
-        if index >= len(self._keepers):  # on devices of its own
+        if index not in self:  # on devices of its own
             yield
             return
-        await self._ours.wait()
+        while not self._replicas_turn.is_set():
+            await self._replicas_turn.wait()
         self._num_starting += 1
         try:
             yield
@@ -98,7 +103,7 @@ class SharedReplicas:
 
     async def hold(self) -> None:
         """Stop all shared replicas, after a start that is under way; return once none computes."""
-        self._ours.clear()
+        self._replicas_turn.clear()
         while self._num_starting:
             await self._started.wait()
         await asyncio.gather(*(one.hold(self._mode) for one in self._connections()))
@@ -110,7 +115,7 @@ class SharedReplicas:
         """
         for keeper in self._keepers:
             keeper.follow_gpus()
-        self._ours.set()
+        self._replicas_turn.set()
         await asyncio.gather(*(one.unhold() for one in self._connections()))
 
     def load(self) -> tuple[int, int]:

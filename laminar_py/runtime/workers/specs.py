@@ -57,6 +57,7 @@ class ReplicaSpec(WriterStart, frozen=True, kw_only=True):
     probes: list[IntArray] = []  # prompts after which its engine draws a token with each version
     secret: str | None = None  # of its engine
     server: str = ""  # URL that it attaches to; empty if it starts its engine
+    shared: bool = False  # it takes turns with the learner
     shared_gpus: str = ""  # of learner ranks, as CUDA_VISIBLE_DEVICES names them; empty if it shares none
 
 

@@ -139,6 +139,7 @@ def _launch_of(spec: ReplicaSpec) -> EngineLaunch:
         index=spec.index,
         secret=spec.secret,
         server=spec.server,
+        shared=spec.shared,
         shared_gpus=spec.shared_gpus,
     )
 
