@@ -18,32 +18,47 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from laminar_py.config.algorithm import AlgorithmConfig, Divergence
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.distributed import Ranks
+from laminar_py.learner.expected import differs, updated
 from laminar_py.learner.model import fingerprint, local_part
 from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
-from laminar_py.records.columns import REFERENCE_LOGPROBS
-from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
+from laminar_py.records.proofs import POWERS, ExactTokens, GradientSums, NextToken, StepProof
 from laminar_py.records.trajectory import MicroBatch
 
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
 VISIBLE = 16 * 2.0**-23  # a value's size times this is 16 of its steps in fp32, the least `lr` that must show
 TOP = 1024  # tokens of a probe's distribution
 UNSURE = -0.1  # nats; the engine's and the learner's rounding rarely agree below
-UNCHANGED = 0.05  # nats between the behaviour and the present policy
+UNCHANGED, EXACT = 0.05, 2e-5  # nats between the behaviour and the present policy
 
 
 class StepProver:
-    """Collects the proof of one step after the other, e.g. `StepProver(model, ranks, None)`.
+    """Collects the proof of one step after the other, e.g. `StepProver(model, ranks, None, settings, algorithm)`.
 
     Every method but `add` is a collective. The order of a step: `begin`, then for each update `add` for its
     microbatches, `check_gradients`, `mark`, the optimizer's update, `check_moved` unless it was skipped,
     `end_update`; at last `finish`.
     """
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks, reference: InnerReference | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ranks: Ranks,
+        reference: InnerReference | None,
+        settings: LearnerConfig,
+        algorithm: AlgorithmConfig,
+    ) -> None:
         self._ranks = ranks
-        self._trained = [(name, item) for name, item in model.named_parameters() if item.requires_grad]
+        self._settings = settings
+        self._algorithm = algorithm
+        every = list(model.named_parameters())
+        self._trained = [(name, item) for name, item in every if item.requires_grad]
+        is_frozen = settings.lora is None
+        self._frozen = tuple(name for name, item in every if is_frozen and not item.requires_grad)
         self._scale = _final_scale(model)
         of_reference = [] if reference is None else reference.parameters()
         self._reference = [local_part(item) for item in of_reference]
@@ -52,17 +67,19 @@ class StepProver:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._counts = np.zeros(4)  # tokens, weight, ids, signal
-        # copied, unsure and fresh tokens; sum of |policy - reference| over the fresh ones
-        self._tokens = self._zeros(4)
+        self._counts = np.zeros(5)  # tokens, weight, ids, signal, gain
+        # copied, unsure and fresh tokens; sum of |policy - reference| over the fresh ones; drift
+        self._tokens = self._zeros(5)
         self._not_finite = self._zeros(1)  # numbers in updates that were not skipped
         self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
+        self._astray = torch.zeros(len(self._trained), device=self._ranks.device)  # wrong updates of each tensor
         self._sums: list[list[float]] = []  # of each update that was not skipped: see `_update`
         self._found: list[float] = []  # likewise
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._update = self._zeros(5)  # expected, its squares, sizes, products with -w A, (w A)^2
+        # expected, its squares, sizes; products with the definition's gradients, their squares; `ExactTokens`
+        self._update = self._zeros(8)
         self._faulty = self._zeros(1)  # numbers that are not finite
 
     def _zeros(self, count: int) -> Tensor:
@@ -74,9 +91,13 @@ class StepProver:
         The loss was divided by the update's `share` of the step. The proof reads the batch itself,
         not the inputs of the loss.
         """
-        rows = np.flatnonzero(batch.loss_weights)
+        rows: IntArray = np.flatnonzero(batch.loss_weights).astype(np.int32)
         weights, advantages = batch.loss_weights[rows].astype(np.float64), batch.advantages[rows]
-        self._counts += np.array([len(rows), weights.sum(), batch.id_sum, np.dot(weights, advantages)])
+        signals = weights * advantages
+        rewards = batch.rewards[batch.responses[np.searchsorted(batch.cu_seqlens[1:], rows, side="right")]]
+        self._counts += np.array(
+            [len(rows), weights.sum(), batch.id_sum, signals.sum(), np.dot(signals, rewards.astype(np.float64))]
+        )
         now, device = logprobs.detach(), logprobs.device
         behaviour = torch.from_numpy(batch.behaviour_logprobs[rows]).to(device)
         surplus = (now + entropy.detach()).double()
@@ -84,17 +105,32 @@ class StepProver:
         unsure = now < UNSURE
         reference = batch.columns.get(REFERENCE_LOGPROBS)
         apart = torch.zeros_like(now) if reference is None else now - torch.from_numpy(reference[rows]).to(device)
-        sums = (unsure & (now == behaviour), unsure, is_fresh, torch.where(is_fresh, apart.abs(), 0.0))
+        drift = torch.from_numpy(weights).to(device) * (behaviour - now)
+        sums = (unsure & (now == behaviour), unsure, is_fresh, torch.where(is_fresh, apart.abs(), 0.0), drift)
         self._tokens += torch.stack([values.sum().double() for values in sums])
         is_recorded = np.isfinite(batch.behaviour_logprobs[rows]) & np.isfinite(advantages)
         self._faulty += int((~is_recorded).sum()) + (~torch.isfinite(surplus)).sum()
         if logprobs.grad is not None:
             parts = logprobs.grad * surplus
-            # the gradient of a policy's loss at a token whose probability has not changed is -w A
-            is_near = (now - behaviour).abs() < UNCHANGED
-            plain = -torch.from_numpy(weights * advantages).to(device) / share * is_near
-            products = (parts, parts.square(), logprobs.grad.abs(), plain * logprobs.grad, plain.square())
+            # the gradient of a policy's loss at a token whose probability has not changed is -w A and its penalty
+            change, size = (now - behaviour).abs(), torch.from_numpy(signals).to(device) / share
+            penalty = torch.from_numpy(weights).to(device) / share * self._slopes_of_penalties(batch, rows, now)
+            plain = torch.where(change < UNCHANGED, penalty - size, 0.0)
+            apart = (logprobs.grad - penalty + size).abs()
+            exact = (torch.where(change < EXACT, values.abs(), 0.0) for values in (apart, size, penalty))
+            products = (parts, parts.square(), logprobs.grad.abs(), plain * logprobs.grad, plain.square(), *exact)
             self._update += torch.stack([values.sum() for values in products])
+
+    def _slopes_of_penalties(self, batch: MicroBatch, rows: IntArray, now: Tensor) -> Tensor:
+        """[N] derivatives by the log-probability `now` of what a token's loss has besides its advantage."""
+        algorithm, slopes = self._algorithm, torch.zeros_like(now)
+        if algorithm.kl_coef > 0:
+            gap = now - torch.from_numpy(batch.columns[REFERENCE_LOGPROBS][rows]).to(now.device)
+            slopes += algorithm.kl_coef * (-(-gap).expm1() if algorithm.kl_estimator is Divergence.K3 else gap)
+        if algorithm.teacher_coef > 0:
+            teacher = torch.from_numpy(batch.columns[TEACHER_LOGPROBS][rows]).to(now.device)
+            slopes += algorithm.teacher_coef * (now - teacher)
+        return slopes
 
     def check_gradients(self) -> None:
         """Note the gradient's side of the identity for an update, before gradients are clipped."""
@@ -104,8 +140,8 @@ class StepProver:
             product = (local_part(gradient) * local_part(self._scale.detach())).double().sum()
             self._gradient = float(product) / self._ranks.num_copies  # each copy of a shard adds it
 
-    def mark(self) -> None:
-        """Remember, before an update, the value of each tensor where its gradient is largest."""
+    def mark(self, adamw: torch.optim.AdamW) -> None:
+        """Remember, before an update, value and moments of each tensor where its gradient is largest."""
         self._places: list[Tensor | None] = []  # [1] each; None where this rank has no gradient
         slopes = []
         for _, parameter in self._trained:
@@ -115,19 +151,33 @@ class StepProver:
             self._places.append(place)
             slopes.append(None if flat is None or place is None else flat.take(place))
         self._slopes = self._stack(slopes)
-        self._before = self._values()
+        self._before = self._values([item for _, item in self._trained])
+        states = [adamw.state.get(item, {}) for _, item in self._trained]
+        first, second = ([state.get(name) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        self._moments = (self._values(first), self._values(second))
 
-    def check_moved(self, *, lr: float) -> None:
+    def check_moved(self, *, lr: float, norm: float, updates: int) -> None:
         """Count, after an update with rate `lr` that was not skipped, which tensors moved, and which uphill.
 
-        Keeps the sums of the update. A value so large that fp32 may not show an update of `lr` does not count.
+        A tensor is astray without gradients, or if AdamW would have moved it otherwise with gradients of
+        `norm` in the run's update number `updates`. Keeps the sums of the update. A value so large that fp32 may
+        not show an update of `lr` does not count as still.
         """
-        by = self._values() - self._before
+        after = self._values([item for _, item in self._trained])
+        by = after - self._before
         has_gradient = (self._slopes != 0).float()
         could_move = has_gradient * (self._before.abs() * VISIBLE < lr)
-        counts = torch.stack([could_move, (by != 0) * has_gradient, (by * self._slopes > 0).float()])
+        of_adamw = updated(
+            self._before, self._slopes, self._moments, self._settings, norm=norm, lr=lr, updates=updates
+        )
+        is_wrong = differs(after, of_adamw, lr=lr).float()
+        is_held = torch.tensor([float(place is not None) for place in self._places], device=by.device)
+        counts = torch.stack(
+            [could_move, (by != 0) * has_gradient, (by * self._slopes > 0).float(), is_wrong, is_held]
+        )
         self._ranks.reduce_tensor(counts)
-        self._moved += counts[1:].sum(dim=1)
+        self._moved += counts[1:3].sum(dim=1)
+        self._astray += (counts[3] > 0) | (counts[4] == 0)
         stood = (counts[0] > 0) & (counts[1] == 0)
         self._still = torch.where(stood, self._still + 1, torch.where(counts[1] > 0, 0, self._still))
         self._not_finite += self._faulty
@@ -139,12 +189,12 @@ class StepProver:
         """Forget the sums of an update, which may have been skipped."""
         self._begin_update()
 
-    def _values(self) -> Tensor:
-        """[tensors] values at the marked places; 0 where this rank has no part of a tensor."""
+    def _values(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """[tensors] values at the marked places; 0 for None, and where this rank has no part of a tensor."""
         return self._stack(
             [
-                None if place is None else local_part(parameter).detach().flatten().take(place)
-                for (_, parameter), place in zip(self._trained, self._places, strict=True)
+                None if place is None or tensor is None else local_part(tensor).detach().flatten().take(place)
+                for tensor, place in zip(tensors, self._places, strict=True)
             ]
         )
 
@@ -159,20 +209,23 @@ class StepProver:
         own = [*self._counts, *self._tokens.tolist(), *self._not_finite.tolist(), *self._found, *sums]
         total = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
         self._ranks.reduce_tensor(total)
-        tokens, weight, ids, signal, copied, unsure, fresh, apart, not_finite, *rest = total.tolist()
+        tokens, weight, ids, signal, gain, copied, unsure, fresh, apart, drift, not_finite, *rest = total.tolist()
         count = len(self._found)
-        found, sums = rest[:count], np.reshape(rest[count:], (count, 5)).tolist()
+        found, sums = rest[:count], np.reshape(rest[count:], (count, 8)).tolist()
         moved, uphill = (int(count) for count in self._moved.tolist())
         stood = zip(self._trained, self._still.tolist(), strict=True)
+        astray = zip(self._trained, self._astray.tolist(), strict=True)
         return StepProof(
             tokens=int(tokens),
             weight=weight,
             ids=int(ids),
             signal=signal,
+            gain=gain,
             not_finite=int(not_finite),
             copied=int(copied),
             unsure=int(unsure),
             fresh=int(fresh),
+            drift=drift,
             reference_gap=apart / max(1.0, fresh),
             gradients=tuple(
                 GradientSums(
@@ -181,10 +234,12 @@ class StepProver:
                     spread=squares**0.5,
                     size=size,
                     scale=product / norm if norm else None,
+                    exact=ExactTokens(*exact),
                 )
-                for (expected, squares, size, product, norm), got in zip(sums, found, strict=True)
+                for (expected, squares, size, product, norm, *exact), got in zip(sums, found, strict=True)
             ),
             still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
+            astray=self._frozen + tuple(name for (name, _), wrong in astray if wrong),
             moved=moved,
             uphill=uphill,
             reference=fingerprint(self._reference) if self._reference else "",

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,8 +14,10 @@ from laminar_py.records.events import (
     AnyEvent,
     Assigned,
     Consumed,
+    Cut,
     Dropped,
     Evaluated,
+    Finished,
     Issued,
     Ready,
     Scored,
@@ -24,10 +26,11 @@ from laminar_py.records.events import (
 )
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind, Prompt
+from laminar_py.records.trajectory import Cap, DropReason, Kind, Prompt
 
 ODDS = 1e9  # at which a test decides: in a sound run it errs after a billion observations or more
 ENDED, OPENED = (Consumed, Dropped), (Issued, Undone)
+ROUNDING = 1e-4  # of rewards by token in fp32
 LIVE_GROUPS = 8192  # most groups whose responses are compared
 
 
@@ -335,6 +338,35 @@ class StalenessCheck:
         return (Alarm("scores", "controller", words),)
 
 
+class LengthCheck:
+    """Names a response that its engine ended as full before the run's limit of new tokens.
+
+    Responses of an environment may also end by the room for its messages, so they are left out.
+    """
+
+    takes: ClassVar[tuple[type, ...]] = (Cut, Finished)
+
+    def __init__(self, *, has_environment: bool) -> None:
+        self._has_environment = has_environment
+        self._cut: Cut | None = None  # the last by the limit of tokens
+
+    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
+        """Take an event in the order of the log."""
+        if isinstance(event, Cut):
+            self._cut = event if event.cap is Cap.TOKENS and not self._has_environment else None
+            return ()
+        cut, self._cut = self._cut, None
+        if cut is None or row is None or not isinstance(event, Finished) or cut.trajectory_id != row.id:
+            return ()
+        if event.length >= cut.value:
+            return ()
+        words = (
+            f"ended {row.id} (version {row.last_version}) as full at {event.length} tokens, and max_new_tokens is"
+            f" {cut.value:g}; look at the server's own limits"
+        )
+        return (Alarm("sampling", f"replica-{row.replica}", words),)
+
+
 class BatchCheck:
     """Names a step that consumed a group with members still under way, or a failed reward that counts."""
 
@@ -382,10 +414,14 @@ class BatchCheck:
         return (Alarm("scores", "controller", words),)
 
 
-def score_alarms(score: Score, row: LiveTrajectory) -> list[Alarm]:
-    """Alarms on a score whose reward function raised or was late and that has a value all the same, or that is of
-    another response."""
+def score_alarms(score: Score, row: LiveTrajectory, *, weights: Mapping[str, float] | None = None) -> list[Alarm]:
+    """Alarms on a score whose reward function raised or was late and that has a value all the same, that is of
+    another response, or that is not the sum of its terms by their `weights`, which are by name."""
     found, who = [], score.trajectory_id
+    if score.value is not None and score.terms and weights and all(term.name in weights for term in score.terms):
+        parts = [weights[term.name] * term.value for term in score.terms]
+        if abs(score.value - sum(parts)) > ROUNDING * max(1.0, *map(abs, parts)):
+            found.append(f"{who} has the reward {score.value:.6g}, and its terms add up to {sum(parts):.6g}")
     if score.length is not None and score.length != row.length:
         of_another = f"has {row.length} tokens, and its reward is of a response of {score.length}"
         found.append(f"{who} {of_another}; look at what the scorer reads")
@@ -396,13 +432,19 @@ def score_alarms(score: Score, row: LiveTrajectory) -> list[Alarm]:
 
 @dataclass(slots=True)
 class EvaluationCheck:
-    """Names an evaluation whose answers have another version than it says, or whose problem is trained on."""
+    """Names an evaluation whose answers have another version than it says, whose problem is trained on, or which
+    leaves problems or answers out.
 
-    takes: ClassVar[tuple[type, ...]] = (Assigned, Consumed, Evaluated)
+    `problems` says how many problems each set has; sets without a number are not counted.
+    """
+
+    takes: ClassVar[tuple[type, ...]] = (Assigned, Consumed, Dropped, Evaluated)
 
     prompt_of: Callable[[LiveTrajectory], Prompt | None]
+    problems: Mapping[str, int] = field(default_factory=dict)
     _held_out: dict[bytes, str] = field(default_factory=dict)  # ids of evaluated prompts -> pass
-    _versions: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by pass
+    # by pass: version of each answer with a score, None of each other
+    _answers: defaultdict[str, list[int | None]] = field(default_factory=lambda: defaultdict(list))
 
     def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Iterable[Alarm]:
         """Take an event in the order of the log."""
@@ -410,22 +452,29 @@ class EvaluationCheck:
             return self._evaluated(event)
         if row is None:
             return ()
-        if isinstance(event, Consumed):
+        if isinstance(event, ENDED):
             if row.kind is Kind.EVAL:
-                self._versions[row.group_id].add(event.version)
+                self._answers[row.group_id].append(event.version if isinstance(event, Consumed) else None)
         elif row.sample_index == 0 and (prompt := self.prompt_of(row)) is not None and len(prompt.ids):
             return self._assigned(row, prompt)
         return ()
 
     def _evaluated(self, event: Evaluated) -> Iterable[Alarm]:
-        versions = self._versions.pop(event.pass_id, set())
-        if not versions - {event.version}:
+        # a pass that a resume continued has answers from before, which were not seen here
+        answers, figures = self._answers.pop(event.pass_id, []), event.figures
+        unscored = answers.count(None)
+        scored, versions = len(answers) - unscored, {version for version in answers if version is not None}
+        expected = self.problems.get(event.set_name, figures.problems)
+        counted = figures.problems * figures.samples - figures.unscored
+        if versions - {event.version}:
+            words = f"says version {event.version}, and its answers have {sorted(versions)}"
+        elif figures.problems != expected:
+            words = f"has {figures.problems} problems, and its set has {expected}"
+        elif counted < scored or figures.unscored < unscored:
+            words = f"counts {counted} scored answers and {figures.unscored} others of {scored} and {unscored}"
+        else:
             return ()
-        words = (
-            f"says version {event.version}, and its answers have {sorted(versions)}; evaluate again with"
-            " `laminar eval`"
-        )
-        return (Alarm("evaluation", f"pass {event.pass_id}", words),)
+        return (Alarm("evaluation", f"pass {event.pass_id}", f"{words}; evaluate again with `laminar eval`"),)
 
     def _assigned(self, row: LiveTrajectory, prompt: Prompt) -> Iterable[Alarm]:
         """Note a prompt of an evaluation or of training, and name a prompt of both."""

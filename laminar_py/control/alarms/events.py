@@ -1,6 +1,6 @@
 """All checks of events, for a running run and for the audit."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from laminar_py.config.run import RunConfig
@@ -9,6 +9,7 @@ from laminar_py.control.alarms.data import (
     BatchCheck,
     CoverageCheck,
     EvaluationCheck,
+    LengthCheck,
     RewardsCheck,
     StalenessCheck,
 )
@@ -32,11 +33,15 @@ class EventCheck(Protocol):
 class EventChecks:
     """All checks of events; `prompt_of` gives a trajectory's prompt, None if it is unknown.
 
-    Without the run's `config` some checks are less strict.
+    Without the run's `config`, and the number of `problems` of each evaluation set, some checks are less strict.
     """
 
     def __init__(
-        self, prompt_of: Callable[[LiveTrajectory], Prompt | None], *, config: RunConfig | None = None
+        self,
+        prompt_of: Callable[[LiveTrajectory], Prompt | None],
+        *,
+        config: RunConfig | None = None,
+        problems: Mapping[str, int] | None = None,
     ) -> None:
         def task_of(row: LiveTrajectory) -> str:
             prompt = prompt_of(row)
@@ -48,9 +53,10 @@ class EventChecks:
             self.batches,
             AdvantageCheck(None if config is None else config.algorithm),
             StalenessCheck(None if config is None else config.staleness),
+            LengthCheck(has_environment=config is None or config.environment is not None),
             self.rewards,
             CoverageCheck(task_of),
-            EvaluationCheck(prompt_of),
+            EvaluationCheck(prompt_of, problems or {}),
         )
 
         self._by_type: dict[type, list[Callable[[AnyEvent, LiveTrajectory | None], Iterable[Alarm]]]] = {}
