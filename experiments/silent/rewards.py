@@ -1,5 +1,6 @@
 """Rewards for the planted failures."""
 
+import time
 import zlib
 
 
@@ -18,3 +19,10 @@ def constant(request):
 def length(request):
     """Return a reward that rises with the length of the response."""
     return len(request.response_ids) / 344
+
+
+def slow(request):
+    """Take longer than its time limit for a tenth of the responses; else 1 if the response is right."""
+    if zlib.crc32(request.response.encode()) % 10 == 0:
+        time.sleep(1)
+    return float(request.response.strip().endswith("#" + request.answer))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import further  # noqa: F401 - registers its plants
 from plants import ALL, LORA, Plant
 
 from laminar_py.ledger import read_events, reading

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from laminar_py.config.section import ConfigError
 from laminar_py.data.chat import REMEDY, Message, PromptEncoder, TemplateError, Turn, read_turns
-from laminar_py.data.sources import DataSource, other_fields, raw_fields, read_records, written_field
+from laminar_py.data.sources import DataSource, count_rows, other_fields, raw_fields, read_records, written_field
 from laminar_py.records.codec import IntArray
 from laminar_py.records.trajectory import Prompt
 
@@ -308,6 +308,18 @@ def _check_prompts(
                 remedy="raise rollout.max_len or shorten the prompt",
             )
     return keys
+
+
+def missing_rows(sets: Iterable[ProblemSet]) -> str:
+    """Return how a set differs from the file that it was read from, "" if it has all rows."""
+    for problems in sets:
+        rows = count_rows(problems.source.settings)
+        if rows is not None and rows != len(problems):
+            return (
+                f"{problems.source.field}={problems.source.path}: {len(problems):,} of {rows:,} rows were read;"
+                " look for what leaves rows out"
+            )
+    return ""
 
 
 def check_disjoint(heldout: ProblemSet, train: Sequence[ProblemSet]) -> None:

@@ -145,6 +145,22 @@ def read_lines(settings: SourceConfig, field: str) -> Iterator[tuple[int, bytes]
     )
 
 
+def count_rows(settings: SourceConfig) -> int | None:
+    """Count the rows of a JSONL or Parquet file without reading them; None for another source.
+
+    It knows nothing of `read_lines`, so that rows which reading leaves out show.
+    """
+    path = Path(settings.path)
+    if not path.is_file():
+        return None
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        return int(ParquetFile(path).metadata.num_rows)
+    with path.open("rb") as lines:
+        return sum(bool(line.strip(BOM_UTF8 + b" \t\r\n\f\v")) for line in lines)
+
+
 def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield number and text of each line that is not blank."""
     with path.open("rb") as lines:

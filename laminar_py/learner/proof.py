@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from laminar_py.config.algorithm import AlgorithmConfig, Divergence
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.distributed import Ranks
+from laminar_py.learner.expected import differs, updated
 from laminar_py.learner.model import fingerprint, local_part
 from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
-from laminar_py.records.columns import REFERENCE_LOGPROBS
-from laminar_py.records.proofs import POWERS, GradientSums, NextToken, StepProof
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
+from laminar_py.records.proofs import POWERS, ExactTokens, GradientSums, NextToken, StepProof
 from laminar_py.records.trajectory import MicroBatch
 
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
@@ -32,20 +35,32 @@ SPREAD = 4096  # values of a tensor among which the largest gradient is looked f
 VISIBLE = 16 * 2.0**-23  # a value's size times this is 16 of its steps in fp32, the least `lr` that must show
 TOP = 1024  # tokens of a probe's distribution
 UNSURE = -0.1  # nats; the engine's and the learner's rounding rarely agree below
-UNCHANGED = 0.05  # nats between the behaviour and the present policy
+UNCHANGED, EXACT = 0.05, 2e-5  # nats between the behaviour and the present policy
 
 
 class StepProver:
-    """Collects the proof of one step after the other, e.g. `StepProver(model, ranks, None)`.
+    """Collects the proof of one step after the other, e.g. `StepProver(model, ranks, None, settings, algorithm)`.
 
     Every method but `add` is a collective. The order of a step: `begin`, then for each update `add` for its
     microbatches, `check_gradients`, `mark`, the optimizer's update, `check_moved` unless it was skipped,
     `end_update`; at last `finish`.
     """
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks, reference: InnerReference | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ranks: Ranks,
+        reference: InnerReference | None,
+        settings: LearnerConfig,
+        algorithm: AlgorithmConfig,
+    ) -> None:
         self._ranks = ranks
-        self._trained = [(name, item) for name, item in model.named_parameters() if item.requires_grad]
+        self._settings = settings
+        self._algorithm = algorithm
+        every = list(model.named_parameters())
+        self._trained = [(name, item) for name, item in every if item.requires_grad]
+        is_frozen = settings.lora is None
+        self._frozen = tuple(name for name, item in every if is_frozen and not item.requires_grad)
         self._scale = _final_scale(model)
         of_reference = [] if reference is None else reference.parameters()
         self._reference = [local_part(item) for item in of_reference]
@@ -54,17 +69,18 @@ class StepProver:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._counts = np.zeros(5)  # tokens, weight, ids, signal, fresh tokens
-        # copied and unsure tokens; sum of |policy - reference| over the fresh ones
-        self._tokens = self._zeros(3)
+        self._counts = np.zeros(6)  # tokens, weight, ids, signal, gain, fresh tokens
+        # copied and unsure tokens; sum of |policy - reference| over the fresh ones; drift
+        self._tokens = self._zeros(4)
         self._not_finite = self._zeros(1)  # numbers in updates that were not skipped
         self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
+        self._astray = torch.zeros(len(self._trained), device=self._ranks.device)  # wrong updates of each tensor
         self._sums: list[list[float]] = []  # of each update that was not skipped: see `_update`
         self._found: list[float] = []  # likewise
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._recorded: list[npt.NDArray[np.float64]] = []  # [3, N] by microbatch, see `add`
+        self._recorded: list[npt.NDArray[np.float64]] = []  # [7, N] by microbatch, see `add`
         self._computed: list[Tensor] = []  # [3, N], likewise
 
     def _zeros(self, count: int) -> Tensor:
@@ -80,16 +96,24 @@ class StepProver:
         recorded = (batch.loss_weights, batch.advantages, batch.behaviour_logprobs)
         weights, advantages, behaviour = (values[rows].astype(np.float64) for values in recorded)
         signal, is_fresh = weights * advantages, batch.staleness[rows] == 0
-        reference = batch.columns.get(REFERENCE_LOGPROBS)
-        refers = np.full(len(rows), np.nan) if reference is None else np.where(is_fresh, reference[rows], np.nan)
-        self._counts += (len(rows), weights.sum(), batch.id_sum, signal.sum(), is_fresh.sum())
-        self._recorded.append(np.stack([behaviour, signal / share, refers]))
+        rewards = np.repeat(batch.rewards[batch.responses], np.diff(np.searchsorted(rows, batch.cu_seqlens)))
+        gain = float(signal @ rewards)
+        self._counts += (len(rows), weights.sum(), batch.id_sum, signal.sum(), gain, is_fresh.sum())
+        none, refers = np.zeros(len(rows)), REFERENCE_LOGPROBS in batch.columns
+        is_penalised, is_taught = self._algorithm.kl_coef > 0, self._algorithm.teacher_coef > 0
+        reference = batch.columns[REFERENCE_LOGPROBS][rows] if refers or is_penalised else none
+        teacher = batch.columns[TEACHER_LOGPROBS][rows] if is_taught else none
+        self._recorded.append(
+            np.stack([behaviour, advantages, weights, weights / share, reference, teacher, is_fresh & refers])
+        )
         gradient = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
         self._computed.append(torch.stack([logprobs.detach(), entropy.detach(), gradient]))
 
     def check_gradients(self) -> None:
         """Note both sides of the identity for an update, before gradients are clipped."""
-        self._update, self._faulty = self._zeros(5), self._zeros(1)
+        # expected, its squares, sizes; products with the definition's gradients, their squares; `ExactTokens`
+        self._update = self._zeros(8)
+        self._faulty = self._zeros(1)  # numbers that are not finite
         if self._computed:
             self._add_up()
         gradient = None if self._scale is None else self._scale.grad
@@ -102,37 +126,71 @@ class StepProver:
         """Sum over the tokens of an update."""
         now, entropy, gradient = torch.cat(self._computed, dim=1).double()
         recorded = np.concatenate(self._recorded, axis=1)
-        behaviour, signal, reference = torch.from_numpy(recorded).to(now.device)
+        of_tokens = torch.from_numpy(recorded).to(now.device)
+        behaviour, advantages, weights, shares, reference, teacher, refers = of_tokens
         unsure, surplus = now < UNSURE, now + entropy
-        copied, apart = unsure & (now == behaviour), (now - reference).abs().nansum()
-        self._tokens += torch.stack([copied.sum(), unsure.sum(), apart])
+        copied, drift = unsure & (now == behaviour), weights * (behaviour - now)
+        apart = torch.where(refers > 0, (now - reference).abs(), 0.0)
+        self._tokens += torch.stack([copied.sum(), unsure.sum(), apart.sum(), drift.sum()])
         is_recorded = np.isfinite(recorded[:2]).all(axis=0)
         self._faulty += int((~is_recorded).sum()) + (~torch.isfinite(surplus)).sum()
-        parts = gradient * surplus
-        # the gradient of a policy's loss at a token whose probability has not changed is -w A
-        plain = -signal * ((now - behaviour).abs() < UNCHANGED)
-        self._update = torch.stack([parts, parts * parts, gradient.abs(), plain * gradient, plain * plain]).sum(1)
+        parts, signal = gradient * surplus, shares * advantages
+        penalty = shares * self._slopes_of_penalties(now, reference=reference, teacher=teacher)
+        # the gradient of a policy's loss at a token whose probability has not changed is -w A and its penalty
+        change, plain = (now - behaviour).abs(), penalty - signal
+        exact = torch.where(change < EXACT, torch.stack([gradient - plain, signal, penalty]).abs(), 0.0)
+        near = torch.where(change < UNCHANGED, plain, 0.0)
+        products = (parts, parts * parts, gradient.abs(), near * gradient, near * near, *exact)
+        self._update = torch.stack(products).sum(1)
 
-    def mark(self) -> None:
-        """Remember, before an update, one value of each tensor: where the gradient is largest among `SPREAD`."""
+    def _slopes_of_penalties(self, now: Tensor, *, reference: Tensor, teacher: Tensor) -> Tensor:
+        """[N] derivatives by the log-probability `now` of the terms besides the advantage in a token's loss."""
+        algorithm, slopes = self._algorithm, torch.zeros_like(now)
+        if algorithm.kl_coef > 0:
+            gap = now - reference
+            slopes += algorithm.kl_coef * (-(-gap).expm1() if algorithm.kl_estimator is Divergence.K3 else gap)
+        if algorithm.teacher_coef > 0:
+            slopes += algorithm.teacher_coef * (now - teacher)
+        return slopes
+
+    def mark(self, adamw: torch.optim.AdamW) -> None:
+        """Remember, before an update, one value of each tensor with its moments: where the gradient is largest
+        among `SPREAD`."""
         gradients = [None if item.grad is None else _spread(item.grad) for _, item in self._trained]
         self._places = [  # [1] each; None where this rank has no gradient
             None if one is None or not one.numel() else one.abs().argmax(dim=0, keepdim=True) for one in gradients
         ]
         self._slopes = self._values(gradients)
         self._before = self._values([_spread(item) for _, item in self._trained])
+        states = [adamw.state.get(item, {}) for _, item in self._trained]
+        first, second = (
+            self._values([_spread(state[name]) if name in state else None for state in states])
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+        self._moments = (first, second)
 
-    def check_moved(self, *, lr: float) -> None:
+    def check_moved(self, *, lr: float, norm: float, updates: int) -> None:
         """Count, after an update with rate `lr` that was not skipped, which tensors moved, and which uphill.
 
-        Keeps the sums of the update. A value so large that fp32 may not show an update of `lr` does not count.
+        A tensor is astray without gradients, or if AdamW would have moved it otherwise with gradients of
+        `norm` in the run's update number `updates`. Keeps the sums of the update. A value so large that fp32 may
+        not show an update of `lr` does not count as still.
         """
-        by = self._values([_spread(item) for _, item in self._trained]) - self._before
+        after = self._values([_spread(item) for _, item in self._trained])
+        by = after - self._before
         has_gradient = (self._slopes != 0).float()
         could_move = has_gradient * (self._before.abs() * VISIBLE < lr)
-        counts = torch.stack([could_move, (by != 0) * has_gradient, (by * self._slopes > 0).float()])
+        of_adamw = updated(
+            self._before, self._slopes, self._moments, self._settings, norm=norm, lr=lr, updates=updates
+        )
+        is_wrong = differs(after, of_adamw, lr=lr).float()
+        is_held = torch.tensor([float(place is not None) for place in self._places], device=by.device)
+        counts = torch.stack(
+            [could_move, (by != 0) * has_gradient, (by * self._slopes > 0).float(), is_wrong, is_held]
+        )
         self._ranks.reduce_tensor(counts)
-        self._moved += counts[1:].sum(dim=1)
+        self._moved += counts[1:3].sum(dim=1)
+        self._astray += (counts[3] > 0) | (counts[4] == 0)
         stood = (counts[0] > 0) & (counts[1] == 0)
         self._still = torch.where(stood, self._still + 1, torch.where(counts[1] > 0, 0, self._still))
         self._not_finite += self._faulty
@@ -159,20 +217,23 @@ class StepProver:
         own = [*self._counts, *self._tokens.tolist(), *self._not_finite.tolist(), *self._found, *sums]
         total = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
         self._ranks.reduce_tensor(total)
-        tokens, weight, ids, signal, fresh, copied, unsure, apart, not_finite, *rest = total.tolist()
+        tokens, weight, ids, signal, gain, fresh, copied, unsure, apart, drift, not_finite, *rest = total.tolist()
         count = len(self._found)
-        found, sums = rest[:count], np.reshape(rest[count:], (count, 5)).tolist()
+        found, sums = rest[:count], np.reshape(rest[count:], (count, 8)).tolist()
         moved, uphill = (int(count) for count in self._moved.tolist())
         stood = zip(self._trained, self._still.tolist(), strict=True)
+        astray = zip(self._trained, self._astray.tolist(), strict=True)
         return StepProof(
             tokens=int(tokens),
             weight=weight,
             ids=int(ids),
             signal=signal,
+            gain=gain,
             not_finite=int(not_finite),
             copied=int(copied),
             unsure=int(unsure),
             fresh=int(fresh),
+            drift=drift,
             reference_gap=apart / max(1.0, fresh),
             gradients=tuple(
                 GradientSums(
@@ -181,10 +242,12 @@ class StepProver:
                     spread=squares**0.5,
                     size=size,
                     scale=product / norm if norm else None,
+                    exact=ExactTokens(*exact),
                 )
-                for (expected, squares, size, product, norm), got in zip(sums, found, strict=True)
+                for (expected, squares, size, product, norm, *exact), got in zip(sums, found, strict=True)
             ),
             still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
+            astray=self._frozen + tuple(name for (name, _), wrong in astray if wrong),
             moved=moved,
             uphill=uphill,
             reference=fingerprint(self._reference) if self._reference else "",

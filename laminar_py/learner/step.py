@@ -8,7 +8,7 @@ loss or gradient is not finite changes nothing (`tests/learner/test_optimizer.py
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
 from laminar_py.learner.model import kv_heads, load_policy, next_logprobs, policy_logprobs
 from laminar_py.learner.proof import StepProver, next_tokens, probe_batch
 from laminar_py.learner.reference import open_reference
+from laminar_py.learner.schedule import lr_factor
 from laminar_py.learner.sharding import shard
 from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import StepMetrics, Work
@@ -39,13 +40,6 @@ from laminar_py.records.weights import TensorSource
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
     from laminar_py.learner.lora import LoraAdapters
-
-# kind of decay -> factor on the learning rate, for the share of the decay's steps that are done, in [0, 1]
-DECAYS: dict[Decay, Callable[[float], float]] = {
-    Decay.NONE: lambda share: 1.0,
-    Decay.LINEAR: lambda share: 1.0 - share,
-    Decay.COSINE: lambda share: (1.0 + math.cos(math.pi * share)) / 2.0,
-}
 
 
 class Optimizer:
@@ -82,20 +76,6 @@ class Optimizer:
             self.updates += 1
         self.adamw.zero_grad()
         return norm if finite else None
-
-
-def lr_factor(step: int, settings: LearnerConfig, *, total_steps: int | None) -> float:
-    """Factor on the learning rate at a step (0 for the first): linear warm-up, then the decay of `settings`.
-
-    E.g. 0.5, 1, 1, 0.875, ..., 0.125 for 10 steps with 2 of warm-up and a `linear` decay. None for `total_steps`
-    means no decay.
-    """
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    if total_steps is None:
-        return 1.0
-    past = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
-    return DECAYS[settings.decay](min(1.0, past))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +133,7 @@ class Learner:
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
         self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
         self._exporter = WeightExporter(self.model)
-        self._prover = StepProver(self.model, self.ranks, self._reference)
+        self._prover = StepProver(self.model, self.ranks, self._reference, settings, algorithm)
         self.steps_taken = 0
 
     def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
@@ -198,10 +178,10 @@ class Learner:
             own_loss = self._backward(update, of_update, partition, at_step_start=not norms)
             loss = self.ranks.sum(float(own_loss))
             self._prover.check_gradients()
-            self._prover.mark()
+            self._prover.mark(self._optimizer.adamw)
             norm = self._optimizer.update(self.steps_taken, loss=loss)
             if norm is not None:
-                self._prover.check_moved(lr=self._optimizer.lr)
+                self._prover.check_moved(lr=self._optimizer.lr, norm=norm, updates=self._optimizer.updates)
                 losses.append(loss)
                 norms.append(norm)
                 sums.merge(of_update)

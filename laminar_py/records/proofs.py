@@ -40,6 +40,14 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
     logprob: float  # that the engine reports
 
 
+class ExactTokens(msgspec.Struct, frozen=True):
+    """Sums over an update's tokens whose probability has not changed, e.g. `ExactTokens(1e-7, 0.9, 0.1)`."""
+
+    apart: float = 0.0  # of |derivative of the loss by the log-probability - its definition|
+    advantages: float = 0.0  # of the definition's part with the advantage, without sign
+    penalties: float = 0.0  # of its other part
+
+
 class GradientSums(msgspec.Struct, frozen=True, kw_only=True):
     """Two ways to one number: how the loss of an update changes with the scale of the final norm.
 
@@ -53,6 +61,7 @@ class GradientSums(msgspec.Struct, frozen=True, kw_only=True):
     spread: float  # root of the summed squares of each token's part in `expected`
     size: float  # sum of absolute derivatives of the loss by each token's log-probability
     scale: float | None  # of the loss, 1 by definition; None: no token tells it
+    exact: ExactTokens = ExactTokens()
 
 
 class StepProof(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,13 +71,16 @@ class StepProof(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 0.0  # sum of their loss weights
     ids: int = 0  # `id_sum` of the trajectories
     signal: float = 0.0  # sum over these tokens of loss weight times advantage
+    gain: float = 0.0  # the same, times the reward: unlike `signal` it is not 0 for a group
     not_finite: int = 0  # numbers of these tokens, in updates that were not skipped
     copied: int = 0  # `unsure` tokens whose recorded log-probability is the learner's, bit for bit
     unsure: int = 0  # tokens to which the learner gives less than nine tenths
     fresh: int = 0  # tokens of the newest version
+    drift: float = 0.0  # sum of loss weight times (recorded - present log-probability), in nats
     reference_gap: float = 0.0  # mean |policy - reference| log-probability, of the newest version's tokens
     gradients: tuple[GradientSums, ...] = ()  # of each update that was not skipped; empty if the norm is frozen
     still: tuple[str, ...] = ()  # tensors that had gradients in three updates in a row and did not change
+    astray: tuple[str, ...] = ()  # tensors that are frozen, have no gradient, or moved unlike AdamW moves them
     moved: int = 0  # tensors with gradients that an update changed, over the updates
     uphill: int = 0  # of these, the tensors whose value moved along its gradient, and not against it
     reference: str = ""  # hash over a sample of the reference model's weights; "": no reference in the learner

@@ -1,5 +1,6 @@
 """Alarms on data: copies in groups, rewards without information, uneven drops, part groups, evaluations."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from laminar_py.control.alarms.data import (
     CoverageCheck,
     EvaluationCheck,
     GroupCheck,
+    LengthCheck,
     RewardsCheck,
     StalenessCheck,
     score_alarms,
@@ -18,9 +20,22 @@ from laminar_py.control.alarms.data import (
 from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.credit import returns_of
-from laminar_py.records.events import Assigned, Consumed, Dropped, Issued, Ready, Scored, Stepped, Undone
-from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind, Prompt, Status
+from laminar_py.records.events import (
+    Assigned,
+    Consumed,
+    Cut,
+    Dropped,
+    Evaluated,
+    Finished,
+    Issued,
+    Ready,
+    Scored,
+    Stepped,
+    Undone,
+)
+from laminar_py.records.scoring import Score, TermValue
+from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Prompt, Status
+from tests.builders import make_evaluated
 
 SIZE = 8
 
@@ -238,6 +253,60 @@ def test_a_trajectory_beyond_the_bound_is_named() -> None:
         check = StalenessCheck(StalenessConfig(max_staleness=2, policies=(policy,)))
         assert not list(check.consumed(consumed(member, staleness=2), member))
         assert len(list(check.consumed(consumed(member, staleness=3), member))) == named
+
+
+def test_a_reward_that_is_not_the_sum_of_its_terms_is_named() -> None:
+    terms = [TermValue(name="right", value=1.0), TermValue(name="long", value=0.5)]
+    score, weights = Score(trajectory_id="g1.0", value=0.75, terms=terms), {"right": 1.0, "long": -0.5}
+    assert not score_alarms(score, row(1), weights=weights)
+    assert not score_alarms(score, row(1), weights={"right": 1.0})  # a function named its own numbers
+    (alarm,) = score_alarms(msgspec.structs.replace(score, value=1.25), row(1), weights=weights)
+    assert "has the reward 1.25, and its terms add up to 0.75" in alarm.message
+
+
+@pytest.mark.parametrize(("length", "has_environment", "named"), [(64, False, 1), (100, False, 0), (64, True, 0)])
+def test_a_response_that_is_full_below_the_runs_limit_is_named(
+    length: int, has_environment: bool, named: int
+) -> None:
+    check, live = LengthCheck(has_environment=has_environment), row(1)
+    end = Finished(
+        trajectory_id=live.id,
+        epoch=1,
+        finish_reason=FinishReason.LENGTH,
+        spans=(),
+        length=length,
+        digest="",
+        queue_s=0.0,
+        generate_s=0.0,
+    )
+    assert not list(check.was_cut(Cut(live.id, Cap.TOKENS, 100.0), live))
+    assert len(list(check.finished(end, live))) == named
+    assert not list(check.finished(end, live))  # a response that its policy ended has no cut
+    assert not list(check.was_cut(Cut(live.id, Cap.SECONDS, 60.0), live))
+    assert not list(check.finished(end, live))
+
+
+def test_an_evaluation_that_leaves_out_problems_or_answers_is_named() -> None:
+    def alarms(event: Evaluated, *, in_set: int) -> list[str]:
+        check = EvaluationCheck(lambda live: live.prompt, {event.set_name: in_set})
+        for place in range(4):
+            live = row(1, place, kind=Kind.EVAL)
+            if place:
+                assert not list(check.consumed(consumed(live), live))
+            else:
+                assert not list(check.dropped(Dropped(live.id, DropReason.REWARD_FAILED, ""), live))
+        return [alarm.message for alarm in check.evaluated(event, None)]
+
+    def ended(problems: int, *, unscored: int = 0) -> Evaluated:
+        return msgspec.structs.replace(
+            make_evaluated(version=1, problems=problems, unscored=unscored), pass_id="g1"
+        )
+
+    assert not alarms(ended(4, unscored=1), in_set=4)
+    (message,) = alarms(ended(4, unscored=1), in_set=8)
+    assert "has 4 problems, and its set has 8" in message
+    (message,) = alarms(ended(2), in_set=2)
+    assert "counts 2 scored answers and 0 others of 3 and 1" in message
 
 
 def test_a_problem_of_an_evaluation_that_is_trained_on_is_named_once() -> None:

@@ -5,15 +5,17 @@ import numpy as np
 import pytest
 
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.rollout import SamplingConfig
 from laminar_py.control.alarms.learning import StepCheck
 from laminar_py.control.consumption import StepBatch
-from laminar_py.records.metrics import Mismatch, StepMetrics
-from laminar_py.records.proofs import GradientSums, StepProof, id_sum
+from laminar_py.records.metrics import Mismatch, StepMetrics, TokenMetrics
+from laminar_py.records.proofs import ExactTokens, GradientSums, StepProof, id_sum
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind, TrajectoryRef
 
 CAP = 100
+STILL = TokenMetrics(kl_behaviour_k1=0.0)
 
 
 def trajectory(name: str, tokens: int, advantage: float, *, weight: float = 1.0) -> TrajectoryRef:
@@ -28,6 +30,7 @@ def trajectory(name: str, tokens: int, advantage: float, *, weight: float = 1.0)
         finish_reason=FinishReason.STOP,
         tokens=(),
         num_trained=tokens,
+        reward=1.0,
         advantage=advantage,
         weight=weight,
     )
@@ -55,6 +58,7 @@ def right(aggregation: Aggregation = Aggregation.TOKEN_MEAN) -> StepProof:
         weight=weight,
         ids=id_sum("abc"),
         signal=signal,
+        gain=signal,
         copied=3,
         unsure=300,
         fresh=100,
@@ -67,11 +71,17 @@ def right(aggregation: Aggregation = Aggregation.TOKEN_MEAN) -> StepProof:
 
 def names(*proofs: StepProof, aggregation: Aggregation = Aggregation.TOKEN_MEAN, **changes: object) -> list[str]:
     check = StepCheck(
-        AlgorithmConfig(aggregation=aggregation), exact=True, sampling=SamplingConfig(max_new_tokens=CAP)
+        AlgorithmConfig(aggregation=aggregation),
+        LearnerConfig(lr=1e-3, warmup_steps=2),
+        exact=True,
+        sampling=SamplingConfig(max_new_tokens=CAP),
+        steps=10,
     )
     found = []
     for number, proof in enumerate(proofs):
-        metrics = StepMetrics(**{"loss": 0.1, "grad_norm": 1.0, "elapsed_s": 1.0, "proof": proof} | changes)
+        metrics = StepMetrics(
+            **{"loss": 0.1, "grad_norm": 1.0, "elapsed_s": 1.0, "proof": proof, "tokens": STILL} | changes
+        )
         found += [f"{alarm.check}: {alarm.message}" for alarm in check.observe(BATCH, metrics, step=number + 1)]
     return found
 
@@ -94,14 +104,27 @@ def test_a_sound_step_is_not_named(aggregation: Aggregation) -> None:
         ({"gradients": (gradient(0.1, float("nan"), scale=1.0),)}, "the gradient is not that of its loss"),
         ({"gradients": (gradient(0.1, 0.1, scale=0.25),)}, "its loss is 0.25 times that of its definition"),
         ({"gradients": (gradient(0.1, 0.1, scale=-1.0),)}, "its loss is -1 times that of its definition"),
+        ({"drift": 0.1}, "log-probabilities 0 nats away, and the recorded ones are 0.1 away"),
+        ({"gain": 0.1}, "times advantages times rewards add up to 0.1, and -0.1667"),
+        (
+            {"gradients": (msgspec.structs.replace(gradient(0.1, 0.1), exact=ExactTokens(0.02, 0.9, 0.01)),)},
+            "derivatives that differ by 0.02 from its definition's",
+        ),
         ({"still": ("a.weight", "b.weight")}, "a.weight and 1 more"),
+        ({"astray": ("a.weight", "b.weight")}, "a.weight and 1 more were not updated as AdamW"),
         ({"uphill": 38}, "38 of 40 tensors moved along their gradients"),
     ],
 )
 def test_a_step_that_is_not_its_batchs_is_named(change: dict[str, object], words: str) -> None:
     (found,) = names(msgspec.structs.replace(right(), **change))
     assert words in found
-    assert found.startswith("optimizer: step 1: " if "uphill" in change or "still" in change else "step: step 1: ")
+    of_optimizer = change.keys() & {"uphill", "still", "astray"}
+    assert found.startswith("optimizer: step 1: " if of_optimizer else "step: step 1: ")
+
+
+def test_a_rate_that_is_not_of_the_schedule_is_named() -> None:
+    (found,) = names(right(), right(), learning_rate=5e-4)
+    assert "optimizer: step 2: its learning rate was 0.0005, and the schedule of learner.lr has 0.001" in found
 
 
 def test_a_reference_that_changes_and_a_mismatch_are_named() -> None:

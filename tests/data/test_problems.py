@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from laminar_py.config.section import ConfigError
-from laminar_py.data.problems import BATCH, check_disjoint
+from laminar_py.data import problems as problems_module
+from laminar_py.data.problems import BATCH, check_disjoint, missing_rows
 from laminar_py.data.sources import source_at
 from tests.data.builders import GOOD, make_problems, read, source, written
 
@@ -39,6 +40,15 @@ def test_faults_behind_the_first_batch_have_their_lines(tmp_path: Path) -> None:
         read(written(tmp_path / "t.jsonl", *lines, '{"prompt": "a", "id": "p7"}'))
     with pytest.raises(ConfigError, match=rf"t\.jsonl:{MANY + 1}: prompt has 9 tokens, above the 8"):
         read(written(tmp_path / "t.jsonl", *lines, '{"prompt": "123456789"}'), max_prompt_tokens=8)
+
+
+def test_rows_that_reading_leaves_out_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [GOOD, "", '{"prompt": "2+2="}', "  ", '{"prompt": "3+3="}']
+    assert missing_rows([read(written(tmp_path / "all.jsonl", *lines))]) == ""
+    records = problems_module.read_records
+    monkeypatch.setattr(problems_module, "read_records", lambda *given: iter(list(records(*given))[:2]))
+    fault = missing_rows([read(written(tmp_path / "cut.jsonl", *lines))])
+    assert "cut.jsonl: 2 of 3 rows were read" in fault
 
 
 @pytest.mark.parametrize("other", ["1+1= a ", " 1+1=  a\\n", "1+1=\\u00a0a", "1+1=\\ta"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from laminar_py.config.learner import Decay, LearnerConfig
-from laminar_py.learner.step import Optimizer, lr_factor
+from laminar_py.learner.schedule import lr_factor
+from laminar_py.learner.step import Optimizer
 from tests.learner.builders import SETTINGS, make_learner, make_sequences, pack
 
 

@@ -1,6 +1,8 @@
 """The proof of a learner step: what a sound step proves, and which mistakes it shows."""
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -9,15 +11,23 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.algorithm import AlgorithmConfig, Divergence, ReferencePass
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner import step as step_module
+from laminar_py.learner.losses import loss as loss_module
 from laminar_py.learner.model import policy_logprobs
-from laminar_py.learner.proof import STILL_UPDATES
+from laminar_py.learner.proof import STILL_UPDATES, StepProver
 from laminar_py.learner.step import Learner
 from laminar_py.records.proofs import POWERS, GradientSums, StepProof, id_sum
 from laminar_py.records.trajectory import MicroBatch
-from tests.learner.builders import make_learner, make_mixture_folder, make_model_folder, make_sequences, pack
+from tests.learner.builders import (
+    SETTINGS,
+    make_learner,
+    make_mixture_folder,
+    make_model_folder,
+    make_sequences,
+    pack,
+)
 
 
 def batches(learner: Learner, *, names: str = "abcdef") -> list[MicroBatch]:
@@ -42,6 +52,49 @@ def gap(sums: GradientSums) -> float:
     return abs(sums.found - sums.expected) / sums.spread
 
 
+def tenfold_rate(adamw: torch.optim.AdamW) -> None:
+    for group in adamw.param_groups:
+        group["lr"] *= 10
+
+
+def decay(adamw: torch.optim.AdamW) -> None:
+    for group in adamw.param_groups:
+        group["weight_decay"] = 1.0
+
+
+def forget(adamw: torch.optim.AdamW) -> None:
+    adamw.state.clear()
+
+
+def double(adamw: torch.optim.AdamW) -> None:
+    torch.optim.AdamW.step(adamw)
+
+
+@pytest.mark.parametrize("fault", [None, tenfold_rate, decay, forget, double])
+def test_values_that_move_unlike_adamw_are_astray(
+    tmp_path: Path, fault: Callable[[torch.optim.AdamW], None] | None
+) -> None:
+    settings = SETTINGS.model_copy(update={"grad_clip": 0.01, "warmup_steps": 4})
+    learner = make_learner(make_model_folder(tmp_path / "model"), settings=settings)
+    adamw = learner._optimizer.adamw
+    assert all(not prove(learner).astray for _ in range(3))
+    if fault is not None:
+        step = adamw.step
+        adamw.step = lambda: (fault(adamw), step())
+    proof = prove(learner)
+    assert (len(proof.astray) > 4) is (fault is not None)
+
+
+def test_a_tensor_that_is_frozen_or_has_no_gradient_is_astray(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    learner = make_learner(folder)
+    learner.model.model.embed_tokens.register_forward_hook(lambda _, __, out: out.detach())
+    assert prove(learner).astray == ("model.embed_tokens.weight",)
+    frozen = make_learner(folder).model.requires_grad_(False)
+    ranks, settings = learner.ranks, LearnerConfig()
+    assert "model.norm.weight" in StepProver(frozen, ranks, None, settings, AlgorithmConfig()).finish().astray
+
+
 @pytest.mark.parametrize("kind", ["dense", "tied", "mixture"])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_sound_step_proves_its_counts_and_its_gradient(tmp_path: Path, kind: str, updates: int) -> None:
@@ -55,10 +108,12 @@ def test_a_sound_step_proves_its_counts_and_its_gradient(tmp_path: Path, kind: s
     assert proof.weight == pytest.approx(1.0)
     assert proof.signal == pytest.approx(sum(float(batch.loss_weights @ batch.advantages) for batch in packed))
     assert proof.copied < proof.unsure == trained
+    assert not proof.astray
     assert proof.fresh == trained
     assert len(proof.gradients) == updates
     assert all(gap(sums) < 1e-4 for sums in proof.gradients)
     assert proof.gradients[0].scale == pytest.approx(1.0, abs=1e-3)
+    assert all(sums.exact.apart <= 1e-4 * sums.exact.advantages for sums in proof.gradients)
     assert proof.moved == updates * len(list(learner.model.parameters()))
     assert proof.uphill <= (updates - 1) * proof.moved / 10  # of a second update some follow momentum
     assert proof.still == ()
@@ -81,6 +136,38 @@ def test_lost_gradients_and_factors_of_the_loss_show(model_folder: Path, monkeyp
     monkeypatch.setattr(Learner, "_backward", forgetful)
     (lost,) = prove(make_learner(model_folder)).gradients
     assert gap(lost) > 0.1
+
+
+@pytest.mark.parametrize("estimator", Divergence)
+def test_the_gradient_of_a_penalty_is_told_from_its_definition(
+    tmp_path: Path, estimator: Divergence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_model_folder(tmp_path / "other", seed=1)
+    algorithm = AlgorithmConfig(
+        kl_coef=0.3, kl_estimator=estimator, reference=other, reference_pass=ReferencePass.LEARNER
+    )
+    learner = make_learner(make_model_folder(tmp_path / "model"), algorithm=algorithm)
+    (sound,) = prove(learner).gradients
+    assert sound.exact.penalties > 0.1 * sound.exact.advantages > 0
+    assert sound.exact.apart < 1e-4 * sound.exact.advantages
+    monkeypatch.setattr(loss_module, "penalised_advantages", lambda advantages, *_, **__: advantages)
+    for kind, estimate in loss_module.ESTIMATORS.items():
+        wrong = lambda now, reference, estimate=estimate: -estimate(now, reference)  # noqa: E731
+        monkeypatch.setitem(loss_module.ESTIMATORS, kind, wrong)
+    (ascending,) = prove(learner).gradients
+    assert ascending.exact.apart > 0.5 * ascending.exact.penalties
+
+
+def test_the_gain_is_of_advantages_and_rewards(model_folder: Path) -> None:
+    learner = make_learner(model_folder)
+    packed = batches(learner)
+    by_token = sum(
+        weight * advantage * batch.rewards[batch.responses[segment]]
+        for batch in packed
+        for segment, (begin, end) in enumerate(itertools.pairwise(batch.cu_seqlens))
+        for weight, advantage in zip(batch.loss_weights[begin:end], batch.advantages[begin:end], strict=True)
+    )
+    assert prove(learner).gain == pytest.approx(float(by_token), rel=1e-5)
 
 
 def test_other_trajectories_cut_responses_and_masked_numbers_show(model_folder: Path) -> None:

@@ -36,6 +36,7 @@ class _Planting(importlib.abc.MetaPathFinder):
 
 if name := os.environ.get("SILENT_PLANT"):
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import further  # noqa: F401 - registers its plants
     import plants
 
     others = {"unchecked": plants.UNCHECKED, "timed": plants.TIMED}

@@ -2,19 +2,30 @@
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig
 from laminar_py.config.rollout import StalenessConfig, StalePolicy
 from laminar_py.learner.losses.advantages import STD_FLOOR
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import Assigned, Consumed, Dropped, Evaluated, Ready, Scored, Stepped
+from laminar_py.records.events import (
+    Assigned,
+    Consumed,
+    Cut,
+    Dropped,
+    Evaluated,
+    Finished,
+    Ready,
+    Scored,
+    Stepped,
+)
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.scoring import Score
-from laminar_py.records.trajectory import DropReason, Kind, Prompt
+from laminar_py.records.trajectory import Cap, DropReason, Kind, Prompt
 
 ODDS = 1e9  # at which a test decides: in a sound run it errs after a billion observations or more
+ROUNDING = 1e-4  # of rewards by token in fp32
 LIVE_GROUPS = 8192  # most groups whose responses are compared
 
 
@@ -312,6 +323,35 @@ class StalenessCheck:
         return (Alarm("scores", "controller", words),)
 
 
+class LengthCheck:
+    """Names a response that its engine ended as full before the run's limit of new tokens.
+
+    Responses of an environment may also end by the room for its messages, so they are left out.
+    """
+
+    def __init__(self, *, has_environment: bool) -> None:
+        self._has_environment = has_environment
+        self._cut: Cut | None = None  # the last by the limit of tokens
+
+    def was_cut(self, event: Cut, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take a cut of a response."""
+        self._cut = event if event.cap is Cap.TOKENS and not self._has_environment else None
+        return ()
+
+    def finished(self, event: Finished, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take the end of a response, which its cut precedes."""
+        cut, self._cut = self._cut, None
+        if cut is None or cut.trajectory_id != row.id:
+            return ()
+        if event.length >= cut.value:
+            return ()
+        words = (
+            f"ended {row.id} (version {row.last_version}) as full at {event.length} tokens, and max_new_tokens is"
+            f" {cut.value:g}; look at the server's own limits"
+        )
+        return (Alarm("sampling", f"replica-{row.replica}", words),)
+
+
 class BatchCheck:
     """Names a step that consumed a group with members still under way, or a failed reward that counts."""
 
@@ -359,10 +399,14 @@ class BatchCheck:
         return (Alarm("scores", "controller", words),)
 
 
-def score_alarms(score: Score, row: LiveTrajectory) -> list[Alarm]:
-    """Alarms on a score whose reward function raised or was late and that has a value all the same, or that is of
-    another response."""
+def score_alarms(score: Score, row: LiveTrajectory, *, weights: Mapping[str, float] | None = None) -> list[Alarm]:
+    """Alarms on a score whose reward function raised or was late and that has a value all the same, that is of
+    another response, or that is not the sum of its terms by their `weights`, which are by name."""
     found, who = [], score.trajectory_id
+    if score.value is not None and score.terms and weights and all(term.name in weights for term in score.terms):
+        parts = [weights[term.name] * term.value for term in score.terms]
+        if abs(score.value - sum(parts)) > ROUNDING * max(1.0, *map(abs, parts)):
+            found.append(f"{who} has the reward {score.value:.6g}, and its terms add up to {sum(parts):.6g}")
     if score.length is not None and score.length != row.length:
         of_another = f"has {row.length} tokens, and its reward is of a response of {score.length}"
         found.append(f"{who} {of_another}; look at what the scorer reads")
@@ -373,11 +417,17 @@ def score_alarms(score: Score, row: LiveTrajectory) -> list[Alarm]:
 
 @dataclass(slots=True)
 class EvaluationCheck:
-    """Names an evaluation whose answers have another version than it says, or whose problem is trained on."""
+    """Names an evaluation whose answers have another version than it says, whose problem is trained on, or which
+    leaves problems or answers out.
+
+    `problems` says how many problems each set has; sets without a number are not counted.
+    """
 
     prompt_of: Callable[[LiveTrajectory], Prompt | None]
+    problems: Mapping[str, int] = field(default_factory=dict)
     _held_out: dict[bytes, str] = field(default_factory=dict)  # ids of evaluated prompts -> pass
-    _versions: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # by pass
+    # by pass: version of each answer with a score, None of each other
+    _answers: defaultdict[str, list[int | None]] = field(default_factory=lambda: defaultdict(list))
 
     def assigned(self, event: Assigned, row: LiveTrajectory) -> Iterable[Alarm]:
         """Take an assignment in an evaluation, and note its problem."""
@@ -387,19 +437,31 @@ class EvaluationCheck:
 
     def consumed(self, event: Consumed, row: LiveTrajectory) -> Iterable[Alarm]:
         """Take an answer in an evaluation."""
-        self._versions[row.group_id].add(event.version)
+        self._answers[row.group_id].append(event.version)
+        return ()
+
+    def dropped(self, event: Dropped, row: LiveTrajectory) -> Iterable[Alarm]:
+        """Take an answer in an evaluation that has no score."""
+        self._answers[row.group_id].append(None)
         return ()
 
     def evaluated(self, event: Evaluated, row: None) -> Iterable[Alarm]:
         """End an evaluation."""
-        versions = self._versions.pop(event.pass_id, set())
-        if not versions - {event.version}:
+        # a pass that a resume continued has answers from before, which were not seen here
+        answers, figures = self._answers.pop(event.pass_id, []), event.figures
+        unscored = answers.count(None)
+        scored, versions = len(answers) - unscored, {version for version in answers if version is not None}
+        expected = self.problems.get(event.set_name, figures.problems)
+        counted = figures.problems * figures.samples - figures.unscored
+        if versions - {event.version}:
+            words = f"says version {event.version}, and its answers have {sorted(versions)}"
+        elif figures.problems != expected:
+            words = f"has {figures.problems} problems, and its set has {expected}"
+        elif counted < scored or figures.unscored < unscored:
+            words = f"counts {counted} scored answers and {figures.unscored} others of {scored} and {unscored}"
+        else:
             return ()
-        words = (
-            f"says version {event.version}, and its answers have {sorted(versions)}; evaluate again with"
-            " `laminar eval`"
-        )
-        return (Alarm("evaluation", f"pass {event.pass_id}", words),)
+        return (Alarm("evaluation", f"pass {event.pass_id}", f"{words}; evaluate again with `laminar eval`"),)
 
     def trained(self, event: Assigned, row: LiveTrajectory) -> Iterable[Alarm]:
         """Take an assignment for training, and name a problem of an evaluation."""

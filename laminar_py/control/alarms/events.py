@@ -9,6 +9,7 @@ from laminar_py.control.alarms.data import (
     BatchCheck,
     CoverageCheck,
     EvaluationCheck,
+    LengthCheck,
     RewardsCheck,
     StalenessCheck,
 )
@@ -18,8 +19,10 @@ from laminar_py.records.events import (
     AnyEvent,
     Assigned,
     Consumed,
+    Cut,
     Dropped,
     Evaluated,
+    Finished,
     Issued,
     Ready,
     RolledBack,
@@ -39,11 +42,15 @@ Routes: TypeAlias = Mapping[type, Sequence[Callable[[Any, Any], Iterable[Alarm]]
 class EventChecks:
     """All checks of events; `prompt_of` gives a trajectory's prompt, None if it is unknown.
 
-    Without the run's `config` some checks are less strict.
+    Without the run's `config`, and the number of `problems` of each evaluation set, some checks are less strict.
     """
 
     def __init__(
-        self, prompt_of: Callable[[LiveTrajectory], Prompt | None], *, config: RunConfig | None = None
+        self,
+        prompt_of: Callable[[LiveTrajectory], Prompt | None],
+        *,
+        config: RunConfig | None = None,
+        problems: Mapping[str, int] | None = None,
     ) -> None:
         def task_of(row: LiveTrajectory) -> str:
             prompt = prompt_of(row)
@@ -52,8 +59,11 @@ class EventChecks:
         self.batches, self.rewards, weights = BatchCheck(), RewardsCheck(task_of), WeightsCheck()
         advantages = AdvantageCheck(None if config is None else config.algorithm)
         staleness = StalenessCheck(None if config is None else config.staleness)
-        coverage, evaluation = CoverageCheck(task_of), EvaluationCheck(prompt_of)
+        lengths = LengthCheck(has_environment=config is None or config.environment is not None)
+        coverage, evaluation = CoverageCheck(task_of), EvaluationCheck(prompt_of, problems or {})
+        of_lengths: Routes = {Cut: (lengths.was_cut,), Finished: (lengths.finished,)}
         self._training: Routes = {
+            **of_lengths,
             Issued: (self.batches.opened,),
             Undone: (self.batches.opened,),
             Assigned: (evaluation.trained,),
@@ -62,7 +72,12 @@ class EventChecks:
             Consumed: (self.batches.consumed, advantages.ended, staleness.consumed, coverage.consumed),
             Dropped: (self.batches.dropped, advantages.ended, coverage.dropped),
         }
-        self._evaluating: Routes = {Assigned: (evaluation.assigned,), Consumed: (evaluation.consumed,)}
+        self._evaluating: Routes = {
+            **of_lengths,
+            Assigned: (evaluation.assigned,),
+            Consumed: (evaluation.consumed,),
+            Dropped: (evaluation.dropped,),
+        }
         self._of_run: Routes = {
             Evaluated: (evaluation.evaluated,),
             Stepped: (weights.stepped, self.batches.stepped),

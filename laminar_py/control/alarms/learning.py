@@ -3,41 +3,54 @@
 from collections import deque
 from collections.abc import Iterator
 
-from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Objective
+from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Correction, Objective
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.rollout import SamplingConfig
 from laminar_py.control.consumption import StepBatch
+from laminar_py.learner.schedule import lr_factor
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm, StepProof, id_sum
 from laminar_py.records.spans import is_tree, sequences_of
 from laminar_py.records.trajectory import TrajectoryRef
 
-PLAIN = (Objective.CLIP, Objective.WEIGHTED)  # gradient -w A where nothing changed
-SCALE = 0.2  # of the loss: penalties and ratios near 1 change it less
+PLAIN = (Objective.CLIP, Objective.WEIGHTED)  # gradient -w A and penalties where nothing changed
+OF_SEQUENCES = (Correction.SEQUENCE_MASK, Correction.NEGATIVE_MASK)  # a token's weight follows from others
+SCALE = 0.2  # of the loss: ratios near 1 change it less
+APART, OF_PENALTY = 1e-4, 0.1  # of advantages and penalties, where ratios are 1
 MOVES = 8  # steps over which updates are counted
 LEAST_MOVED, UPHILL = 32, 0.75  # of tensors
 LEAST_FRESH = 64  # tokens of the newest version whose mean is compared
 LEAST, COPIED = 256, 0.9  # of tokens
 AGREES = 1e-3  # relative difference of sums in fp32
 ROUNDING = 2.0**-16  # of log p + H in fp32: where the policy is sure, both are near 0, and logits are not
-GAP_EXACT, GAP_ROUNDED = 0.005, 0.2  # mean |engine - learner| of fresh tokens, in nats
+GAP_EXACT, GAP_ROUNDED = 2e-4, 0.2  # mean |engine - learner| of fresh tokens, in nats; in fp32 it is 1e-6
 RESTART = "look for what changes the learner's {}, and --resume"
 
 
 class StepCheck:
     """Compares the proof of each step with its batch.
 
-    `exact` says that the learner computes in fp32, and `sampling` is the run's.
+    `exact` says that the learner computes in fp32; `learner`, `sampling` and the number of `steps` are the run's.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, *, exact: bool, sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        learner: LearnerConfig,
+        *,
+        exact: bool,
+        sampling: SamplingConfig,
+        steps: int,
+    ) -> None:
         self._algorithm = algorithm
+        self._learner = learner
+        self._steps = steps
         self._exact = exact
         self._constant = sampling.max_new_tokens
         self._reference = ""
-        # each token's gradient is -w A, unless a package's objective, a teacher or a penalty changes them
-        has_more = algorithm.teacher_coef > 0 or algorithm.kl_coef > 0
         of_package = ALGORITHMS.get(algorithm.name).objective is not None
-        self._is_plain = algorithm.objective in PLAIN and not of_package and not has_more
+        self._is_plain = algorithm.objective in PLAIN and not of_package
+        self._by_token = algorithm.correction not in OF_SEQUENCES
         self._refers_to_start = algorithm.has_reference and algorithm.reference is None
         self._moved: deque[tuple[int, int]] = deque(maxlen=MOVES)  # (moved, uphill) of the last steps
 
@@ -46,7 +59,7 @@ class StepCheck:
         proof = metrics.proof
         if proof is None:
             return
-        faults = [*self._counts(batch, proof), *self._numbers(proof)]
+        faults = [*self._counts(batch, proof), *_drift(metrics, proof), *self._numbers(proof)]
         yield from (
             Alarm("step", "learner", f"step {step}: {fault}; {RESTART.format('batches')}") for fault in faults
         )
@@ -57,6 +70,7 @@ class StepCheck:
                 f"step {step}: {proof.still[0]} and {len(proof.still) - 1} more have gradients and do not change:"
                 " they are not in the optimizer, or learner.lr is too small for their type",
             )
+        yield from self._updates(metrics, proof, step)
         yield from self._uphill(proof, step)
         if proof.reference and self._reference and proof.reference != self._reference:
             yield reference_alarm(step)
@@ -93,11 +107,15 @@ class StepCheck:
             yield f"its loss weights add up to {proof.weight:.6g}, and {expected:.6g} were packed"
         if not self._algorithm.normalises_step and not any(map(_has_token_advantages, batch.trajectories)):
             signals = [weight * item.advantage for weight, item in zip(weights, batch.trajectories, strict=True)]
-            if abs(proof.signal - sum(signals)) > AGREES * sum(map(abs, signals)) + AGREES * AGREES:
-                yield (
-                    f"its loss weights times advantages add up to {proof.signal:.4g}, and {sum(signals):.4g} were"
-                    " recorded"
-                )
+            rewards = [item.reward or 0.0 for item in batch.trajectories]
+            gains = [signal * reward for signal, reward in zip(signals, rewards, strict=True)]
+            for found, parts, words in ((proof.signal, signals, ""), (proof.gain, gains, " times rewards")):
+                if abs(found - sum(parts)) > AGREES * sum(map(abs, parts)) + AGREES * AGREES:
+                    yield (
+                        f"its loss weights times advantages{words} add up to {found:.4g}, and {sum(parts):.4g}"
+                        " were recorded"
+                    )
+                    break
         if proof.unsure >= LEAST and proof.copied > COPIED * proof.unsure:
             yield f"{proof.copied:,} of {proof.unsure:,} recorded log-probabilities are the learner's own"
 
@@ -116,6 +134,34 @@ class StepCheck:
             if self._is_plain and sums.scale is not None and abs(sums.scale - 1) > SCALE:
                 yield f"its loss is {sums.scale:.3g} times that of its definition; a count of tokens is wrong"
                 return
+            exact = sums.exact
+            if (
+                self._is_plain
+                and self._by_token
+                and exact.apart > APART * exact.advantages + OF_PENALTY * exact.penalties
+            ):
+                yield (
+                    f"the loss of tokens with ratio 1 has derivatives that differ by {exact.apart:.3g} from its"
+                    f" definition's, whose advantages give {exact.advantages:.3g} and penalties"
+                    f" {exact.penalties:.3g}; a sign or a factor is wrong"
+                )
+                return
+
+    def _updates(self, metrics: StepMetrics, proof: StepProof, step: int) -> Iterator[Alarm]:
+        """Name tensors that AdamW did not move as the settings say, and a rate that is not of the schedule."""
+        rate = self._learner.lr * lr_factor(step - 1, self._learner, total_steps=self._steps)
+        fault = ""
+        if abs(metrics.learning_rate - rate) > AGREES * rate:  # no rate, NaN, is of a step without an update
+            fault = (
+                f"its learning rate was {metrics.learning_rate:.4g}, and the schedule of learner.lr has {rate:.4g}"
+            )
+        elif proof.astray:
+            fault = (
+                f"{proof.astray[0]} and {len(proof.astray) - 1} more were not updated as AdamW does by learner.lr,"
+                " betas, weight_decay and grad_clip, or not at all"
+            )
+        if fault:
+            yield Alarm("optimizer", "learner", f"step {step}: {fault}; {RESTART.format('optimizer')}")
 
     def _uphill(self, proof: StepProof, step: int) -> Iterator[Alarm]:
         """Name an optimizer that follows gradients in place of descending them.
@@ -132,6 +178,16 @@ class StepCheck:
                 f"step {step}: {uphill} of {moved} tensors moved along their gradients, so the loss rises;"
                 f" {RESTART.format('optimizer')}",
             )
+
+
+def _drift(metrics: StepMetrics, proof: StepProof) -> Iterator[str]:
+    """Faults in the log-probabilities to which the loss compares the policy's, if no update was skipped."""
+    drift = metrics.tokens.kl_behaviour_k1 * proof.weight
+    if not metrics.skipped and abs(drift - proof.drift) > AGREES * abs(proof.drift) + AGREES * AGREES:
+        yield (
+            f"its loss compares the policy with log-probabilities {drift:.4g} nats away, and the recorded ones are"
+            f" {proof.drift:.4g} away"
+        )
 
 
 def reference_alarm(step: int) -> Alarm:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from laminar_py.config.alarms import Reaction
 from laminar_py.config.cluster import Device
+from laminar_py.config.reward import RewardConfig
 from laminar_py.control.alarms.data import GroupCheck, score_alarms
 from laminar_py.control.alarms.events import EventChecks
 from laminar_py.control.alarms.learning import StepCheck, reference_alarm
@@ -26,6 +27,14 @@ from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.learner import LearnerKeeper
 
 log = logging.getLogger(__name__)
+
+
+def weights_by_name(reward: RewardConfig) -> dict[str, float]:
+    """Return the weight of each term's value by its name, without names of several weights."""
+    found: dict[str, set[float]] = {}
+    for term in reward.terms:
+        found.setdefault(term.title, set()).add(term.weight)
+    return {name: min(weights) for name, weights in found.items() if len(weights) == 1}
 
 
 class Alarms:
@@ -49,11 +58,19 @@ class Alarms:
         self._told: set[tuple[str, str]] = set()
         self._early: list[Alarmed] = []  # from before the ledger began
         self._record: Callable[[Alarmed], None] = self._early.append
-        self._events = EventChecks(lambda row: row.prompt, config=config)
+        problems = {name: len(prompts) for name, prompts in incarnation.inputs.sets.items()}
+        self._events = EventChecks(lambda row: row.prompt, config=config, problems=problems)
         self._probes = ProbeCheck(tolerance=EXACT if exact else ROUNDED)
         self._groups = GroupCheck(config.rollout.group_size)
-        self._learning = StepCheck(config.algorithm, exact=exact, sampling=config.rollout.sampling)
+        self._learning = StepCheck(
+            config.algorithm,
+            config.learner,
+            exact=exact,
+            sampling=config.rollout.sampling,
+            steps=config.steps,
+        )
         self._reference = ""
+        self._weights = weights_by_name(config.reward)
         if recovered is not None:
             self._events.batches.restore(recovered.live)
             self._events.rewards.restore(recovered.rewards)
@@ -86,7 +103,7 @@ class Alarms:
 
     def scored(self, score: Score, row: LiveTrajectory) -> None:
         """Check a score before it is recorded."""
-        self._tell(score_alarms(score, row))
+        self._tell(score_alarms(score, row, weights=self._weights))
         self._tell(self._groups.observe(score, row))
 
     def referred(self, fingerprint: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from laminar_py.config.run import RunConfig
 from laminar_py.data.draws import Draws
+from laminar_py.data.problems import missing_rows
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import Recovered, closed_groups, issued_groups
 from laminar_py.ledger.run_folder import RunFolder
@@ -98,6 +99,7 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
         for group in closed_groups(run.ledger):
             inputs.stream.record_group(group)
     draws = Draws(inputs.stream.problems, config.data, num_open=inputs.stream.num_open)
+    draws.fault = missing_rows(inputs.stream.problems)
     if recovered is not None:
         draws.replay(issued_groups(run.ledger))
     draws.look_ahead(lambda place: inputs.stream.prompt(place).id)  # as the scheduler draws them
