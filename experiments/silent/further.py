@@ -420,6 +420,24 @@ def _(module: ModuleType) -> None:
 
 
 @plant(
+    "an_adapter_is_frozen",
+    "laminar_py.learner.lora",
+    "optimizer",
+    "one adapter is frozen",
+    settings=LORA,
+    within=2,
+)
+def _(module: ModuleType) -> None:
+    build = module.LoraAdapters.__init__
+
+    def frozen(self, model, settings, *, base, seed):
+        build(self, model, settings, base=base, seed=seed)
+        next(one for name, one in model.named_parameters() if ".lora_B." in name).requires_grad_(False)
+
+    module.LoraAdapters.__init__ = frozen
+
+
+@plant(
     "penalty_has_the_wrong_sign",
     "laminar_py.learner.losses.loss",
     "step",

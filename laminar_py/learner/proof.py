@@ -59,8 +59,8 @@ class StepProver:
         self._algorithm = algorithm
         every = list(model.named_parameters())
         self._trained = [(name, item) for name, item in every if item.requires_grad]
-        is_frozen = settings.lora is None
-        self._frozen = tuple(name for name, item in every if is_frozen and not item.requires_grad)
+        frozen = [name for name, item in every if not item.requires_grad]
+        self._frozen = tuple(name for name in frozen if settings.lora is None or ".lora_" in name)  # by mistake
         self._scale = _final_scale(model)
         of_reference = [] if reference is None else reference.parameters()
         self._reference = [local_part(item) for item in of_reference]
