@@ -96,7 +96,7 @@ def warm_started_model(run: FinishedRun) -> Path:
     return initial_folder(config)
 
 
-def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float, threads: int) -> Measured:
+def run_trl(python: Path, *, model: Path, seed: int, steps: int, target: float, threads: int = 2) -> Measured:
     """Train with TRL from the same weights."""
     with tempfile.TemporaryDirectory(prefix="laminar-trl-") as folder:
         out = Path(folder, "measured.json")

@@ -230,7 +230,9 @@ def _on_gpus(choices: Choices, shape: ModelShape, longest: int) -> Settings:
         learner=_learner(choices),
     )
     ranked = plan_by_formula(request).ranked
-    best = next(one.placement for one in ranked if one.placement.schedule is Schedule.ASYNC)
+    found = [one.placement for one in ranked if one.placement.schedule is Schedule.ASYNC]
+    # settings of a foreign file may need more of a learner's GPU than the plan left beside a shared engine
+    best = next((one for one in found if not one.shared), found[0])
     placed = dict(_flat(placement_settings(request, best, model=choices.folder)))
     if choices.python is not None:
         placed["rollout.engine.python"] = choices.python

@@ -37,6 +37,7 @@ ROWS = {  # source -> a row as it stands there
     "data/code/train.jsonl": {"prompt": "Add one.", "tests": TESTS},
     "data/code/heldout.jsonl": {"prompt": "Add 1.", "tests": TESTS},
 }
+ANSWERS = {"open-r1/DAPO-Math-17k-Processed": "2", "HuggingFaceH4/aime_2024": "204", "math-ai/aime25": "70"}
 ORIGINAL = {  # of BytedTsinghua-SIA/DAPO-Math-17k
     "prompt": [{"role": "user", "content": "Solve ... What is $1+1$?"}],
     "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
@@ -67,7 +68,7 @@ def read(config, folder, rows):
     return problems
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if "smollm2" not in name])  # which makes its own rows
 def test_rows_of_the_sets_that_a_recipe_names_become_chats(name, tmp_path):
     config = load_config(REPO / "experiments" / name, [])
     problems = read(config, tmp_path, ROWS)
@@ -75,7 +76,8 @@ def test_rows_of_the_sets_that_a_recipe_names_become_chats(name, tmp_path):
         assert f"<|im_start|>system\n{config.data.chat.system.strip()}<|im_end|>" in problem.text
         assert problem.text.endswith("<|im_start|>assistant\n")
     answers = [problem.answer for (problem,) in problems.all]
-    assert answers == (["", ""] if "code" in name else ["2", "204", "70"])
+    sources = [*config.data.train, *config.eval.sets.values()]
+    assert answers == [ANSWERS.get(source.path, "") for source in sources]
 
 
 def test_the_original_of_dapo_is_read_with_the_columns_of_the_readme(tmp_path):

@@ -294,7 +294,7 @@ def test_a_file_of_another_trainer_becomes_a_config_for_8_gpus(trainer, text, he
         (["--model", "model", *TASK[:4], "--reward", "exact"], "--reward=exact: write math, code, or file.py"),
         (["--model", "model", "--data", "gone.jsonl"], "--data=gone.jsonl: no such file; name a JSONL"),
         (["--model", "model", "--data", "train.jsonl", "--on", "8xV1"], "--on=8xV1: neither here nor GPUs that"),
-        (["--model", "7B", "--data", "train.jsonl", "--on", "1xA100"], "gpus=1: "),
+        (["--model", "14B", "--data", "train.jsonl", "--on", "1xA100"], "gpus=1: "),
         (["--model", "model", *TASK, "--engine", "vllm"], "--engine=vllm: choose embedded or sglang"),
         (["--model", "model", *TASK[:4], "--reward", "gone.py:f"], "--reward=gone.py:f: no such file"),
         (["--model", "model", *TASK[:4], "--reward", "code"], "which the reward code needs"),

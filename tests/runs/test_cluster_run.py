@@ -48,6 +48,7 @@ def test_a_cluster_that_is_not_there_is_one_line_and_leaves_no_run(tmp_path):
     with TrainProcess(tmp_path, "cluster.address=127.0.0.1:9") as train:
         code, output = train.finish()
     assert code == 2
-    assert output.startswith("laminar: cluster.address=127.0.0.1:9: no Ray cluster to join there"), output
-    assert len(output.splitlines()) == 1
+    *slow, line = output.splitlines()  # a slow machine says first what takes so long
+    assert line.startswith("laminar: cluster.address=127.0.0.1:9: no Ray cluster to join there"), output
+    assert len(slow) <= 1
     assert not os.path.exists(train.run)

@@ -27,7 +27,12 @@ def config_of(tmp_path):
 
 def server(config, *, index=0, gpus=""):
     launch = EngineLaunch(
-        model_dir=config.model.path, logs=Path("logs"), index=index, secret=None, shared_gpus=gpus
+        model_dir=config.model.path,
+        logs=Path("logs"),
+        index=index,
+        secret=None,
+        shared=index < config.shared_replicas,
+        shared_gpus=gpus,
     )
     spec = _server_of(config, launch)
     return spec.command(30000), spec.environment()
