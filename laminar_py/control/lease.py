@@ -22,7 +22,7 @@ from laminar_py.records.host import Clock
 
 log = logging.getLogger(__name__)
 
-# guesses, but `TAIL`, with which simulated fleets were fastest (experiments/shared)
+# guesses; experiments/shared compares policies, not these values
 GRACE_S = 0.05  # for which the learner keeps shared devices without a batch
 LOOK_S, LOOK_SHARE = 0.1, 0.005  # between looks for the learner's turn: seconds, or a share of the present turn
 TAIL = 0.5  # of the most trajectories that replicas ran in a turn
