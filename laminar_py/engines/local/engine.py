@@ -46,6 +46,7 @@ class LocalEngine(StreamingEngine[Scheduler]):
         kv_capacity: int,
         stream_interval: int = 32,
         record: tuple[Recording, ...] = (),
+        drafts: bool = False,
     ) -> None:
         spec = ModelSpec.read(model_dir)
         if Recording.ROUTED_EXPERTS in record and spec.mixture is None:
@@ -59,6 +60,7 @@ class LocalEngine(StreamingEngine[Scheduler]):
             kv_capacity=kv_capacity,
             stream_interval=stream_interval,
             record=record,
+            drafts=drafts,
         )
         super().__init__("embedded engine", scheduler, vocab=spec.vocab, max_len=max_len, kv_capacity=kv_capacity)
         self._changed = threading.Condition()

@@ -49,9 +49,11 @@ class BlockPool:
         max_len: int,
         kv_capacity: int,
         records_experts: bool = False,
+        drafts: bool = False,
     ) -> None:
-        # Each sequence has at most one block that is not full.
-        capacity = kv_capacity // BLOCK + num_slots
+        """With `drafts` a slot may `extend` one block beyond its tokens."""
+        # Each sequence has at most one block that is not full, and one for drafts.
+        capacity = kv_capacity // BLOCK + num_slots * (2 if drafts else 1)
         self._cache = torch.empty(
             (spec.num_layers, 2, capacity, spec.num_kv_heads, spec.head_dim * BLOCK),
             dtype=spec.dtype,

@@ -79,7 +79,7 @@ class LocalModel:
         self._weights: Weights | None = None
         self._views: Views = {}  # of the weights in the order of the files
         self._base: AdapterBase | None = None  # base of the served adapter; None with whole weights
-        self._step: Callable[..., tuple[Tensor, ...]] | None = None
+        self._steps: dict[bool, Callable[..., tuple[Tensor, ...]]] = {}  # traced, with drafts and without
         frequencies = spec.rope_theta ** -(torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)[:, None]
         self._rotations = torch.polar(torch.ones_like(angles), angles)  # [max_len, 1, D / 2]
@@ -130,18 +130,22 @@ class LocalModel:
         return WeightsChecksum("unloaded") if self._weights is None else self._weights.checksum(self._spec)
 
     def decode(self, ids: Tensor, positions: Tensor, *, plan: DecodePlan) -> tuple[Tensor, Tensor | None]:
-        """Feed one token of each of B sequences: `ids [B]` at `positions [B]`.
+        """Feed T tokens of B sequences: `ids [T]` at `positions [T]`.
 
-        Returns the logits `[B, V]` in fp32, and in a mixture the chosen experts `[B, layers, k]`, else None.
+        Returns the logits `[T, V]` in fp32, and in a mixture the chosen experts `[T, layers, k]`, else None.
         """
-        if self._step is None:
-            self._step = _traced(self._decode, (ids, positions, *plan))
-        logits, *experts = self._step(ids, positions, *plan)
+        step = self._steps.get(plan.has_drafts)
+        if step is None:
+            has_drafts = plan.has_drafts
+            step = _traced(lambda *inputs: self._decode(*inputs, has_drafts=has_drafts), (ids, positions, *plan))
+            self._steps[has_drafts] = step
+        logits, *experts = step(ids, positions, *plan)
         return logits, experts[0] if experts else None
 
-    def _decode(self, ids: Tensor, positions: Tensor, *plan: Tensor) -> tuple[Tensor, ...]:
+    def _decode(self, ids: Tensor, positions: Tensor, *plan: Tensor, has_drafts: bool) -> tuple[Tensor, ...]:
         """Compute logits, then experts in a mixture. Arguments give all sizes, so one trace fits all batches."""
-        weights, attention = self._loaded(), DecodeAttention(DecodePlan(*plan), self._spec)
+        weights = self._loaded()
+        attention = DecodeAttention(DecodePlan(*plan), self._spec, has_drafts=has_drafts)
         hidden = F.embedding(ids, weights.embedding)
         rotations, routing = self._rotations.index_select(0, positions), self._routing()
         for index, layer in enumerate(weights.layers):

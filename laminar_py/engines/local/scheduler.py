@@ -7,6 +7,7 @@ scheduler retracts the newest request, so the oldest request always makes progre
 """
 
 import heapq
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import numpy as np
 import torch
 
 from laminar_py.engines.base import RequestScheduler
-from laminar_py.engines.local.attention import plan_decode
+from laminar_py.engines.local.attention import Drafts, plan_decode
+from laminar_py.engines.local.drafts import MOST_DRAFT, Drafter
 from laminar_py.engines.local.kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local.model import LocalModel
 from laminar_py.engines.local.prefill import Job, PrefillQueue
@@ -42,7 +44,9 @@ class Scheduler(RequestScheduler[Job]):
         kv_capacity: int,
         stream_interval: int,
         record: tuple[Recording, ...] = (),
+        drafts: bool = False,
     ) -> None:
+        """With `drafts` a step verifies tokens that other responses to a prompt suggest; no token changes."""
         super().__init__(max_len=max_len, kv_capacity=kv_capacity)  # `_running` is by slot
         self._spec, self._stream_interval = spec, stream_interval
         self._records_masks = Recording.SAMPLING_MASK in record
@@ -53,8 +57,10 @@ class Scheduler(RequestScheduler[Job]):
             max_len=max_len,
             kv_capacity=kv_capacity,
             records_experts=Recording.ROUTED_EXPERTS in record,
+            drafts=drafts,
         )
         self._slots = Slots(num_slots, max_len=max_len)
+        self._drafter = Drafter(self._slots) if drafts else None
         # A heap gives the lowest slot first, so an engine that is empty again repeats a new engine bit by bit.
         self._free = list(range(num_slots))
         self._prefills = PrefillQueue(self._model, self._pool, max_len=max_len)
@@ -107,12 +113,31 @@ class Scheduler(RequestScheduler[Job]):
         self._admit()
         self._prefill()
         rows = self._rows = self._rows or self._slots.decoding()
-        positions = self._slots.num_prompt[rows.slots] + self._slots.num_response[rows.slots] - 1
+        if self._drafter is not None and rows.slots.size:
+            self._speculate(rows, self._drafter)
+            return
+        positions = self._slots.last_positions(rows.slots)
         self._reserve(rows.slots, positions)
         if rows.slots.size:
-            ids, logprobs, mask = self._decode(rows, positions)
-            self._slots.append(rows.slots, ids, logprobs, mask)
-            self._dispatch(rows, ids)
+            self._slots.append(rows.slots, *self._decode(rows, positions))
+            self._dispatch(rows)
+
+    def _speculate(self, rows: Rows, drafter: Drafter) -> None:
+        """Add tokens to every decoding slot: of its draft those that it samples, and one more."""
+        began, before, num_rows = time.thread_time(), self._slots.kv_used, len(rows.slots)
+        positions = self._slots.last_positions(rows.slots)
+        has_room = self._kv_capacity - before >= num_rows * (1 + MOST_DRAFT)
+        tries = drafter.wants(num_rows) and has_room
+        drafts = self._propose(rows, drafter) if tries else None
+        self._reserve(rows.slots, positions, drafts)
+        drawn = self._decode(rows, positions, drafts)
+        if drafts is None:
+            self._slots.append(rows.slots, *drawn)
+        else:
+            self._accept(rows, drafts, drafter, *drawn)
+        gained, seconds = self._slots.kv_used - before, time.thread_time() - began
+        drafter.took(num_rows, drafts, gained, seconds, tried=tries)
+        self._dispatch(rows)
 
     def _make_room(self) -> None:
         """Retract the newest requests until the cache has room for one more token of every running request."""
@@ -167,25 +192,38 @@ class Scheduler(RequestScheduler[Job]):
         self._slots.state[slot] = State.DECODING
         self._rows = None
 
-    def _reserve(self, slots: Indices, positions: Indices) -> None:
-        """Reserve cache for one token of each of `slots [B]`, at `positions [B]`."""
-        for index in np.flatnonzero(positions % BLOCK == 0).tolist():
-            self._pool.extend(int(slots[index]), int(positions[index]) + 1)
+    def _reserve(self, slots: Indices, positions: Indices, drafts: Drafts | None = None) -> None:
+        """Reserve cache for a token of each of `slots [B]`, at `positions [B]`, and for `drafts` behind it."""
+        offsets, ends = positions % BLOCK, positions if drafts is None else positions + drafts.counts
+        for index in np.flatnonzero((offsets == 0) | (offsets + ends - positions >= BLOCK)).tolist():
+            self._pool.extend(int(slots[index]), int(ends[index]) + 1)
         self._pool.compact()
 
-    def _decode(self, rows: Rows, positions: Indices) -> tuple[IntArray, FloatArray, SamplingMask | None]:
-        """Sample the next token of each row. Returns tokens `[B]`, log-probabilities `[B]` and the recorded mask.
+    def _propose(self, rows: Rows, drafter: Drafter) -> Drafts | None:
+        """Draft tokens for each row within its limit; None if no draft pays."""
+        lengths = self._slots.num_response[rows.slots]
+        limits = np.minimum(rows.limits - lengths - 1, MOST_DRAFT).tolist()
+        return drafter.propose([self._running[slot] for slot in rows.slots.tolist()], limits)
 
-        Raises `EngineLostError` if a log-probability is not finite.
+    def _decode(
+        self, rows: Rows, positions: Indices, drafts: Drafts | None = None
+    ) -> tuple[IntArray, FloatArray, SamplingMask | None]:
+        """Sample the next token behind the last of each of B rows, and behind each token of `drafts`: T in all.
+
+        Returns tokens `[T]`, log-probabilities `[T]` and the recorded mask. Raises `EngineLostError` if a
+        log-probability is not finite.
         """
-        num_response = self._slots.num_response[rows.slots]
-        plan = plan_decode(self._pool, slots=rows.slots, positions=positions, num_heads=self._spec.num_heads)
-        last_ids = torch.from_numpy(self._slots.last_ids[rows.slots])
-        logits, experts = self._model.decode(last_ids, torch.from_numpy(positions), plan=plan)
+        slots, sampler, seeds = rows.slots, rows.sampler, rows.seeds
+        ids, num_response = self._slots.last_ids[slots], self._slots.num_response[slots]
+        plan = plan_decode(self._pool, slots=slots, positions=positions, spec=self._spec, drafts=drafts)
+        if drafts is not None:
+            seeds, sampler = seeds[drafts.of_token], self._slots.sampler(slots[drafts.of_token])
+            positions, num_response = drafts.behind_each(positions), drafts.behind_each(num_response)
+            ids = drafts.fed_behind(ids)
+        logits, experts = self._model.decode(torch.from_numpy(ids), torch.from_numpy(positions), plan=plan)
         if experts is not None:
             self._pool.record(plan.write_blocks, plan.write_offsets, experts)
-        uniform = torch.from_numpy(uniforms(rows.seeds, num_response))
-        drawn = rows.sampler.draw(logits, uniform, recorded=self._records_masks)
+        drawn = sampler.draw(logits, torch.from_numpy(uniforms(seeds, num_response)), recorded=self._records_masks)
         values = drawn.logprobs.cpu().numpy()
         if not np.isfinite(values).all():
             raise EngineLostError(
@@ -194,11 +232,35 @@ class Scheduler(RequestScheduler[Job]):
             )
         return drawn.ids.cpu().numpy(), values, drawn.mask
 
-    def _dispatch(self, rows: Rows, ids: IntArray) -> None:
+    def _accept(
+        self,
+        rows: Rows,
+        drafts: Drafts,
+        drafter: Drafter,
+        ids: IntArray,
+        logprobs: FloatArray,
+        mask: SamplingMask | None,
+    ) -> None:
+        """Add to each row its tokens of `ids [T]` up to the first that its draft lacks, or that ends it."""
+        support = [] if mask is None else np.split(mask.ids, mask.counts.cumsum()[:-1])
+        ends = np.cumsum(drafts.counts)
+        for row, slot in enumerate(rows.slots.tolist()):
+            count, start = int(drafts.counts[row]), int(drafts.starts[row])
+            draft = drafts.ids[ends[row] - count : ends[row]].tolist()
+            sampled, stops = ids[start : start + count + 1].tolist(), rows.stop_ids[row]
+            length = 1
+            while length <= count and sampled[length - 1] == draft[length - 1] not in stops:
+                length += 1
+            part = slice(start, start + length)
+            self._slots.extend(slot, ids[part], logprobs[part], support[part])
+            if count:
+                drafter.accept(self._running[slot], count, length - 1)
+
+    def _dispatch(self, rows: Rows) -> None:
         """After a step, send the deltas that are due and end finished requests."""
         slots = rows.slots
         num_response = self._slots.num_response[slots]
-        stopped = (ids[:, None] == rows.stop_ids).any(1)
+        stopped = (self._slots.last_ids[slots, None] == rows.stop_ids).any(1)
         ended = stopped | (num_response >= rows.limits)
         due = num_response - self._slots.num_sent[slots] >= self._stream_interval
         for slot in slots[due & ~ended].tolist():
@@ -242,6 +304,8 @@ class Scheduler(RequestScheduler[Job]):
         if finish_reason is FinishReason.STOP and job.request.has_turns and job.version == self._version:
             ids = np.concatenate([job.request.prompt_ids, self._slots.response(job.slot)])[:-1]
             self._pool.keep(job.slot, job.request.rid, ids)
+        if self._drafter is not None and finish_reason is not FinishReason.ABORT:
+            self._drafter.finished(job, self._slots.response(job.slot))
         self._vacate(job)
 
     def _retract(self, job: Job) -> None:
@@ -261,3 +325,5 @@ class Scheduler(RequestScheduler[Job]):
         self._rows = None
         if job.prefill is not None:
             self._prefills.leave(slot, job.prefill)
+        if self._drafter is not None:
+            self._drafter.left(job)

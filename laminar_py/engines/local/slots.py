@@ -4,6 +4,7 @@ The scheduler owns it. A slot is FREE, PREFILLING (the KV cache lacks part of it
 slot has all its tokens but the last in the cache; the next step feeds the last token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -92,20 +93,20 @@ class Slots:
     def decoding(self) -> Rows:
         """Collect the decoding slots and their constants. Valid until a slot starts or stops to decode."""
         rows = np.flatnonzero(self.state == State.DECODING)
-        sampler = PLAIN
-        if not self.plain[rows].all():
-            sampler = Sampler.build(
-                self.temperatures[rows],
-                top_k=self.top_k[rows],
-                top_p=self.top_p[rows],
-                min_p=self.min_p[rows],
-            )
         return Rows(
             slots=rows,
             seeds=self.seeds[rows],
             limits=self.limit[rows],
             stop_ids=self.stop_ids[rows],
-            sampler=sampler,
+            sampler=self.sampler(rows),
+        )
+
+    def sampler(self, rows: Indices) -> Sampler:
+        """Return the sampler of a batch with one token of each of the slots `rows [T]`, which may repeat."""
+        if self.plain[rows].all():
+            return PLAIN
+        return Sampler.build(
+            self.temperatures[rows], top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows]
         )
 
     def append(self, rows: Indices, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None) -> None:
@@ -119,6 +120,20 @@ class Slots:
         if mask is not None:
             for slot, support in zip(rows.tolist(), np.split(mask.ids, mask.counts.cumsum()[:-1]), strict=True):
                 self.masks[slot].append(support)
+
+    def extend(self, slot: int, ids: IntArray, logprobs: FloatArray, mask: Sequence[IntArray] = ()) -> None:
+        """Add several tokens `[n]` with their log-probabilities to a slot, and the rows of their recorded mask."""
+        start = int(self.num_response[slot])
+        places = slice(start, start + len(ids))
+        self.ids[slot, places], self.logprobs[slot, places] = ids, logprobs
+        self.last_ids[slot], self.num_response[slot] = ids[-1], places.stop
+        self.kv_used += len(ids)
+        self.masks[slot] += mask
+
+    def last_positions(self, rows: Indices) -> Indices:
+        """Position `[B]` of the last token of each of the slots `rows [B]`, which the next step feeds."""
+        positions: Indices = self.num_prompt[rows] + self.num_response[rows] - 1
+        return positions
 
     def response(self, slot: int) -> IntArray:
         """A copy of all response tokens of the slot, `[L]`."""
