@@ -60,6 +60,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     live: bool  # as `History.live`
     heard_s: float  # time of the last event, seconds since 1970
+    note: str = ""  # beside the name, instead of words on the end of the run
     cards: list[Card]
     panels: list[Panel]
 
