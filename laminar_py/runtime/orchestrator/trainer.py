@@ -203,19 +203,28 @@ class Trainer:
             asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
         ]
         left = None if limit is None else max(0.0, limit - self._stats.rl_s)
-        await asyncio.wait([take, stop, *failures], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        stopped, failure = stop.done(), self._versions.lost or self._checkpoints.failure
-        for task in (stop, *failures):
-            task.cancel()
+        try:
+            await asyncio.wait([take, stop, *failures], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._give_back(take)
+            raise
+        finally:
+            stopped, failure = stop.done(), self._versions.lost or self._checkpoints.failure
+            for task in (stop, *failures):
+                task.cancel()
         if take.done() and failure is None and not stopped and left != 0.0:
             return take.result()
+        await self._give_back(take)
+        if failure is not None and not stopped:
+            raise failure
+        return None
+
+    async def _give_back(self, take: asyncio.Task[StepBatch]) -> None:
+        """Cancel a task that waits for a batch, and put back a batch that it already has."""
         take.cancel()
         await asyncio.wait([take])
         if not take.cancelled():
             await self._scheduler.consumption.put_back(take.result())
-        if failure is not None and not stopped:
-            raise failure
-        return None
 
     async def _pause_on_stop(self) -> None:
         """Wait until the run is to stop before the next batch, and pause the scheduler.
