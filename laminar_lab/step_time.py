@@ -25,7 +25,7 @@ from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
 from laminar_py.config.learner import LearnerConfig, Recompute, ReduceDtype
 from laminar_py.learner.packing import RowSize
-from laminar_py.relay import choose_chunk_bytes, grow_tree
+from laminar_py.relay import CHUNK_OVERHEAD_S, choose_chunk_bytes, grow_tree
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,7 +58,6 @@ RECOVERED = np.array(
         [[0.3, 0.35, 0.6, 0.75, 0.95], [0.25, 0.25, 0.25, 0.25, 0.25]],
     ]
 )  # [depth, tail, replicas]
-CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
 # Assumptions
 LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end
 OPTIMIZER_S = 2.0  # AdamW on sharded states, gradient norm, collectives
