@@ -135,7 +135,7 @@ class ConsumptionCheck(Check):
         return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in faults]
 
 
-class WeightsCheck(Check):
+class VersionCheck(Check):
     """Checks that versions are published once, loaded and used as published, and never go back on a replica.
 
     A finished trajectory has one version if the run promises `drain`. Replicas with the same layout have the same
@@ -250,7 +250,7 @@ class WeightsCheck(Check):
         return []
 
 
-class StepCheck(Check):
+class StepCountCheck(Check):
     """Checks that a learner step consumed as many trajectories as it says; a rollback resets the count."""
 
     event_types = (Stepped, Consumed, Undone, RolledBack)

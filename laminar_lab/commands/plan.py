@@ -111,7 +111,7 @@ def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> 
     print_line(f"Simulations rank the likeliest of them now, in {seconds:g} s at most; Ctrl-C ends them.\n")
     with (
         console.status("") as status,
-        Judges(request, within_s=seconds, show=Progress(seconds, status.update)) as judges,
+        Judges(request, within_s=seconds, show=SimulationProgress(seconds, status.update)) as judges,
     ):
         made = make_plan(request, judge_all=judges)
     if made.best.judgement is None:
@@ -125,7 +125,7 @@ def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> 
     return made
 
 
-class Progress:
+class SimulationProgress:
     """Shows how far simulations of `seconds` are: by `update` on a terminal, else as a line now and then."""
 
     def __init__(self, seconds: float, update: Callable[[str], None]) -> None:

@@ -53,8 +53,8 @@ class RandomState(msgspec.Struct, frozen=True):
     cuda: bytes | None  # of the rank's device; None on a CPU
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """Result of a load, e.g. `Loaded(step=40, updates=160, fault="")`."""
+class LoadedCheckpoint(msgspec.Struct, frozen=True):
+    """Result of a load, e.g. `LoadedCheckpoint(step=40, updates=160, fault="")`."""
 
     step: int  # steps taken
     updates: int  # of the optimizer since the start
@@ -110,7 +110,7 @@ class Checkpointer:
         """
         return "" if self._writing is None else self._writing.result()
 
-    def load(self, folder: Path) -> Loaded:
+    def load(self, folder: Path) -> LoadedCheckpoint:
         """Restore model, optimizer and random generators bit for bit, and compare the learner with the files.
 
         A checkpoint of another world size leaves the random generators as they are. Raises `ConfigError` if the
@@ -137,7 +137,7 @@ class Checkpointer:
         fault = stored_fault(folder, samples)
         if not fault and counted != updates:
             fault = f"checkpoint {folder.name}: has {updates} updates, and AdamW has counted {counted}"
-        return Loaded(marker.step, updates, fault)
+        return LoadedCheckpoint(marker.step, updates, fault)
 
     # ---- on the writing thread
 
