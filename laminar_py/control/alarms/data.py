@@ -399,20 +399,23 @@ class BatchCheck:
         return (Alarm("scores", "controller", words),)
 
 
-def score_alarms(score: Score, row: LiveTrajectory, *, weights: Mapping[str, float] | None = None) -> list[Alarm]:
+def score_alarms(
+    score: Score, row: LiveTrajectory, *, weights: Mapping[str, float] | None = None
+) -> Sequence[Alarm]:
     """Alarms on a score whose reward function raised or was late and that has a value all the same, that is of
     another response, or that is not the sum of its terms by their `weights`, which are by name."""
     found, who = [], score.trajectory_id
-    if score.value is not None and score.terms and weights and all(term.name in weights for term in score.terms):
-        parts = [weights[term.name] * term.value for term in score.terms]
-        if abs(score.value - sum(parts)) > ROUNDING * max(1.0, *map(abs, parts)):
-            found.append(f"{who} has the reward {score.value:.6g}, and its terms add up to {sum(parts):.6g}")
+    if score.value is not None and weights:
+        parts = [weights.get(term.name, math.nan) * term.value for term in score.terms]
+        total = sum(parts, 0.0 if parts else math.nan)  # NaN without known terms differs from nothing
+        if abs(score.value - total) > ROUNDING * max(1.0, *map(abs, parts)):
+            found.append(f"{who} has the reward {score.value:.6g}, and its terms add up to {total:.6g}")
     if score.length is not None and score.length != row.length:
         of_another = f"has {row.length} tokens, and its reward is of a response of {score.length}"
         found.append(f"{who} {of_another}; look at what the scorer reads")
     if score.raised and score.failure is None:
         found.append(f"{who}: a reward function failed, and its response counts as {score.value:g}; let it fail")
-    return [Alarm("scores", "scorer", message) for message in found]
+    return [Alarm("scores", "scorer", message) for message in found] if found else ()
 
 
 @dataclass(slots=True)

@@ -103,8 +103,10 @@ class Alarms:
 
     def scored(self, score: Score, row: LiveTrajectory) -> None:
         """Check a score before it is recorded."""
-        self._tell(score_alarms(score, row, weights=self._weights))
-        self._tell(self._groups.observe(score, row))
+        if found := score_alarms(score, row, weights=self._weights):
+            self._tell(found)
+        if copies := self._groups.observe(score, row):
+            self._tell(copies)
 
     def referred(self, fingerprint: str) -> None:
         """Compare the weights of a reference model in a process of its own with its first."""
