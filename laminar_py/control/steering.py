@@ -6,8 +6,8 @@ sample size of old data falls. The number of groups in flight follows the bound 
 a window, the first of these rules that applies changes the bound by 1:
 
 1. The oldest data is less effective than `least_effective`: lower.
-2. The last rise did not shorten the learner's waits: undo it, and rise again only once the learner waits much
-   more.
+2. The last rise did not let the learner work more of the time: undo it, and rise again only once the learner
+   waits much more.
 3. The learner waits for a tenth of the time, and little is lost to old data: rise.
 4. A whole further batch lay ready at every step: lower, which makes data fresher and costs nothing.
 
@@ -25,7 +25,7 @@ from laminar_py.config.steering import StalenessControl
 from laminar_py.records.metrics import StepRow
 
 MUCH, LITTLE = 0.1, 0.02  # of the time: the learner waits for batches, or for publishes
-SHORTER = 0.9  # a rise pays if the learner waits for less than this part of its time before
+PAYS = 1.03  # a rise pays if the learner works for this many times its share of the time before
 FEW = 0.05  # of a window's tokens: staler ones do not count
 LOST_SIGNAL = 0.3  # effectiveness of old data in a collapse
 FALL, SIGMAS = 0.25, 3.0  # of the best reward, and standard errors, by which the reward falls in a collapse
@@ -128,7 +128,7 @@ class StalenessSteering:
         elif bound > least and window.effective < control.least_effective:
             why = f"the oldest data has {window.effective:.0%} of the effective sample size of fresh data"
             yield Change(BOUND, bound - 1, why)
-        elif bound > least and before is not None and window.waits > SHORTER * before:
+        elif bound > least and before is not None and 1 - window.waits < PAYS * (1 - before):
             self._rise_at = window.waits + MUCH
             why = f"the learner waits {window.waits:.0%} of the time, and {before:.0%} before the bound rose"
             yield Change(BOUND, bound - 1, why)

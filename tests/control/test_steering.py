@@ -121,9 +121,10 @@ def test_measurements_that_stay_turn_the_bound_around_at_most_once(measured, bou
 
 
 def test_the_bound_rises_while_that_shortens_the_waits_and_old_data_is_effective():
-    run = Run().go(300, waits=lambda run: 0.6 / run.bound, effective=0.95)
-    assert run.bound == 6, "at which the learner waits for a tenth of the time"
-    assert run.turns == 0
+    run = Run(max=7).go(300, waits=lambda run: 1.2 / run.bound, effective=0.95)
+    assert (run.bound, run.turns) == (7, 0)
+    run = Run(max=9).go(300, waits=lambda run: 1.2 / run.bound, effective=0.95)
+    assert (max(run.bounds), run.bound) == (8, 7), "at 8 the learner works for 2.5 % more of the time than at 7"
 
 
 def test_a_rise_that_shortens_no_wait_is_undone_and_not_repeated():
